@@ -1,0 +1,34 @@
+# Two commands are all a new user needs: `make train` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NUM_PROCS ?= 4
+ARGS ?=
+
+.PHONY: setup train test test-all lint clean
+
+setup: $(STAMP)
+
+$(STAMP): setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e ".[test]"
+	touch $(STAMP)
+
+train: setup
+	$(BIN)/parallel3d --num_procs $(NUM_PROCS) examples/train_gpt.py $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest tests $(ARGS)
+
+test-all: setup
+	$(BIN)/python -m pytest tests --full $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,126 @@
+"""Joining the world: which rank this process is, on which device, by whichever launcher started it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel3d.errors import CommunicationError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_SLURM_PORTS = range(20000, 50000)
+
+
+def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """torch's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) from those that `srun` sets.
+
+    The port follows from job and step, so that two jobs on one host don't collide.
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": first_host(nodes),
+        "MASTER_PORT": str(_SLURM_PORTS[(job * 31 + step) % len(_SLURM_PORTS)]),
+    }
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a SLURM node list: 'gpu[07-12,15],cpu1' -> 'gpu07'."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+))?", node_list)
+    if match is None:
+        raise CommunicationError(f"can't read a host from the SLURM node list {node_list!r}; set MASTER_ADDR")
+    return match[1] + (match[2] or "")
+
+
+def _adopt_slurm() -> None:
+    """srun sets no RANK; torchrun and our launcher do, and win when both are there."""
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
+        for name, value in slurm_environment(os.environ).items():
+            os.environ.setdefault(name, value)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the world that the launcher describes; a process that none started is a world of one.
+
+    dist_backend: "nccl", "gloo", or None for NCCL where CUDA is there. A second call does nothing.
+    Raises CommunicationError when a launcher's variables are there in part.
+    """
+    if dist.is_initialized():
+        return
+    _adopt_slurm()
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = local_device(backend)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    device_id = device if device.type == "cuda" else None
+    if init_method is None and "RANK" not in os.environ and rank < 0:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        return
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if init_method is None and rank < 0 and missing:
+        raise CommunicationError(
+            f"RANK is set but {', '.join(missing)} is not; start the script by parallel3d, torchrun or srun, or unset RANK"
+        )
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+    )
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a world."""
+    return dist.is_initialized()
+
+
+def get_rank() -> int:
+    """This process's rank in the world; 0 before init_distributed, for scripts that print on rank 0."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def get_world_size() -> int:
+    """Number of processes in the world; joins it first where that hasn't happened."""
+    init_distributed()
+    return dist.get_world_size()
+
+
+def get_local_rank() -> int:
+    """This process's rank on its host."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+
+
+def local_device(backend: str | None = None) -> torch.device:
+    """The device this rank computes on: its own GPU under NCCL, else the CPU. Raises CommunicationError without one."""
+    if (backend or dist.get_backend()) != "nccl":
+        return torch.device("cpu")
+    count, local_rank = torch.cuda.device_count(), get_local_rank()
+    if local_rank >= count:
+        raise CommunicationError(
+            f"local rank {local_rank} has no GPU of its own: {count} CUDA devices are visible; start at most {count} "
+            "processes on this host, or pass dist_backend='gloo' to train on the CPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def barrier() -> None:
+    """Wait until every rank of the world is here."""
+    dist.barrier()
+
+
+def destroy() -> None:
+    """Leave the world; the process groups made from it are gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

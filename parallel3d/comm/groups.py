@@ -1,0 +1,149 @@
+"""Process groups built from a topology, and DeepSpeed's view of them (`engine.grid`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from parallel3d.comm.collectives import Group
+from parallel3d.comm.environment import init_distributed
+from parallel3d.errors import TopologyError
+from parallel3d.topology import ProcessTopology
+
+
+class ProcessGroups:
+    """The groups this rank belongs to. Every rank must build them from the same topology at the same place.
+
+    world: all ranks; control: all ranks, on the CPU, for the few integers that ranks agree on before a batch.
+    Raises TopologyError when the topology is not one of this world.
+    """
+
+    def __init__(self, topology: ProcessTopology):
+        init_distributed()
+        self.topology = topology
+        self.rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        if topology.world_size() != world_size:
+            sizes = " x ".join(f"{axis} {topology.get_dim(axis)}" for axis in topology.get_axis_names())
+            raise TopologyError(
+                f"the topology {sizes} = {topology.world_size()} ranks does not fit a world of {world_size}; "
+                f"start {topology.world_size()} processes or change the axes"
+            )
+        everyone = tuple(range(world_size))
+        alone = world_size == 1
+        self.world = Group(everyone, None if alone else dist.group.WORLD)
+        self.control = Group(everyone, None if alone else dist.new_group(backend="gloo"))
+        self.pipe = self._axis("pipe")
+        self.data = self._axis("data")
+        self.model = self._axis("model")
+
+    @property
+    def backend(self) -> str:
+        """'nccl' or 'gloo'."""
+        return str(dist.get_backend())
+
+    def coordinate(self, axis: str, rank: int | None = None) -> int:
+        """Position of a rank (this one by default) along an axis; 0 along one the topology doesn't have."""
+        coord = self.topology.get_coord(self.rank if rank is None else rank)
+        return int(getattr(coord, axis, 0))
+
+    def _axis(self, axis: str) -> Group:
+        lists = self.topology.get_axis_comm_lists(axis)
+        if [tuple(ranks) for ranks in lists] == [self.world.ranks]:
+            return self.world
+        return self.build(lists)
+
+    def build(self, lists: Iterable[Iterable[int]]) -> Group:
+        """Make a group of each list, in order, on every rank; returns the one that holds this rank.
+
+        A rank in none of them gets a group of itself alone.
+        """
+        mine = self.alone()
+        for ranks in (tuple(r) for r in lists):
+            if len(ranks) == 1:
+                continue
+            handle = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                mine = Group(ranks, handle)
+        return mine
+
+    def alone(self) -> Group:
+        """The group of this rank alone."""
+        return Group((self.rank,), None)
+
+    def across_stages(self, stages: Iterable[int]) -> Group:
+        """The ranks of these stages in this rank's own pipeline. Collective over the world, in one order."""
+        stages = sorted(stages)
+        pipelines = self.topology.get_axis_comm_lists("pipe") or [[r] for r in range(self.topology.world_size())]
+        return self.build([pipeline[s] for s in stages] for pipeline in pipelines)
+
+
+class PipelineParallelGrid:
+    """DeepSpeed's `mpu`: which rank this is along each axis, and the torch groups of each."""
+
+    def __init__(self, groups: ProcessGroups):
+        self._groups = groups
+
+    def topology(self) -> ProcessTopology:
+        """The topology the groups were built from."""
+        return self._groups.topology
+
+    def get_global_rank(self) -> int:
+        """Rank in the world."""
+        return self._groups.rank
+
+    def get_stage_id(self) -> int:
+        """Position along the pipeline."""
+        return self._groups.coordinate("pipe")
+
+    def get_pipe_parallel_rank(self) -> int:
+        """Position along the pipeline."""
+        return self._groups.coordinate("pipe")
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Number of stages."""
+        return self._groups.pipe.size
+
+    def get_pipe_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of this rank's pipeline; None for a single stage."""
+        return self._groups.pipe.handle
+
+    def get_data_parallel_id(self) -> int:
+        """Position along data parallelism."""
+        return self._groups.coordinate("data")
+
+    def get_data_parallel_rank(self) -> int:
+        """Position along data parallelism."""
+        return self._groups.coordinate("data")
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of data-parallel replicas."""
+        return self._groups.data.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of this rank's replicas; None for a single one."""
+        return self._groups.data.handle
+
+    def get_model_parallel_rank(self) -> int:
+        """Position along tensor slicing."""
+        return self._groups.coordinate("model")
+
+    def get_model_parallel_world_size(self) -> int:
+        """Number of tensor slices."""
+        return self._groups.model.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of this rank's tensor slices; None for a single one."""
+        return self._groups.model.handle
+
+    get_slice_parallel_rank = get_model_parallel_rank
+    get_slice_parallel_world_size = get_model_parallel_world_size
+    get_slice_parallel_group = get_model_parallel_group
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """World rank of a stage in this rank's own pipeline, other coordinates replaced by `kwargs`."""
+        topology = self._groups.topology
+        coord = topology.get_coord(self._groups.rank)
+        own = {axis: getattr(coord, axis) for axis in topology.get_axis_names()}
+        return topology.get_rank(**{**own, "pipe": stage_id, **kwargs})

@@ -1,0 +1,120 @@
+"""Point-to-point transports: post a send, post a receive, wait on the stream.
+
+A transport moves tensors between neighbours of one pipeline; ends are named by their stage. Each ordered pair of stages
+is one FIFO channel. Bytes travel, so that every dtype does.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.groups import ProcessGroups
+
+_HEADER_TAG = 1
+
+
+class Transport(Protocol):
+    """What the executor needs of point-to-point communication."""
+
+    def send(self, tensors: Sequence[Tensor], stage: int) -> None:
+        """Post tensors to `stage`; never blocks. The transport keeps them alive until they have left."""
+
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
+        """Post the receive of the next tensors of the channel from `stage`; wait on the works before reading."""
+
+    def send_header(self, header: Any, stage: int) -> None:
+        """Send a picklable value on the host; never blocks."""
+
+    def receive_header(self, stage: int) -> Any:
+        """The next value that `stage` sent by send_header; blocks the host."""
+
+    def finish(self) -> None:
+        """Return when all that was posted here has left."""
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class DistributedTransport:
+    """gloo and NCCL. Under NCCL each channel has its own communicator, so that the directions don't wait for each other."""
+
+    def __init__(self, groups: ProcessGroups):
+        self._groups = groups
+        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._sent: deque[tuple[Work, Tensor]] = deque()
+        self._stage = groups.coordinate("pipe")
+        if groups.backend == "nccl" and groups.pipe.size > 1:
+            self._open_channels()
+
+    def _open_channels(self) -> None:
+        """One communicator per ordered pair of neighbours, made and warmed up in the same order on all ranks.
+
+        NCCL connects at the first use and blocks the host while it does: better now than in the middle of a step.
+        """
+        size = self._groups.pipe.size
+        neighbours = [(s, (s + 1) % size) for s in range(size)]
+        for source, target in dict.fromkeys([*neighbours, *((t, s) for s, t in neighbours)]):
+            group = self._groups.across_stages((source, target))
+            if self._stage in (source, target):
+                assert group.handle is not None
+                self._channels[source, target] = group.handle
+                probe = torch.zeros(1, device="cuda")
+                if self._stage == source:
+                    dist.send(probe, self._groups.pipe.ranks[target], group=group.handle)
+                else:
+                    dist.recv(probe, self._groups.pipe.ranks[source], group=group.handle)
+            torch.cuda.synchronize()
+
+    def send(self, tensors: Sequence[Tensor], stage: int) -> None:
+        """See Transport."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        group = self._channels.get((self._stage, stage), self._groups.pipe.handle)
+        for tensor in tensors:
+            if tensor.numel():
+                data = _bytes(tensor.detach().contiguous())
+                work = dist.isend(data, self._groups.pipe.ranks[stage], group=group)
+                assert work is not None
+                self._sent.append((work, data))
+
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
+        """See Transport."""
+        group = self._channels.get((stage, self._stage), self._groups.pipe.handle)
+        works = []
+        for buffer in buffers:
+            if buffer.numel():
+                work = dist.irecv(_bytes(buffer), self._groups.pipe.ranks[stage], group=group)
+                assert work is not None
+                works.append(work)
+        return works
+
+    def send_header(self, header: Any, stage: int) -> None:
+        """See Transport."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+        for data in (torch.tensor([payload.numel()]), payload):
+            work = dist.isend(data, self._groups.pipe.ranks[stage], group=self._groups.control.handle, tag=_HEADER_TAG)
+            assert work is not None
+            self._sent.append((work, data))
+
+    def receive_header(self, stage: int) -> Any:
+        """See Transport."""
+        source, group = self._groups.pipe.ranks[stage], self._groups.control.handle
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, source, group=group, tag=_HEADER_TAG)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(payload, source, group=group, tag=_HEADER_TAG)
+        return pickle.loads(payload.numpy().tobytes())
+
+    def finish(self) -> None:
+        """See Transport."""
+        while self._sent:
+            self._sent.popleft()[0].wait()

@@ -1,0 +1,301 @@
+"""The engine: wires module, schedule, data and optimizer into train_batch and eval_batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.collectives import all_gather_object, all_reduce
+from parallel3d.comm.environment import get_local_rank
+from parallel3d.comm.groups import PipelineParallelGrid
+from parallel3d.comm.transport import DistributedTransport, Transport
+from parallel3d.config import BatchSizes, Config
+from parallel3d.data import MicroBatchSource
+from parallel3d.errors import ConfigError, DataError
+from parallel3d.monitor.timers import InstructionRecorder
+from parallel3d.pipe.agreement import agree
+from parallel3d.pipe.executor import Batch, BatchResult, Executor, no_record
+from parallel3d.pipe.messages import Messages
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.programs import Programs
+from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.simulate import Span, Timeline
+from parallel3d.zero.reducer import GradientReducer
+
+
+class Engine:
+    """Trains a PipelineModule. Made by `initialize`; every rank calls its methods at the same places.
+
+    global_steps: optimizer steps taken; global_samples: samples trained on, over all replicas.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        config: Config,
+        batch_sizes: BatchSizes,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any = None,
+        data_iterator: Iterator[Any] | None = None,
+        transport: Transport | None = None,
+    ):
+        self.module = module
+        self.config = config
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.grid = PipelineParallelGrid(module.groups)
+        self.global_steps = 0
+        self.global_samples = 0
+        self._batch_sizes = batch_sizes
+        self._groups = module.groups
+        self._source = MicroBatchSource()
+        self._data_iterator = data_iterator
+        self._grad_norm: Tensor | None = None
+        self._profile_next = False
+        self._profile: tuple[Program, list[Span]] | None = None
+        self._reducer = GradientReducer(
+            module.parameter_infos(),
+            config.zero_optimization.reduce_bucket_size,
+            self._groups.data,
+            module.replica_groups,
+        )
+        self._programs = Programs(module, config.pipeline.schedule, self._all_buckets())
+        messages = Messages(
+            transport or DistributedTransport(self._groups), module.device, dynamic=config.pipeline.shapes == "dynamic"
+        )
+        self._executor = Executor(module, messages, self._reducer)
+        # A schedule that can't run is an error now, not at the first batch.
+        self._programs.get(batch_sizes.num_micro_batches, training=True)
+
+    def _all_buckets(self) -> dict[tuple[int, ...], int]:
+        """owners -> number of gradient buckets, of all ranks."""
+        merged: dict[tuple[int, ...], int] = {}
+        for buckets in all_gather_object(self._reducer.num_buckets(), self._groups.control):
+            merged.update(buckets)
+        return merged
+
+    # Training and evaluation
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step on gradient_accumulation_steps micro-batches, fewer where the iterators end.
+
+        data_iter yields (inputs, labels); ranks that hold neither the first nor the last chunk may pass None, and the
+        iterator of `training_data` or `set_dataiterator` stands in for None. Returns the mean loss over micro-batches
+        and replicas, the same on every rank, on the device and without waiting for it. Raises StopIteration on all
+        ranks when no micro-batch is left, DataError on all when one can't load, ExecutionError.
+        """
+        batch = self._next_batch(data_iter, self._batch_sizes.num_micro_batches, training=True)
+        self.module.train()
+        self._reducer.start_step()
+        result = self._run(batch)
+        self._reducer.finish_step()
+        loss = self._reduce_loss_and_norm(result, batch)
+        self._step()
+        self.global_steps += 1
+        self.global_samples += len(batch.signatures) * self.train_micro_batch_size_per_gpu() * self._groups.data.size
+        self._print_step(loss)
+        return loss
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The loss of `num_micro_batches` (as in training by default) without training; nothing of training changes.
+
+        reduce_output: "avg" over micro-batches and replicas, or None for the list of this replica's losses.
+        bcast_loss: on every rank, else on those that hold the last chunk, None elsewhere. return_logits: (loss, logits),
+        and logits alone without compute_loss: the list of the last layer's outputs, one a micro-batch, None on ranks
+        without the last chunk. Raises as train_batch does.
+        """
+        if reduce_output not in ("avg", None):
+            raise ConfigError(f"reduce_output is {reduce_output!r}; use 'avg', or None for one loss per micro-batch")
+        most = num_micro_batches or self._batch_sizes.num_micro_batches
+        keep = return_logits or not compute_loss
+        batch = self._next_batch(data_iter, most, training=False, keep_outputs=keep, compute_loss=compute_loss)
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            result = self._run(batch)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        logits = [result.outputs[m] for m in sorted(result.outputs)] if self.is_last_stage() else None
+        if not compute_loss:
+            return logits
+        loss = self._average_loss(result, batch) if reduce_output else self._all_losses(result, batch)
+        shown = loss if bcast_loss or self.is_last_stage() else None
+        return (shown, logits) if return_logits else shown
+
+    def _next_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        most: int,
+        training: bool,
+        keep_outputs: bool = False,
+        compute_loss: bool = True,
+    ) -> Batch:
+        """Load this rank's micro-batches and agree with all others on how many there are."""
+        iterator = data_iter if data_iter is not None else self._data_iterator
+        micro_batches: list[Any] | None = None
+        error: Exception | None = None
+        if self.is_first_stage() or self.is_last_stage():
+            try:
+                micro_batches = self._load(iterator, most)
+            except Exception as raised:
+                error = raised
+        try:
+            signatures = agree(micro_batches, error is not None, most, self._groups, self.module.placement[0])
+        except DataError as elsewhere:
+            raise (error or elsewhere) from (None if error else elsewhere)
+        if micro_batches is not None and iterator is not None:
+            self._source.give_back(iterator, micro_batches[len(signatures) :])
+        if not signatures:
+            raise StopIteration("the data iterators have no micro-batch left")
+        weight = 1.0 / (len(signatures) * self._groups.data.size)
+        return Batch(micro_batches or (), signatures, training, weight, keep_outputs, compute_loss)
+
+    def _load(self, iterator: Iterator[Any] | None, most: int) -> list[Any]:
+        if iterator is None:
+            raise DataError(
+                f"rank {self._groups.rank} holds the first or last chunk and needs data: pass data_iter, or give "
+                "training_data to initialize"
+            )
+        micro_batches = self._source.take(iterator, most)
+        for micro_batch in micro_batches:
+            if not isinstance(micro_batch, (tuple, list)) or len(micro_batch) != 2:
+                raise DataError(
+                    f"a micro-batch must be (inputs, labels), not {type(micro_batch).__name__}; several inputs or labels "
+                    "go in a tuple or dict of their own"
+                )
+        return micro_batches
+
+    def _run(self, batch: Batch) -> BatchResult:
+        program = self._programs.get(len(batch.signatures), batch.training)
+        recorder = None
+        if batch.training and self._profile_next:
+            recorder = InstructionRecorder(self.module.stage_id, self.module.device)
+        result = self._executor.run(program, self._programs.replica_owners, batch, recorder or no_record)
+        if recorder is not None:
+            self._profile_next, self._profile = False, (program, recorder.spans())
+        return result
+
+    def _own_loss(self, result: BatchResult, batch: Batch) -> Tensor:
+        """This rank's share of the mean loss: 0 but on the last chunk's ranks."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.module.device)
+        return sum((loss.double().reshape(()) for loss in result.losses.values()), zero) * batch.loss_weight
+
+    def _average_loss(self, result: BatchResult, batch: Batch) -> Tensor:
+        loss = self._own_loss(result, batch)
+        all_reduce(loss, self._groups.world).wait()
+        return loss.to(torch.get_default_dtype())
+
+    def _all_losses(self, result: BatchResult, batch: Batch) -> list[Tensor]:
+        losses = torch.zeros(len(batch.signatures), dtype=torch.float64, device=self.module.device)
+        for m, loss in result.losses.items():
+            losses[m] = loss
+        all_reduce(losses, self._groups.pipe).wait()
+        return list(losses.to(torch.get_default_dtype()).unbind())
+
+    @torch.no_grad()
+    def _reduce_loss_and_norm(self, result: BatchResult, batch: Batch) -> Tensor:
+        """One all-reduce for both: the loss is the last chunks', each parameter counts once in the norm."""
+
+        def counts(owners: tuple[int, ...]) -> bool:
+            return self.module.placement[owners[0]] == self.module.stage_id
+
+        first_replica = self._groups.coordinate("data") == 0
+        norm_squared = self._reducer.norm_squared(counts if first_replica else lambda _: False)
+        scalars = torch.stack([self._own_loss(result, batch), norm_squared.to(self.module.device)])
+        all_reduce(scalars, self._groups.world).wait()
+        self._grad_norm = scalars[1].sqrt()
+        return scalars[0].to(torch.get_default_dtype())
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        limit = self.config.gradient_clipping
+        if limit > 0 and self._grad_norm is not None:
+            self._reducer.scale((limit / (self._grad_norm + 1e-6)).clamp(max=1.0))
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _print_step(self, loss: Tensor) -> None:
+        every = self.config.steps_per_print
+        if every and self._groups.rank == 0 and self.global_steps % every == 0:
+            print(f"step {self.global_steps}: loss {float(loss):.4f}, lr {self.get_lr()}", flush=True)
+
+    # Timelines
+
+    def profile_next_batch(self) -> None:
+        """Record when each instruction of the next train_batch runs; see `timeline`."""
+        self._profile_next = True
+
+    def timeline(self) -> tuple[Program, Timeline]:
+        """The program of the last profiled batch and its measured timeline, of this rank's pipeline, in seconds.
+
+        Collective over all ranks. Raises ConfigError when no batch was profiled.
+        """
+        if self._profile is None:
+            raise ConfigError("no batch was profiled; call engine.profile_next_batch() before train_batch")
+        program, own = self._profile
+        everyone = all_gather_object(own, self._groups.control)
+        spans = [span for rank in self._groups.pipe.ranks for span in everyone[rank]]
+        return program, Timeline.of(spans, self.module.num_stages)
+
+    # What scripts ask for
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take micro-batches from `iterator` when train_batch gets none."""
+        self._data_iterator = iterator
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first chunk, and so needs inputs."""
+        return self.module.placement[0] == self.module.stage_id
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last chunk, and so needs labels and has the loss and the logits."""
+        return self.module.placement[-1] == self.module.stage_id
+
+    def get_global_grad_norm(self) -> Tensor | None:
+        """2-norm of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def train_batch_size(self) -> int:
+        """Samples of one step, over all replicas."""
+        return self._batch_sizes.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch of one replica."""
+        return self._batch_sizes.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one step of one replica."""
+        return self._batch_sizes.num_micro_batches
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the world."""
+        return self._groups.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its host."""
+        return get_local_rank()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.module.device

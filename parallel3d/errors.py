@@ -1,0 +1,44 @@
+"""Errors a user can meet. Each message gives the values at fault and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Parallel3DError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(Parallel3DError, ValueError):
+    """A configuration that can't be carried out: unknown key, wrong value, conflicting values."""
+
+
+class TopologyError(Parallel3DError, ValueError):
+    """Axes, dimensions, ranks or coordinates that don't describe one world."""
+
+
+class PartitionError(Parallel3DError, ValueError):
+    """Layers that can't be split into the stages asked for."""
+
+
+class ScheduleError(Parallel3DError, ValueError):
+    """A program that is incomplete, can deadlock or exceeds its memory bound."""
+
+
+class CommunicationError(Parallel3DError, RuntimeError):
+    """A message between ranks that doesn't fit what the other end expects."""
+
+
+class DataError(Parallel3DError, ValueError):
+    """A data iterator that is missing, or yields something that is not a micro-batch."""
+
+
+class ExecutionError(Parallel3DError, RuntimeError):
+    """An exception inside an instruction; says rank, stage, micro-batch and instruction, and keeps the cause."""
+
+
+def nearest(word: str, vocabulary: Iterable[str]) -> str:
+    """ " Did you mean 'x'?" for the closest known word, or an empty string when none is close."""
+    close = difflib.get_close_matches(word, list(vocabulary), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

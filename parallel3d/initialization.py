@@ -1,0 +1,125 @@
+"""`initialize`: from a module and a configuration to an engine, as deepspeed.initialize does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from parallel3d.config import BatchSizes, Config, load, resolve_batch
+from parallel3d.data import RepeatingLoader, make_loader
+from parallel3d.engine import Engine
+from parallel3d.errors import ConfigError
+from parallel3d.optim import build_optimizer
+from parallel3d.pipe.module import PipelineModule
+
+OptimizerArgument = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerArgument | None = None,
+    model_parameters: Iterable[nn.Parameter] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
+    """(engine, optimizer, dataloader, lr_scheduler) for a PipelineModule.
+
+    config (or config_params, or args.deepspeed_config): a path or mapping with DeepSpeed's keys. optimizer: made from the
+    configuration when None, an optimizer, or a callable of the parameters. model_parameters: those to train, all that
+    require a gradient by default. training_data: a dataset of (inputs, labels), for which a loader is made.
+    lr_scheduler: stepped after each batch, or a callable of the optimizer.
+    Raises ConfigError. Collective: every rank calls it at the same place.
+    """
+    if not isinstance(model, PipelineModule):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; wrap its layers as PipelineModule([...], num_stages=1, loss_fn=...): "
+            "plain modules are not yet supported"
+        )
+    source = config if config is not None else config_params or getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError("initialize needs config=, or args with deepspeed_config; give at least the batch sizes")
+    settings = load(source)
+    _check_module(model, settings)
+    topology = model.topology()
+    sizes = resolve_batch(
+        settings.train_batch_size,
+        settings.train_micro_batch_size_per_gpu,
+        settings.gradient_accumulation_steps,
+        pipe=model.num_stages,
+        data=max(1, topology.get_dim("data")),
+        model=max(1, topology.get_dim("model")),
+    )
+    parameters = list(model_parameters if model_parameters is not None else model.parameters())
+    built = _make_optimizer(optimizer, [p for p in parameters if p.requires_grad], settings)
+    scheduler = lr_scheduler(built) if callable(lr_scheduler) else lr_scheduler
+    loader = _make_loader(model, training_data, sizes, settings, collate_fn)
+    iterator = RepeatingLoader(loader) if loader is not None else None
+    engine = Engine(model, settings, sizes, built, scheduler, iterator)
+    return engine, built, loader, scheduler
+
+
+def _check_module(model: PipelineModule, config: Config) -> None:
+    """The module was built before this configuration was read: what both say must agree."""
+    pairs = {
+        "stages": (config.pipeline.stages, model.num_stages),
+        "num_chunks": (config.pipeline.num_chunks, model.num_chunks),
+        "placement": (config.pipeline.placement, model.placement_kind),
+        "partition": (config.pipeline.partition, model.partition_method),
+        "activation_checkpoint_interval": (
+            config.pipeline.activation_checkpoint_interval,
+            model.activation_checkpoint_interval,
+        ),
+    }
+    for key, (wanted, built) in pairs.items():
+        if wanted is not None and wanted != built:
+            raise ConfigError(
+                f"pipeline.{key} is {wanted!r}, but the PipelineModule was built with {built!r}; pass the same config= to "
+                "PipelineModule, or drop the key"
+            )
+    if config.pipeline.schedule == "1f1b" and model.num_chunks > 1:
+        raise ConfigError(
+            f"the PipelineModule has {model.num_chunks} chunks a stage, which schedule '1f1b' can't run; set "
+            "pipeline.schedule to 'interleaved' or 'gpipe'"
+        )
+
+
+def _make_optimizer(
+    optimizer: OptimizerArgument | None, parameters: list[nn.Parameter], config: Config
+) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if optimizer is not None:
+        return optimizer(parameters)
+    if config.optimizer is None:
+        raise ConfigError("no optimizer: set optimizer.type in the configuration, or pass one to initialize")
+    return build_optimizer(config.optimizer.type, parameters, config.optimizer.params)
+
+
+def _make_loader(
+    model: PipelineModule,
+    dataset: Dataset[Any] | None,
+    sizes: BatchSizes,
+    config: Config,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> DataLoader[Any] | None:
+    if dataset is None:
+        return None
+    return make_loader(
+        dataset,
+        sizes.micro_batch_size,
+        replica=model.groups.coordinate("data"),
+        num_replicas=model.groups.data.size,
+        seed=config.seed,
+        drop_last=config.dataloader_drop_last,
+        collate_fn=collate_fn,
+        pin_memory=model.device.type == "cuda",
+    )

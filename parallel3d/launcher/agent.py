@@ -1,0 +1,180 @@
+"""Starts, watches and ends the workers of one node, on torch's elastic agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import cast
+
+from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, SubprocessContext
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from parallel3d.errors import ConfigError
+from parallel3d.launcher import worker
+from parallel3d.launcher.processes import adopt_orphans, children, kill_children
+from parallel3d.launcher.report import rank_failures, summary
+
+GRACE_S = 5
+"""Seconds between asking a worker to end and killing it."""
+
+_ADDRESS = "127.0.0.1"
+_RENDEZVOUS_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What to start. command: the script, or a module's name if is_module, then its own arguments."""
+
+    num_workers: int
+    uses_gpus: bool
+    command: tuple[str, ...]
+    is_module: bool = False
+    master_port: int = 0
+    log_dir: str | None = None
+
+
+class WorkerAgent(LocalElasticAgent):
+    """torch's local agent, which bounds how long ending the workers takes and notes who failed first.
+
+    failed_first: ranks that had failed when the agent began to end the others; empty while all is well.
+    last_healthy: the last time, in seconds since the epoch, at which none had failed.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
+        super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
+        self.failed_first: set[int] = set()
+        self.last_healthy = time.time()
+        self._grace_s = GRACE_S
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        now = time.time()
+        handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
+        self.failed_first = {rank for rank, handler in handlers.items() if handler.proc.poll()}
+        if self.failed_first:
+            # Left to itself torch's agent would end the others here too, but wait 30 s for them.
+            self._shutdown()
+        else:
+            self.last_healthy = now
+        return super()._monitor_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
+        # torch 2.11's _shutdown takes no timeout, and 2.13 passes 30 s in places: so GRACE_S whatever is asked. It's
+        # called again when all have ended, or when a second signal interrupts the wait: then there is no more grace.
+        grace, self._grace_s = self._grace_s, 0
+        if self._pcontext:
+            self._pcontext.close(death_sig, grace)
+        super()._shutdown(death_sig)
+
+
+def launch(options: LaunchOptions) -> int:
+    """Run the workers to their end and return the exit code of the job.
+
+    0, or the code of the first rank that failed (128 + N for signal N), after a summary on stderr; 128 + N when this
+    process got signal N. When it isn't 0 no process of the job is left. Raises ConfigError when it can't start them.
+    """
+    _set_environment(options)
+    _silence_agent()
+    adopt_orphans()
+    before = children()
+    code = 1
+    try:
+        code = _run(options)
+    except SignalException as death:
+        code = 128 + death.sigval
+    except KeyboardInterrupt:  # before the agent has taken over the signals
+        code = 128 + signal.SIGINT
+    finally:
+        if code != 0:
+            _end_leftovers(before)
+    return code
+
+
+def _run(options: LaunchOptions) -> int:
+    with _log_folder(options.log_dir) as folder:
+        logs = DefaultLogsSpecs(folder, tee=Std.ALL if options.log_dir else Std.NONE)
+        agent = WorkerAgent(_worker_spec(options), logs)
+        result = agent.run()
+        if not result.is_failed():
+            return 0
+        failures = rank_failures(result.failures, agent.failed_first, agent.last_healthy)
+    print(summary(failures), file=sys.stderr)
+    return failures[0].status
+
+
+def _worker_spec(options: LaunchOptions) -> WorkerSpec:
+    rendezvous = _rendezvous(options.master_port)
+    arguments = ["-u", worker.__file__, str(os.getpid()), *(["-m"] if options.is_module else []), *options.command]
+    return WorkerSpec(
+        role="worker",
+        local_world_size=options.num_workers,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        # The agent substitutes ${local_rank} in them as in a string.Template, where $$ is a dollar sign.
+        args=tuple(argument.replace("$", "$$") for argument in arguments),
+        max_restarts=0,
+        master_addr=rendezvous.master_addr,
+        master_port=rendezvous.master_port,
+    )
+
+
+def _rendezvous(port: int) -> StaticTCPRendezvous:
+    """A rendezvous of this node alone, whose store listens on `port` (0: a free one) from here to the end of the job.
+
+    The ranks join that same store, so that no port is ever picked now and bound later.
+    """
+    try:
+        store = TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    except DistNetworkError as error:
+        raise ConfigError(f"--master_port {port} is taken; leave it out to get a free one ({error})") from error
+    run_id = time.strftime("%Y-%m-%d_%H-%M-%S")
+    rendezvous = StaticTCPRendezvous(_ADDRESS, store.port, 0, 1, run_id, _RENDEZVOUS_TIMEOUT_S)
+    rendezvous.next_rendezvous()  # shares the server of `store`, which may go from here on
+    return rendezvous
+
+
+@contextmanager
+def _log_folder(log_dir: str | None) -> Iterator[str]:
+    """The folder for the ranks' output and error files: `log_dir`, made if need be, or one for the time of the run."""
+    if log_dir is None:
+        with TemporaryDirectory(prefix="parallel3d_") as folder:
+            yield folder
+        return
+    try:
+        os.makedirs(log_dir, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log_dir {log_dir}: {error.strerror}; name a folder that can be written") from error
+    yield log_dir
+
+
+def _set_environment(options: LaunchOptions) -> None:
+    """What the workers inherit; the agent adds the ranks."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.num_workers)))
+    if not options.uses_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _silence_agent() -> None:
+    """Keep the agent's own account of a failure off the terminal: the summary says it shorter."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+def _end_leftovers(before: set[int]) -> None:
+    """Kill what the workers started and left behind, deaf to a second Ctrl-C."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    left = kill_children(spare=before)
+    if left:
+        print(f"parallel3d: these processes can't be killed, the kernel holds them: {sorted(left)}", file=sys.stderr)

@@ -1,0 +1,97 @@
+"""The command line of the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from parallel3d.errors import ConfigError, nearest
+from parallel3d.launcher.agent import GRACE_S, LaunchOptions, launch
+
+_USAGE = """parallel3d [options] script [args ...]
+       parallel3d [options] -m module [args ...]"""
+
+_DESCRIPTION = """Run a Python script once per rank on this node. Each process finds RANK, LOCAL_RANK, WORLD_SIZE,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. With neither --num_gpus nor --num_procs: one process
+per visible CUDA device, or a single CPU process where there is none. OMP_NUM_THREADS, unless set, shares out the
+cores."""
+
+_EPILOG = f"""The exit code is that of the rank that failed first, 128 + N when signal N ended it or the launcher. When
+a rank fails, or on Ctrl-C, the others are asked to end and killed after {GRACE_S} seconds."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command line `argv` (default: this process's own) and return the exit code.
+
+    Meant to own its process: installs signal handlers, changes the environment, and ends the processes that its workers
+    leave behind. Raises SystemExit for a command line that can't be carried out.
+    """
+    parser = _parser()
+    options = parse(sys.argv[1:] if argv is None else argv, torch.cuda.device_count(), parser)
+    try:
+        return launch(options)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def parse(argv: Sequence[str], num_devices: int, parser: argparse.ArgumentParser | None = None) -> LaunchOptions:
+    """Read `argv` on a node with `num_devices` CUDA devices. Raises SystemExit(2), saying why, when it is wrong."""
+    parser = parser or _parser()
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        hint = nearest(unknown[0].partition("=")[0], flags)
+        parser.error(f"unknown option {unknown[0]}.{hint} The script's own options go after the script.")
+    if not known.command:
+        parser.error("nothing to run: name a script, or a module after -m")
+    if not known.m and not os.path.exists(known.command[0]):
+        parser.error(f"there is no script {known.command[0]!r} in {os.getcwd()}")
+    if known.num_gpus is not None and known.num_gpus > num_devices:
+        parser.error(
+            f"--num_gpus {known.num_gpus}, but the number of CUDA devices present is {num_devices} "
+            f"(CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
+            f"Ask for no more, or for CPU processes with --num_procs {known.num_gpus}."
+        )
+    return LaunchOptions(
+        num_workers=known.num_procs or known.num_gpus or num_devices or 1,
+        uses_gpus=known.num_procs is None and num_devices > 0,
+        command=tuple(known.command),
+        is_module=known.m,
+        master_port=known.master_port,
+        log_dir=known.log_dir,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="parallel3d", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False
+    )
+    count = parser.add_mutually_exclusive_group()
+    count.add_argument("--num_gpus", type=_positive, metavar="N", help="N processes, process i on CUDA device i")
+    count.add_argument("--num_procs", type=_positive, metavar="N", help="N CPU processes, which see no CUDA device")
+    parser.add_argument(
+        "--master_port", type=_port, default=0, metavar="P", help="port where the ranks meet (default: a free one)"
+    )
+    parser.add_argument(
+        "--log_dir", metavar="DIR", help="also write each rank's output to files under DIR (no live progress bar then)"
+    )
+    parser.add_argument("-m", action="store_true", help="what follows is a module, as in python -m")
+    # One positional for all that follows the options: argparse would drop a "--" between two positionals.
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: give an integer of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: give an integer from 0 (any free port) to 65535")
+    return int(text)

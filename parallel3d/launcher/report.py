@@ -1,0 +1,82 @@
+"""What the launcher says about failed workers: a line per rank, the root cause first, no traceback twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One failed rank.
+
+    exit_code: the process's, -N when signal N ended it. error: first line of the exception that it raised, None when
+    it ended without raising. time: when it failed, in seconds since the epoch. was_ended: it ended because the launcher
+    ended it, not by itself.
+    """
+
+    rank: int
+    exit_code: int
+    error: str | None
+    time: float
+    was_ended: bool
+
+    @property
+    def status(self) -> int:
+        """The exit code in a shell's convention: 128 + N for signal N."""
+        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
+
+
+def rank_failures(
+    failures: Mapping[int, ProcessFailure], failed_first: set[int], last_healthy: float
+) -> list[RankFailure]:
+    """The failures of a run, in order of time, the ranks that the launcher ended last.
+
+    failed_first: ranks that had failed when the launcher began to end the others. last_healthy: when none had yet.
+    A rank that ended without raising (by a signal, an exit code) is dated to last_healthy: its peers' exceptions of the
+    same moment, such as a closed connection, are its consequences and not its cause.
+    """
+    found = []
+    for rank, failure in failures.items():
+        error, time = _recorded(failure)
+        was_ended = rank not in failed_first and error is None
+        found.append(RankFailure(rank, failure.exitcode, error, time or last_healthy, was_ended))
+    return sorted(found, key=lambda failure: (failure.was_ended, failure.time, failure.rank))
+
+
+def summary(failures: Sequence[RankFailure]) -> str:
+    """One line per rank that failed by itself, in the order given, and one for all that were ended because of them."""
+    first = failures[0]
+    lines = []
+    for failure in failures:
+        if not failure.was_ended:
+            later = "" if failure is first else f" {failure.time - first.time:.1f} s later"
+            error = f": {failure.error}" if failure.error else ""
+            lines.append(f"parallel3d: rank {failure.rank} failed{later} ({_ending(failure.exit_code)}){error}")
+    ended = sorted(failure.rank for failure in failures if failure.was_ended)
+    if ended:
+        ranks = ("rank " if len(ended) == 1 else "ranks ") + ", ".join(map(str, ended))
+        lines.append(f"parallel3d: ended because of it: {ranks}")
+    return "\n".join(lines)
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-exit_code}"
+
+
+def _recorded(failure: ProcessFailure) -> tuple[str | None, float | None]:
+    """First line and time of the exception in the rank's error file; (None, None) when it wrote none."""
+    message = failure.error_file_data["message"]
+    if not isinstance(message, dict):
+        return None, None
+    lines = message["message"].splitlines()
+    return lines[0] if lines else None, os.path.getmtime(failure.error_file)

@@ -1,0 +1,109 @@
+"""The program of each worker process: runs the user's script as python would, and notes its exception.
+
+`python worker.py LAUNCHER_PID [-m] SCRIPT ARGS...`, by path and on the standard library alone: what the script imports,
+and how long that takes, is the script's own affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from types import TracebackType
+
+_PR_SET_PDEATHSIG = 1
+_EXIT_TIMEOUT_S = 10.0
+"""How long a failed rank may take to shut down (threads, exit handlers, process groups) before it is cut short."""
+
+
+def main() -> None:
+    """Run the script named on the command line and exit as it does."""
+    launcher_pid, is_module = int(sys.argv[1]), sys.argv[2] == "-m"
+    sys.argv = sys.argv[3:] if is_module else sys.argv[2:]
+    _die_with(launcher_pid)
+    faulthandler.enable()
+    try:
+        _run_recorded(sys.argv[0], is_module, os.environ["TORCHELASTIC_ERROR_FILE"])
+    except KeyboardInterrupt:
+        # Ctrl-C is no failure: end by the signal, as python does, but without N tracebacks.
+        sys.excepthook = lambda *_: None
+        raise
+
+
+def _run_recorded(target: str, is_module: bool, error_file: str) -> None:
+    """Run `target`; an exception is recorded in `error_file`, shown as python shows it, and becomes exit code 1."""
+    try:
+        _run(target, is_module)
+    except SystemExit as exit_:
+        if isinstance(exit_.code, str):  # sys.exit("why")
+            _record(exit_, error_file)
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _record(error, error_file)
+        _show(error)
+        # A rank that hangs while it shuts down would keep the job alive: C code ends it, whoever holds the GIL.
+        faulthandler.dump_traceback_later(_EXIT_TIMEOUT_S, exit=True)
+        sys.exit(1)
+
+
+def _run(target: str, is_module: bool) -> None:
+    path = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
+    if not getattr(sys.flags, "safe_path", False):  # python >= 3.11: the user wants no such entry
+        sys.path[0] = path
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(os.path.abspath(target), run_name="__main__")
+
+
+def _die_with(launcher_pid: int) -> None:
+    """Have the kernel kill this process when the launcher dies, even of SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher_pid:  # it died before the line above
+        sys.exit(f"the launcher, process {launcher_pid}, is gone")
+
+
+def _record(error: BaseException, path: str) -> None:
+    """Write `error` to `path` in torch elastic's format, unless an error is there already.
+
+    One may be there by the script's own `@record`: the first exception is the cause.
+    """
+    if os.path.exists(path):
+        return
+    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    with open(path + ".part", "w") as file:
+        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+    os.replace(path + ".part", path)  # whole or not at all: the launcher may end this rank right now
+
+
+def _show(error: BaseException) -> None:
+    """Print `error` with the script's hook, in one write: other ranks may be printing theirs."""
+    error = error.with_traceback(_script_frames(error.__traceback__))
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stderr.write(text.getvalue())
+    sys.stderr.flush()
+
+
+def _script_frames(frames: TracebackType | None) -> TracebackType | None:
+    """`frames` without the leading ones of this file and of runpy."""
+    own = {main.__code__.co_filename, runpy.run_path.__code__.co_filename}
+    while frames is not None and frames.tb_frame.f_code.co_filename in own:
+        frames = frames.tb_next
+    return frames
+
+
+if __name__ == "__main__":
+    main()

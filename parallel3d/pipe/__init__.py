@@ -1,0 +1,15 @@
+"""Pipelines: layer specs, PipelineModule, the executor; the topology classes too, as in `deepspeed.pipe`."""
+
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.specs import BuildContext, LayerSpec, TiedLayerSpec
+from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+__all__ = [
+    "BuildContext",
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "ProcessTopology",
+    "TiedLayerSpec",
+]

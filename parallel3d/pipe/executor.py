@@ -1,0 +1,226 @@
+"""Runs a rank's list of instructions: one small method for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from parallel3d.errors import ExecutionError
+from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_behind
+from parallel3d.zero.reducer import GradientReducer
+
+Place = tuple[int, int]  # (chunk, micro-batch)
+Recorder = Callable[[Instruction], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The micro-batches of one step, as this rank sees them.
+
+    micro_batches: (inputs, labels) each, empty on a rank that holds neither the first nor the last chunk; signatures:
+    one a micro-batch, the same on all ranks of the pipeline; loss_weight: of one micro-batch in the batch's mean.
+    """
+
+    micro_batches: Sequence[tuple[Any, Any]]
+    signatures: Sequence[int]
+    training: bool
+    loss_weight: float = 1.0
+    keep_outputs: bool = False
+    compute_loss: bool = True
+
+
+@dataclass
+class BatchResult:
+    """On the stage of the last chunk: each micro-batch's loss, detached, and output where asked for; else empty."""
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _InFlight:
+    """What a forward leaves for its backward: leaves that want a gradient, outputs that give one."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    structure: Structure | None
+
+
+class Executor:
+    """Holds the activations and gradients in flight of one batch, and nothing between batches."""
+
+    def __init__(self, module: PipelineModule, messages: Messages, reducer: GradientReducer):
+        self._module = module
+        self._messages = messages
+        self._reducer = reducer
+        self._last_chunk = len(module.placement) - 1
+        self._run: dict[Op, Callable[[Instruction], None]] = {
+            Op.LOAD_MICRO_BATCH: self._load_micro_batch,
+            Op.FORWARD: self._forward,
+            Op.SEND_ACTIVATION: self._send_activation,
+            Op.RECV_ACTIVATION: self._receive_activation,
+            Op.SEND_GRADIENT: self._send_gradient,
+            Op.RECV_GRADIENT: self._receive_gradient,
+            Op.REDUCE_REPLICAS: self._reduce_replicas,
+        }
+        self._clear()
+
+    def _clear(self) -> None:
+        self._inputs: dict[Place, Any] = {}
+        self._labels: dict[int, Any] = {}
+        self._arriving: dict[Place, Receipt] = {}
+        self._outputs: dict[Place, tuple[Structure, list[Tensor]]] = {}
+        self._in_flight: dict[Place, _InFlight] = {}
+        self._arriving_gradients: dict[Place, Receipt] = {}
+        self._gradients: dict[Place, list[Tensor]] = {}
+
+    def run(self, program: Program, owners: Sequence[tuple[int, ...]], batch: Batch, record: Recorder) -> BatchResult:
+        """Run this rank's list. owners: of each REDUCE_REPLICAS bucket; record: wraps each instruction.
+
+        Raises ExecutionError, in one line with rank, stage, micro-batch and instruction, from whatever was raised.
+        """
+        self._batch, self._result, self._owners = batch, BatchResult(), owners
+        instructions = program.instructions[self._module.stage_id]
+        with torch.set_grad_enabled(batch.training):
+            for position, i in enumerate(instructions):
+                if i.op is Op.REDUCE_GRADS:
+                    continue  # launched by the backward it stands behind
+                try:
+                    with record(i):
+                        if i.op is Op.BACKWARD:
+                            self._backward(i, reduces_behind(instructions, position))
+                        else:
+                            self._run[i.op](i)
+                except Exception as error:
+                    raise ExecutionError(self._explain(i, error)) from error
+        self._messages.finish()
+        self._clear()
+        return self._result
+
+    def _explain(self, i: Instruction, error: Exception) -> str:
+        first_line = next(iter(str(error).splitlines()), "")
+        return (
+            f"rank {self._module.groups.rank}, stage {self._module.stage_id}, micro-batch {i.micro_batch}, "
+            f"instruction {i}: {type(error).__name__}: {first_line}"
+        )
+
+    def _key(self, chunk: int, micro_batch: int) -> tuple[int, int, bool]:
+        return chunk, self._batch.signatures[micro_batch], self._batch.training
+
+    def _stage(self, chunk: int) -> int:
+        return self._module.placement[chunk]
+
+    def _is_local(self, chunk: int) -> bool:
+        return self._stage(chunk) == self._module.stage_id
+
+    def _load_micro_batch(self, i: Instruction) -> None:
+        inputs, labels = self._batch.micro_batches[i.micro_batch]
+        if i.chunk == 0:
+            self._inputs[0, i.micro_batch] = tree_map(self._to_device, inputs)
+        if i.chunk == self._last_chunk:
+            self._labels[i.micro_batch] = tree_map(self._to_device, labels)
+
+    def _to_device(self, leaf: Any) -> Any:
+        return leaf.to(self._module.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+    def _receive_activation(self, i: Instruction) -> None:
+        source = i.chunk - 1
+        key = self._key(source, i.micro_batch)
+        self._arriving[i.chunk, i.micro_batch] = self._messages.receive_activation(key, self._stage(source))
+
+    def _forward(self, i: Instruction) -> None:
+        place = (i.chunk, i.micro_batch)
+        inputs, leaves = self._take_inputs(i)
+        output = self._module.forward_chunk(i.chunk, inputs)
+        if i.chunk == self._last_chunk:
+            self._finish_micro_batch(i, output, leaves)
+            return
+        structure, tensors = describe(output)
+        self._outputs[place] = (structure, [t.detach() for t in tensors])
+        if self._batch.training:
+            outputs = [t for t in tensors if t.requires_grad]
+            self._in_flight[place] = _InFlight(leaves, outputs, structure)
+
+    def _take_inputs(self, i: Instruction) -> tuple[Any, list[Tensor]]:
+        """The chunk's input, and those of its tensors that want a gradient: loaded, handed over here, or received."""
+        place, source = (i.chunk, i.micro_batch), i.chunk - 1
+        if i.chunk == 0:
+            return self._inputs.pop(place), []
+        if self._is_local(source):
+            structure, tensors = self._outputs.pop((source, i.micro_batch))
+        else:
+            key = self._key(source, i.micro_batch)
+            structure, tensors = self._messages.input_of(key, self._arriving.pop(place), self._stage(source))
+        leaves = []
+        for tensor, spec in zip(tensors, structure.tensors, strict=True):
+            if spec.requires_grad:
+                leaves.append(tensor.requires_grad_())
+        return structure.rebuild(tensors), leaves
+
+    def _finish_micro_batch(self, i: Instruction, output: Any, leaves: list[Tensor]) -> None:
+        m = i.micro_batch
+        if self._batch.keep_outputs:
+            self._result.outputs[m] = output
+        labels = self._labels.pop(m)
+        if not self._batch.compute_loss:
+            return
+        loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss must be a tensor with one element, not {shape}; average it in loss_fn")
+        self._result.losses[m] = loss.detach()
+        if self._batch.training:
+            outputs = [loss] if loss.requires_grad else []
+            self._in_flight[i.chunk, m] = _InFlight(leaves, outputs, None)
+            self._gradients[i.chunk, m] = [torch.full_like(loss, self._batch.loss_weight) for _ in outputs]
+
+    def _send_activation(self, i: Instruction) -> None:
+        structure, tensors = self._outputs.pop((i.chunk, i.micro_batch))
+        self._messages.send_activation(self._key(i.chunk, i.micro_batch), structure, tensors, self._stage(i.chunk + 1))
+
+    def _receive_gradient(self, i: Instruction) -> None:
+        place, key = (i.chunk, i.micro_batch), self._key(i.chunk, i.micro_batch)
+
+        def structure() -> Structure | None:
+            done = self._in_flight.get(place)
+            return done.structure if done is not None else self._messages.known_structure(key)
+
+        self._arriving_gradients[place] = self._messages.receive_gradient(structure, self._stage(i.chunk + 1))
+
+    def _backward(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
+        place = (i.chunk, i.micro_batch)
+        if place in self._arriving_gradients:
+            receipt = self._arriving_gradients.pop(place)
+            gradients = self._messages.wait(receipt, self._stage(i.chunk + 1))
+        else:
+            gradients = self._gradients.pop(place)
+        done = self._in_flight.pop(place)
+        with self._reducer.launching(reduces):
+            if done.outputs:
+                torch.autograd.backward(done.outputs, gradients)
+        if i.chunk > 0:
+            self._gradients[i.chunk - 1, i.micro_batch] = [
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in done.inputs
+            ]
+
+    def _send_gradient(self, i: Instruction) -> None:
+        gradients = self._gradients.pop((i.chunk - 1, i.micro_batch))
+        self._messages.send_gradient(gradients, self._stage(i.chunk - 1))
+
+    def _reduce_replicas(self, i: Instruction) -> None:
+        assert i.bucket is not None
+        owners = self._owners[i.bucket]
+        self._reducer.reduce_replicas(owners, i.bucket - self._owners.index(owners))
+
+
+def no_record(_: Instruction) -> AbstractContextManager[None]:
+    """A Recorder that records nothing."""
+    return nullcontext()

@@ -1,0 +1,199 @@
+"""What travels between stages: any pytree, whose structure both ends know before its tensors move."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.transport import Transport
+from parallel3d.errors import CommunicationError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and whether a gradient comes back, of one tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A buffer to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A pytree without the contents of its tensors: `leaves` holds a TensorSpec for each, other leaves by value."""
+
+    tree: TreeSpec
+    leaves: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Callable[[Any], Structure], tuple[Any]]:
+        # Pickled as the pytree with its specs for tensors: containers pickle in every torch version, TreeSpecs don't.
+        return _from_skeleton, (tree_unflatten(self.leaves, self.tree),)
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """The tensors that travel forward, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+
+    @property
+    def gradients(self) -> list[TensorSpec]:
+        """The tensors whose gradients travel back, in order."""
+        return [leaf for leaf in self.tensors if leaf.requires_grad]
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The pytree, with these tensors in place of their specs."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.tree)
+
+
+def _from_skeleton(skeleton: Any) -> Structure:
+    leaves, tree = tree_flatten(skeleton)
+    return Structure(tree, tuple(leaves))
+
+
+def describe(value: Any) -> tuple[Structure, list[Tensor]]:
+    """Split a pytree into structure and tensors. Raises CommunicationError for tensors that are not dense."""
+    leaves, tree = tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise CommunicationError(f"a {tensor.layout} tensor can't travel between stages; make it dense")
+    specs = [_spec(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return Structure(tree, tuple(specs)), tensors
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+# (chunk that sends, signature of the micro-batch's inputs, training)
+Key = tuple[int, int, bool]
+
+
+@dataclass(eq=False)
+class Receipt:
+    """A message posted for receipt. While its structure isn't known its buffers can't be, so it waits in its channel."""
+
+    known: Callable[[], list[TensorSpec] | None]
+    learn: Callable[[], list[TensorSpec]]
+    tensors: list[Tensor] = field(default_factory=list)
+    works: Sequence[Work] = ()
+
+    def start(self, specs: list[TensorSpec], transport: Transport, stage: int, device: torch.device) -> None:
+        """Post the buffers."""
+        self.tensors = [spec.empty(device) for spec in specs]
+        self.works = transport.receive(self.tensors, stage)
+
+
+class Messages:
+    """This rank's side of the pipeline's messages, in both directions.
+
+    The structure of a chunk's output is cached by the signature of the micro-batch's inputs. An unknown one is sent
+    ahead as a header; with `dynamic` every message has one. Both ends see the same messages, so their caches agree.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, dynamic: bool):
+        self._transport = transport
+        self._device = device
+        self._dynamic = dynamic
+        self._structures: dict[Key, Structure] = {}
+        self._unposted: dict[int, deque[Receipt]] = {}
+
+    def send_activation(self, key: Key, structure: Structure, tensors: Sequence[Tensor], stage: int) -> None:
+        """Send a chunk's output to the next chunk's stage. Raises CommunicationError where it differs from its cache."""
+        cached = None if self._dynamic else self._structures.get(key)
+        if cached is None:
+            self._structures[key] = structure
+            self._transport.send_header(structure, stage)
+        elif cached != structure:
+            raise CommunicationError(
+                f"chunk {key[0]} returned {structure.leaves} for inputs for which it returned {cached.leaves} before; "
+                'where the output depends on more than the inputs\' shapes, set pipeline.shapes to "dynamic"'
+            )
+        self._transport.send(tensors, stage)
+
+    def receive_activation(self, key: Key, stage: int) -> Receipt:
+        """Post the receipt of a chunk's input, the output of chunk key[0]; pass it to `wait` for the tensors."""
+
+        def known() -> list[TensorSpec] | None:
+            structure = None if self._dynamic else self._structures.get(key)
+            return None if structure is None else structure.tensors
+
+        def learn() -> list[TensorSpec]:
+            structure: Structure = self._transport.receive_header(stage)
+            self._structures[key] = structure
+            return structure.tensors
+
+        return self._post(Receipt(known, learn), stage)
+
+    def input_of(self, key: Key, receipt: Receipt, stage: int) -> tuple[Structure, list[Tensor]]:
+        """Structure and tensors of an activation, once they are here. Blocks as Work.wait does."""
+        tensors = self.wait(receipt, stage)
+        return self._structures[key], tensors
+
+    def receive_gradient(self, known: Callable[[], Structure | None], stage: int) -> Receipt:
+        """Post the receipt of a chunk's output gradients; `known` gives that output's structure once it exists."""
+
+        def specs() -> list[TensorSpec] | None:
+            structure = known()
+            return None if structure is None else structure.gradients
+
+        def learn() -> list[TensorSpec]:
+            gradients = specs()
+            assert gradients is not None, "a gradient is waited for before its forward ran"
+            return gradients
+
+        return self._post(Receipt(specs, learn), stage)
+
+    def send_gradient(self, gradients: Sequence[Tensor], stage: int) -> None:
+        """Send the gradients of a chunk's input, in the order of Structure.gradients, to the stage that made it."""
+        self._transport.send(gradients, stage)
+
+    def known_structure(self, key: Key) -> Structure | None:
+        """The cached structure of a chunk's output, where one can be relied on."""
+        return None if self._dynamic else self._structures.get(key)
+
+    def wait(self, receipt: Receipt, stage: int) -> list[Tensor]:
+        """The message's tensors. Those ahead of it in its channel are posted first, so that the order holds."""
+        queue = self._unposted.get(stage, deque())
+        while receipt in queue:
+            self._start(queue.popleft(), stage, block=True)
+        self._start_known(stage)
+        for work in receipt.works:
+            work.wait()
+        return receipt.tensors
+
+    def finish(self) -> None:
+        """Return when all that was sent has left."""
+        assert not any(self._unposted.values()), "a message was posted and never waited for"
+        self._transport.finish()
+
+    def _post(self, receipt: Receipt, stage: int) -> Receipt:
+        self._unposted.setdefault(stage, deque()).append(receipt)
+        self._start_known(stage)
+        return receipt
+
+    def _start_known(self, stage: int) -> None:
+        queue = self._unposted.get(stage)
+        while queue and self._start(queue[0], stage, block=False):
+            queue.popleft()
+
+    def _start(self, receipt: Receipt, stage: int, block: bool) -> bool:
+        specs = receipt.known()
+        if specs is None:
+            if not block:
+                return False
+            specs = receipt.learn()
+        receipt.start(specs, self._transport, stage, self._device)
+        return True

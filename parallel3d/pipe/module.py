@@ -1,0 +1,250 @@
+"""PipelineModule: a list of layers, split over stages and chunks; each rank builds its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.checkpointing import checkpoint
+from parallel3d.comm.collectives import Group, all_gather_object, broadcast
+from parallel3d.comm.environment import get_rank, get_world_size, local_device
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.config import Config, load
+from parallel3d.errors import ConfigError, PartitionError
+from parallel3d.parameters import ParameterInfo
+from parallel3d.partition import Method, Partition, resolve_partition
+from parallel3d.pipe.specs import (
+    BuildContext,
+    Layer,
+    LayerSpec,
+    TiedLayerSpec,
+    check_layers,
+    count_parameters,
+    layer_name,
+)
+from parallel3d.pipe.ties import TieIndex, replace_parameter, tied_parameter
+from parallel3d.rng import layer_seed, seeded
+from parallel3d.schedule.builders import placement_of
+from parallel3d.topology import PipeDataParallelTopology, ProcessTopology
+
+T = TypeVar("T")
+
+
+class PipelineModule(nn.Module):
+    """A model as a list of layers, each called with the result of the one before.
+
+    layers: LayerSpec, TiedLayerSpec, modules, or functions of one argument. num_stages or topology: the pipeline's
+    length; the rest of the world is data parallel. loss_fn(outputs, labels) -> scalar; without one the last layer's
+    result is the loss. partition_method ("parameters"): see partition.resolve_partition. activation_checkpoint_interval
+    (0, never): recompute activations in groups of so many layers. num_chunks (1) a stage; placement ("loop") or "v".
+    What is None is taken from the `pipeline` section of `config`, or is the default in brackets.
+
+    Initial weights depend on the seed and on the layer's place in the list, never on the layout: layer k is built with
+    seed base_seed + k (seed_layers=True), or torch's own seed + k (False). Ties (see TiedLayerSpec) hold across stages.
+    Raises PartitionError, ConfigError, TopologyError. Collective: every rank builds it at the same place.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        seed_layers: bool | None = None,
+        base_seed: int = 1234,
+        partition_method: Method | None = None,
+        activation_checkpoint_interval: int | None = None,
+        num_chunks: int | None = None,
+        placement: str | None = None,
+        config: str | Path | Mapping[str, Any] | Config | None = None,
+    ):
+        super().__init__()
+        layers = list(layers)
+        check_layers(layers)
+        pipeline = load(config).pipeline
+        self.loss_fn = loss_fn
+        self.num_chunks = _choose("num_chunks", num_chunks, pipeline.num_chunks, 1)
+        self.placement_kind = _choose("placement", placement, pipeline.placement, "loop")
+        self.activation_checkpoint_interval = _choose(
+            "activation_checkpoint_interval", activation_checkpoint_interval, pipeline.activation_checkpoint_interval, 0
+        )
+        stages = _choose("num_stages", num_stages, pipeline.stages, None)
+        self._topology = topology or _pipe_data_topology(stages)
+        self.num_stages = _choose("num_stages", stages, max(1, self._topology.get_dim("pipe")), 1)
+        self.placement = placement_of(self.placement_kind, self.num_stages, self.num_chunks)
+        self.groups = ProcessGroups(self._topology)
+        self.device = local_device()
+        self.stage_id = self.groups.coordinate("pipe")
+        self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
+
+        context = BuildContext(self.groups, self.device)
+        seed_layers = _choose("seed_layers", seed_layers, pipeline.seed_layers, False)
+        seed = base_seed if seed_layers else torch.initial_seed() % 2**62
+        method: Method = "parameters"
+        self.partition_method = _choose("partition_method", partition_method, pipeline.partition, method)
+        with seeded(seed, self.device):
+            self.partition = self._split(layers, context)
+        self._ties = TieIndex(layers, self.partition.part_of)
+        self.layers = nn.ModuleDict()
+        self._calls = {
+            c: [self._build(layers, k, seed, context) for k in self.partition.layers(c)] for c in self.own_chunks
+        }
+        self._share_attributes(layers)
+        _refuse_untied_sharing(layers, self._ties, self.partition.part_of)
+        self.to(self.device)
+        self.replica_groups = self._make_replica_groups()
+        self._synchronize()
+
+    def _split(self, layers: Sequence[Layer], context: BuildContext) -> Partition:
+        names = [layer_name(layer) for layer in layers]
+        partition = resolve_partition(
+            self.partition_method,
+            [float(count_parameters(layer, context)) for layer in layers],
+            names,
+            [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers],
+            len(self.placement),
+            what=f"{self.num_stages} stages x {self.num_chunks} chunks",
+        )
+        if get_rank() == 0:
+            print(partition.table(names, label="stage" if self.num_chunks == 1 else "chunk"), flush=True)
+        return partition
+
+    def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> Callable[[Any], Any]:
+        """What layer k calls; its module is built, or found where a tie has built it, and registered."""
+        layer, builder = layers[k], self._ties.builder[k]
+        source = layers[builder]
+        if str(builder) not in self.layers:
+            if isinstance(source, LayerSpec):
+                with seeded(layer_seed(seed, builder), self.device), self.device:
+                    self.layers[str(builder)] = source.build(context)
+            elif isinstance(source, nn.Module):
+                self.layers[str(builder)] = source
+            else:
+                return source
+        module = self.layers[str(builder)]
+        forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+        return partial(forward_fn, module) if forward_fn is not None else module
+
+    def _share_attributes(self, layers: Sequence[Layer]) -> None:
+        """Make parameters tied by attribute the same object where this rank holds both of their modules."""
+        for name, module in self.layers.items():
+            layer = layers[int(name)]
+            for attribute in layer.tied_weight_attr if isinstance(layer, TiedLayerSpec) else ():
+                origin, source = self._ties.origin(int(name), attribute)
+                if origin != int(name):
+                    tied_parameter(module, attribute)
+                    if str(origin) in self.layers:
+                        replace_parameter(module, attribute, tied_parameter(self.layers[str(origin)], source))
+
+    def _make_replica_groups(self) -> dict[tuple[int, ...], Group]:
+        """owners -> the ranks of this pipeline that hold a copy; made on every rank, in one order."""
+        groups = {}
+        for owners in self._ties.shared_owners():
+            stages = {self.placement[c] for c in owners}
+            groups[owners] = self.groups.across_stages(stages) if len(stages) > 1 else self.groups.alone()
+        return groups
+
+    def parameter_infos(self) -> list[ParameterInfo]:
+        """This rank's trainable parameters, in the order of the layers, each once."""
+        infos = []
+        seen: set[nn.Parameter] = set()
+        for layer, module in sorted(self.layers.items(), key=lambda item: int(item[0])):
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and parameter not in seen:
+                    seen.add(parameter)
+                    origin, source = self._ties.origin(int(layer), name)
+                    owners = self._ties.owners(int(layer), name)
+                    infos.append(ParameterInfo(f"layers.{origin}.{source}", parameter, owners))
+        return infos
+
+    @torch.no_grad()
+    def _synchronize(self) -> None:
+        """All copies start from the same bits: of replica 0 over data parallelism, then of a tie's first owner.
+
+        Raises PartitionError when copies differ in shape.
+        """
+        for tensor in (*self.parameters(), *self.buffers()):
+            broadcast(tensor.data, self.groups.data.ranks[0], self.groups.data)
+        replicas = {i.name: i for i in self.parameter_infos() if i.shared}
+        shapes = all_gather_object(
+            {n: (i.owners, tuple(i.parameter.shape)) for n, i in replicas.items()}, self.groups.control
+        )
+        for name, info in sorted(replicas.items()):
+            known = {theirs[name][1] for theirs in shapes if name in theirs}
+            if len(known) > 1:
+                raise PartitionError(
+                    f"copies of tied parameter {name} have shapes {sorted(known)}; give them one shape"
+                )
+            first_owner = self.groups.pipe.ranks[self.placement[info.owners[0]]]
+            broadcast(info.parameter.data, first_owner, self.replica_groups[info.owners])
+
+    def topology(self) -> ProcessTopology:
+        """The axes of this world."""
+        return self._topology
+
+    def forward_chunk(self, chunk: int, x: Any) -> Any:
+        """Run the layers of one of this rank's chunks on `x`, whatever the first of them takes."""
+        calls = self._calls[chunk]
+        interval = self.activation_checkpoint_interval
+        if not interval or not torch.is_grad_enabled():
+            return _run(calls, x)
+        for start in range(0, len(calls), interval):
+            x = checkpoint(_run, calls[start : start + interval], x)
+        return x
+
+    def forward(self, x: Any) -> Any:
+        """Run this rank's layers in order: the whole model on a single stage, otherwise what the rank holds of it."""
+        for chunk in self.own_chunks:
+            x = self.forward_chunk(chunk, x)
+        return x
+
+
+def _run(calls: Sequence[Callable[[Any], Any]], x: Any) -> Any:
+    for call in calls:
+        x = call(x)
+    return x
+
+
+def _choose(key: str, argument: T | None, configured: Any, default: T) -> T:
+    """An argument, else what the configuration (or topology) says, else the default; ConfigError when the two disagree."""
+    if argument is not None and configured is not None and argument != configured:
+        raise ConfigError(
+            f"{key} is {argument!r} in one place and {configured!r} in another (PipelineModule's arguments, its topology, the "
+            "configuration's pipeline section); give it once"
+        )
+    if argument is not None:
+        return argument
+    return default if configured is None else configured
+
+
+def _pipe_data_topology(num_stages: int | None) -> ProcessTopology:
+    world_size = get_world_size()
+    if num_stages is None:
+        raise PartitionError("PipelineModule needs num_stages, a topology, or pipeline.stages in its configuration")
+    if num_stages < 1:
+        raise PartitionError(f"num_stages is {num_stages}; a pipeline has at least 1")
+    if world_size % num_stages:
+        fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise PartitionError(
+            f"{num_stages} stages don't divide a world of {world_size} processes; use one of {fitting} stages, or start "
+            f"a multiple of {num_stages} processes"
+        )
+    return PipeDataParallelTopology(num_stages, world_size // num_stages)
+
+
+def _refuse_untied_sharing(layers: Sequence[Layer], ties: TieIndex, part_of: Callable[[int], int]) -> None:
+    """Different modules that share a parameter across chunks would drift apart: no tie joins their gradients."""
+    holder: dict[nn.Parameter, int] = {}
+    for k, layer in enumerate(layers):
+        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+            j = holder.setdefault(parameter, k)
+            if ties.builder[j] != ties.builder[k] and part_of(j) != part_of(k):
+                raise PartitionError(
+                    f"layers {j} and {k} share a parameter but lie on chunks {part_of(j)} and {part_of(k)}; "
+                    "use TiedLayerSpec for both"
+                )

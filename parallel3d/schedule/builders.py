@@ -1,0 +1,166 @@
+"""Builders of schedules. Each emits compute instructions alone; the passes of lowering.py add the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from parallel3d.errors import ScheduleError, nearest
+from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, loop_placement, v_placement
+
+
+def _check(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> None:
+    for name, value in (
+        ("num_stages", num_stages),
+        ("num_micro_batches", num_micro_batches),
+        ("num_chunks", num_chunks),
+    ):
+        if value < 1:
+            raise ScheduleError(f"{name} is {value}; a schedule needs at least 1")
+
+
+def _forward(chunk: int, micro_batches: Sequence[int]) -> list[Instruction]:
+    return [Instruction(Op.FORWARD, chunk, m) for m in micro_batches]
+
+
+def _backward(chunk: int, micro_batches: Sequence[int]) -> list[Instruction]:
+    return [Instruction(Op.BACKWARD, chunk, m) for m in micro_batches]
+
+
+def _chunks_by_rank(placement: Sequence[int]) -> list[list[int]]:
+    chunks: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for chunk, rank in enumerate(placement):
+        chunks[rank].append(chunk)
+    return chunks
+
+
+def placement_of(kind: str, num_stages: int, num_chunks: int) -> tuple[int, ...]:
+    """chunk -> rank for placement "loop" (any number of chunks) or "v" (two). Raises ScheduleError."""
+    if kind == "loop":
+        return loop_placement(num_stages, num_chunks)
+    if kind != "v":
+        raise ScheduleError(f"unknown placement {kind!r}; use 'loop' or 'v'." + nearest(kind, ("loop", "v")))
+    if num_chunks != 2:
+        raise ScheduleError(f"placement 'v' puts 2 chunks on each rank, not {num_chunks}; set num_chunks to 2")
+    return v_placement(num_stages)
+
+
+def gpipe(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placement: str = "loop") -> Program:
+    """All forwards, then all backwards, the last micro-batch first: arXiv:1811.06965, figure 2c.
+
+    Every rank holds the activations of all its forwards: num_chunks * num_micro_batches.
+    """
+    _check(num_stages, num_micro_batches, num_chunks)
+    where = placement_of(placement, num_stages, num_chunks)
+    order = range(num_micro_batches)
+    lists = []
+    for chunks in _chunks_by_rank(where):
+        forwards = [i for c in chunks for i in _forward(c, order)]
+        backwards = [i for c in reversed(chunks) for i in _backward(c, order[::-1])]
+        lists.append(tuple(forwards + backwards))
+    return Program("gpipe", where, num_micro_batches, tuple(lists))
+
+
+def _alternate(forwards: list[Instruction], backwards: list[Instruction], warmup: int) -> tuple[Instruction, ...]:
+    """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    steady = [i for pair in zip(forwards[warmup:], backwards, strict=False) for i in pair]
+    return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
+
+
+def one_f_one_b(num_stages: int, num_micro_batches: int) -> Program:
+    """1F1B with flushes (PipeDream-Flush): arXiv:2006.09503, figure 2; arXiv:2104.04473, figure 3.
+
+    Rank r holds min(m, p - r) activations at most; the makespan is 3(m + p - 1) for forward = 1, backward = 2.
+    """
+    _check(num_stages, num_micro_batches)
+    order = range(num_micro_batches)
+    lists = tuple(
+        _alternate(_forward(rank, order), _backward(rank, order), min(num_stages - rank - 1, num_micro_batches))
+        for rank in range(num_stages)
+    )
+    return Program("1f1b", loop_placement(num_stages, 1), num_micro_batches, lists)
+
+
+def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Program:
+    """Interleaved 1F1B with `num_chunks` chunks a rank, for any m >= 1: arXiv:2104.04473, figure 4.
+
+    The paper's order needs m to be a multiple of p. For another m the order of the next multiple is built and the
+    micro-batches past m are dropped, which keeps it valid. With p > 1 and v > 1 rank r holds at most
+    min(m * v, (v - 1) * p + 2 * (p - r - 1) + 1) activations of a chunk.
+    """
+    _check(num_stages, num_micro_batches, num_chunks)
+    if num_chunks == 1:
+        return one_f_one_b(num_stages, num_micro_batches)
+    padded = -(-num_micro_batches // num_stages) * num_stages
+    groups = [range(start, start + num_stages) for start in range(0, padded, num_stages)]
+    lists = []
+    for rank in range(num_stages):
+        chunks = range(rank, num_stages * num_chunks, num_stages)
+        forwards = [i for group in groups for c in chunks for i in _forward(c, group)]
+        backwards = [i for group in groups for c in reversed(chunks) for i in _backward(c, group)]
+        warmup = min(2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages, len(forwards))
+        lists.append(_alternate(forwards, backwards, warmup))
+    whole = Program("interleaved", loop_placement(num_stages, num_chunks), padded, tuple(lists))
+    return whole.first(num_micro_batches)
+
+
+def inference(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placement: str = "loop") -> Program:
+    """Forwards alone, in groups of p micro-batches, chunk by chunk within a group; holds no activation."""
+    _check(num_stages, num_micro_batches, num_chunks)
+    where = placement_of(placement, num_stages, num_chunks)
+    order = range(num_micro_batches)
+    groups = [order[start : start + num_stages] for start in range(0, num_micro_batches, num_stages)]
+    lists = tuple(
+        tuple(i for group in groups for c in chunks for i in _forward(c, group)) for chunks in _chunks_by_rank(where)
+    )
+    return Program("inference", where, num_micro_batches, lists)
+
+
+def from_lists(lists: Sequence[Sequence[str]], placement: Sequence[int]) -> Program:
+    """A schedule that the user writes: for each rank its instructions, such as ["F0@0", "F1@0", "B0@0", "B1@0"].
+
+    Raises ScheduleError for a malformed or non-compute instruction. validate() says whether the order can run.
+    """
+    parsed = tuple(tuple(Instruction.parse(text) for text in rank) for rank in lists)
+    for i in (i for rank in parsed for i in rank):
+        if i.op not in COMPUTE_OPS:
+            raise ScheduleError(
+                f"{i} in a user's schedule: list compute instructions alone (F, B, I, W); the rest is added"
+            )
+    num_ranks = max(placement) + 1
+    if len(parsed) != num_ranks:
+        raise ScheduleError(f"the schedule has {len(parsed)} lists for {num_ranks} stages; give one list a stage")
+    num_micro_batches = 1 + max((i.micro_batch for rank in parsed for i in rank), default=-1)
+    return Program("custom", tuple(placement), num_micro_batches, parsed)
+
+
+def _one_f_one_b(num_stages: int, num_micro_batches: int, num_chunks: int, placement: str) -> Program:
+    if num_chunks != 1:
+        raise ScheduleError(
+            f"schedule '1f1b' runs 1 chunk a stage, not {num_chunks}; use 'interleaved' or 'gpipe', or set num_chunks to 1"
+        )
+    return one_f_one_b(num_stages, num_micro_batches)
+
+
+def _interleaved(num_stages: int, num_micro_batches: int, num_chunks: int, placement: str) -> Program:
+    if placement != "loop":
+        raise ScheduleError(f"schedule 'interleaved' needs placement 'loop', not {placement!r}")
+    return interleaved(num_stages, num_micro_batches, num_chunks)
+
+
+BUILDERS: dict[str, Callable[[int, int, int, str], Program]] = {
+    "1f1b": _one_f_one_b,
+    "gpipe": gpipe,
+    "interleaved": _interleaved,
+}
+
+
+def build(
+    schedule: str | Sequence[Sequence[str]], num_stages: int, num_micro_batches: int, num_chunks: int, placement: str
+) -> Program:
+    """The program of a schedule's name, or of a user's lists, for this number of micro-batches. Raises ScheduleError."""
+    if not isinstance(schedule, str):
+        return from_lists(schedule, placement_of(placement, num_stages, num_chunks)).first(num_micro_batches)
+    if schedule not in BUILDERS:
+        known = ", ".join(BUILDERS)
+        raise ScheduleError(f"unknown schedule {schedule!r}; known: {known}." + nearest(schedule, BUILDERS))
+    return BUILDERS[schedule](num_stages, num_micro_batches, num_chunks, placement)

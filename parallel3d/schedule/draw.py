@@ -1,0 +1,381 @@
+"""Drawings of a schedule: a text grid, the grid around one instruction, an SVG, a trace for Perfetto or Chrome."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError
+from html import escape
+from math import ceil, floor, log10
+from typing import Any
+
+from parallel3d.schedule.graph import blocks_host
+from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
+from parallel3d.schedule.simulate import Cost, Span, Timeline, simulate, unit_cost
+
+_NAMES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "input gradient",
+    Op.BACKWARD_WEIGHT: "weight gradient",
+    Op.RECV_ACTIVATION: "receive",
+    Op.RECV_GRADIENT: "receive",
+    Op.SEND_ACTIVATION: "send",
+    Op.SEND_GRADIENT: "send",
+    Op.LOAD_MICRO_BATCH: "load",
+    Op.REDUCE_GRADS: "reduce",
+    Op.REDUCE_REPLICAS: "reduce",
+}
+
+
+def _local_chunks(spans: Iterable[Span]) -> dict[int, int]:
+    """chunk -> its place among the chunks of its rank, counted from 0."""
+    held: dict[int, set[int]] = {}
+    for s in spans:
+        held.setdefault(s.rank, set()).add(s.instruction.chunk)
+    return {chunk: k for chunks in held.values() for k, chunk in enumerate(sorted(chunks))}
+
+
+def _computes(timeline: Timeline) -> list[Span]:
+    return [s for s in timeline.spans if s.instruction.op in COMPUTE_OPS]
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+_BRACKETS = {Op.FORWARD: "{}", Op.BACKWARD: "[{}]", Op.BACKWARD_INPUT: "({})", Op.BACKWARD_WEIGHT: "<{}>"}
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A box of the text grid: slots start to stop (exclusive) of a rank's row."""
+
+    start: int
+    stop: int
+    label: str
+
+
+def text_grid(program: Program, cost: Cost = unit_cost, max_width: int = 160) -> str:
+    """The program's simulated compute as the papers print it: a row for each stage, a column for each unit of time.
+
+    3 is a forward of micro-batch 3, [3] its backward, (3) and <3> the halves of a split one, "." an idle slot. Where a
+    stage holds several chunks a letter says which: 3a on its first, 3b on its second. A slot is as long as the shortest
+    instruction; times between slots are rounded. Rows longer than max_width characters go on in a further block.
+    """
+    timeline = simulate(program, cost)
+    rows = _cells(timeline)
+    cells = [c for row in rows for c in row]
+    width = max((ceil((len(c.label) + 1) / (c.stop - c.start)) for c in cells), default=2)
+    num_slots = max((c.stop for c in cells), default=0)
+    if num_slots * width > max_width:
+        # Rows will be cut between slots: no label may lie across a cut.
+        width = max(width, *(len(c.label) for c in cells))
+    heads = [f"stage {rank}".ljust(len(f"stage {len(rows) - 1}")) + " |" for rank in range(len(rows))]
+    lines = [_row(row, num_slots, width) for row in rows]
+    block = max(1, (max_width - len(heads[0])) // width) * width
+    blocks = [
+        "\n".join(head + line[cut : cut + block] for head, line in zip(heads, lines, strict=True))
+        for cut in range(0, max(num_slots * width, 1), block)
+    ]
+    title = (
+        f"{program.name}: {program.num_ranks} stages, {program.num_micro_batches} micro-batches, "
+        f"makespan {timeline.makespan:.6g}, bubble {timeline.bubble:.1%}"
+    )
+    return title + "\n" + "\n\n".join(blocks)
+
+
+def _cells(timeline: Timeline) -> list[list[_Cell]]:
+    spans = _computes(timeline)
+    slot = min((s.end - s.start for s in spans if s.end > s.start), default=1.0)
+    letters = _local_chunks(spans)
+    several = any(letters.values())
+    rows: list[list[_Cell]] = [[] for _ in range(timeline.num_ranks)]
+    for s in spans:
+        row, i = rows[s.rank], s.instruction
+        start = max(floor(s.start / slot + 0.5), row[-1].stop if row else 0)
+        letter = string.ascii_letters[letters[i.chunk] % len(string.ascii_letters)] if several else ""
+        label = _BRACKETS[i.op].format(f"{i.micro_batch}{letter}")
+        row.append(_Cell(start, max(start + 1, floor(s.end / slot + 0.5)), label))
+    return rows
+
+
+def _row(cells: Iterable[_Cell], num_slots: int, width: int) -> str:
+    idle, line, at = ".".rjust(width), "", 0
+    for c in cells:
+        line += idle * (c.start - at) + c.label.rjust((c.stop - c.start) * width)
+        at = c.stop
+    return line + idle * (num_slots - at)
+
+
+def neighbourhood(program: Program, rank: int, position: int, radius: int = 3) -> str:
+    """The schedule grid around instruction `position` of `rank`'s list, a line for each stage, for a failure's message.
+
+    The instruction is marked, >F3@1<. In its column stands what each other stage computes at that moment of the
+    simulated schedule, "-" where it idles; `radius` compute instructions stand on both sides.
+    """
+    clock, marked = _clock(program), program.instructions[rank][position]
+    moment = clock[rank, marked][0]
+    lines = []
+    for r, instructions in enumerate(program.instructions):
+        if r == rank:
+            before = [i for i in instructions[:position] if i.op in COMPUTE_OPS]
+            middle = f">{marked}<"
+            after = [i for i in instructions[position + 1 :] if i.op in COMPUTE_OPS]
+        else:
+            computes = [i for i in instructions if i.op in COMPUTE_OPS]
+            before = [i for i in computes if clock[r, i][1] <= moment]
+            after = computes[len(before) :]
+            runs = bool(after) and clock[r, after[0]][0] <= moment
+            middle = f" {after.pop(0)} " if runs else " - "
+        left = [
+            "..." if len(before) > radius else "",
+            *_padded([str(i) for i in before[max(len(before) - radius, 0) :]], radius, left=True),
+        ]
+        right = [*_padded([str(i) for i in after[:radius]], radius), "..." if len(after) > radius else ""]
+        lines.append([f"stage {r}", "|", *left, middle, *right])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(" ".join(t.ljust(w) for t, w in zip(line, widths, strict=True) if w).rstrip() for line in lines)
+
+
+def _padded(texts: list[str], length: int, left: bool = False) -> list[str]:
+    blanks = [""] * (length - len(texts))
+    return blanks + texts if left else texts + blanks
+
+
+def _clock(program: Program) -> dict[tuple[int, Instruction], tuple[float, float]]:
+    """(rank, instruction) -> start and end in the papers' units; the place in its list if the program deadlocks."""
+    try:
+        return {(s.rank, s.instruction): (s.start, s.end) for s in simulate(program).spans}
+    except CycleError:
+        lists = enumerate(program.instructions)
+        return {(rank, i): (k, k + 1) for rank, instructions in lists for k, i in enumerate(instructions)}
+
+
+# ----------------------------------------------------------------------------------------------------------- SVG
+
+_BOX_COLOURS = {
+    Op.FORWARD: (47, 105, 180),
+    Op.BACKWARD: (46, 135, 82),
+    Op.BACKWARD_INPUT: (24, 138, 141),
+    Op.BACKWARD_WEIGHT: (196, 120, 32),
+}
+_MARK_ROWS = {"receive": 0, "send": 1, "reduce": 2, "load": 2}
+_MARK_COLOURS = {"receive": "#b48ad6", "send": "#7a3fa8", "reduce": "#c8413b", "load": "#7d8590"}
+_LEFT, _RIGHT, _TITLE, _AXIS, _LANE, _MARK, _GAP = 62, 18, 30, 34, 24, 4, 6
+_INK, _FAINT = "#24292f", "#6e7781"
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Time -> x. `shown` is the unit printed on the axis, worth 1 / factor of the timeline's."""
+
+    pixels: float
+    full: float
+    factor: float
+    shown: str
+
+    @staticmethod
+    def of(full: float, unit: str, pixels: float) -> _Scale:
+        factor, shown = 1.0, unit
+        if unit == "s" and full < 1:
+            factor, shown = (1e3, "ms") if full >= 1e-3 else (1e6, "µs")
+        return _Scale(pixels, full or 1.0, factor, shown)
+
+    def x(self, time: float) -> float:
+        return _LEFT + self.pixels * time / self.full
+
+    def text(self, time: float) -> str:
+        return f"{time * self.factor:.4g} {self.shown}"
+
+    def ticks(self) -> Iterator[float]:
+        """Multiples of 1, 2 or 5 times a power of ten, about ten of them."""
+        rough = self.full / 10
+        power = 10.0 ** floor(log10(rough))
+        step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
+        for k in range(floor(self.full / step * 1.0001) + 1):
+            yield k * step
+
+
+def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = None, width: int = 1200) -> str:
+    """One self-contained SVG `width` pixels wide: a panel for each named timeline, a lane for each stage.
+
+    Boxes are forwards and backwards with their micro-batch where it fits, coloured by kind, paler for each further
+    chunk of the stage; thin marks below a lane are transfers, reductions and loads that take time. units: panel -> unit
+    of its times, "s" for seconds; by default "s" for the panel "measured" and "units" for any other. Panels of one unit
+    share one scale.
+    """
+    given = units or {}
+    unit = {name: given.get(name, "s" if name == "measured" else "units") for name in timelines}
+    body: list[str] = []
+    top = 10.0
+    for name, timeline in timelines.items():
+        full = max(t.makespan for n, t in timelines.items() if unit[n] == unit[name])
+        scale = _Scale.of(full, unit[name], width - _LEFT - _RIGHT)
+        body += _panel(name, timeline, scale, top)
+        top += _TITLE + _lane_height(timeline) * timeline.num_ranks + _AXIS
+    body += _legend(timelines.values(), top + 8)
+    height = top + 34
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}" '
+        f'viewBox="0 0 {width} {height:.0f}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">'
+    )
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *body, "</svg>"]) + "\n"
+
+
+def _marks(timeline: Timeline) -> list[Span]:
+    """Everything but compute that takes time: a simulation may count it as free."""
+    return [s for s in timeline.spans if s.instruction.op not in COMPUTE_OPS and s.end > s.start]
+
+
+def _lane_height(timeline: Timeline) -> float:
+    rows = {_MARK_ROWS[_NAMES[s.instruction.op]] for s in _marks(timeline)}
+    return _LANE + _GAP + (_MARK * (1 + max(rows)) + 4 if rows else 0)
+
+
+def _text(x: float, y: float, text: str, **attributes: object) -> str:
+    extra = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in attributes.items())
+    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{escape(text)}</text>'
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, extra: str = "", title: str = "") -> str:
+    inside = f"<title>{escape(title)}</title>" if title else ""
+    return f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height}" fill="{fill}"{extra}>{inside}</rect>'
+
+
+def _panel(name: str, timeline: Timeline, scale: _Scale, top: float) -> list[str]:
+    summary = f": {scale.text(timeline.makespan)}, bubble {timeline.bubble:.1%}"
+    out = [
+        f'<text x="{_LEFT}" y="{top + 18:.1f}" font-size="14" fill="{_INK}">'
+        f'<tspan font-weight="bold">{escape(name)}</tspan>{escape(summary)}</text>'
+    ]
+    lane, first = _lane_height(timeline), top + _TITLE
+    bottom = first + lane * timeline.num_ranks
+    for tick in scale.ticks():
+        x = scale.x(tick)
+        out.append(f'<path d="M{x:.1f} {first - 3:.1f}V{bottom + 1:.1f}" stroke="#d8dee4"/>')
+        out.append(_text(x, bottom + 15, f"{tick * scale.factor:.6g}", fill=_FAINT, text_anchor="middle", font_size=11))
+    out.append(_text(_LEFT - 10, bottom + 15, scale.shown, fill=_FAINT, text_anchor="end", font_size=11))
+    for rank in range(timeline.num_ranks):
+        y = first + lane * rank
+        out.append(_rect(_LEFT, y, scale.x(timeline.makespan) - _LEFT, _LANE, "#eef1f4"))
+        out.append(_text(_LEFT - 10, y + 16, f"stage {rank}", fill=_INK, text_anchor="end"))
+    shades, depth = _shades(timeline)
+    for s in _computes(timeline):
+        out += _box(s, scale, first + lane * s.rank, _colour(s.instruction.op, shades[s.instruction.chunk], depth))
+    for s in _marks(timeline):
+        kind = _NAMES[s.instruction.op]
+        y = first + lane * s.rank + _LANE + 2 + _MARK * _MARK_ROWS[kind]
+        width = max(scale.x(s.end) - scale.x(s.start), 1)
+        extra = f' class="mark {kind}" fill-opacity="0.8"'
+        out.append(_rect(scale.x(s.start), y, width, _MARK - 1, _MARK_COLOURS[kind], extra, _tooltip(s, scale)))
+    return out
+
+
+def _tooltip(s: Span, scale: _Scale) -> str:
+    times = f"{scale.text(s.start)} to {scale.text(s.end)} ({scale.text(s.end - s.start)})"
+    return f"{s.instruction} {_NAMES[s.instruction.op]}, stage {s.rank}: {times}"
+
+
+def _box(s: Span, scale: _Scale, y: float, colour: tuple[int, int, int]) -> Iterator[str]:
+    x, width = scale.x(s.start), scale.x(s.end) - scale.x(s.start)
+    # A hairline between neighbours; a box too narrow for it is drawn without.
+    border = ' stroke="#ffffff" stroke-width="0.8"' if width >= 3 else ""
+    extra = f' class="box {s.instruction.op.name.lower()}"{border}'
+    yield _rect(x, y, width, _LANE, "#{:02x}{:02x}{:02x}".format(*colour), extra, _tooltip(s, scale))
+    label = str(s.instruction.micro_batch)
+    size = next((size for size in (12, 10, 8) if width >= 0.6 * size * len(label) + 3), None)
+    if size is not None:
+        red, green, blue = colour
+        ink = "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 160 else _INK
+        yield _text(
+            x + width / 2, y + _LANE / 2 + 0.36 * size, label,
+            font_size=size, fill=ink, text_anchor="middle", pointer_events="none",
+        )  # fmt: skip
+
+
+def _shades(timeline: Timeline) -> tuple[dict[int, int], int]:
+    """chunk -> its place on its stage, and the most chunks that a stage holds."""
+    shades = _local_chunks(_computes(timeline))
+    return shades, 1 + max(shades.values(), default=0)
+
+
+def _colour(op: Op, shade: int, depth: int) -> tuple[int, int, int]:
+    """The kind's colour, mixed with up to 65% white for the last of `depth` chunks."""
+    white = 0.65 * shade / max(depth - 1, 1)
+    red, green, blue = (round(c + (255 - c) * white) for c in _BOX_COLOURS[op])
+    return red, green, blue
+
+
+def _legend(timelines: Iterable[Timeline], y: float) -> list[str]:
+    drawn = list(timelines)
+    depth = max((_shades(t)[1] for t in drawn), default=1)
+    ops = {s.instruction.op for t in drawn for s in _computes(t)}
+    kinds = {_NAMES[s.instruction.op] for t in drawn for s in _marks(t)}
+    out, x = [], float(_LEFT)
+    for op in (op for op in _BOX_COLOURS if op in ops):
+        for shade in range(depth):
+            out.append(_rect(x, y, 12, 12, "#{:02x}{:02x}{:02x}".format(*_colour(op, shade, depth))))
+            x += 12
+        out.append(_text(x + 5, y + 10, _NAMES[op], fill=_INK))
+        x += 5 + 7 * len(_NAMES[op]) + 16
+    for kind in (kind for kind in _MARK_COLOURS if kind in kinds):
+        out.append(_rect(x, y + 5, 14, _MARK - 1, _MARK_COLOURS[kind]))
+        out.append(_text(x + 19, y + 10, kind, fill=_INK))
+        x += 19 + 7 * len(kind) + 16
+    if depth > 1:
+        out.append(_text(x, y + 10, "paler: a later chunk of the stage; number: micro-batch", fill=_FAINT))
+    else:
+        out.append(_text(x, y + 10, "number: micro-batch", fill=_FAINT))
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- trace
+
+
+def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) -> dict[str, Any]:
+    """Chrome's trace event format, for json.dump; Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+
+    A process for each timeline; in it a thread for each stage's compute and loads, and others for its transfers and
+    reductions, as many as overlap. scale_to_us: microseconds in the timelines' unit of time, 1e6 for seconds.
+    """
+    events: list[dict[str, Any]] = []
+    for pid, (name, timeline) in enumerate(timelines.items(), start=1):
+        events.append(_metadata("process_name", pid, 0, {"name": name}))
+        events.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
+        tid = 1000 * pid  # Perfetto keeps 0 to itself and takes tid == pid for a process's main thread.
+        for rank in range(timeline.num_ranks):
+            spans = [s for s in timeline.spans if s.rank == rank]
+            for title, group in (
+                (f"stage {rank}", [s for s in spans if blocks_host(s.instruction.op)]),
+                (f"stage {rank} communication", [s for s in spans if not blocks_host(s.instruction.op)]),
+            ):
+                for row in _rows_without_overlap(group):
+                    events.append(_metadata("thread_name", pid, tid, {"name": title}))
+                    events.append(_metadata("thread_sort_index", pid, tid, {"sort_index": tid}))
+                    events += [_event(s, pid, tid, scale_to_us) for s in row]
+                    tid += 1
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _rows_without_overlap(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spans dealt to as few rows as keep them apart: viewers take overlapping events of a thread for nested calls."""
+    rows: list[list[Span]] = []
+    for s in sorted(spans, key=lambda s: (s.start, s.end)):
+        row = next((row for row in rows if row[-1].end <= s.start), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(s)
+    return rows
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def _event(s: Span, pid: int, tid: int, scale_to_us: float) -> dict[str, Any]:
+    i = s.instruction
+    args: dict[str, Any] = {"chunk": i.chunk, "micro_batch": i.micro_batch}
+    if i.bucket is not None:
+        args["bucket"] = i.bucket
+    times = {"ts": s.start * scale_to_us, "dur": (s.end - s.start) * scale_to_us}
+    return {"ph": "X", "name": str(i), "cat": _NAMES[i.op], "pid": pid, "tid": tid, **times, "args": args}

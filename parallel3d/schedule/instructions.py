@@ -1,0 +1,200 @@
+"""The instruction set, the Program, and the only two rules that relate instructions to each other.
+
+A pipeline schedule is data: for each rank an ordered list of instructions. The executor runs it, the simulator times it, the
+validator proves it free of deadlock and the drawings show it, all through `depends_on` and `matches` below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+from parallel3d.errors import ScheduleError
+
+
+class Op(Enum):
+    """What an instruction does; the value is its short printed form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    LOAD_MICRO_BATCH = "L"
+    SEND_ACTIVATION = "SA"
+    RECV_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECV_GRADIENT = "RG"
+    REDUCE_GRADS = "RED"
+    REDUCE_REPLICAS = "REP"
+
+    # Members are singletons, and programs hash instructions by the thousand: skip Enum's hash in Python.
+    __hash__ = object.__hash__
+
+
+COMPUTE_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+SEND_OPS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
+RECV_OPS = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
+COLLECTIVE_OPS = frozenset({Op.REDUCE_GRADS, Op.REDUCE_REPLICAS})
+
+_PATTERN = re.compile(r"([A-Z]+)(\d+)@(\d+)(?:#(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a rank's list. `bucket` counts gradient buckets of the chunk, for REDUCE_* alone."""
+
+    op: Op
+    chunk: int
+    micro_batch: int
+    bucket: int | None = None
+
+    def __str__(self) -> str:
+        suffix = "" if self.bucket is None else f"#{self.bucket}"
+        return f"{self.op.value}{self.micro_batch}@{self.chunk}{suffix}"
+
+    @staticmethod
+    def parse(text: str) -> Instruction:
+        """'F3@2' -> forward of micro-batch 3 on chunk 2. Raises ScheduleError for any other form."""
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None or match[1] not in {op.value for op in Op}:
+            raise ScheduleError(
+                f"{text!r} is not an instruction; write OP MICRO_BATCH @ CHUNK as in 'F3@2', with OP one of "
+                + ", ".join(op.value for op in Op)
+            )
+        op, micro_batch, chunk, bucket = match.groups()
+        return Instruction(Op(op), int(chunk), int(micro_batch), None if bucket is None else int(bucket))
+
+
+def depends_on(i: Instruction) -> tuple[Instruction, ...]:
+    """What must have finished before `i` starts; those that a program doesn't hold fall away.
+
+    A program without communication is ordered by the compute instructions named here; once transfers are added, the
+    same rule orders it through them.
+    """
+    m, c = i.micro_batch, i.chunk
+    match i.op:
+        case Op.FORWARD:
+            return (
+                Instruction(Op.FORWARD, c - 1, m),
+                Instruction(Op.RECV_ACTIVATION, c, m),
+                Instruction(Op.LOAD_MICRO_BATCH, c, m),
+            )
+        case Op.BACKWARD | Op.BACKWARD_INPUT:
+            return (
+                Instruction(Op.FORWARD, c, m),
+                Instruction(Op.BACKWARD, c + 1, m),
+                Instruction(Op.BACKWARD_INPUT, c + 1, m),
+                Instruction(Op.RECV_GRADIENT, c, m),
+            )
+        case Op.BACKWARD_WEIGHT:
+            return (Instruction(Op.BACKWARD_INPUT, c, m),)
+        case Op.SEND_ACTIVATION:
+            return (Instruction(Op.FORWARD, c, m),)
+        case Op.SEND_GRADIENT:
+            return (Instruction(Op.BACKWARD, c, m), Instruction(Op.BACKWARD_INPUT, c, m))
+        case Op.REDUCE_GRADS:
+            return (Instruction(Op.BACKWARD, c, m), Instruction(Op.BACKWARD_WEIGHT, c, m))
+        case _:
+            # LOAD needs nothing, RECV its other end (`matches`), REDUCE_REPLICAS all that stands before it in its list.
+            return ()
+
+
+def matches(i: Instruction) -> Instruction | None:
+    """The other end of a transfer, or `i` itself for a collective: all ranks whose list holds it take part.
+
+    REDUCE_REPLICAS is written with the first chunk that owns the replica, on every owner, so that it is one instruction.
+    """
+    m, c = i.micro_batch, i.chunk
+    match i.op:
+        case Op.SEND_ACTIVATION:
+            return Instruction(Op.RECV_ACTIVATION, c + 1, m)
+        case Op.RECV_ACTIVATION:
+            return Instruction(Op.SEND_ACTIVATION, c - 1, m)
+        case Op.SEND_GRADIENT:
+            return Instruction(Op.RECV_GRADIENT, c - 1, m)
+        case Op.RECV_GRADIENT:
+            return Instruction(Op.SEND_GRADIENT, c + 1, m)
+        case Op.REDUCE_GRADS | Op.REDUCE_REPLICAS:
+            return i
+        case _:
+            return None
+
+
+def reduces_behind(instructions: Sequence[Instruction], position: int) -> Sequence[Instruction]:
+    """The REDUCE_GRADS that the backward at `position` is given to launch: those that stand right behind it."""
+    if instructions[position].op not in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+        return ()
+    stop = position + 1
+    while stop < len(instructions) and instructions[stop].op is Op.REDUCE_GRADS:
+        stop += 1
+    return instructions[position + 1 : stop]
+
+
+def loop_placement(num_stages: int, num_chunks: int) -> tuple[int, ...]:
+    """Chunk c on rank c mod p: arXiv:2104.04473, figure 4."""
+    return tuple(c % num_stages for c in range(num_stages * num_chunks))
+
+
+def v_placement(num_stages: int) -> tuple[int, ...]:
+    """Two chunks a rank, down and back up, so that the first and the last share rank 0: arXiv:2401.10241, section 6."""
+    return (*range(num_stages), *reversed(range(num_stages)))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule: `instructions[rank]` is that rank's ordered list, `placement[chunk]` the rank that holds the chunk.
+
+    Ranks are positions along the pipeline axis; every data-parallel replica runs the same program.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    num_micro_batches: int
+    instructions: tuple[tuple[Instruction, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks along the pipeline axis."""
+        return len(self.instructions)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole model, over all ranks."""
+        return len(self.placement)
+
+    @cached_property
+    def rank_of(self) -> dict[Instruction, tuple[int, ...]]:
+        """Instruction -> the ranks whose list holds it; several for a collective alone."""
+        where: dict[Instruction, tuple[int, ...]] = {}
+        for rank, instructions in enumerate(self.instructions):
+            for i in instructions:
+                where[i] = (*where.get(i, ()), rank)
+        return where
+
+    def channel(self, i: Instruction) -> tuple[int, int]:
+        """(sending rank, receiving rank) of a SEND or RECV; one FIFO channel per ordered pair of ranks."""
+        other = matches(i)
+        assert other is not None, f"{i} is no transfer"
+        ends = (self.placement[i.chunk], self.placement[other.chunk])
+        return ends if i.op in SEND_OPS else (ends[1], ends[0])
+
+    def with_instructions(self, instructions: Sequence[Sequence[Instruction]]) -> Program:
+        """The same schedule with other lists; used by the lowering passes."""
+        return replace(self, instructions=tuple(tuple(i) for i in instructions))
+
+    def first(self, num_micro_batches: int) -> Program:
+        """The program of the first micro-batches alone.
+
+        Dropping a micro-batch removes nodes from an acyclic order, so what was free of deadlock stays so.
+        Raises ScheduleError when the program has fewer.
+        """
+        if num_micro_batches > self.num_micro_batches:
+            raise ScheduleError(
+                f"schedule {self.name!r} is written for {self.num_micro_batches} micro-batches and can't run "
+                f"{num_micro_batches}; extend its lists or lower gradient_accumulation_steps"
+            )
+        kept = [[i for i in rank if i.micro_batch < num_micro_batches] for rank in self.instructions]
+        return replace(self.with_instructions(kept), num_micro_batches=num_micro_batches)

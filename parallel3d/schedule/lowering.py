@@ -1,0 +1,102 @@
+"""Passes from a schedule's compute instructions to the whole program that a rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parallel3d.schedule.instructions import RECV_OPS, Instruction, Op, Program, depends_on, matches
+
+
+def add_loads(program: Program) -> Program:
+    """LOAD_MICRO_BATCH before each forward of the first chunk (inputs) and of the last one (labels). Add it last."""
+    ends = {0, program.num_chunks - 1}
+    lists = []
+    for instructions in program.instructions:
+        out: list[Instruction] = []
+        for i in instructions:
+            if i.op is Op.FORWARD and i.chunk in ends:
+                out.append(Instruction(Op.LOAD_MICRO_BATCH, i.chunk, i.micro_batch))
+            out.append(i)
+        lists.append(out)
+    return program.with_instructions(lists)
+
+
+def _sends(program: Program, i: Instruction) -> list[Instruction]:
+    """The transfer that `i`'s result needs: none where the neighbouring chunk is on the same rank or doesn't exist."""
+    if i.op is Op.FORWARD:
+        send = Instruction(Op.SEND_ACTIVATION, i.chunk, i.micro_batch)
+        neighbour = i.chunk + 1
+    elif i.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        send = Instruction(Op.SEND_GRADIENT, i.chunk, i.micro_batch)
+        neighbour = i.chunk - 1
+    else:
+        return []
+    inside = 0 <= neighbour < program.num_chunks
+    return [send] if inside and program.placement[neighbour] != program.placement[i.chunk] else []
+
+
+def add_communication(program: Program) -> Program:
+    """SEND right after the compute that makes it; RECV one compute instruction before the one that waits for it.
+
+    Each ordered pair of ranks has one FIFO channel, so a receiver posts in the sender's order, whatever it needs first.
+    """
+    queues: dict[tuple[int, int], list[Instruction]] = {}
+    for instructions in program.instructions:
+        for send in (s for i in instructions for s in _sends(program, i)):
+            other = matches(send)
+            assert other is not None
+            queues.setdefault(program.channel(send), []).append(other)
+    place = {recv: k for queue in queues.values() for k, recv in enumerate(queue)}
+    posted = dict.fromkeys(queues, 0)
+
+    def receives_before(i: Instruction) -> list[Instruction]:
+        out = []
+        for recv in (r for r in depends_on(i) if r.op in RECV_OPS and r in place):
+            channel = program.channel(recv)
+            out += queues[channel][posted[channel] : place[recv] + 1]
+            posted[channel] = max(posted[channel], place[recv] + 1)
+        return out
+
+    lists = []
+    for instructions in program.instructions:
+        out = receives_before(instructions[0]) if instructions else []
+        for i, following in zip(instructions, [*instructions[1:], None], strict=True):
+            if following is not None:
+                out += receives_before(following)
+            out += [i, *_sends(program, i)]
+        lists.append(out)
+    return program.with_instructions(lists)
+
+
+def add_gradient_reduction(program: Program, num_buckets: Sequence[int]) -> Program:
+    """REDUCE_GRADS of each of the chunk's `num_buckets[chunk]` buckets after the chunk's last backward.
+
+    They stand right behind that backward, which launches each as its bucket fills, in list order.
+    """
+    lists = []
+    for instructions in program.instructions:
+        last = {i.chunk: i for i in instructions if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
+        out: list[Instruction] = []
+        for i in instructions:
+            out.append(i)
+            if last.get(i.chunk) == i:
+                out += [Instruction(Op.REDUCE_GRADS, i.chunk, i.micro_batch, b) for b in range(num_buckets[i.chunk])]
+        lists.append(out)
+    return program.with_instructions(lists)
+
+
+def add_replica_reduction(program: Program, owners: Sequence[tuple[int, ...]]) -> Program:
+    """REDUCE_REPLICAS for parameters that several ranks hold, behind all backwards, in one order for all.
+
+    owners[bucket]: the chunks whose ranks hold that replica bucket.
+    """
+    lists = [list(instructions) for instructions in program.instructions]
+    for bucket, chunks in enumerate(owners):
+        for rank in sorted({program.placement[c] for c in chunks}):
+            lists[rank].append(Instruction(Op.REDUCE_REPLICAS, chunks[0], program.num_micro_batches - 1, bucket))
+    return program.with_instructions(lists)
+
+
+def lower(program: Program) -> Program:
+    """Communication and loads: what every program needs to run."""
+    return add_loads(add_communication(program))

@@ -1,0 +1,100 @@
+"""Proof that a program can run: complete, in dependence order, free of deadlock, within its memory bound."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
+
+from parallel3d.errors import ScheduleError
+from parallel3d.schedule.graph import Node, wait_graph
+from parallel3d.schedule.instructions import COMPUTE_OPS, SEND_OPS, Instruction, Op, Program, matches
+from parallel3d.schedule.lowering import add_communication
+
+
+def validate(program: Program, max_in_flight: Sequence[int] | None = None, training: bool = True) -> None:
+    """Raise ScheduleError unless every rank can run its list to the end.
+
+    program: with or without communication; max_in_flight: per rank, the most chunk activations it may hold.
+    """
+    _check_complete(program, training)
+    if not any(i.op in SEND_OPS for rank in program.instructions for i in rank):
+        program = add_communication(program)
+    _check_transfers(program)
+    _check_deadlock(program)
+    if max_in_flight is not None:
+        _check_memory(program, max_in_flight)
+
+
+def _check_complete(program: Program, training: bool) -> None:
+    """Each micro-batch passes each chunk once in each direction, on the rank that holds the chunk."""
+    for rank, instructions in enumerate(program.instructions):
+        for i in instructions:
+            if i.op in COMPUTE_OPS and (not 0 <= i.chunk < program.num_chunks or program.placement[i.chunk] != rank):
+                raise ScheduleError(
+                    f"{i} stands in the list of stage {rank}, which holds chunks "
+                    f"{[c for c, r in enumerate(program.placement) if r == rank]}; move it to the stage of chunk {i.chunk}"
+                )
+    count = Counter(i for rank in program.instructions for i in rank if i.op in COMPUTE_OPS)
+    for i, times in count.items():
+        if times > 1:
+            raise ScheduleError(f"{i} stands {times} times in the schedule; an instruction runs once")
+    for chunk in range(program.num_chunks):
+        for m in range(program.num_micro_batches):
+            _check_passes(chunk, m, count, training)
+
+
+def _check_passes(chunk: int, micro_batch: int, count: Counter[Instruction], training: bool) -> None:
+    def has(op: Op) -> bool:
+        return count[Instruction(op, chunk, micro_batch)] > 0
+
+    if not has(Op.FORWARD):
+        raise ScheduleError(f"F{micro_batch}@{chunk} is missing: every micro-batch passes every chunk")
+    whole, split = has(Op.BACKWARD), (has(Op.BACKWARD_INPUT), has(Op.BACKWARD_WEIGHT))
+    right = (whole and not any(split)) or (not whole and all(split))
+    if training and not right:
+        raise ScheduleError(
+            f"micro-batch {micro_batch} on chunk {chunk} needs either B, or I and W; it has "
+            f"{[op for op, there in zip('BIW', (whole, *split), strict=True) if there]}"
+        )
+    if not training and (whole or any(split)):
+        raise ScheduleError(f"micro-batch {micro_batch} on chunk {chunk} has a backward in a program for evaluation")
+
+
+def _check_transfers(program: Program) -> None:
+    for rank, instructions in enumerate(program.instructions):
+        for i in instructions:
+            other = matches(i)
+            if other is not None and other not in program.rank_of:
+                raise ScheduleError(f"{i} in the list of stage {rank} has no other end {other}; both must be there")
+
+
+def _check_deadlock(program: Program) -> None:
+    try:
+        TopologicalSorter(wait_graph(program)).prepare()
+    except CycleError as error:
+        cycle: list[Node] = error.args[1]
+        steps = [program.instructions[n[0]][n[1]] if isinstance(n, tuple) else n for n in cycle]
+        shown = " <- ".join(str(i) for k, i in enumerate(steps) if k == 0 or steps[k - 1] != i)
+        raise ScheduleError(f"the schedule deadlocks, each waits for the one to its right or left: {shown}") from None
+
+
+def in_flight(program: Program) -> tuple[int, ...]:
+    """Per rank, the most activations of a chunk held at once: from its FORWARD to its BACKWARD or BACKWARD_WEIGHT."""
+    peaks = []
+    for instructions in program.instructions:
+        held = peak = 0
+        for i in instructions:
+            held += (i.op is Op.FORWARD) - (i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _check_memory(program: Program, max_in_flight: Sequence[int]) -> None:
+    for rank, (peak, bound) in enumerate(zip(in_flight(program), max_in_flight, strict=True)):
+        if peak > bound:
+            raise ScheduleError(
+                f"stage {rank} holds {peak} activations at once, {peak - bound} over its bound of {bound}; "
+                "start fewer forwards before the first backward"
+            )

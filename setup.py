@@ -1,0 +1,37 @@
+"""Packaging. Tool settings live in pyproject.toml; constraints.txt pins what CI installs."""
+
+from setuptools import find_packages, setup
+
+PLOT = ["matplotlib>=3.8"]
+TEST = [
+    "pytest>=8",
+    "hypothesis>=6.100",
+    "ruff>=0.6",
+    "mypy>=1.11",
+    "import-linter>=2.0",
+    "types-PyYAML",
+    "types-networkx",
+]
+
+setup(
+    name="parallel3d",
+    version="0.1.0",
+    description="Trains neural networks across pipeline stages, ZeRO data parallelism and tensor slices at once",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["parallel3d", "parallel3d.*"]),
+    package_data={"parallel3d": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "networkx>=3.2",
+        "pyyaml>=6",
+        "pydantic>=2.7",
+        "hjson>=3.1",
+        "rich>=13",
+    ],
+    extras_require={"plot": PLOT, "test": TEST + PLOT},
+    entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main"]},
+)

@@ -1,0 +1,34 @@
+"""Options of the test run, and the pool of worker processes that distributed tests share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ranks import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run whole products where the default is an all-pairs cover")
+
+
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def run_ranks(rank_pool: RankPool):
+    return rank_pool.run

@@ -1,0 +1,336 @@
+"""The launcher as a user meets it: a process that starts scripts, ends them, and says what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from parallel3d.launcher import cli, worker
+from parallel3d.launcher.report import rank_failures, summary
+
+REPO = Path(__file__).parents[2]
+TIMEOUT_S = 60
+
+# A rank, its child, and a child that left the rank's process group; their ids are in the file named by the rank.
+SLEEPER = """
+import os, pathlib, signal, subprocess, sys, time
+rank = os.environ["RANK"]
+if rank in sys.argv[1:]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "300"])
+stray = subprocess.Popen(["sleep", "300"], start_new_session=True)
+pathlib.Path("." + rank).write_text(f"{os.getpid()} {child.pid} {stray.pid}")
+os.rename("." + rank, rank + ".pids")
+"""
+
+
+def start(folder: Path, script: str, *options: str, args: tuple[str, ...] = (), **kwargs: object) -> subprocess.Popen:
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "parallel3d.launcher", *options, "script.py", *args]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(folder)}
+    environment.pop("OMP_NUM_THREADS", None)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
+    return subprocess.Popen(command, cwd=folder, env=environment, **streams)
+
+
+def run(folder: Path, script: str, *options: str, args: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    process = start(folder, script, *options, args=args)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, out, err
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def pids(folder: Path, num_ranks: int) -> list[int]:
+    """The ids that `num_ranks` ranks running SLEEPER wrote, once they all have."""
+    wait_for(lambda: len(list(folder.glob("*.pids"))) == num_ranks)
+    return [int(pid) for file in folder.glob("*.pids") for pid in file.read_text().split()]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each of three ranks sees of its surroundings, started from a terminal with 'hello' on standard input."""
+    folder = tmp_path_factory.mktemp("reports")
+    script = """
+import json, os, sys
+seen = dict(argv=sys.argv, name=__name__, file=__file__, path=sys.path[0], env=dict(os.environ))
+seen["tty"] = sys.stdout.isatty()
+if os.environ["RANK"] == "0":
+    seen["stdin"] = sys.stdin.read()
+open(os.environ["RANK"] + ".json", "w").write(json.dumps(seen))
+"""
+    args = ("--m", "3", "--num_gpus", "7", "-m", "x", "--", "--log_dir=y", "-h", "${local_rank}", "$$", "", "a b")
+    terminal, slave = pty.openpty()
+    process = start(folder, script, "--num_procs", "3", args=args, stdin=subprocess.PIPE, stdout=slave)
+    _, err = process.communicate("hello", timeout=TIMEOUT_S)
+    os.close(slave)
+    os.close(terminal)
+    assert (process.returncode, err) == (0, "")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+
+
+def test_each_rank_finds_its_place_in_the_environment(reports: list[dict]) -> None:
+    for rank, report in enumerate(reports):
+        env = report["env"]
+        assert [env["RANK"], env["LOCAL_RANK"]] == [str(rank), str(rank)]
+        assert [env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]] == ["3", "3"]
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert env["MASTER_PORT"] == reports[0]["env"]["MASTER_PORT"] != "0"
+        assert env["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 3))
+        assert env["CUDA_VISIBLE_DEVICES"] == ""  # CPU processes
+
+
+def test_what_follows_the_script_is_the_scripts(reports: list[dict]) -> None:
+    for report in reports:
+        assert report["argv"][1:] == [
+            *("--m", "3", "--num_gpus", "7", "-m", "x", "--", "--log_dir=y", "-h", "${local_rank}", "$$", "", "a b")
+        ]
+
+
+def test_a_script_runs_as_the_main_program(reports: list[dict]) -> None:
+    for report in reports:
+        assert report["name"] == "__main__"
+        assert report["argv"][0] == report["file"] == os.path.join(report["path"], "script.py")
+
+
+def test_terminal_and_standard_input_are_the_launchers(reports: list[dict]) -> None:
+    assert all(report["tty"] for report in reports)
+    assert reports[0]["stdin"] == "hello"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num", "4", "s.py"], "unknown option --num. Did you mean '--num_gpus'?"),
+        (["--num_proc=4", "s.py"], "unknown option --num_proc=4. Did you mean '--num_procs'?"),
+        (["--num_procs", "0", "s.py"], "'0' is not a number of processes: give an integer of at least 1"),
+        (["--num_gpus", "-1", "s.py"], "--num_gpus"),
+        (["--num_gpus", "2", "--num_procs", "2", "s.py"], "--num_procs: not allowed with argument --num_gpus"),
+        (["--num_gpus", "8", "s.py"], "--num_gpus 8, but the number of CUDA devices present is 2"),
+        (["--master_port", "65536", "s.py"], "not a port"),
+        (["missing.py"], "there is no script 'missing.py' in "),
+        (["--num_procs", "2"], "nothing to run: name a script"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "s.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        cli.parse(argv, num_devices=2)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_devices", "num_workers", "uses_gpus"),
+    [([], 4, 4, True), ([], 0, 1, False), (["--num_gpus", "2"], 4, 2, True), (["--num_procs", "3"], 4, 3, False)],
+)
+def test_number_of_processes(argv: list[str], num_devices: int, num_workers: int, uses_gpus: bool) -> None:
+    options = cli.parse([*argv, __file__], num_devices)
+    assert (options.num_workers, options.uses_gpus) == (num_workers, uses_gpus)
+
+
+def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, err = run(tmp_path, "", "--num_procs", "1", "--master_port", port)
+    assert code == 2
+    assert f"--master_port {port} is taken; leave it out to get a free one" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "how"),
+    [
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "SIGKILL"),
+    ],
+)
+def test_the_exit_code_of_the_failed_rank_is_the_jobs(tmp_path: Path, statement: str, code: int, how: str) -> None:
+    script = f"import os, signal, sys\nif os.environ['RANK'] == '1': {statement}"
+    assert run(tmp_path, script, "--num_procs", "2") == (code, "", f"parallel3d: rank 1 failed ({how})\n")
+
+
+def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path) -> None:
+    script = (
+        SLEEPER
+        + """
+if rank != "1":
+    time.sleep(300)
+while len([name for name in os.listdir() if name.endswith(".pids")]) < 3:
+    time.sleep(0.01)
+from parallel3d.errors import ExecutionError
+raise ExecutionError(", ".join(["rank 1", "stage 1", "micro-batch 3", "F3@1: ValueError: odd"]))
+"""
+    )
+    began = time.monotonic()
+    code, _, err = run(tmp_path, script, "--num_procs", "3")
+    assert time.monotonic() - began < 30
+    assert code == 1
+    message = "ExecutionError: rank 1, stage 1, micro-batch 3, F3@1: ValueError: odd"
+    assert err.splitlines()[-2:] == [
+        f"parallel3d: rank 1 failed (exit code 1): {message}",
+        "parallel3d: ended because of it: ranks 0, 2",
+    ]
+    assert err.count("micro-batch 3, F3@1") == 2  # the traceback and the summary
+    assert err.count("Traceback") == 1
+    assert not any(map(lives, pids(tmp_path, 3)))
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "stubborn", "limit_s"),
+    [(signal.SIGINT, 1, (), 5), (signal.SIGTERM, 1, ("1",), 5 + 5), (signal.SIGTERM, 2, ("0", "1"), 5)],
+    ids=["interrupt", "terminate", "terminate twice"],
+)
+def test_a_signal_to_the_launcher_leaves_no_process(
+    tmp_path: Path, number: signal.Signals, times: int, stubborn: tuple[str, ...], limit_s: float
+) -> None:
+    process = start(tmp_path, SLEEPER + "time.sleep(300)", "--num_procs", "2", args=stubborn)
+    started = pids(tmp_path, 2)
+    assert len(started) == 6
+    assert all(map(lives, started))
+    began = time.monotonic()
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.3)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert time.monotonic() - began < limit_s
+    assert (process.returncode, err) == (128 + number, "")
+    assert not any(map(lives, started))
+    assert not list(tmp_path.glob("parallel3d_*"))  # its temporary folder
+
+
+def test_the_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    script = SLEEPER + "child.kill(); stray.kill(); time.sleep(300)"
+    process = start(tmp_path, script, "--num_procs", "2", args=("0", "1"))
+    started = pids(tmp_path, 2)
+    process.kill()
+    process.communicate(timeout=TIMEOUT_S)
+    wait_for(lambda: not any(map(lives, started)))
+
+
+def test_two_jobs_at_once_meet_their_own_ranks(tmp_path: Path) -> None:
+    script = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor(int(sys.argv[1]))
+dist.all_reduce(total)
+print(total.item())
+dist.destroy_process_group()
+"""
+    jobs = [start(tmp_path, script, "--num_procs", "2", args=(job,)) for job in ("1", "10")]
+    outputs = [job.communicate(timeout=TIMEOUT_S) for job in jobs]
+    assert [out.split() for out, _ in outputs] == [["2", "2"], ["20", "20"]], outputs
+    assert [job.returncode for job in jobs] == [0, 0]
+
+
+def test_log_dir_keeps_each_ranks_output(tmp_path: Path) -> None:
+    script = "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)"
+    code, out, _ = run(tmp_path, script, "--num_procs", "2", "--log_dir", "logs")
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
+    assert sorted(file.read_text() for file in tmp_path.glob("logs/**/stdout.log")) == ["out 0\n", "out 1\n"]
+    assert sorted(file.read_text() for file in tmp_path.glob("logs/**/stderr.log")) == ["err\n", "err\n"]
+
+
+WORKER = [sys.executable, worker.__file__, str(os.getpid())]
+PROGRAMS = {
+    "exception": "def f():\n    raise ValueError('a\\nb') from KeyError('c')\nf()",
+    "syntax error": "x = (",
+    "exit text": "import sys; sys.exit('why')",
+    "exit code": "raise SystemExit(7)",
+    "exit hooks": "import atexit; atexit.register(print, 'bye'); 1 / 0",
+    "own hook": "import sys; sys.excepthook = lambda *e: print('mine', e[0]); 1 / 0",
+    "imports and spawns": """
+import multiprocessing, neighbour
+def double(x):
+    return neighbour.two * x
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [1, 2]))
+""",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_worker_behaves_as_python_does(tmp_path: Path, program: str, as_module: bool) -> None:
+    (tmp_path / "neighbour.py").write_text("two = 2")
+    (tmp_path / "program.py").write_text(PROGRAMS[program])
+    target = ["-m", "program"] if as_module else [str(tmp_path / "program.py")]
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    expected, found = (
+        subprocess.run([*command, *target], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+        for command in ([sys.executable], WORKER)
+    )
+    assert found.returncode == expected.returncode
+    assert found.stdout == expected.stdout
+    # With -m python itself shows its frames in runpy too: there compare the last line.
+    start = -1 if as_module else 0
+    assert found.stderr.splitlines()[start:] == expected.stderr.splitlines()[start:]
+
+
+def test_a_failed_rank_that_hangs_while_it_shuts_down_is_cut_short(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(300,)).start()\n1 / 0")
+    hurried = f"""
+import sys
+sys.path[0] = {os.path.dirname(worker.__file__)!r}
+import worker
+worker._EXIT_TIMEOUT_S = 0.2
+worker.main()
+"""
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    command = [sys.executable, "-c", hurried, str(os.getpid()), str(program)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert found.returncode == 1
+    assert "ZeroDivisionError: division by zero" in found.stderr
+
+
+def test_a_silent_death_counts_as_the_cause_of_its_peers_exceptions(tmp_path: Path) -> None:
+    def failure(rank: int, exit_code: int, error: str | None, failed_at: float = 0.0) -> ProcessFailure:
+        file = tmp_path / f"{rank}.json"
+        if error is not None:
+            file.write_text(json.dumps({"message": {"message": error, "extraInfo": {"timestamp": int(failed_at)}}}))
+            os.utime(file, (failed_at, failed_at))
+        return ProcessFailure(rank, 0, exit_code, str(file))
+
+    found = {
+        0: failure(0, 1, "RuntimeError: Connection closed by peer\ndetails", 100.5),
+        1: failure(1, -signal.SIGKILL, None),
+        2: failure(2, -signal.SIGTERM, None),
+        3: failure(3, 1, "RuntimeError: Broken pipe", 101.0),
+        4: failure(4, -signal.SIGKILL, None),
+    }
+    failures = rank_failures(found, failed_first={0, 1}, last_healthy=100.0)
+    assert summary(failures).splitlines() == [
+        "parallel3d: rank 1 failed (SIGKILL)",
+        "parallel3d: rank 0 failed 0.5 s later (exit code 1): RuntimeError: Connection closed by peer",
+        "parallel3d: rank 3 failed 1.0 s later (exit code 1): RuntimeError: Broken pipe",
+        "parallel3d: ended because of it: ranks 2, 4",
+    ]
+    assert failures[0].status == 137

@@ -1,0 +1,120 @@
+"""Real multi-process runs for tests: a pool of workers that is reused, since starting one costs seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+
+class RankError(AssertionError):
+    """Some ranks raised; `tracebacks` maps rank -> its traceback."""
+
+    def __init__(self, tracebacks: dict[int, str]):
+        super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(tracebacks.items())))
+        self.tracebacks = tracebacks
+
+
+def _worker(connection: Connection, port: int, device: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while True:
+        try:
+            run, rank, size, path, payload = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        sys.path[:] = path
+        os.environ["LOCAL_RANK"] = str(rank)
+        try:
+            function, args = pickle.loads(payload)
+            backend = "gloo" if device == "cpu" else "nccl"
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
+            where = torch.device("cuda", rank) if backend == "nccl" else None
+            prefixed = dist.PrefixStore(f"run{run}", store)
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, device_id=where)
+            result = ("ok", function(*args))
+            dist.destroy_process_group()
+        except BaseException:
+            result = ("error", traceback.format_exc())
+        connection.send_bytes(pickle.dumps(result))
+
+
+class RankPool:
+    """`run(n, function, *args)` runs function(*args) on n ranks of one world and returns their results in rank order.
+
+    The function must be importable (defined at the top of a test module). device: "cpu" (gloo) or "cuda" (NCCL).
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+        self._workers: list[tuple[Any, Connection]] = []
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._runs = 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["torch", "torch.distributed", "torch._dynamo", "parallel3d", "pytest", "ranks"]
+        )
+
+    def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        while len(self._workers) < n:
+            self._start()
+        self._runs += 1
+        payload = pickle.dumps((function, args))
+        for rank in range(n):
+            self._workers[rank][1].send_bytes(pickle.dumps((self._runs, rank, n, sys.path, payload)))
+        results = self._collect(n, timeout)
+        failed = {rank: value for rank, (status, value) in results.items() if status != "ok"}
+        if failed:
+            self._stop_workers()
+            raise RankError(failed)
+        return [results[rank][1] for rank in range(n)]
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_worker, args=(theirs, self._store.port, self._device), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
+
+    def _collect(self, n: int, timeout: float) -> dict[int, tuple[str, Any]]:
+        """Results of the ranks; once one has failed, the others get 5 s, since they may wait for it forever."""
+        results: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < n:
+            pending = {self._workers[r][1]: r for r in range(n) if r not in results}
+            for ready in wait(list(pending), max(0.0, deadline - time.monotonic())) or [None]:
+                if ready is None:
+                    missing = {r: ("error", "still running: stopped by the test pool") for r in pending.values()}
+                    return {**results, **missing}
+                rank = pending[ready]
+                try:
+                    results[rank] = pickle.loads(ready.recv_bytes())
+                except EOFError:
+                    results[rank] = ("error", "the process died")
+                if results[rank][0] != "ok":
+                    deadline = min(deadline, time.monotonic() + 5)
+        return results
+
+    def _stop_workers(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+    def close(self) -> None:
+        self._stop_workers()

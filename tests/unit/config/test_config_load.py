@@ -1,0 +1,228 @@
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parallel3d.config import Config, load
+from parallel3d.errors import ConfigError
+
+# Busy machines are slow: time is no part of these properties.
+timeless = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+positive = st.integers(1, 10**6)
+numbers = st.floats(0, 1e6, allow_nan=False)
+params = st.dictionaries(
+    st.sampled_from(["lr", "betas", "eps", "momentum", "foreach"]),
+    st.booleans() | numbers | st.integers() | st.lists(numbers, max_size=3),
+    max_size=4,
+)
+pipelines = st.fixed_dictionaries(
+    {},
+    optional={
+        "stages": positive | st.none(),
+        "schedule": st.sampled_from(["1f1b", "gpipe", "interleaved"]),
+        "partition": st.sampled_from(["uniform", "parameters", "type:Block"])
+        | st.lists(st.integers(0, 99), max_size=4)
+        | st.fixed_dictionaries({"weights": st.lists(numbers, max_size=4)}),
+        "activation_checkpoint_interval": st.integers(0, 8),
+        "shapes": st.sampled_from(["static", "dynamic"]),
+        "seed_layers": st.booleans(),
+    },
+)
+configurations = st.fixed_dictionaries(
+    {},
+    optional={
+        "train_batch_size": positive,
+        "train_micro_batch_size_per_gpu": positive,
+        "gradient_accumulation_steps": positive | st.just("auto"),
+        "gradient_clipping": numbers,
+        "steps_per_print": positive | st.none(),
+        "seed": st.integers(0, 2**32) | st.none(),
+        "optimizer": st.fixed_dictionaries({"type": st.sampled_from(["Adam", "SGD"])}, optional={"params": params}),
+        "zero_optimization": st.fixed_dictionaries(
+            {}, optional={"stage": st.just(0), "reduce_bucket_size": positive, "overlap_comm": st.booleans()}
+        ),
+        "dataloader_drop_last": st.booleans(),
+        "pipeline": pipelines,
+    },
+)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@timeless
+@given(configurations)
+def test_a_dict_its_json_and_its_yaml_load_equal(tmp_path_factory, raw):
+    folder = tmp_path_factory.getbasetemp()
+    config = load(raw)
+    assert load(write(folder / "c.json", json.dumps(raw))) == config
+    assert load(write(folder / "c.yaml", yaml.safe_dump(raw))) == config
+
+
+@timeless
+@given(configurations)
+def test_a_dumped_config_loads_to_itself(raw):
+    config = load(raw)
+    assert load(config.model_dump()) == config
+
+
+def test_none_is_all_defaults_and_a_config_is_itself():
+    assert load(None) == load({}) == Config()
+    config = load({"seed": 3})
+    assert load(config) is config
+
+
+def test_json_may_have_comments_and_trailing_commas(tmp_path):
+    text = """// first line
+    {
+      "train_batch_size": 32,  // per step
+      /* "seed": 1, */
+      "gradient_clipping": 1e-1, # small
+      "optimizer": {"type": "SGD", "params": {"lr": 1e-4, "betas": [0.9, 0.95,],}},
+    }"""
+    config = load(write(tmp_path / "c.json", text))
+    assert (config.train_batch_size, config.gradient_clipping) == (32, 0.1)
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 1e-4, "betas": (0.9, 0.95)}
+
+
+def test_a_path_may_be_text_and_a_file_may_start_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text('{"seed": 7}', encoding="utf-8-sig")
+    assert load(str(path)).seed == 7
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "+1e-04", ".1e-3", "1.e-4", "1.0e-4", "0.0001"])
+def test_yaml_reads_every_form_of_a_small_number(tmp_path, number):
+    text = f"gradient_clipping: {number}\noptimizer: {{type: SGD, params: {{lr: {number}}}}}\n"
+    config = load(write(tmp_path / "c.yml", text))
+    assert config.gradient_clipping == 1e-4
+    assert config.optimizer is not None
+    assert config.optimizer.params["lr"] == 1e-4
+
+
+def test_yaml_reads_5e8_as_a_whole_number_and_1f1b_as_a_word(tmp_path):
+    text = "zero_optimization: {reduce_bucket_size: 5e8}\npipeline: {schedule: 1f1b}\n"
+    config = load(write(tmp_path / "c.yaml", text))
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert isinstance(config.zero_optimization.reduce_bucket_size, int)
+    assert config.pipeline.schedule == "1f1b"
+
+
+def test_yaml_anchors_may_be_merged_and_overridden(tmp_path):
+    text = "optimizer:\n  type: SGD\n  params: {<<: &base {lr: 0.1, momentum: 0.9}, lr: 0.2}\n"
+    config = load(write(tmp_path / "c.yaml", text))
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 0.2, "momentum": 0.9}
+
+
+def test_yaml_constructs_no_python_objects(tmp_path):
+    text = "optimizer: {type: SGD, params: !!python/object/apply:os.getcwd []}\n"
+    with pytest.raises(ConfigError, match="line 1: could not determine a constructor"):
+        load(write(tmp_path / "c.yaml", text))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("c.json", '{"seed": 1,\n "seed": 2}', ["'seed' is given twice", "keep one"]),
+        ("c.json", '{"pipeline": {"stages": 1, "stages": 2}}', ["'stages' is given twice"]),
+        ("c.yaml", "seed: 1\npipeline:\n  stages: 1\n  stages: 2\n", ["line 4", "'stages' is given twice", "keep one"]),
+        ("c.json", '{"seed": 1,\n "steps_per_print": }', ["line 2", "check the quotes, commas and brackets"]),
+        ("c.json", '{"seed": 1', ["line 1"]),
+        ("c.json", '{"a" 1}', ["line 1, column 6", "':'"]),
+        ("c.yaml", "seed: 1\n  stages: 2\n", ["line 2", "check the indentation"]),
+        ("c.yaml", "seed: [1\n", ["line 2"]),
+        ("c.yaml", "seed: \x01", ["is not YAML"]),
+        ("c.yaml", "seed: 2001-99-99", ["is not YAML"]),
+        ("c.json", "[1, 2]", ["holds a list", "one mapping"]),
+        ("c.yaml", "- 1\n", ["holds a list", "one mapping"]),
+        ("c.yaml", "just words", ["holds a str", "one mapping"]),
+        ("c.json", " \n", ["is empty", "one mapping"]),
+        ("c.yaml", "# nothing\n", ["is empty", "one mapping"]),
+    ],
+)
+def test_a_malformed_file_is_named_with_line_and_remedy(tmp_path, name, text, parts):
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path / name, text))
+    for part in [str(tmp_path / name), *parts]:
+        assert part in str(caught.value)
+
+
+def test_a_missing_file_is_named_with_the_nearest_in_its_folder(tmp_path):
+    write(tmp_path / "ds_config.json", "{}")
+    with pytest.raises(ConfigError, match=r"no configuration file .*ds_confg.json.*Did you mean 'ds_config.json'"):
+        load(tmp_path / "ds_confg.json")
+    with pytest.raises(ConfigError, match="working directory"):
+        load(tmp_path / "no" / "such" / "folder.json")
+
+
+def test_what_is_no_text_file_is_refused(tmp_path):
+    (tmp_path / "c.json").write_bytes(b'{"seed": "\xff"}')
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        load(tmp_path / "c.json")
+    with pytest.raises(ConfigError, match=r"can't read .*give the path of a JSON or YAML file"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match="a path or a mapping, not int"):
+        load(3)  # type: ignore[arg-type]
+
+
+def test_an_error_names_the_file_and_lists_all_problems(tmp_path):
+    raw = {"gradient_clipp1ng": 1.0, "seed": -1, "pipeline": {"stages": 0, "shapes": "fixed"}}
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path / "c.json", json.dumps(raw)))
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'c.json'}: 4 problems\n  - ")
+    for path in ("gradient_clipp1ng", "seed is -1", "pipeline.stages is 0", "pipeline.shapes is 'fixed'"):
+        assert path in message
+
+
+def test_keys_without_effect_are_named_in_one_warning():
+    raw = {
+        "wandb": {"enabled": True, "project": "auto"},
+        "prescale_gradients": True,
+        "zero_optimization": {"stage": 0, "contiguous_gradients": True, "stage3_prefetch_bucket_size": "auto"},
+        "pipeline": {"pipe_partitioned": True, "grad_partitioned": True},
+    }
+    with pytest.warns(UserWarning, match="without effect here") as caught:
+        config = load(raw)
+    assert config == Config()
+    assert [str(warning.message) for warning in caught] == [
+        "configuration: without effect here: wandb, prescale_gradients, zero_optimization.contiguous_gradients, "
+        "zero_optimization.stage3_prefetch_bucket_size, pipeline.pipe_partitioned, pipeline.grad_partitioned"
+    ]
+    assert caught[0].filename == __file__
+
+
+def test_known_keys_that_are_off_are_silent():
+    raw = {
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "bf16": {"enabled": False},
+        "communication_data_type": "fp32",
+        "dump_state": False,
+        "elasticity": {"enabled": False, "max_train_batch_size": 2000},
+        "flops_profiler": {"enabled": False, "profile_step": 1},
+        "fp16": {"enabled": False},
+        "scheduler": None,
+        "sparse_attention": {},
+        "tensorboard": None,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(raw) == Config()
+
+
+def test_auto_batch_sizes_and_stages_count_as_not_given():
+    raw = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "pipeline": {"stages": "auto"},
+    }
+    assert load(raw) == Config()
