@@ -5,6 +5,7 @@ The names below are those that scripts use, as in `deepspeed.comm`.
 
 from parallel3d.comm.environment import (
     barrier,
+    broadcast,
     destroy,
     get_local_rank,
     get_rank,
@@ -16,6 +17,7 @@ from parallel3d.comm.environment import (
 
 __all__ = [
     "barrier",
+    "broadcast",
     "destroy",
     "get_local_rank",
     "get_rank",

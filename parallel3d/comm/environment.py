@@ -115,6 +115,12 @@ def local_device(backend: str | None = None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def broadcast(tensor: torch.Tensor, src: int) -> None:
+    """Copy `tensor` from world rank `src` to every rank, in place."""
+    if dist.get_world_size() > 1:
+        dist.broadcast(tensor, src)
+
+
 def barrier() -> None:
     """Wait until every rank of the world is here."""
     dist.barrier()

@@ -40,9 +40,18 @@ class LayerSpec:
 
     def build(self, context: BuildContext | None = None) -> nn.Module:
         """The layer, with fresh weights."""
-        declares = context is not None and "context" in inspect.signature(self.typename.__init__).parameters
-        extra = {"context": context} if declares else {}
+        extra = {"context": context} if context is not None and self._wants_context() else {}
         return self.typename(*self.module_args, **self.module_kwargs, **extra)
+
+    def _wants_context(self) -> bool:
+        """Whether the constructor has a `context` that this spec's own arguments don't fill."""
+        signature = inspect.signature(self.typename)
+        if "context" not in signature.parameters:
+            return False
+        try:
+            return "context" not in signature.bind_partial(*self.module_args, **self.module_kwargs).arguments
+        except TypeError:
+            return False  # wrong arguments: the constructor's own error says it best
 
     def builds_like(self, other: LayerSpec) -> bool:
         """Whether both build the same layer, so that one module can serve both places."""

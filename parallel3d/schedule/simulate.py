@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from statistics import median
 
 from parallel3d.schedule.graph import Node, transfer_of, wait_graph
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_behind
@@ -98,3 +99,13 @@ def _releases(program: Program) -> dict[Node, tuple[Instruction, float]]:
             for k, reduce in enumerate(reduces, start=1):
                 releases[reduce] = (i, k / len(reduces))
     return releases
+
+
+def measured_cost(timeline: Timeline) -> Cost:
+    """The median duration of each kind of compute on each chunk of a measured timeline; all else is free."""
+    durations: dict[tuple[Op, int], list[float]] = {}
+    for s in timeline.spans:
+        if s.instruction.op in COMPUTE_OPS:
+            durations.setdefault((s.instruction.op, s.instruction.chunk), []).append(s.end - s.start)
+    medians = {kind: median(values) for kind, values in durations.items()}
+    return lambda i: medians.get((i.op, i.chunk), 0.0)

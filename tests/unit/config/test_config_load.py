@@ -40,7 +40,7 @@ configurations = st.fixed_dictionaries(
         "gradient_accumulation_steps": positive | st.just("auto"),
         "gradient_clipping": numbers,
         "steps_per_print": positive | st.none(),
-        "seed": st.integers(0, 2**32) | st.none(),
+        "seed": st.integers(0, 2**32),
         "optimizer": st.fixed_dictionaries({"type": st.sampled_from(["Adam", "SGD"])}, optional={"params": params}),
         "zero_optimization": st.fixed_dictionaries(
             {}, optional={"stage": st.just(0), "reduce_bucket_size": positive, "overlap_comm": st.booleans()}

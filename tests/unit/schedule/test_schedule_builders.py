@@ -80,7 +80,7 @@ def test_gpipe_on_a_v_puts_first_and_last_chunk_on_stage_0() -> None:
 
 Case = tuple[int, int, int]
 WHOLE = [(p, m, v) for p in range(1, 9) for m in range(1, 17) for v in range(1, 5)]
-# Every pair (m, v) once, every pair (p, v) twice, and half of the pairs (p, m), those of the largest sizes among them.
+# Every pair (m, v) once, every pair (p, v) twice, and half of the pairs (p, m); (8, 16, 4) is among them.
 COVER = [(p, m, v) for p, m, v in WHOLE if (m - p - 2 * v) % 8 == 0]
 # schedule -> (how it is built, the bound on the activations of rank r that its docstring states)
 PROMISES: dict[str, tuple[Callable[[int, int, int], Program], Callable[[int, int, int, int], int]]] = {

@@ -9,7 +9,7 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_emulator import programs
 
@@ -103,12 +103,13 @@ def test_neighbourhood_marks_a_transfer_too_and_shows_who_idles() -> None:
         "stage 1 |      >RA0@1< F0@1 B0@1 F1@1 ...",
     ]
     program = lower(one_f_one_b(2, 1))
-    assert neighbourhood(program, 1, len(program.instructions[1]) - 1).splitlines() == [
-        "stage 0 |      F0@0  -      B0@0",
-        "stage 1 | F0@1 B0@1 >SG0@1<",
+    assert neighbourhood(program, 0, len(program.instructions[0]) - 1).splitlines() == [
+        "stage 0 |      F0@0 >B0@0<",
+        "stage 1 | F0@1 B0@1  -",
     ]
 
 
+@settings(max_examples=50)
 @given(programs(), st.integers(0, 3))
 def test_neighbourhood_has_a_line_a_stage_and_one_mark(program: Program, radius: int) -> None:
     program = lower(program)

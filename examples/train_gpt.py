@@ -1,0 +1,177 @@
+"""The main job: a byte-level GPT on real text, trained across pipeline stages and data-parallel replicas.
+
+parallel3d --num_procs 4 examples/train_gpt.py                      # 2 stages x 2 replicas on the CPU
+parallel3d --num_gpus 4 examples/train_gpt.py --stages 4            # NCCL, one GPU a rank
+torchrun --nproc_per_node 4 examples/train_gpt.py
+srun --ntasks 4 python examples/train_gpt.py
+
+Every layout trains on the same samples in the same order, so the loss depends on the layout by rounding alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from corpus import Windows, load_corpus
+from gpt import VOCABULARY, Block, Head, TokenEmbedding, loss_fn, sample
+from torch import Tensor
+
+import parallel3d
+from parallel3d.monitor import MetricsFile, ProgressBar, plot_losses
+from parallel3d.pipe import LayerSpec, PipelineModule
+from parallel3d.schedule.draw import chrome_trace, svg
+from parallel3d.schedule.simulate import measured_cost, simulate
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="a text file or a directory of them; default: Python's standard library")
+    parser.add_argument("--stages", type=int, help="pipeline stages; default: 2 where the number of ranks allows")
+    parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe or interleaved")
+    parser.add_argument("--chunks", type=int, default=1, help="chunks a stage, for interleaved and gpipe")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=96)
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--context", type=int, default=128, help="bytes the model sees")
+    parser.add_argument("--batch", type=int, default=16, help="windows a step, over all replicas")
+    parser.add_argument("--micro_batch", type=int, default=2, help="windows a micro-batch")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--eval_every", type=int, default=100, help="steps between evaluations")
+    parser.add_argument("--eval_windows", type=int, default=512, help="held-out windows of an evaluation")
+    parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--out", default="runs", help="directory for the results of runs")
+    return parser.parse_args()
+
+
+def make_config(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "train_batch_size": args.batch,
+        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.99], "weight_decay": 0.01}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": None,
+        "seed": args.seed,
+        "pipeline": {"schedule": args.schedule, "num_chunks": args.chunks},
+    }
+
+
+def make_model(args: argparse.Namespace, config: dict[str, Any]) -> PipelineModule:
+    world_size = parallel3d.comm.get_world_size()
+    layers = [
+        LayerSpec(TokenEmbedding, VOCABULARY, args.hidden, args.context),
+        *(LayerSpec(Block, args.hidden, args.heads, args.layers) for _ in range(args.layers)),
+        LayerSpec(Head, args.hidden, VOCABULARY),
+    ]
+    stages = args.stages or (2 if world_size % 2 == 0 else 1)
+    return PipelineModule(
+        layers, num_stages=stages, loss_fn=loss_fn, seed_layers=True, base_seed=args.seed, config=config
+    )
+
+
+def learning_rate(step: int, num_steps: int, warmup: int = 100) -> float:
+    """Factor of the peak rate: linear warm-up, then linearly down to 0."""
+    return min((step + 1) / warmup, (num_steps - step) / num_steps)
+
+
+class HeldOut:
+    """Mean loss on fixed held-out windows, dealt over the replicas as in training."""
+
+    def __init__(self, engine: parallel3d.Engine, windows: Windows):
+        self.engine, size = engine, engine.train_micro_batch_size_per_gpu()
+        replicas, replica = engine.grid.get_data_parallel_world_size(), engine.grid.get_data_parallel_rank()
+        count = len(windows) // (size * replicas)
+        starts = [(k * replicas + replica) * size for k in range(count)]
+        items = [[windows[j] for j in range(start, start + size)] for start in starts]
+        self.micro_batches = [(torch.stack([x for x, _ in i]), torch.stack([y for _, y in i])) for i in items]
+
+    def loss(self) -> float:
+        return float(self.engine.eval_batch(iter(self.micro_batches), num_micro_batches=len(self.micro_batches)))
+
+
+class Generator:
+    """The pipeline as a function that every rank can call: ids [1, seq] -> logits [1, seq, vocabulary]."""
+
+    def __init__(self, engine: parallel3d.Engine):
+        self.engine = engine
+        self.last = engine.grid.stage_to_global(engine.grid.get_pipe_parallel_world_size() - 1, data=0)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        logits = self.engine.eval_batch(iter([(ids, ids)]), compute_loss=False, num_micro_batches=1)
+        shape = (*ids.shape, VOCABULARY)
+        result = logits[0].contiguous() if logits else torch.empty(shape, device=self.engine.device)
+        parallel3d.comm.broadcast(result, self.last)
+        return result
+
+
+def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut, metrics: MetricsFile | None) -> None:
+    bar = ProgressBar(args.steps, enabled=metrics is not None)
+    eval_loss, bubble = held_out.loss(), float("nan")
+    tokens = args.batch * args.context
+    with bar:
+        for step in range(1, args.steps + 1):
+            measured = step % args.eval_every == 0 or step in (2, args.steps)
+            if measured:
+                engine.profile_next_batch()
+            start = time.perf_counter()
+            loss = float(engine.train_batch())
+            row = {"step": step, "loss": loss, "tokens_per_s": tokens / (time.perf_counter() - start)}
+            if measured:
+                row["eval_loss"] = eval_loss = held_out.loss()
+                row["bubble"] = bubble = engine.timeline()[1].bubble
+            if metrics is not None:
+                metrics.write(row)
+            shown = {"loss": f"{loss:.3f}", "held-out": f"{eval_loss:.3f}", "bubble": f"{bubble:.0%}"}
+            bar.update(step, {**shown, "tokens/s": f"{row['tokens_per_s']:,.0f}"})
+
+
+def write_timelines(engine: parallel3d.Engine, directory: Path | None) -> None:
+    """The last step as it was measured, beside what the simulator makes of its instruction times."""
+    program, measured = engine.timeline()
+    if directory is None:
+        return
+    timelines = {"measured": measured, "simulated": simulate(program, measured_cost(measured))}
+    (directory / "timeline.svg").write_text(svg(timelines, units={name: "s" for name in timelines}), encoding="utf-8")
+    (directory / "timeline.json").write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
+
+
+def main() -> None:
+    args = parse_arguments()
+    train_text, held_out_text = load_corpus(args.data)
+    parallel3d.init_distributed()
+    config = make_config(args)
+    engine, *_ = parallel3d.initialize(
+        model=make_model(args, config),
+        config=config,
+        training_data=Windows(train_text, args.context),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: learning_rate(s, args.steps)),
+    )
+    held_out = HeldOut(engine, Windows(held_out_text, args.context, args.eval_windows))
+    directory = None
+    if engine.global_rank == 0:
+        directory = Path(args.out) / time.strftime("%Y-%m-%d_%H-%M-%S")
+        directory.mkdir(parents=True)
+        print(f"{len(train_text):,} bytes to train on, {len(held_out_text):,} held out; results in {directory}")
+    columns = ["step", "loss", "eval_loss", "tokens_per_s", "bubble"]
+    metrics = MetricsFile(directory / "metrics.csv", columns) if directory else None
+
+    train(engine, args, held_out, metrics)
+    write_timelines(engine, directory)
+    text = sample(Generator(engine), b"\ndef ", args.sample, args.context, 0.8, torch.Generator().manual_seed(0))
+    final = held_out.loss()
+    if directory is not None and metrics is not None:
+        metrics.close()
+        plot_losses(directory / "metrics.csv", directory / "loss.svg")
+        print(f"held-out loss {final:.3f} nats a byte after {args.steps} steps; a sample:")
+        print("def " + text.decode(errors="replace"))
+    parallel3d.comm.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""A Llama-shaped decoder on synthetic tokens: what a layout costs in time and memory.
+
+parallel3d --num_gpus 4 examples/train_llama.py --size 1b --stages 4
+parallel3d --num_procs 4 examples/train_llama.py --size tiny --stages 2 --schedule interleaved --chunks 2
+
+It learns one fixed batch by heart, so the loss falls within a few steps. Weights are fp32, matmuls TF32 on CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.pipe import LayerSpec, PipelineModule
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    seq: int
+
+
+SIZES = {
+    "tiny": Size(layers=8, hidden=64, heads=4, ffn=176, vocab=256, seq=32),
+    "1b": Size(layers=24, hidden=2048, heads=16, ffn=5504, vocab=32000, seq=2048),
+}
+
+
+class Embedding(nn.Module):
+    """ids: [batch, seq] -> [batch, seq, hidden]."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size.vocab, size.hidden).normal_(std=0.02))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Block(nn.Module):
+    """RMSNorm, rotary attention, SwiGLU. x: [batch, seq, hidden] -> the same."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.heads, self.head_dim = size.heads, size.hidden // size.heads
+        self.attention_norm = nn.RMSNorm(size.hidden, eps=1e-5)
+        self.mlp_norm = nn.RMSNorm(size.hidden, eps=1e-5)
+        self.qkv = nn.Linear(size.hidden, 3 * size.hidden, bias=False)
+        self.attention_out = nn.Linear(size.hidden, size.hidden, bias=False)
+        self.gate_up = nn.Linear(size.hidden, 2 * size.ffn, bias=False)
+        self.down = nn.Linear(size.ffn, size.hidden, bias=False)
+        for linear in (self.qkv, self.attention_out, self.gate_up, self.down):
+            nn.init.normal_(linear.weight, std=0.02)
+        frequencies = 10000.0 ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)
+        angles = torch.outer(torch.arange(size.seq), frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotary position embedding. x: [batch, heads, seq, head_dim]. arXiv:2104.09864."""
+        seq = x.shape[-2]
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = self.cos[:seq], self.sin[:seq]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, seq, 3, self.heads, self.head_dim)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(self.rotate(query), self.rotate(key), value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Head(nn.Module):
+    """x: [batch, seq, hidden] -> logits [batch, seq, vocab]."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.norm = nn.RMSNorm(size.hidden, eps=1e-5)
+        self.out = nn.Linear(size.hidden, size.vocab, bias=False)
+        nn.init.normal_(self.out.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def fixed_batch(size: Size, micro_batch: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(size.vocab, (count, micro_batch, size.seq + 1), generator=generator)
+    return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in ids]
+
+
+def forever(batch: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        yield from batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--chunks", type=int, default=1)
+    parser.add_argument("--micro_batch", type=int, default=1)
+    parser.add_argument("--micro_batches", type=int, default=8, help="micro-batches a step, of each replica")
+    parser.add_argument("--checkpoint", type=int, default=0, help="layers a group of activation checkpointing")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    size = SIZES[args.size]
+
+    config = {
+        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "gradient_accumulation_steps": args.micro_batches,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95]}},
+        "steps_per_print": None,
+        "pipeline": {
+            "schedule": args.schedule,
+            "num_chunks": args.chunks,
+            "activation_checkpoint_interval": args.checkpoint,
+        },
+    }
+    layers = [LayerSpec(Embedding, size), *(LayerSpec(Block, size) for _ in range(size.layers)), LayerSpec(Head, size)]
+    model = PipelineModule(layers, num_stages=args.stages, loss_fn=loss_fn, seed_layers=True, config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    replica = engine.grid.get_data_parallel_rank()
+    data = forever(fixed_batch(size, args.micro_batch, args.micro_batches, seed=replica))
+
+    losses, times = [], []
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        losses.append(float(engine.train_batch(data)))
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if engine.device.type == "cuda" else None
+    if engine.global_rank == 0:
+        step_s = statistics.median(times[len(times) // 2 :])
+        tokens = engine.train_batch_size() * size.seq
+        result = {"losses": losses, "step_s": step_s, "tokens_per_s": tokens / step_s, "peak_gib_rank0": peak}
+        print(json.dumps(result), flush=True)
+    parallel3d.comm.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What a training run shows and keeps: a progress bar, a line of metrics a step, a plot of them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from parallel3d.errors import ConfigError
+
+
+class ProgressBar:
+    """A bar over the steps with the latest metrics beside it; where the output is no terminal, a line now and then.
+
+    Only `enabled` on one rank. A context manager.
+    """
+
+    def __init__(self, num_steps: int, enabled: bool = True, lines: int = 20):
+        self._console = Console()
+        self._enabled = enabled
+        self._live = enabled and self._console.is_terminal
+        self._num_steps = num_steps
+        self._every = max(1, num_steps // lines)
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task("train", total=num_steps, metrics="")
+
+    def __enter__(self) -> ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, step: int, metrics: Mapping[str, str]) -> None:
+        """Show that `step` steps are done, and these metrics as they are."""
+        text = "  ".join(f"{name} {value}" for name, value in metrics.items())
+        if self._live:
+            self._progress.update(self._task, completed=step, metrics=text)
+        elif self._enabled and (step % self._every == 0 or step == self._num_steps):
+            print(f"step {step}/{self._num_steps}  {text}", flush=True)
+
+
+class MetricsFile:
+    """A CSV file with a line a step, flushed at once, so that a run that dies has kept its metrics."""
+
+    def __init__(self, path: Path, columns: Sequence[str]):
+        self._file = path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, columns, restval="")
+        self._writer.writeheader()
+
+    def write(self, row: Mapping[str, float]) -> None:
+        """One line; a column without a value in this step stays empty."""
+        self._writer.writerow(row)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def plot_losses(metrics: Path, picture: Path, columns: Sequence[str] = ("loss", "eval_loss")) -> None:
+    """Draw columns of a metrics file against its `step` to an image; the suffix says which kind.
+
+    Raises ConfigError when matplotlib (the "plot" extra) is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'parallel3d[plot]'") from None
+    with metrics.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
+    for column in columns:
+        points = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
+        axes.plot([x for x, _ in points], [y for _, y in points], label=column, linewidth=1.2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture)

@@ -1,0 +1,24 @@
+"""Tests that need CUDA devices; without them they are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def num_gpus() -> int:
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs at least 2 CUDA devices")
+    return count
+
+
+@pytest.fixture(scope="session")
+def gpu_pool(num_gpus: int) -> Iterator[RankPool]:
+    pool = RankPool("cuda")
+    yield pool
+    pool.close()
