@@ -6,6 +6,7 @@ is one FIFO channel. Bytes travel, so that every dtype does.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import deque
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ class DistributedTransport:
 
         NCCL connects at the first use and blocks the host while it does: better now than in the middle of a step.
         """
+        # It warns that point-to-point on a shared communicator is serialized; ours are not shared.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         size = self._groups.pipe.size
         neighbours = [(s, (s + 1) % size) for s in range(size)]
         for source, target in dict.fromkeys([*neighbours, *((t, s) for s, t in neighbours)]):

@@ -197,6 +197,7 @@ class ZeroConfig(Section):
             "mics_shard_size",
             "offload_optimizer",
             "offload_param",
+            "overlap_comm",
             "override_module_apply",
             "pipeline_loading_checkpoint",
             "reduce_scatter",
@@ -226,7 +227,6 @@ class ZeroConfig(Section):
 
     stage: NonNegative = Field(0, description="0")
     reduce_bucket_size: Positive = Field(500_000_000, description="a whole number of elements >= 1, such as 5e8")
-    overlap_comm: bool = Field(True, description="true or false")
 
     @field_validator("stage")
     @classmethod

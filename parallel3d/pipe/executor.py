@@ -71,10 +71,16 @@ class Executor:
             Op.RECV_GRADIENT: self._receive_gradient,
             Op.REDUCE_REPLICAS: self._reduce_replicas,
         }
+        # What an instruction waits for is no part of the time it takes.
+        self._wait: dict[Op, Callable[[Instruction], None]] = {
+            Op.FORWARD: self._wait_for_inputs,
+            Op.BACKWARD: self._wait_for_gradients,
+        }
         self._clear()
 
     def _clear(self) -> None:
         self._inputs: dict[Place, Any] = {}
+        self._leaves: dict[Place, list[Tensor]] = {}
         self._labels: dict[int, Any] = {}
         self._arriving: dict[Place, Receipt] = {}
         self._outputs: dict[Place, tuple[Structure, list[Tensor]]] = {}
@@ -94,6 +100,8 @@ class Executor:
                 if i.op is Op.REDUCE_GRADS:
                     continue  # launched by the backward it stands behind
                 try:
+                    if i.op in self._wait:
+                        self._wait[i.op](i)
                     with record(i):
                         if i.op is Op.BACKWARD:
                             self._backward(i, reduces_behind(instructions, position))
@@ -138,7 +146,7 @@ class Executor:
 
     def _forward(self, i: Instruction) -> None:
         place = (i.chunk, i.micro_batch)
-        inputs, leaves = self._take_inputs(i)
+        inputs, leaves = self._inputs.pop(place), self._leaves.pop(place, [])
         output = self._module.forward_chunk(i.chunk, inputs)
         if i.chunk == self._last_chunk:
             self._finish_micro_batch(i, output, leaves)
@@ -149,21 +157,19 @@ class Executor:
             outputs = [t for t in tensors if t.requires_grad]
             self._in_flight[place] = _InFlight(leaves, outputs, structure)
 
-    def _take_inputs(self, i: Instruction) -> tuple[Any, list[Tensor]]:
-        """The chunk's input, and those of its tensors that want a gradient: loaded, handed over here, or received."""
+    def _wait_for_inputs(self, i: Instruction) -> None:
+        """Make the chunk's input, and those of its tensors that want a gradient, from what is handed over or received."""
         place, source = (i.chunk, i.micro_batch), i.chunk - 1
         if i.chunk == 0:
-            return self._inputs.pop(place), []
+            return  # loaded
         if self._is_local(source):
             structure, tensors = self._outputs.pop((source, i.micro_batch))
         else:
             key = self._key(source, i.micro_batch)
             structure, tensors = self._messages.input_of(key, self._arriving.pop(place), self._stage(source))
-        leaves = []
-        for tensor, spec in zip(tensors, structure.tensors, strict=True):
-            if spec.requires_grad:
-                leaves.append(tensor.requires_grad_())
-        return structure.rebuild(tensors), leaves
+        specs = zip(tensors, structure.tensors, strict=True)
+        self._leaves[place] = [tensor.requires_grad_() for tensor, spec in specs if spec.requires_grad]
+        self._inputs[place] = structure.rebuild(tensors)
 
     def _finish_micro_batch(self, i: Instruction, output: Any, leaves: list[Tensor]) -> None:
         m = i.micro_batch
@@ -195,13 +201,14 @@ class Executor:
 
         self._arriving_gradients[place] = self._messages.receive_gradient(structure, self._stage(i.chunk + 1))
 
+    def _wait_for_gradients(self, i: Instruction) -> None:
+        receipt = self._arriving_gradients.pop((i.chunk, i.micro_batch), None)
+        if receipt is not None:
+            self._gradients[i.chunk, i.micro_batch] = self._messages.wait(receipt, self._stage(i.chunk + 1))
+
     def _backward(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
         place = (i.chunk, i.micro_batch)
-        if place in self._arriving_gradients:
-            receipt = self._arriving_gradients.pop(place)
-            gradients = self._messages.wait(receipt, self._stage(i.chunk + 1))
-        else:
-            gradients = self._gradients.pop(place)
+        gradients = self._gradients.pop(place)
         done = self._in_flight.pop(place)
         with self._reducer.launching(reduces):
             if done.outputs:

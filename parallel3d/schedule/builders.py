@@ -67,7 +67,7 @@ def _alternate(forwards: list[Instruction], backwards: list[Instruction], warmup
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Program:
-    """1F1B with flushes (PipeDream-Flush): arXiv:2006.09503, figure 2; arXiv:2104.04473, figure 3.
+    """1F1B with flushes (PipeDream-Flush): arXiv:2006.09503; arXiv:2104.04473, figure 4, top.
 
     Rank r holds min(m, p - r) activations at most; the makespan is 3(m + p - 1) for forward = 1, backward = 2.
     """
@@ -81,7 +81,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Program:
 
 
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Program:
-    """Interleaved 1F1B with `num_chunks` chunks a rank, for any m >= 1: arXiv:2104.04473, figure 4.
+    """Interleaved 1F1B with `num_chunks` chunks a rank, for any m >= 1: arXiv:2104.04473, figure 4, bottom.
 
     The paper's order needs m to be a multiple of p. For another m the order of the next multiple is built and the
     micro-batches past m are dropped, which keeps it valid. With p > 1 and v > 1 rank r holds at most

@@ -36,7 +36,8 @@ def wait_graph(program: Program) -> dict[Node, list[Node]]:
     """
     known = program.rank_of
     graph: dict[Node, list[Node]] = {}
-    last_in_channel: dict[tuple[int, int] | int, Node] = {}
+    # Along each line nodes start in order: a channel by its sender's list and by its receiver's, a rank's collectives.
+    last_in_line: dict[tuple[bool, int, int] | int, Node] = {}
     for rank, instructions in enumerate(program.instructions):
         for position, i in enumerate(instructions):
             post = (rank, position)
@@ -44,11 +45,11 @@ def wait_graph(program: Program) -> dict[Node, list[Node]]:
             node = transfer_of(i)
             waits = graph.setdefault(node, [])
             waits.append(post)
-            if i.op in SEND_OPS or i.op in COLLECTIVE_OPS:
-                line = program.channel(i) if i.op in SEND_OPS else rank
-                if line in last_in_channel:
-                    waits.append(last_in_channel[line])
-                last_in_channel[line] = node
+            if not blocks_host(i.op):
+                line = rank if i.op in COLLECTIVE_OPS else (i.op in SEND_OPS, *program.channel(i))
+                if line in last_in_line:
+                    waits.append(last_in_line[line])
+                last_in_line[line] = node
             if i.op not in RECV_OPS:
                 waits += [transfer_of(d) for d in depends_on(i) if d in known]
     return graph

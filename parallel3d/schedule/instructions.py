@@ -65,6 +65,10 @@ class Instruction:
                 + ", ".join(op.value for op in Op)
             )
         op, micro_batch, chunk, bucket = match.groups()
+        if (bucket is not None) != (Op(op) in COLLECTIVE_OPS):
+            raise ScheduleError(
+                f"{text!r}: a bucket ('#0') belongs to {Op.REDUCE_GRADS.value} and {Op.REDUCE_REPLICAS.value}"
+            )
         return Instruction(Op(op), int(chunk), int(micro_batch), None if bucket is None else int(bucket))
 
 
@@ -186,11 +190,13 @@ class Program:
         return replace(self, instructions=tuple(tuple(i) for i in instructions))
 
     def first(self, num_micro_batches: int) -> Program:
-        """The program of the first micro-batches alone.
+        """The schedule (compute instructions alone) of the first micro-batches, at least 1.
 
         Dropping a micro-batch removes nodes from an acyclic order, so what was free of deadlock stays so.
         Raises ScheduleError when the program has fewer.
         """
+        if num_micro_batches < 1:
+            raise ScheduleError(f"a schedule of {num_micro_batches} micro-batches; it needs at least 1")
         if num_micro_batches > self.num_micro_batches:
             raise ScheduleError(
                 f"schedule {self.name!r} is written for {self.num_micro_batches} micro-batches and can't run "

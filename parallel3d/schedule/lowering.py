@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parallel3d.schedule.instructions import RECV_OPS, Instruction, Op, Program, depends_on, matches
+from parallel3d.schedule.instructions import RECV_OPS, SEND_OPS, Instruction, Op, Program, depends_on, matches
 
 
 def add_loads(program: Program) -> Program:
@@ -21,7 +21,7 @@ def add_loads(program: Program) -> Program:
     return program.with_instructions(lists)
 
 
-def _sends(program: Program, i: Instruction) -> list[Instruction]:
+def transfers_after(program: Program, i: Instruction) -> list[Instruction]:
     """The transfer that `i`'s result needs: none where the neighbouring chunk is on the same rank or doesn't exist."""
     if i.op is Op.FORWARD:
         send = Instruction(Op.SEND_ACTIVATION, i.chunk, i.micro_batch)
@@ -42,7 +42,7 @@ def add_communication(program: Program) -> Program:
     """
     queues: dict[tuple[int, int], list[Instruction]] = {}
     for instructions in program.instructions:
-        for send in (s for i in instructions for s in _sends(program, i)):
+        for send in (s for i in instructions for s in transfers_after(program, i)):
             other = matches(send)
             assert other is not None
             queues.setdefault(program.channel(send), []).append(other)
@@ -59,13 +59,25 @@ def add_communication(program: Program) -> Program:
 
     lists = []
     for instructions in program.instructions:
-        out = receives_before(instructions[0]) if instructions else []
-        for i, following in zip(instructions, [*instructions[1:], None], strict=True):
+        out: list[Instruction] = []
+        sends: list[Instruction] = []
+        for i, following in zip(instructions, [*instructions[1:], None], strict=False):
+            out += receives_before(i)
+            if i.op is not Op.REDUCE_GRADS:
+                out += sends  # behind the reductions that the backward before launches
+                sends = []
             if following is not None:
                 out += receives_before(following)
-            out += [i, *_sends(program, i)]
-        lists.append(out)
+            out.append(i)
+            sends += transfers_after(program, i)
+        lists.append(out + sends)
     return program.with_instructions(lists)
+
+
+def with_communication(program: Program) -> Program:
+    """The program itself if it has transfers, else with those it needs."""
+    has = any(i.op in SEND_OPS or i.op in RECV_OPS for rank in program.instructions for i in rank)
+    return program if has else add_communication(program)
 
 
 def add_gradient_reduction(program: Program, num_buckets: Sequence[int]) -> Program:

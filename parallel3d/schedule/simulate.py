@@ -9,7 +9,7 @@ from statistics import median
 
 from parallel3d.schedule.graph import Node, transfer_of, wait_graph
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_behind
-from parallel3d.schedule.lowering import add_communication
+from parallel3d.schedule.lowering import with_communication
 
 Cost = Callable[[Instruction], float]
 
@@ -65,8 +65,7 @@ def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
     The k-th of n reductions behind a backward is released when k/n of that backward is through: buckets fill in order.
     Raises graphlib.CycleError for a program that deadlocks; validate() says so in words.
     """
-    if all(i.op in COMPUTE_OPS for rank in program.instructions for i in rank):
-        program = add_communication(program)
+    program = with_communication(program)
     graph = wait_graph(program)
     releases = _releases(program)
     start: dict[Node, float] = {}

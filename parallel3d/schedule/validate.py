@@ -8,8 +8,8 @@ from graphlib import CycleError, TopologicalSorter
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.graph import Node, wait_graph
-from parallel3d.schedule.instructions import COMPUTE_OPS, SEND_OPS, Instruction, Op, Program, matches
-from parallel3d.schedule.lowering import add_communication
+from parallel3d.schedule.instructions import COLLECTIVE_OPS, Instruction, Op, Program, matches
+from parallel3d.schedule.lowering import transfers_after, with_communication
 
 
 def validate(program: Program, max_in_flight: Sequence[int] | None = None, training: bool = True) -> None:
@@ -18,8 +18,7 @@ def validate(program: Program, max_in_flight: Sequence[int] | None = None, train
     program: with or without communication; max_in_flight: per rank, the most chunk activations it may hold.
     """
     _check_complete(program, training)
-    if not any(i.op in SEND_OPS for rank in program.instructions for i in rank):
-        program = add_communication(program)
+    program = with_communication(program)
     _check_transfers(program)
     _check_deadlock(program)
     if max_in_flight is not None:
@@ -30,12 +29,16 @@ def _check_complete(program: Program, training: bool) -> None:
     """Each micro-batch passes each chunk once in each direction, on the rank that holds the chunk."""
     for rank, instructions in enumerate(program.instructions):
         for i in instructions:
-            if i.op in COMPUTE_OPS and (not 0 <= i.chunk < program.num_chunks or program.placement[i.chunk] != rank):
+            if not (0 <= i.chunk < program.num_chunks and 0 <= i.micro_batch < program.num_micro_batches):
+                raise ScheduleError(
+                    f"{i} is outside a program of {program.num_chunks} chunks and {program.num_micro_batches} micro-batches"
+                )
+            if i.op not in COLLECTIVE_OPS and program.placement[i.chunk] != rank:
                 raise ScheduleError(
                     f"{i} stands in the list of stage {rank}, which holds chunks "
                     f"{[c for c, r in enumerate(program.placement) if r == rank]}; move it to the stage of chunk {i.chunk}"
                 )
-    count = Counter(i for rank in program.instructions for i in rank if i.op in COMPUTE_OPS)
+    count = Counter(i for rank in program.instructions for i in rank if i.op not in COLLECTIVE_OPS)
     for i, times in count.items():
         if times > 1:
             raise ScheduleError(f"{i} stands {times} times in the schedule; an instruction runs once")
@@ -67,6 +70,11 @@ def _check_transfers(program: Program) -> None:
             other = matches(i)
             if other is not None and other not in program.rank_of:
                 raise ScheduleError(f"{i} in the list of stage {rank} has no other end {other}; both must be there")
+            for send in transfers_after(program, i):
+                if send not in program.rank_of:
+                    raise ScheduleError(
+                        f"{i} needs the transfer {send}, which no list holds; add it, or leave out all transfers"
+                    )
 
 
 def _check_deadlock(program: Program) -> None:
@@ -76,7 +84,7 @@ def _check_deadlock(program: Program) -> None:
         cycle: list[Node] = error.args[1]
         steps = [program.instructions[n[0]][n[1]] if isinstance(n, tuple) else n for n in cycle]
         shown = " <- ".join(str(i) for k, i in enumerate(steps) if k == 0 or steps[k - 1] != i)
-        raise ScheduleError(f"the schedule deadlocks, each waits for the one to its right or left: {shown}") from None
+        raise ScheduleError(f"the schedule deadlocks, each waits for the one to its left: {shown}") from None
 
 
 def in_flight(program: Program) -> tuple[int, ...]:

@@ -42,9 +42,7 @@ configurations = st.fixed_dictionaries(
         "steps_per_print": positive | st.none(),
         "seed": st.integers(0, 2**32),
         "optimizer": st.fixed_dictionaries({"type": st.sampled_from(["Adam", "SGD"])}, optional={"params": params}),
-        "zero_optimization": st.fixed_dictionaries(
-            {}, optional={"stage": st.just(0), "reduce_bucket_size": positive, "overlap_comm": st.booleans()}
-        ),
+        "zero_optimization": st.fixed_dictionaries({}, optional={"stage": st.just(0), "reduce_bucket_size": positive}),
         "dataloader_drop_last": st.booleans(),
         "pipeline": pipelines,
     },

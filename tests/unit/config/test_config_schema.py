@@ -17,7 +17,7 @@ def test_defaults_are_deepspeeds():
     )
     assert (config.gradient_clipping, config.steps_per_print, config.seed) == (0.0, 10, 1234)
     assert (config.dataloader_drop_last, config.optimizer) == (False, None)
-    assert config.zero_optimization == ZeroConfig(stage=0, reduce_bucket_size=500_000_000, overlap_comm=True)
+    assert config.zero_optimization == ZeroConfig(stage=0, reduce_bucket_size=500_000_000)
     assert config.pipeline == PipelineConfig(
         stages=None,
         schedule="1f1b",
@@ -38,7 +38,7 @@ def test_every_section_is_read():
             "gradient_clipping": 1,
             "seed": 0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
-            "zero_optimization": {"reduce_bucket_size": 5e8, "overlap_comm": False},
+            "zero_optimization": {"reduce_bucket_size": 5e8},
             "dataloader_drop_last": True,
             "pipeline": {
                 "stages": 2,
@@ -56,7 +56,7 @@ def test_every_section_is_read():
     assert config.gradient_clipping == 1.0
     assert config.optimizer == OptimizerConfig(type="AdamW", params={"lr": 1e-3, "betas": [0.9, 0.95]})
     assert dict(**config.optimizer.params) == {"lr": 1e-3, "betas": (0.9, 0.95)}
-    assert (config.zero_optimization.reduce_bucket_size, config.zero_optimization.overlap_comm) == (500_000_000, False)
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
     assert (config.pipeline.schedule, config.pipeline.num_chunks, config.pipeline.placement) == (
         "interleaved",
         3,
@@ -150,7 +150,7 @@ WRONG = [
     ({"zero_optimization": True}, 'zero_optimization is True: give a mapping {"stage": 0}'),
     ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size is 0"),
     ({"zero_optimization": {"reduce_bucket_size": 1.5e-3}}, "such as 5e8"),
-    ({"zero_optimization": {"overlap_comm": "yes"}}, "zero_optimization.overlap_comm is 'yes': give true or false"),
+    ({"dataloader_drop_last": "yes"}, "dataloader_drop_last is 'yes': give true or false"),
     ({"dataloader_drop_last": 1}, "dataloader_drop_last is 1: give true or false"),
     ({"pipeline": "1f1b"}, "pipeline is '1f1b': give a mapping"),
     ({"pipeline": {"stages": 0}}, "pipeline.stages is 0"),

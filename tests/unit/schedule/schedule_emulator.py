@@ -6,11 +6,14 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from parallel3d.schedule.instructions import Instruction, Op, Program
 
 SEEDS = st.integers(0, 2**32 - 1)
+# A loaded machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 SENDS = {Op.SEND_ACTIVATION: "activation", Op.SEND_GRADIENT: "gradient"}
 RECVS = {Op.RECV_ACTIVATION: "activation", Op.RECV_GRADIENT: "gradient"}

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_emulator import programs
+from schedule_emulator import programs, unhurried
 
 from parallel3d.schedule.builders import from_lists, gpipe, inference, interleaved, one_f_one_b
 from parallel3d.schedule.draw import chrome_trace, neighbourhood, svg, text_grid
@@ -109,7 +109,7 @@ def test_neighbourhood_marks_a_transfer_too_and_shows_who_idles() -> None:
     ]
 
 
-@settings(max_examples=50)
+@settings(unhurried, max_examples=50)
 @given(programs(), st.integers(0, 3))
 def test_neighbourhood_has_a_line_a_stage_and_one_mark(program: Program, radius: int) -> None:
     program = lower(program)

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_emulator import SEEDS, programs
+from schedule_emulator import SEEDS, programs, unhurried
 
 from parallel3d.schedule.builders import from_lists, gpipe, interleaved, one_f_one_b
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
@@ -63,6 +63,7 @@ def test_a_receiver_posts_in_the_senders_order_though_it_needs_another() -> None
     validate(program)
 
 
+@unhurried
 @given(programs())
 def test_transfers_are_those_that_the_placement_needs_each_with_both_ends(program: Program) -> None:
     lowered = add_communication(program)
@@ -89,6 +90,7 @@ def test_transfers_are_those_that_the_placement_needs_each_with_both_ends(progra
     assert computes(lowered) == [list(i) for i in program.instructions]
 
 
+@unhurried
 @given(programs())
 def test_both_ends_of_a_channel_list_its_messages_in_one_order(program: Program) -> None:
     lowered = add_communication(program)
@@ -105,6 +107,7 @@ def test_both_ends_of_a_channel_list_its_messages_in_one_order(program: Program)
     assert sent == received
 
 
+@unhurried
 @given(programs())
 def test_a_send_stands_right_behind_its_compute_and_a_receive_before_its_consumer(program: Program) -> None:
     for instructions in lower(program).instructions:
@@ -125,6 +128,7 @@ def test_a_send_stands_right_behind_its_compute_and_a_receive_before_its_consume
                 assert between or not any(j.op in COMPUTE_OPS for j in instructions[:k])
 
 
+@unhurried
 @given(programs())
 def test_the_first_and_the_last_chunk_load_right_before_each_forward(program: Program) -> None:
     loads = []
@@ -137,6 +141,7 @@ def test_the_first_and_the_last_chunk_load_right_before_each_forward(program: Pr
     assert sorted(loads) == [(c, m) for c in sorted(ends) for m in range(program.num_micro_batches)]
 
 
+@unhurried
 @given(programs(), SEEDS)
 def test_reductions_stand_right_behind_the_last_backward_of_their_chunk(program: Program, seed: int) -> None:
     rng = random.Random(seed)
@@ -152,6 +157,7 @@ def test_reductions_stand_right_behind_the_last_backward_of_their_chunk(program:
     validate(reduced)
 
 
+@unhurried
 @given(programs(), st.lists(st.lists(st.integers(0, 7), min_size=2, max_size=4), max_size=4))
 def test_replicas_are_reduced_in_one_order_on_all_owners_behind_everything(
     program: Program, drawn: list[list[int]]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given
-from schedule_emulator import SEEDS, Emulator, programs
+from schedule_emulator import SEEDS, Emulator, programs, unhurried
 
 from parallel3d.schedule.builders import from_lists, gpipe, inference, interleaved, one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Op, Program
@@ -124,6 +124,7 @@ def test_a_timeline_starts_at_0_in_order_of_ranks_and_counts_compute_alone_as_bu
     assert Timeline.of([], num_ranks=2).makespan == Timeline.of([], num_ranks=2).bubble == 0
 
 
+@unhurried
 @given(programs(), SEEDS)
 def test_every_instruction_of_a_random_program_runs_when_the_emulator_runs_it(program: Program, seed: int) -> None:
     rng = random.Random(seed)
@@ -139,6 +140,7 @@ def test_every_instruction_of_a_random_program_runs_when_the_emulator_runs_it(pr
     assert timeline.makespan == max(end for _, end in emulated.values())
 
 
+@unhurried
 @given(programs())
 def test_compute_runs_in_list_order_and_never_twice_at_once(program: Program) -> None:
     for rank, instructions in enumerate(program.instructions):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_emulator import SEEDS, Emulator, Stuck, disturbed, programs
+from schedule_emulator import SEEDS, Emulator, Stuck, disturbed, programs, unhurried
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import from_lists, gpipe, inference, one_f_one_b
@@ -43,7 +43,7 @@ def changed(program: Program, rank: int, before: str, after: str) -> Program:
             "F2@0",
             r"F2@0 stands in the list of stage 1, which holds chunks \[1\]; move it to the stage of chunk 0",
         ),
-        ("F2@1", "F2@9", r"F2@9 stands in the list of stage 1"),
+        ("F2@1", "F2@9", r"F2@9 is outside a program of 3 chunks"),
     ],
 )
 def test_a_planted_fault_is_found_and_named(before: str, after: str, message: str) -> None:
@@ -81,7 +81,6 @@ def test_a_transfer_with_one_end_is_refused() -> None:
         validate(changed(add_communication(one_f_one_b(2, 2)), 1, "RA1@1 ", ""))
 
 
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="the validator doesn't look at it yet")
 @pytest.mark.parametrize(
     ("lists", "placement", "num_micro_batches"),
     [
@@ -141,6 +140,7 @@ def runs(program: Program) -> bool:
     return True
 
 
+@unhurried
 @given(programs())
 def test_every_order_that_can_run_is_accepted(program: Program) -> None:
     assert accepted(program)
@@ -148,7 +148,7 @@ def test_every_order_that_can_run_is_accepted(program: Program) -> None:
     assert runs(program)
 
 
-@settings(max_examples=200)
+@settings(unhurried, max_examples=200)
 @given(programs(), SEEDS, st.integers(1, 3))
 def test_the_verdict_on_a_disturbed_order_is_that_of_ranks_stepped_one_by_one(
     program: Program, seed: int, swaps: int
@@ -157,6 +157,7 @@ def test_the_verdict_on_a_disturbed_order_is_that_of_ranks_stepped_one_by_one(
     assert accepted(program) == runs(program)
 
 
+@unhurried
 @given(programs(max_ranks=3, max_micro_batches=2), SEEDS)
 def test_the_verdict_on_a_shuffled_order_is_that_of_ranks_stepped_one_by_one(program: Program, seed: int) -> None:
     rng = random.Random(seed)
