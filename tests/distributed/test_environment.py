@@ -1,0 +1,45 @@
+"""The same script under each launcher's environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = (
+    "import parallel3d as p; p.init_distributed(); print(p.comm.get_rank(), p.comm.get_world_size()); p.comm.barrier()"
+)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER", "RANK", "WORLD", "LOCAL"))}
+    return {**inherited, "PYTHONPATH": str(ROOT), **variables}
+
+
+def run(**variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_srun_starts_a_world():
+    job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.1"}
+    ranks = [run(**job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)) for r in range(2)]
+    assert [r.communicate(timeout=100)[0].strip() for r in ranks] == ["0 2", "1 2"]
+
+
+def test_a_script_without_a_launcher_is_a_world_of_one():
+    assert run().communicate(timeout=100)[0].strip() == "0 1"
+
+
+def test_half_of_a_launchers_variables_is_an_error_that_names_the_rest():
+    process = run(RANK="0", WORLD_SIZE="1")
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert "MASTER_ADDR, MASTER_PORT" in errors

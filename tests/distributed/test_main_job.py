@@ -1,0 +1,81 @@
+"""The main job, shortened: what it leaves behind, and that layout and launcher don't change what it learns."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")
+SMALL = "--steps 12 --eval_every 6 --hidden 32 --heads 2 --layers 2 --context 64 --eval_windows 32 --sample 8".split()
+LAUNCHER = [sys.executable, "-m", "parallel3d.launcher", "--num_procs"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+
+
+def train(command: list[str], out: Path, *arguments: str) -> tuple[Path, list[dict[str, str]], str]:
+    """Run the script; the directory of its results, its metrics, and what it printed."""
+    command = [*command, SCRIPT, *SMALL, "--out", str(out), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (directory,) = out.iterdir()
+    with (directory / "metrics.csv").open(newline="") as file:
+        return directory, list(csv.DictReader(file)), done.stdout
+
+
+@pytest.fixture(scope="module")
+def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]], str]:
+    return train([*LAUNCHER, "4"], tmp_path_factory.mktemp("two_by_two"))
+
+
+def test_the_main_job_leaves_metrics_plot_and_timelines(two_by_two: tuple[Path, list[dict[str, str]], str]):
+    directory, rows, printed = two_by_two
+    assert {"step", "loss", "eval_loss", "tokens_per_s"} <= set(rows[0])
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    assert all(float(row["tokens_per_s"]) > 0 for row in rows)
+    assert float(rows[0]["loss"]) == pytest.approx(5.55, abs=0.15)  # ln 256: it knows nothing yet
+    assert float(rows[-1]["eval_loss"]) < float(rows[1]["eval_loss"])
+    for name in ("loss.svg", "timeline.svg"):
+        assert ElementTree.parse(directory / name).getroot().tag.endswith("svg")
+    text = (directory / "timeline.svg").read_text()
+    assert "measured" in text
+    assert "simulated" in text
+    events = json.loads((directory / "timeline.json").read_text())["traceEvents"]
+    forwards = [event for event in events if event["name"].startswith("F")]
+    assert len(forwards) == 2 * 2 * 4  # measured and simulated, 2 stages, 4 micro-batches
+    assert "a sample:" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ([*LAUNCHER, "1"], []),
+        ([*TORCHRUN, "2"], ["--stages", "2", "--schedule", "interleaved", "--chunks", "2"]),
+    ],
+    ids=["one process", "torchrun, interleaved"],
+)
+def test_layout_and_launcher_dont_change_what_it_learns(
+    two_by_two: tuple[Path, list[dict[str, str]], str], tmp_path: Path, command: list[str], arguments: list[str]
+):
+    _, rows, _ = train(command, tmp_path, *arguments)
+    for row, expected in zip(rows, two_by_two[1], strict=True):
+        for column in ("loss", "eval_loss"):
+            assert bool(row[column]) == bool(expected[column])
+            if row[column]:
+                assert float(row[column]) == pytest.approx(float(expected[column]), rel=1e-4)
+
+
+def test_users_own_data_and_its_errors(tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
+    _, rows, _ = train([*LAUNCHER, "1"], tmp_path / "out", "--data", str(text))
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
+    command = [*LAUNCHER, "1", SCRIPT, "--data", str(tmp_path / "nothing")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode != 0
+    assert "no text at" in done.stderr
