@@ -137,7 +137,7 @@ def write_timelines(engine: parallel3d.Engine, directory: Path | None) -> None:
     if directory is None:
         return
     timelines = {"measured": measured, "simulated": simulate(program, measured_cost(measured))}
-    (directory / "timeline.svg").write_text(svg(timelines, units={name: "s" for name in timelines}), encoding="utf-8")
+    (directory / "timeline.svg").write_text(svg(timelines, units=dict.fromkeys(timelines, "s")), encoding="utf-8")
     (directory / "timeline.json").write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
 
 

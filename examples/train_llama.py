@@ -36,6 +36,8 @@ class Size:
 SIZES = {
     "tiny": Size(layers=8, hidden=64, heads=4, ffn=176, vocab=256, seq=32),
     "1b": Size(layers=24, hidden=2048, heads=16, ffn=5504, vocab=32000, seq=2048),
+    "3b": Size(layers=32, hidden=2560, heads=20, ffn=6912, vocab=32000, seq=4096),
+    "7b": Size(layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000, seq=4096),
 }
 
 
@@ -52,6 +54,9 @@ class Embedding(nn.Module):
 
 class Block(nn.Module):
     """RMSNorm, rotary attention, SwiGLU. x: [batch, seq, hidden] -> the same."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, size: Size):
         super().__init__()
@@ -70,17 +75,18 @@ class Block(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotary position embedding. x: [batch, heads, seq, head_dim]. arXiv:2104.09864."""
-        seq = x.shape[-2]
+        """Rotary position embedding. x: [batch, seq, heads, head_dim]. arXiv:2104.09864."""
+        seq = x.shape[1]
         first, second = x.chunk(2, dim=-1)
-        cos, sin = self.cos[:seq], self.sin[:seq]
+        cos, sin = self.cos[:seq, None], self.sin[:seq, None]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, seq, 3, self.heads, self.head_dim)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(self.rotate(query), self.rotate(key), value, is_causal=True)
+        query, key, value = qkv.unbind(2)
+        query, key, value = (t.transpose(1, 2) for t in (self.rotate(query), self.rotate(key), value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
@@ -100,7 +106,8 @@ class Head(nn.Module):
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    """Mean over tokens, in fp32 whatever the logits are."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def fixed_batch(size: Size, micro_batch: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:

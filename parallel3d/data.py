@@ -35,9 +35,9 @@ class RepeatingLoader:
 class MicroBatchSampler(Sampler[list[int]]):
     """Deals samples by global micro-batch: the g-th `micro_batch_size` of the epoch's order go to replica g mod dp.
 
-    So a step sees the same samples for every number of replicas, given the same global batch. The last micro-batches are
-    filled from the epoch's start (`drop_last`: left out), so that all replicas get equally many, each of full size.
-    Raises DataError when `drop_last` leaves nothing.
+    An epoch is a whole number of steps, of num_micro_batches on each replica: the last is filled from the epoch's start
+    (`drop_last`: left out). So every step sees the same samples for every number of replicas, given the same global
+    batch. Raises DataError when `drop_last` leaves nothing.
     """
 
     def __init__(
@@ -46,25 +46,26 @@ class MicroBatchSampler(Sampler[list[int]]):
         micro_batch_size: int,
         replica: int,
         num_replicas: int,
+        num_micro_batches: int = 1,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
     ):
-        round_size = micro_batch_size * num_replicas
-        rounds = num_samples // round_size if drop_last else -(-num_samples // round_size)
-        if rounds == 0:
+        step_size = micro_batch_size * num_replicas * num_micro_batches
+        steps = num_samples // step_size if drop_last else -(-num_samples // step_size)
+        if steps == 0:
             raise DataError(
-                f"{num_samples} samples can't fill one round of {num_replicas} replicas x micro-batch {micro_batch_size} = "
-                f"{round_size} samples; give more data or lower train_micro_batch_size_per_gpu"
+                f"{num_samples} samples can't fill one step of {num_replicas} replicas x {num_micro_batches} micro-batches x "
+                f"{micro_batch_size} = {step_size} samples; give more data or lower train_batch_size"
                 + (", or turn dataloader_drop_last off" if drop_last else "")
             )
         self._num_samples, self._micro_batch_size = num_samples, micro_batch_size
-        self._replica, self._num_replicas, self._rounds = replica, num_replicas, rounds
+        self._replica, self._num_replicas, self._length = replica, num_replicas, steps * num_micro_batches
         self._shuffle, self._seed = shuffle, seed
         self.epoch = 0
 
     def __len__(self) -> int:
-        return self._rounds
+        return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
         """The epoch's micro-batches of this replica; the next call is the next epoch, in its own order."""
@@ -73,7 +74,7 @@ class MicroBatchSampler(Sampler[list[int]]):
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(self._num_samples, generator=generator).tolist()
         self.epoch += 1
-        for k in range(self._rounds):
+        for k in range(self._length):
             start = (k * self._num_replicas + self._replica) * self._micro_batch_size
             yield [order[j % self._num_samples] for j in range(start, start + self._micro_batch_size)]
 
@@ -83,6 +84,7 @@ def make_loader(
     micro_batch_size: int,
     replica: int,
     num_replicas: int,
+    num_micro_batches: int,
     seed: int,
     drop_last: bool,
     collate_fn: Callable[[list[Any]], Any] | None,
@@ -92,7 +94,9 @@ def make_loader(
     if not isinstance(dataset, Sized):
         raise DataError(f"training_data {type(dataset).__name__} has no length; pass your own iterator to train_batch")
     size = len(cast(Sized, dataset))
-    sampler = MicroBatchSampler(size, micro_batch_size, replica, num_replicas, seed=seed, drop_last=drop_last)
+    sampler = MicroBatchSampler(
+        size, micro_batch_size, replica, num_replicas, num_micro_batches, seed=seed, drop_last=drop_last
+    )
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn, pin_memory=pin_memory)
 
 
@@ -103,24 +107,33 @@ class MicroBatchSource:
         self._left: list[tuple[Iterator[Any], list[Any]]] = []
 
     def take(self, iterator: Iterator[Any], most: int) -> list[Any]:
-        """The next micro-batches of `iterator`, at most `most`; fewer when it ends. Raises DataError for no iterator."""
+        """The next micro-batches of `iterator`, at most `most`; fewer when it ends. Raises DataError for no iterator.
+
+        What the iterator raises is passed on; the micro-batches before it are not lost.
+        """
         if not hasattr(iterator, "__next__"):
             raise DataError(
                 f"data_iter is a {type(iterator).__name__}, which starts anew at each batch; pass an iterator: "
                 "iter(loader), or RepeatingLoader(loader) to go on over epochs"
             )
-        taken = self._keep(iterator)
-        while len(taken) < most:
-            try:
+        kept = self._keep(iterator)
+        taken = kept[:most]
+        self.give_back(iterator, kept[most:])
+        try:
+            while len(taken) < most:
                 taken.append(next(iterator))
-            except StopIteration:
-                break
+        except StopIteration:
+            pass
+        except BaseException:
+            self.give_back(iterator, taken)
+            raise
         return taken
 
     def give_back(self, iterator: Iterator[Any], micro_batches: list[Any]) -> None:
-        """Keep what a batch could not use, because another rank had fewer, for the next `take`."""
-        if micro_batches:
-            self._left.append((iterator, micro_batches))
+        """Keep what a batch could not use, because another rank had fewer or failed, for the next `take`."""
+        left = [*micro_batches, *self._keep(iterator)]
+        if left:
+            self._left.append((iterator, left))
 
     def _keep(self, iterator: Iterator[Any]) -> list[Any]:
         for k, (owner, micro_batches) in enumerate(self._left):

@@ -87,7 +87,8 @@ class Engine:
         and replicas, the same on every rank, on the device and without waiting for it. Raises StopIteration on all
         ranks when no micro-batch is left, DataError on all when one can't load, ExecutionError.
         """
-        batch = self._next_batch(data_iter, self._batch_sizes.num_micro_batches, training=True)
+        iterator = data_iter if data_iter is not None else self._data_iterator
+        batch = self._next_batch(iterator, self._batch_sizes.num_micro_batches, training=True)
         self.module.train()
         self._reducer.start_step()
         result = self._run(batch)
@@ -111,6 +112,7 @@ class Engine:
     ) -> Any:
         """The loss of `num_micro_batches` (as in training by default) without training; nothing of training changes.
 
+        data_iter: as in train_batch, but its own: nothing stands in for None, so that no training data is used up.
         reduce_output: "avg" over micro-batches and replicas, or None for the list of this replica's losses.
         bcast_loss: on every rank, else on those that hold the last chunk, None elsewhere. return_logits: (loss, logits),
         and logits alone without compute_loss: the list of the last layer's outputs, one a micro-batch, None on ranks
@@ -118,7 +120,9 @@ class Engine:
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f"reduce_output is {reduce_output!r}; use 'avg', or None for one loss per micro-batch")
-        most = num_micro_batches or self._batch_sizes.num_micro_batches
+        most = self._batch_sizes.num_micro_batches if num_micro_batches is None else num_micro_batches
+        if most < 1:
+            raise ConfigError(f"num_micro_batches is {most}; evaluate at least 1")
         keep = return_logits or not compute_loss
         batch = self._next_batch(data_iter, most, training=False, keep_outputs=keep, compute_loss=compute_loss)
         modes = [(module, module.training) for module in self.module.modules()]
@@ -137,14 +141,13 @@ class Engine:
 
     def _next_batch(
         self,
-        data_iter: Iterator[Any] | None,
+        iterator: Iterator[Any] | None,
         most: int,
         training: bool,
         keep_outputs: bool = False,
         compute_loss: bool = True,
     ) -> Batch:
         """Load this rank's micro-batches and agree with all others on how many there are."""
-        iterator = data_iter if data_iter is not None else self._data_iterator
         micro_batches: list[Any] | None = None
         error: Exception | None = None
         if self.is_first_stage() or self.is_last_stage():
@@ -154,8 +157,12 @@ class Engine:
                 error = raised
         try:
             signatures = agree(micro_batches, error is not None, most, self._groups, self.module.placement[0])
-        except DataError as elsewhere:
-            raise (error or elsewhere) from (None if error else elsewhere)
+        except DataError:
+            if micro_batches is not None and iterator is not None:
+                self._source.give_back(iterator, micro_batches)
+            if error is not None:
+                raise error from None
+            raise
         if micro_batches is not None and iterator is not None:
             self._source.give_back(iterator, micro_batches[len(signatures) :])
         if not signatures:
@@ -166,8 +173,8 @@ class Engine:
     def _load(self, iterator: Iterator[Any] | None, most: int) -> list[Any]:
         if iterator is None:
             raise DataError(
-                f"rank {self._groups.rank} holds the first or last chunk and needs data: pass data_iter, or give "
-                "training_data to initialize"
+                f"rank {self._groups.rank} holds the first or last chunk and needs data: pass data_iter (to train: or give "
+                "training_data to initialize)"
             )
         micro_batches = self._source.take(iterator, most)
         for micro_batch in micro_batches:

@@ -78,6 +78,7 @@ def _check_module(model: PipelineModule, config: Config) -> None:
             config.pipeline.activation_checkpoint_interval,
             model.activation_checkpoint_interval,
         ),
+        "seed_layers": (config.pipeline.seed_layers, model.seed_layers),
     }
     for key, (wanted, built) in pairs.items():
         if wanted is not None and wanted != built:
@@ -118,6 +119,7 @@ def _make_loader(
         sizes.micro_batch_size,
         replica=model.groups.coordinate("data"),
         num_replicas=model.groups.data.size,
+        num_micro_batches=sizes.num_micro_batches,
         seed=config.seed,
         drop_last=config.dataloader_drop_last,
         collate_fn=collate_fn,

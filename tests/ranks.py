@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -27,9 +29,12 @@ def _worker(connection: Connection, port: int, device: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # as init_distributed does, before CUDA is in use
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
@@ -98,7 +103,8 @@ class RankPool:
             pending = {self._workers[r][1]: r for r in range(n) if r not in results}
             for ready in wait(list(pending), max(0.0, deadline - time.monotonic())) or [None]:
                 if ready is None:
-                    missing = {r: ("error", "still running: stopped by the test pool") for r in pending.values()}
+                    self._show_stacks(pending.values())
+                    missing = dict.fromkeys(pending.values(), ("error", "still running: stopped by the test pool"))
                     return {**results, **missing}
                 rank = pending[ready]
                 try:
@@ -108,6 +114,12 @@ class RankPool:
                 if results[rank][0] != "ok":
                     deadline = min(deadline, time.monotonic() + 5)
         return results
+
+    def _show_stacks(self, ranks: Iterable[int]) -> None:
+        """Where these workers hang goes to stderr."""
+        for rank in ranks:
+            os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
+        time.sleep(1)
 
     def _stop_workers(self) -> None:
         for process, connection in self._workers:

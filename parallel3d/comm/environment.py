@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -47,6 +48,22 @@ def _adopt_slurm() -> None:
             os.environ.setdefault(name, value)
 
 
+def _load_kernels_eagerly() -> None:
+    """Set CUDA_MODULE_LOADING to EAGER, unless the user has chosen.
+
+    Loading a kernel at its first launch waits for those that run. One that sends to another rank runs until that rank
+    receives, which may wait for a kernel of its own to load: with lazy loading, the first batch of a pipeline can hang.
+    """
+    if torch.cuda.is_initialized() and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
+        warnings.warn(
+            "CUDA was in use before init_distributed, so kernels load lazily and the first batch of a pipeline can hang; "
+            "call parallel3d.init_distributed() first, or set CUDA_MODULE_LOADING=EAGER in the environment",
+            stacklevel=3,
+        )
+    else:
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
 def init_distributed(
     dist_backend: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
@@ -62,6 +79,7 @@ def init_distributed(
     if dist.is_initialized():
         return
     _adopt_slurm()
+    _load_kernels_eagerly()
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = local_device(backend)
     if device.type == "cuda":

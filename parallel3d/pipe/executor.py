@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from parallel3d.errors import ExecutionError
+from parallel3d.pipe.entry import Entry
 from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_behind
@@ -47,9 +48,9 @@ class BatchResult:
 
 @dataclass
 class _InFlight:
-    """What a forward leaves for its backward: leaves that want a gradient, outputs that give one."""
+    """What a forward leaves for its backward: where its inputs' gradients arrive, outputs that give one."""
 
-    inputs: list[Tensor]
+    entry: Entry | None
     outputs: list[Tensor]
     structure: Structure | None
 
@@ -80,7 +81,7 @@ class Executor:
 
     def _clear(self) -> None:
         self._inputs: dict[Place, Any] = {}
-        self._leaves: dict[Place, list[Tensor]] = {}
+        self._entries: dict[Place, Entry] = {}
         self._labels: dict[int, Any] = {}
         self._arriving: dict[Place, Receipt] = {}
         self._outputs: dict[Place, tuple[Structure, list[Tensor]]] = {}
@@ -146,19 +147,19 @@ class Executor:
 
     def _forward(self, i: Instruction) -> None:
         place = (i.chunk, i.micro_batch)
-        inputs, leaves = self._inputs.pop(place), self._leaves.pop(place, [])
+        inputs, entry = self._inputs.pop(place), self._entries.pop(place, None)
         output = self._module.forward_chunk(i.chunk, inputs)
         if i.chunk == self._last_chunk:
-            self._finish_micro_batch(i, output, leaves)
+            self._finish_micro_batch(i, output, entry)
             return
         structure, tensors = describe(output)
         self._outputs[place] = (structure, [t.detach() for t in tensors])
         if self._batch.training:
             outputs = [t for t in tensors if t.requires_grad]
-            self._in_flight[place] = _InFlight(leaves, outputs, structure)
+            self._in_flight[place] = _InFlight(entry, outputs, structure)
 
     def _wait_for_inputs(self, i: Instruction) -> None:
-        """Make the chunk's input, and those of its tensors that want a gradient, from what is handed over or received."""
+        """Make the chunk's input, and the entry of its tensors that want a gradient, of what is handed over or received."""
         place, source = (i.chunk, i.micro_batch), i.chunk - 1
         if i.chunk == 0:
             return  # loaded
@@ -168,10 +169,10 @@ class Executor:
             key = self._key(source, i.micro_batch)
             structure, tensors = self._messages.input_of(key, self._arriving.pop(place), self._stage(source))
         specs = zip(tensors, structure.tensors, strict=True)
-        self._leaves[place] = [tensor.requires_grad_() for tensor, spec in specs if spec.requires_grad]
+        self._entries[place] = Entry([tensor for tensor, spec in specs if spec.requires_grad])
         self._inputs[place] = structure.rebuild(tensors)
 
-    def _finish_micro_batch(self, i: Instruction, output: Any, leaves: list[Tensor]) -> None:
+    def _finish_micro_batch(self, i: Instruction, output: Any, entry: Entry | None) -> None:
         m = i.micro_batch
         if self._batch.keep_outputs:
             self._result.outputs[m] = output
@@ -185,7 +186,7 @@ class Executor:
         self._result.losses[m] = loss.detach()
         if self._batch.training:
             outputs = [loss] if loss.requires_grad else []
-            self._in_flight[i.chunk, m] = _InFlight(leaves, outputs, None)
+            self._in_flight[i.chunk, m] = _InFlight(entry, outputs, None)
             self._gradients[i.chunk, m] = [torch.full_like(loss, self._batch.loss_weight) for _ in outputs]
 
     def _send_activation(self, i: Instruction) -> None:
@@ -213,10 +214,8 @@ class Executor:
         with self._reducer.launching(reduces):
             if done.outputs:
                 torch.autograd.backward(done.outputs, gradients)
-        if i.chunk > 0:
-            self._gradients[i.chunk - 1, i.micro_batch] = [
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in done.inputs
-            ]
+        if done.entry is not None:
+            self._gradients[i.chunk - 1, i.micro_batch] = done.entry.gradients()
 
     def _send_gradient(self, i: Instruction) -> None:
         gradients = self._gradients.pop((i.chunk - 1, i.micro_batch))

@@ -40,6 +40,9 @@ class Structure:
         # Pickled as the pytree with its specs for tensors: containers pickle in every torch version, TreeSpecs don't.
         return _from_skeleton, (tree_unflatten(self.leaves, self.tree),)
 
+    def __str__(self) -> str:
+        return str(tree_unflatten(self.leaves, self.tree))
+
     @property
     def tensors(self) -> list[TensorSpec]:
         """The tensors that travel forward, in order."""
@@ -63,12 +66,9 @@ def _from_skeleton(skeleton: Any) -> Structure:
 
 
 def describe(value: Any) -> tuple[Structure, list[Tensor]]:
-    """Split a pytree into structure and tensors. Raises CommunicationError for tensors that are not dense."""
+    """Split a pytree into structure and tensors."""
     leaves, tree = tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise CommunicationError(f"a {tensor.layout} tensor can't travel between stages; make it dense")
     specs = [_spec(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return Structure(tree, tuple(specs)), tensors
 
@@ -111,14 +111,20 @@ class Messages:
         self._unposted: dict[int, deque[Receipt]] = {}
 
     def send_activation(self, key: Key, structure: Structure, tensors: Sequence[Tensor], stage: int) -> None:
-        """Send a chunk's output to the next chunk's stage. Raises CommunicationError where it differs from its cache."""
+        """Send a chunk's output to the next chunk's stage.
+
+        Raises CommunicationError where it differs from its cache, and for tensors that are not dense.
+        """
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise CommunicationError(f"a {tensor.layout} tensor can't travel between stages; make it dense")
         cached = None if self._dynamic else self._structures.get(key)
         if cached is None:
             self._structures[key] = structure
             self._transport.send_header(structure, stage)
         elif cached != structure:
             raise CommunicationError(
-                f"chunk {key[0]} returned {structure.leaves} for inputs for which it returned {cached.leaves} before; "
+                f"chunk {key[0]} returned {structure} for inputs for which it returned {cached} before; "
                 'where the output depends on more than the inputs\' shapes, set pipeline.shapes to "dynamic"'
             )
         self._transport.send(tensors, stage)

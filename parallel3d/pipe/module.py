@@ -27,7 +27,7 @@ from parallel3d.pipe.specs import (
     count_parameters,
     layer_name,
 )
-from parallel3d.pipe.ties import TieIndex, replace_parameter, tied_parameter
+from parallel3d.pipe.ties import TieIndex, replace_parameter, tied_parameters
 from parallel3d.rng import layer_seed, seeded
 from parallel3d.schedule.builders import placement_of
 from parallel3d.topology import PipeDataParallelTopology, ProcessTopology
@@ -67,6 +67,7 @@ class PipelineModule(nn.Module):
         layers = list(layers)
         check_layers(layers)
         pipeline = load(config).pipeline
+        _refuse_trained_loss(loss_fn)
         self.loss_fn = loss_fn
         self.num_chunks = _choose("num_chunks", num_chunks, pipeline.num_chunks, 1)
         self.placement_kind = _choose("placement", placement, pipeline.placement, "loop")
@@ -83,10 +84,12 @@ class PipelineModule(nn.Module):
         self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
 
         context = BuildContext(self.groups, self.device)
-        seed_layers = _choose("seed_layers", seed_layers, pipeline.seed_layers, False)
-        seed = base_seed if seed_layers else torch.initial_seed() % 2**62
+        self.seed_layers = _choose("seed_layers", seed_layers, pipeline.seed_layers, False)
+        seed = base_seed if self.seed_layers else torch.initial_seed() % 2**62
         method: Method = "parameters"
-        self.partition_method = _choose("partition_method", partition_method, pipeline.partition, method)
+        self.partition_method = _choose(
+            "partition_method", _as_configured(partition_method), pipeline.partition, method
+        )
         with seeded(seed, self.device):
             self.partition = self._split(layers, context)
         self._ties = TieIndex(layers, self.partition.part_of)
@@ -94,7 +97,7 @@ class PipelineModule(nn.Module):
         self._calls = {
             c: [self._build(layers, k, seed, context) for k in self.partition.layers(c)] for c in self.own_chunks
         }
-        self._share_attributes(layers)
+        self._share_attributes()
         _refuse_untied_sharing(layers, self._ties, self.partition.part_of)
         self.to(self.device)
         self.replica_groups = self._make_replica_groups()
@@ -130,16 +133,18 @@ class PipelineModule(nn.Module):
         forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
         return partial(forward_fn, module) if forward_fn is not None else module
 
-    def _share_attributes(self, layers: Sequence[Layer]) -> None:
-        """Make parameters tied by attribute the same object where this rank holds both of their modules."""
-        for name, module in self.layers.items():
-            layer = layers[int(name)]
-            for attribute in layer.tied_weight_attr if isinstance(layer, TiedLayerSpec) else ():
-                origin, source = self._ties.origin(int(name), attribute)
-                if origin != int(name):
-                    tied_parameter(module, attribute)
-                    if str(origin) in self.layers:
-                        replace_parameter(module, attribute, tied_parameter(self.layers[str(origin)], source))
+    def _share_attributes(self) -> None:
+        """Make parameters tied by attribute one object where this rank holds several of their modules."""
+        held: dict[tuple[int, str], nn.Parameter] = {}
+        for layer, module in self._modules_in_order():
+            for attribute in self._ties.attributes(layer):
+                for name, parameter in tied_parameters(module, attribute).items():
+                    first = held.setdefault(self._ties.origin(layer, name), parameter)
+                    if first is not parameter:
+                        replace_parameter(module, parameter, first)
+
+    def _modules_in_order(self) -> list[tuple[int, nn.Module]]:
+        return sorted(((int(layer), module) for layer, module in self.layers.items()), key=lambda item: item[0])
 
     def _make_replica_groups(self) -> dict[tuple[int, ...], Group]:
         """owners -> the ranks of this pipeline that hold a copy; made on every rank, in one order."""
@@ -151,35 +156,34 @@ class PipelineModule(nn.Module):
 
     def parameter_infos(self) -> list[ParameterInfo]:
         """This rank's trainable parameters, in the order of the layers, each once."""
-        infos = []
-        seen: set[nn.Parameter] = set()
-        for layer, module in sorted(self.layers.items(), key=lambda item: int(item[0])):
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad and parameter not in seen:
-                    seen.add(parameter)
-                    origin, source = self._ties.origin(int(layer), name)
-                    owners = self._ties.owners(int(layer), name)
-                    infos.append(ParameterInfo(f"layers.{origin}.{source}", parameter, owners))
-        return infos
+        return [info for info in self._all_infos() if info.parameter.requires_grad]
+
+    def _all_infos(self) -> list[ParameterInfo]:
+        infos: dict[nn.Parameter, ParameterInfo] = {}
+        for layer, module in self._modules_in_order():
+            tied = [item for a in self._ties.attributes(layer) for item in tied_parameters(module, a).items()]
+            # A parameter with several names in its module goes by the one that is tied.
+            for name, parameter in (*tied, *module.named_parameters()):
+                if parameter not in infos:
+                    origin, source = self._ties.origin(layer, name)
+                    infos[parameter] = ParameterInfo(
+                        f"layers.{origin}.{source}", parameter, self._ties.owners(layer, name)
+                    )
+        return list(infos.values())
 
     @torch.no_grad()
     def _synchronize(self) -> None:
         """All copies start from the same bits: of replica 0 over data parallelism, then of a tie's first owner.
 
-        Raises PartitionError when copies differ in shape.
+        Raises PartitionError on all ranks when a copy is missing, or differs in shape, dtype or requires_grad.
         """
         for tensor in (*self.parameters(), *self.buffers()):
             broadcast(tensor.data, self.groups.data.ranks[0], self.groups.data)
-        replicas = {i.name: i for i in self.parameter_infos() if i.shared}
-        shapes = all_gather_object(
-            {n: (i.owners, tuple(i.parameter.shape)) for n, i in replicas.items()}, self.groups.control
-        )
-        for name, info in sorted(replicas.items()):
-            known = {theirs[name][1] for theirs in shapes if name in theirs}
-            if len(known) > 1:
-                raise PartitionError(
-                    f"copies of tied parameter {name} have shapes {sorted(known)}; give them one shape"
-                )
+        replicas = {info.name: info for info in self._all_infos() if info.shared}
+        mine = {name: (info.owners, _kind(info.parameter)) for name, info in replicas.items()}
+        everyone = all_gather_object(mine, self.groups.control)
+        _check_copies([everyone[rank] for rank in self.groups.pipe.ranks], self.placement)
+        for _, info in sorted(replicas.items()):
             first_owner = self.groups.pipe.ranks[self.placement[info.owners[0]]]
             broadcast(info.parameter.data, first_owner, self.replica_groups[info.owners])
 
@@ -210,6 +214,13 @@ def _run(calls: Sequence[Callable[[Any], Any]], x: Any) -> Any:
     return x
 
 
+def _as_configured(method: Method | None) -> Method | None:
+    """A partition method as the configuration reads it: bounds and weights are tuples."""
+    if isinstance(method, Mapping):
+        return {key: tuple(values) if isinstance(values, list) else values for key, values in method.items()}
+    return tuple(method) if isinstance(method, list) else method
+
+
 def _choose(key: str, argument: T | None, configured: Any, default: T) -> T:
     """An argument, else what the configuration (or topology) says, else the default; ConfigError when the two disagree."""
     if argument is not None and configured is not None and argument != configured:
@@ -220,6 +231,15 @@ def _choose(key: str, argument: T | None, configured: Any, default: T) -> T:
     if argument is not None:
         return argument
     return default if configured is None else configured
+
+
+def _refuse_trained_loss(loss_fn: object) -> None:
+    """A loss function is no layer: its parameters would belong to no stage, and no gradient of theirs be reduced."""
+    trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
+    if trained:
+        raise PartitionError(
+            f"loss_fn {type(loss_fn).__name__} has parameters to train, {trained}; move them to the last layer"
+        )
 
 
 def _pipe_data_topology(num_stages: int | None) -> ProcessTopology:
@@ -235,6 +255,27 @@ def _pipe_data_topology(num_stages: int | None) -> ProcessTopology:
             f"a multiple of {num_stages} processes"
         )
     return PipeDataParallelTopology(num_stages, world_size // num_stages)
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    """What copies of a tied parameter must have in common."""
+    return f"{list(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
+
+
+def _check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], placement: Sequence[int]) -> None:
+    """Raise PartitionError unless the tied parameters (name -> owners, kind) of all stages are each other's copies."""
+    for name in sorted({name for there in stages for name in there}):
+        found = {stage: there[name] for stage, there in enumerate(stages) if name in there}
+        owners, _ = next(iter(found.values()))
+        missing = {placement[c] for c in owners} - set(found)
+        if missing:
+            raise PartitionError(
+                f"tied parameter {name} is on stages {sorted(found)} but the layer tied to it on stage {min(missing)} has no "
+                "such parameter; name the same ones by tied_weight_attr"
+            )
+        if len(set(found.values())) > 1:
+            kinds = " and ".join(f"{kind} on stage {stage}" for stage, (_, kind) in found.items())
+            raise PartitionError(f"the copies of tied parameter {name} differ: {kinds}; make them alike")
 
 
 def _refuse_untied_sharing(layers: Sequence[Layer], ties: TieIndex, part_of: Callable[[int], int]) -> None:

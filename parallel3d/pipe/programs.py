@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from parallel3d.errors import ScheduleError
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.builders import build, inference
-from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, add_replica_reduction, lower
 from parallel3d.schedule.validate import validate
 
@@ -43,9 +44,19 @@ class Programs:
         m = self._module
         program = build(self._schedule, m.num_stages, num_micro_batches, m.num_chunks, m.placement_kind)
         validate(program)
+        _refuse_split_backward(program)
         reduced = add_gradient_reduction(lower(program), self._chunk_buckets)
         return add_replica_reduction(reduced, self.replica_owners)
 
     def _evaluation(self, num_micro_batches: int) -> Program:
         m = self._module
         return lower(inference(m.num_stages, num_micro_batches, m.num_chunks, m.placement_kind))
+
+
+def _refuse_split_backward(program: Program) -> None:
+    split = next((i for rank in program.instructions for i in rank if i.op is Op.BACKWARD_INPUT), None)
+    if split is not None:
+        whole = Instruction(Op.BACKWARD, split.chunk, split.micro_batch)
+        raise ScheduleError(
+            f"{split} splits a backward in two, which is not yet supported; write {whole}, without its W"
+        )

@@ -40,23 +40,35 @@ class TieIndex:
 
     def origin(self, builder: int, name: str) -> tuple[int, str]:
         """(layer, name in it) of the parameter that parameter `name` of module `builder` is: itself unless tied."""
+        layer, attribute = self._layers[builder], self._attribute(builder, name)
+        if attribute is None:
+            return builder, name
+        assert isinstance(layer, TiedLayerSpec)
+        first = self._first[layer.key][0]
+        source = self._layers[first]
+        assert isinstance(source, TiedLayerSpec)
+        if len(source.tied_weight_attr) != len(layer.tied_weight_attr):
+            raise PartitionError(
+                f"layers {first} and {builder} of tie {layer.key!r} name {source.tied_weight_attr} and "
+                f"{layer.tied_weight_attr}; name equally many attributes"
+            )
+        return first, source.tied_weight_attr[layer.tied_weight_attr.index(attribute)] + name[len(attribute) :]
+
+    def _attribute(self, builder: int, name: str) -> str | None:
+        """The attribute by which parameter `name` of module `builder` is tied to another module: its own, or a submodule's."""
+        return next((a for a in self.attributes(builder) if name == a or name.startswith(a + ".")), None)
+
+    def attributes(self, builder: int) -> tuple[str, ...]:
+        """What of module `builder` is tied to other modules; nothing where the whole module is shared, or not tied."""
         layer = self._layers[builder]
-        if isinstance(layer, TiedLayerSpec) and name in layer.tied_weight_attr:
-            first = self._first[layer.key][0]
-            source = self._layers[first]
-            assert isinstance(source, TiedLayerSpec)
-            if len(source.tied_weight_attr) != len(layer.tied_weight_attr):
-                raise PartitionError(
-                    f"layers {first} and {builder} of tie {layer.key!r} name {source.tied_weight_attr} and "
-                    f"{layer.tied_weight_attr}; name equally many attributes"
-                )
-            return first, source.tied_weight_attr[layer.tied_weight_attr.index(name)]
-        return builder, name
+        if isinstance(layer, TiedLayerSpec) and len(self._first[layer.key]) > 1:
+            return layer.tied_weight_attr
+        return ()
 
     def owners(self, builder: int, name: str) -> tuple[int, ...]:
         """The chunks that hold parameter `name` of module `builder`."""
         layer = self._layers[builder]
-        if isinstance(layer, TiedLayerSpec) and name in layer.tied_weight_attr:
+        if isinstance(layer, TiedLayerSpec) and self._attribute(builder, name) is not None:
             return self._key_users(layer.key)
         return tuple(sorted(self._users[builder]))
 
@@ -69,24 +81,28 @@ class TieIndex:
         return sorted(owners for owners in whole | {self._key_users(key) for key in self._first} if len(owners) > 1)
 
 
-def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Make the parameter at dotted path `name` this one. Raises PartitionError when the shapes differ."""
-    path, _, leaf = name.rpartition(".")
-    old = tied_parameter(module, name)
-    if old.shape != parameter.shape:
+def tied_parameters(module: nn.Module, attribute: str) -> dict[str, nn.Parameter]:
+    """The parameters that an attribute (a dotted path) names: one, or all of a submodule.
+
+    Raises PartitionError, naming those that are there, when it names none.
+    """
+    everything = dict(module.named_parameters(remove_duplicate=False))
+    found = {name: p for name, p in everything.items() if name == attribute or name.startswith(attribute + ".")}
+    if not found:
         raise PartitionError(
-            f"tied parameter {name!r} of {type(module).__name__} is {list(old.shape)}, the one it is tied to "
-            f"{list(parameter.shape)}; tied parameters need one shape"
+            f"tied_weight_attr {attribute!r} is not a parameter of {type(module).__name__}; it has {list(everything)}"
         )
-    setattr(module.get_submodule(path), leaf, parameter)
+    return found
 
 
-def tied_parameter(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter at dotted path `name`. Raises PartitionError, naming those that are there."""
-    try:
-        return module.get_parameter(name)
-    except AttributeError:
-        there = [n for n, _ in module.named_parameters()]
-        raise PartitionError(
-            f"tied_weight_attr {name!r} is not a parameter of {type(module).__name__}; it has {there}"
-        ) from None
+def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Make `new` the parameter wherever `module` has `old`. Raises PartitionError when the shapes differ."""
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter is old:
+            if old.shape != new.shape:
+                raise PartitionError(
+                    f"tied parameter {name!r} of {type(module).__name__} is {list(old.shape)}, the one it is tied to "
+                    f"{list(new.shape)}; tied parameters need one shape"
+                )
+            path, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(path), leaf, new)

@@ -44,6 +44,10 @@ class GradientReducer:
         by_owners: dict[tuple[int, ...], list[ParameterInfo]] = {}
         for info in reversed(parameters):
             by_owners.setdefault(info.owners, []).append(info)
+        # Owners hold their copies in layers of different order: the names alone are in one order on all of them.
+        for infos in by_owners.values():
+            if infos[0].shared:
+                infos.sort(key=lambda info: info.name)
         self.buckets = {owners: make_buckets(infos, bucket_size) for owners, infos in by_owners.items()}
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         for bucket in self._all_buckets():

@@ -1,0 +1,48 @@
+"""Where a message's tensors enter a chunk's graph, and where their gradients stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import _unsafe_preserve_version_counter
+
+
+class Entry:
+    """Catches the gradients of tensors that come from another chunk.
+
+    They become no leaves of the graph: a layer may work in place on what it is given, as `nn.ReLU(inplace=True)` does,
+    wherever the model is cut.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors = tuple(tensors)
+        self._gradients: dict[int, Tensor] = {}
+        anchor = torch.empty(0, requires_grad=True)
+        for k, tensor in enumerate(self._tensors):
+            # Entering writes nothing: a chunk of this rank that saved its output for the backward must not notice.
+            with _unsafe_preserve_version_counter(tensor):
+                _Enter.apply(anchor, tensor, self._gradients, k)
+
+    def gradients(self) -> list[Tensor]:
+        """One for each tensor, zeros where the backward did not reach it."""
+        return [
+            self._gradients[k] if k in self._gradients else torch.zeros_like(tensor)
+            for k, tensor in enumerate(self._tensors)
+        ]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, gradients: dict[int, Tensor], k: int) -> Tensor:
+        # Marked dirty, `tensor` itself becomes this function's output: it needs no copy and is no view.
+        ctx.mark_dirty(tensor)
+        ctx.gradients, ctx.k = gradients, k
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        ctx.gradients[ctx.k] = gradient
+        return None, None, None, None

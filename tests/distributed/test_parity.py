@@ -1,0 +1,73 @@
+"""Training in any layout gives the numbers of one process in plain PyTorch (DESIGN 5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import toy
+from layouts import (
+    BASE_SEED,
+    STEPS,
+    Layout,
+    Run,
+    all_layouts,
+    all_pairs,
+    check,
+    check_layout,
+    issue_layouts,
+    make_engine,
+    make_optimizer,
+    own_iterator,
+    pairs_of,
+    run_reference,
+    run_steps,
+    train,
+)
+from reference import Reference
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        full = metafunc.config.getoption("full")
+        metafunc.parametrize("layout", issue_layouts() if full else all_pairs(all_layouts()), ids=str)
+
+
+def test_losses_norms_and_weights_equal_one_process(run_ranks, layout: Layout):
+    check_layout(layout, run_ranks(layout.pp * layout.dp, train, layout))
+
+
+def test_the_default_cover_holds_every_pair():
+    layouts = all_layouts()
+    covered = {pair for layout in all_pairs(layouts) for pair in pairs_of(layout)}
+    assert covered == {pair for layout in layouts for pair in pairs_of(layout)}
+
+
+# Adam's default eps normalizes the rounding noise of gradients that are truly zero (key biases): float64 has little.
+ADAM = {"lr": 1e-2, "eps": 1e-8}
+DOUBLE_LAYOUTS = [(1, 2, "gpipe", 1), (2, 2, "1f1b", 1), (4, 1, "interleaved", 2), (2, 3, "interleaved", 3)]
+
+
+def train_in_double(pp: int, dp: int, schedule: str, chunks: int) -> Run:
+    torch.set_default_dtype(torch.float64)
+    try:
+        pipeline = {"stages": pp, "schedule": schedule, "num_chunks": chunks}
+        engine = make_engine(
+            toy.model(tied=True), optimizer="AdamW", optimizer_changes=ADAM, accumulation=12 // dp, pipeline=pipeline
+        )
+        return run_steps(
+            engine, own_iterator(engine, [toy.micro_batch(g, "lengths") for g in range(12 * STEPS)]), STEPS
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("pp", "dp", "schedule", "chunks"), DOUBLE_LAYOUTS)
+def test_float64_agrees_to_1e_10_with_adams_default_eps(run_ranks, pp: int, dp: int, schedule: str, chunks: int):
+    torch.set_default_dtype(torch.float64)
+    try:
+        make = make_optimizer("AdamW", **ADAM)
+        reference = Reference(toy.model(tied=True), toy.cross_entropy, make, base_seed=BASE_SEED)
+        wanted = run_reference(reference, [toy.micro_batch(g, "lengths") for g in range(12 * STEPS)], 12)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check(run_ranks(pp * dp, train_in_double, pp, dp, schedule, chunks), wanted, dp, tolerance=1e-10)

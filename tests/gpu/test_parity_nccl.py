@@ -1,0 +1,66 @@
+"""Training over NCCL in any layout gives the numbers of one GPU in plain PyTorch (DESIGN 5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import toy
+from layouts import (
+    BASE_SEED,
+    CLIPPING,
+    STEPS,
+    Layout,
+    Run,
+    all_layouts,
+    all_pairs,
+    check,
+    make_optimizer,
+    run_reference,
+    train,
+)
+from ranks import RankPool
+from reference import Reference
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+def reference_on_gpu(layout: Layout) -> Run:
+    """The reference, built and run on the GPU: its generator draws other weights than the CPU's."""
+
+    def to_gpu(leaf: object) -> object:
+        return leaf.cuda() if isinstance(leaf, Tensor) else leaf
+
+    per_step = layout.dp * layout.accumulation
+    micro_batches = [tree_map(to_gpu, toy.micro_batch(g, layout.data)) for g in range(STEPS * per_step)]
+    with torch.device("cuda"):
+        clipping = CLIPPING if layout.clipping else 0.0
+        reference = Reference(
+            toy.model(layout.tied), toy.cross_entropy, make_optimizer(layout.optimizer), clipping, BASE_SEED
+        )
+        losses, norms, weights = run_reference(reference, micro_batches, per_step)
+    return losses, norms, {name: weight.cpu() for name, weight in weights.items()}
+
+
+def cover(num_gpus: int) -> list[Layout]:
+    return all_pairs([layout for layout in all_layouts() if layout.pp * layout.dp <= num_gpus])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("layout", cover(min(4, max(2, torch.cuda.device_count()))), ids=str)
+
+
+def test_losses_norms_and_weights_equal_one_gpu(gpu_pool: RankPool, layout: Layout):
+    (wanted,) = gpu_pool.run(1, reference_on_gpu, layout)
+    check(gpu_pool.run(layout.pp * layout.dp, train, layout), wanted, layout.dp)
+
+
+def test_a_fresh_world_whose_kernels_load_while_messages_wait(num_gpus: int):
+    """With kernels loaded lazily this hung: each rank's load waited for its send, which waited for the other's load."""
+    layout = Layout(pp=2, schedule="interleaved", chunks=2, data="lengths", shapes="dynamic")
+    pool = RankPool("cuda")
+    try:
+        (wanted,) = pool.run(1, reference_on_gpu, layout)
+        check(pool.run(2, train, layout), wanted, 1)
+    finally:
+        pool.close()

@@ -1,0 +1,260 @@
+"""Layouts of a training run: all of them, a cover of all pairs of their values, and the run itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import torch
+import toy
+from reference import Item, LossFn, Reference, distance
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.engine import Engine
+from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+# Losses and gradient norms of each step, and final weights by name.
+Run = tuple[list[float], list[float], dict[str, Tensor]]
+
+STEPS = 5
+BASE_SEED = 77
+CLIPPING = 0.05
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to train the toy model. `AXES` lists the values of each field."""
+
+    pp: int = 1
+    dp: int = 1
+    accumulation: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    placement: str = "loop"
+    checkpointing: int = 0
+    tied: bool = False
+    data: str = "tensor"
+    shapes: str = "static"
+    clipping: bool = False
+    optimizer: str = "SGD"
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether this schedule runs so many chunks, so placed."""
+        most, placements = {"1f1b": (1, ("loop",)), "interleaved": (3, ("loop",))}.get(
+            self.schedule, (3, ("loop", "v"))
+        )
+        v_fits = self.placement == "loop" or self.chunks == 2
+        return self.chunks <= most and self.placement in placements and v_fits
+
+    def __str__(self) -> str:
+        words = [
+            f"pp{self.pp}",
+            f"dp{self.dp}",
+            f"m{self.accumulation}",
+            self.schedule,
+            f"{self.chunks}{self.placement}",
+        ]
+        words += [f"ckpt{self.checkpointing}", "tied" if self.tied else "untied", self.data, self.shapes]
+        return "-".join([*words, "clip" if self.clipping else "noclip", self.optimizer])
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "pp": (1, 2, 4),
+    "dp": (1, 2, 3),
+    "accumulation": (1, 4, 7),
+    "schedule": ("1f1b", "gpipe", "interleaved", "written"),
+    "chunks": (1, 2, 3),
+    "placement": ("loop", "v"),
+    "checkpointing": (0, 1, 2),
+    "tied": (False, True),
+    "data": ("tensor", "tuple", "lengths"),
+    "shapes": ("static", "dynamic"),
+    "clipping": (False, True),
+    "optimizer": ("SGD", "AdamW"),
+}
+
+
+def all_layouts() -> list[Layout]:
+    return [layout for values in product(*AXES.values()) if (layout := Layout(*values)).is_valid]
+
+
+def issue_layouts() -> list[Layout]:
+    """The whole product of the axes that issue 2 names, with the combinations of the other three axes taken in turn."""
+    others = list(product(AXES["shapes"], AXES["clipping"], AXES["optimizer"]))
+    cases = product(*(values for axis, values in AXES.items() if axis not in ("shapes", "clipping", "optimizer")))
+    valid = [values for values in cases if Layout(*values).is_valid]
+    return [Layout(*values, *others[k * 3 % len(others)]) for k, values in enumerate(valid)]
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(layout: Layout) -> Iterator[Pair]:
+    return combinations([(f.name, getattr(layout, f.name)) for f in fields(layout)], 2)
+
+
+def all_pairs(layouts: Sequence[Layout], candidates: int = 150) -> list[Layout]:
+    """Some of `layouts` that hold every pair of values that any of them holds: greedily, from random candidates."""
+    left = {pair for layout in layouts for pair in pairs_of(layout)}
+    shuffled = list(layouts)
+    random.Random(0).shuffle(shuffled)
+    cover = []
+    position = 0
+    while left:
+        # The first candidate has a missing pair for certain, so that each round makes progress.
+        missing = min(left, key=repr)
+        first = next(layout for layout in shuffled if missing in pairs_of(layout))
+        some = [first, *shuffled[position : position + candidates]]
+        position = (position + candidates) % len(shuffled)
+        best = max(some, key=lambda layout: sum(pair in left for pair in pairs_of(layout)))
+        cover.append(best)
+        left.difference_update(pairs_of(best))
+    return cover
+
+
+def specs(items: Sequence[Item]) -> list[Any]:
+    """The layers of a PipelineModule."""
+    layers: list[Any] = []
+    for item in items:
+        if item.is_function:
+            layers.append(item.make)
+        elif item.make is toy.Norm:  # a module as it is, for once
+            layers.append(item.build())
+        elif item.tie is None:
+            layers.append(LayerSpec(item.make, *item.args, **item.kwargs))
+        else:
+            ties = {"forward_fn": item.call, "tied_weight_attr": item.attributes}
+            layers.append(TiedLayerSpec(item.tie, item.make, *item.args, **ties, **item.kwargs))
+    return layers
+
+
+def written_schedule(pp: int, num_micro_batches: int, chunks: int, placement: str) -> list[list[str]]:
+    """A schedule that no builder makes: all forwards chunk by chunk, then all backwards, the first micro-batch first."""
+    where = [*range(pp), *reversed(range(pp))] if placement == "v" else [c % pp for c in range(pp * chunks)]
+    lists = []
+    for rank in range(pp):
+        own = [c for c, r in enumerate(where) if r == rank]
+        forwards = [f"F{m}@{c}" for c in own for m in range(num_micro_batches)]
+        lists.append(forwards + [f"B{m}@{c}" for c in reversed(own) for m in range(num_micro_batches)])
+    return lists
+
+
+def own_iterator(engine: Engine, micro_batches: Sequence[Any]) -> Iterator[Any] | None:
+    """This rank's share of the world's micro-batches: the g-th goes to replica g mod dp; None where none is needed."""
+    if not (engine.is_first_stage() or engine.is_last_stage()):
+        return None
+    return iter(micro_batches[engine.grid.get_data_parallel_rank() :: engine.grid.get_data_parallel_world_size()])
+
+
+def copies(module: PipelineModule) -> dict[str, Tensor]:
+    """This rank's trained parameters by their names in the whole model."""
+    return {info.name: info.parameter.detach().cpu().clone() for info in module.parameter_infos()}
+
+
+OPTIMIZERS = {"SGD": {"lr": 0.1, "momentum": 0.5}, "AdamW": {"lr": 2e-4, "eps": 1e-6, "weight_decay": 0.1}}
+
+
+def make_optimizer(name: str, **changes: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """The reference's optimizer."""
+    return lambda parameters: getattr(torch.optim, name)(parameters, **{**OPTIMIZERS[name], **changes})
+
+
+def make_engine(
+    items: Sequence[Item],
+    loss_fn: LossFn | None = toy.cross_entropy,
+    *,
+    optimizer: str = "SGD",
+    optimizer_changes: Mapping[str, Any] | None = None,
+    accumulation: int = 1,
+    clipping: float = 0.0,
+    pipeline: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> Engine:
+    """An engine for these layers. pipeline: that section of the configuration; config: its other keys."""
+    whole = {
+        "train_micro_batch_size_per_gpu": toy.SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": optimizer, "params": {**OPTIMIZERS[optimizer], **(optimizer_changes or {})}},
+        "zero_optimization": {"reduce_bucket_size": 1500},  # several buckets to a chunk
+        "steps_per_print": None,
+        "pipeline": {"stages": 1, **(pipeline or {})},
+        **config,
+    }
+    module = PipelineModule(specs(items), loss_fn=loss_fn, seed_layers=True, base_seed=BASE_SEED, config=whole)
+    engine, *_ = parallel3d.initialize(model=module, config=whole)
+    return engine
+
+
+def run_steps(engine: Engine, iterator: Iterator[Any] | None, steps: int) -> Run:
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(engine.train_batch(iterator).item())
+        norms.append(engine.get_global_grad_norm().item())
+    return losses, norms, copies(engine.module)
+
+
+def train(layout: Layout) -> Run:
+    """On one rank: the losses, gradient norms and final weights of STEPS steps."""
+    schedule: Any = layout.schedule
+    if schedule == "written":
+        schedule = written_schedule(layout.pp, layout.accumulation, layout.chunks, layout.placement)
+    engine = make_engine(
+        toy.model(layout.tied),
+        optimizer=layout.optimizer,
+        accumulation=layout.accumulation,
+        clipping=CLIPPING if layout.clipping else 0.0,
+        pipeline={
+            "stages": layout.pp,
+            "schedule": schedule,
+            "num_chunks": layout.chunks,
+            "placement": layout.placement,
+            "activation_checkpoint_interval": layout.checkpointing,
+            "shapes": layout.shapes,
+        },
+    )
+    total = STEPS * layout.accumulation * layout.dp
+    return run_steps(engine, own_iterator(engine, [toy.micro_batch(g, layout.data) for g in range(total)]), STEPS)
+
+
+def run_reference(reference: Reference, micro_batches: Sequence[Any], per_step: int) -> Run:
+    steps = [reference.step(micro_batches[k : k + per_step]) for k in range(0, len(micro_batches), per_step)]
+    return [loss for loss, _ in steps], [norm for _, norm in steps], reference.weights()
+
+
+@cache
+def reference_run(per_step: int, tied: bool, data: str, clipping: bool, optimizer: str) -> Run:
+    """What `train` must return for any layout of `per_step` micro-batches a step."""
+    clip = CLIPPING if clipping else 0.0
+    reference = Reference(toy.model(tied), toy.cross_entropy, make_optimizer(optimizer), clip, BASE_SEED)
+    return run_reference(reference, [toy.micro_batch(g, data) for g in range(STEPS * per_step)], per_step)
+
+
+def check_layout(layout: Layout, ranks: Sequence[Run]) -> None:
+    """`check` of what `train` returned on all ranks."""
+    wanted = reference_run(layout.dp * layout.accumulation, layout.tied, layout.data, layout.clipping, layout.optimizer)
+    assert not layout.clipping or min(wanted[1]) > CLIPPING, "clipping must have an effect to be tested"
+    check(ranks, wanted, layout.dp)
+
+
+def check(ranks: Sequence[Run], wanted: Run, dp: int, tolerance: float = 1e-5) -> None:
+    """Losses, norms and each weight tensor relative to `tolerance`, on every rank; each parameter on dp ranks or more."""
+    losses, norms, weights = wanted
+    for rank, (own_losses, own_norms, own_weights) in enumerate(ranks):
+        assert own_weights.keys() <= weights.keys()
+        assert (own_losses, own_norms) == tuple(ranks[0][:2]), f"rank {rank} reports other numbers than rank 0"
+    for what, got, right in (("losses", ranks[0][0], losses), ("norms", ranks[0][1], norms)):
+        assert len(got) == len(right)
+        close = all(abs(g - r) <= tolerance * abs(r) for g, r in zip(got, right, strict=True))
+        assert close, f"{what} are {got}, not {right}"
+    for name, right in weights.items():
+        found = [own[name] for _, _, own in ranks if name in own]
+        assert len(found) >= dp, f"{name} is on {len(found)} ranks"
+        assert all(torch.equal(copy, found[0]) for copy in found), f"the copies of {name} differ"
+        assert distance(found[0], right) <= tolerance, f"{name} is off by {distance(found[0], right):.2e}"

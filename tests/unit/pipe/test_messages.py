@@ -1,0 +1,300 @@
+"""Structures of what travels, and the protocol that tells the other end of them."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, deque, namedtuple
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from parallel3d.errors import CommunicationError
+from parallel3d.pipe.agreement import signature
+from parallel3d.pipe.messages import Messages, Structure, TensorSpec, describe
+
+# A loaded machine is no failure.
+unhurried = settings(deadline=None)
+Point = namedtuple("Point", ["x", "y"])
+CPU = torch.device("cpu")
+
+
+# Random pytrees
+
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    dtype = draw(dtypes)
+    tensor = torch.zeros(draw(st.lists(st.integers(0, 3), max_size=3)), dtype=dtype)
+    return tensor.requires_grad_(dtype.is_floating_point and draw(st.booleans()))
+
+
+values = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False)
+keys = st.text(max_size=3) | st.integers(0, 9)
+trees = st.recursive(
+    tensors() | values,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
+        | st.builds(Point, inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in containers, values and their types, and of tensors shape, dtype and requires_grad."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and _kind(a) == _kind(b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+@unhurried
+@given(trees)
+def test_a_pytree_is_rebuilt_from_its_structure_and_tensors(tree: Any):
+    structure, found = describe(tree)
+    assert all(isinstance(t, Tensor) for t in found)
+    rebuilt = structure.rebuild(found)
+    assert same(rebuilt, tree)
+    assert all(
+        a is b for a, b in zip(tree_flatten(rebuilt)[0], tree_flatten(tree)[0], strict=True) if isinstance(a, Tensor)
+    )
+    assert [_kind(t) for t in found] == [(s.shape, s.dtype, s.requires_grad) for s in structure.tensors]
+    assert structure.gradients == [s for s in structure.tensors if s.requires_grad]
+
+
+@unhurried
+@given(trees)
+def test_a_structure_survives_pickling(tree: Any):
+    structure, found = describe(tree)
+    other: Structure = pickle.loads(pickle.dumps(structure))
+    assert other == structure
+    assert same(other.rebuild(found), tree)
+
+
+@unhurried
+@given(trees, trees)
+def test_structures_and_signatures_are_equal_when_all_but_contents_is(one: Any, two: Any):
+    equal = describe(one)[0] == describe(two)[0]
+    if same(one, two):
+        assert equal
+        assert signature(one) == signature(two)
+    elif not equal:
+        assert signature(one) != signature(two)
+
+    def refill(leaf: Any) -> Any:
+        return torch.ones_like(leaf, requires_grad=leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    changed = tree_map(refill, one)
+    assert describe(changed)[0] == describe(one)[0]
+    assert signature(changed) == signature(one)
+
+
+@unhurried
+@given(trees)
+def test_a_signature_fits_a_signed_word(tree: Any):
+    assert 0 <= signature(tree) < 2**63
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.zeros(2, 4), 1),
+        (torch.zeros(2, 3, dtype=torch.float64), 1),
+        (torch.zeros(2, 3, requires_grad=True), 1),
+        (torch.zeros(2, 3), 2),
+        (torch.zeros(2, 3), None),
+        [torch.zeros(2, 3), 1],
+        Point(torch.zeros(2, 3), 1),
+        (torch.zeros(2, 3), 1, 1),
+    ],
+)
+def test_what_differs_in_more_than_contents_has_another_signature(other: Any):
+    assert signature(other) != signature((torch.zeros(2, 3), 1))
+
+
+# The protocol, between two stages in one process
+
+
+class Wire:
+    """What two ends have sent each other, in order; a transport of stage 0 or 1."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.tensors: dict[int, deque[Tensor]] = {0: deque(), 1: deque()}
+        self.headers: dict[int, deque[bytes]] = {0: deque(), 1: deque()}
+
+    def end(self, stage: int) -> End:
+        return End(self, stage)
+
+
+class End:
+    def __init__(self, wire: Wire, stage: int):
+        self.wire, self.stage = wire, stage
+
+    def send(self, tensors: Sequence[Tensor], stage: int) -> None:
+        self.wire.log.append(f"send {len(tensors)}")
+        self.wire.tensors[stage].extend(t.detach().clone() for t in tensors)
+
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Any]:
+        self.wire.log.append(f"receive {len(buffers)}")
+        return [Arrival(self.wire.tensors[self.stage], buffer) for buffer in buffers]
+
+    def send_header(self, header: Any, stage: int) -> None:
+        self.wire.log.append("header")
+        self.wire.headers[stage].append(pickle.dumps(header))
+
+    def receive_header(self, stage: int) -> Any:
+        return pickle.loads(self.wire.headers[self.stage].popleft())
+
+    def finish(self) -> None:
+        pass
+
+
+class Arrival:
+    """Tensors are taken in the order in which they are waited for: the channel's, if the ends agree."""
+
+    def __init__(self, channel: deque[Tensor], buffer: Tensor):
+        self.channel, self.buffer = channel, buffer
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        tensor = self.channel.popleft()
+        assert (tensor.shape, tensor.dtype) == (self.buffer.shape, self.buffer.dtype)
+        self.buffer.copy_(tensor)
+
+
+def ends(dynamic: bool = False) -> tuple[Wire, Messages, Messages]:
+    wire = Wire()
+    return wire, Messages(wire.end(0), CPU, dynamic), Messages(wire.end(1), CPU, dynamic)
+
+
+def send(messages: Messages, key: tuple[int, int, bool], value: Any) -> None:
+    structure, found = describe(value)
+    messages.send_activation(key, structure, found, 1)
+
+
+def take(messages: Messages, key: tuple[int, int, bool], receipt: Any) -> Any:
+    structure, found = messages.input_of(key, receipt, 0)
+    return structure.rebuild(found)
+
+
+def test_a_header_goes_ahead_of_the_first_message_of_a_signature_alone():
+    wire, sender, receiver = ends()
+    for key, size in [((0, 7, True), 2), ((0, 7, True), 2), ((0, 8, True), 3), ((0, 7, True), 2), ((0, 7, False), 2)]:
+        wire.log.clear()
+        first = key in {(0, 8, True), (0, 7, False)} or not sender.known_structure(key)
+        send(sender, key, (torch.full((size,), 5.0), "text"))
+        assert wire.log == (["header", "send 1"] if first else ["send 1"])
+        got = take(receiver, key, receiver.receive_activation(key, 0))
+        assert torch.equal(got[0], torch.full((size,), 5.0))
+        assert got[1] == "text"
+    receiver.finish()
+
+
+def test_a_known_message_is_posted_at_once_and_an_unknown_one_when_waited_for():
+    wire, sender, receiver = ends()
+    key, other = (0, 7, True), (0, 8, True)
+    send(sender, key, torch.ones(2))
+    take(receiver, key, receiver.receive_activation(key, 0))
+    wire.log.clear()
+    one = receiver.receive_activation(key, 0)
+    two = receiver.receive_activation(other, 0)
+    three = receiver.receive_activation(key, 0)
+    assert wire.log == ["receive 1"], "the third waits behind the second, whose size isn't known"
+    for number, k in enumerate((key, other, key)):
+        send(sender, k, torch.full((2 + (k == other),), float(number)))
+    wire.log.clear()
+    assert take(receiver, key, one).tolist() == [0, 0]
+    assert wire.log == []
+    assert take(receiver, other, two).tolist() == [1, 1, 1]
+    assert wire.log == ["receive 1", "receive 1"]
+    assert take(receiver, key, three).tolist() == [2, 2]
+
+
+def test_messages_waited_for_out_of_order_are_posted_in_order():
+    wire, sender, receiver = ends()
+    keys_ = [(0, k, True) for k in range(3)]
+    receipts = [receiver.receive_activation(key, 0) for key in keys_]
+    for k, key in enumerate(keys_):
+        send(sender, key, torch.full((k + 1,), float(k)))
+    # On a real channel the buffers fill in posting order; here waiting empties the channel, so wait in order of sending.
+    wire.log.clear()
+    receiver.wait(receipts[0], 0)
+    assert wire.log == ["receive 1"]
+    assert receiver.known_structure(keys_[1]) is None
+    receiver.wait(receipts[1], 0)
+    receiver.wait(receipts[2], 0)
+    assert [r.tensors[0].tolist() for r in receipts] == [[0], [1, 1], [2, 2, 2]]
+
+
+def test_with_dynamic_shapes_every_message_has_a_header():
+    wire, sender, receiver = ends(dynamic=True)
+    key = (0, 7, True)
+    for size in (2, 3, 3):
+        wire.log.clear()
+        send(sender, key, torch.ones(size))
+        assert wire.log == ["header", "send 1"]
+        assert take(receiver, key, receiver.receive_activation(key, 0)).shape == (size,)
+        assert receiver.known_structure(key) is None
+
+
+@pytest.mark.parametrize("changed", [torch.ones(3), (torch.ones(2),), torch.ones(2, dtype=torch.int64), None])
+def test_a_structure_that_changes_is_an_error_of_the_sender(changed: Any):
+    wire, sender, _ = ends()
+    key = (3, 7, True)
+    send(sender, key, torch.ones(2))
+    wire.log.clear()
+    with pytest.raises(
+        CommunicationError, match=r'chunk 3 returned .*\(2,\).* before; .*set pipeline.shapes to "dynamic"'
+    ):
+        send(sender, key, changed)
+    assert wire.log == [], "nothing is sent that the other end can't take"
+
+
+def test_a_changed_structure_is_shown_with_its_containers():
+    _, sender, _ = ends()
+    send(sender, (0, 7, True), {"a": 1})
+    with pytest.raises(CommunicationError, match=r"returned \[1\] for inputs for which it returned \{'a': 1\} before"):
+        send(sender, (0, 7, True), [1])
+
+
+def test_gradients_go_back_for_the_tensors_that_want_one():
+    wire, sender, receiver = ends()
+    structure, _ = describe((torch.ones(2, requires_grad=True), torch.ones(3), torch.ones(4, requires_grad=True)))
+    receipt = sender.receive_gradient(lambda: structure, 1)
+    assert wire.log == ["receive 2"]
+    receiver.send_gradient([torch.full((2,), 2.0), torch.full((4,), 4.0)], 0)
+    assert [g.tolist() for g in sender.wait(receipt, 1)] == [[2, 2], [4, 4, 4, 4]]
+
+
+def test_sparse_tensors_do_not_travel():
+    _, sender, _ = ends()
+    with pytest.raises(CommunicationError, match="sparse_coo tensor can't travel between stages; make it dense"):
+        send(sender, (0, 0, True), torch.eye(2).to_sparse())
+
+
+def test_a_spec_makes_its_buffer():
+    buffer = TensorSpec((2, 0), torch.bfloat16, True).empty(CPU)
+    assert (tuple(buffer.shape), buffer.dtype, buffer.requires_grad) == ((2, 0), torch.bfloat16, False)

@@ -1,0 +1,205 @@
+"""Loaders, the sampler and the micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from parallel3d.data import MicroBatchSampler, MicroBatchSource, RepeatingLoader, make_loader
+from parallel3d.errors import DataError
+from parallel3d.utils import RepeatingLoader as FromUtils
+
+# A loaded machine is no failure.
+unhurried = settings(deadline=None)
+
+
+# RepeatingLoader
+
+
+class Epochs:
+    """A loader whose epochs differ."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.epoch += 1
+        return iter([f"{self.epoch}{name}" for name in "abc"])
+
+
+def test_a_repeating_loader_starts_its_loader_anew():
+    assert list(islice(RepeatingLoader(Epochs()), 7)) == ["1a", "1b", "1c", "2a", "2b", "2c", "3a"]
+    assert FromUtils is RepeatingLoader
+
+
+def test_a_repeating_loader_goes_on_where_it_was():
+    loader = RepeatingLoader([1, 2, 3])
+    assert iter(loader) is loader
+    assert list(islice(loader, 2)) == [1, 2]
+    assert list(islice(loader, 2)) == [3, 1]
+
+
+def test_a_repeating_loader_of_nothing_says_so():
+    with pytest.raises(DataError, match="yields nothing"):
+        next(RepeatingLoader([]))
+    once = RepeatingLoader(iter([1]))  # an iterator has one epoch only
+    assert next(once) == 1
+    with pytest.raises(DataError, match="yields nothing"):
+        next(once)
+
+
+# MicroBatchSampler
+
+
+sizes = {
+    "num_samples": st.integers(1, 60),
+    "micro_batch_size": st.integers(1, 4),
+    "seed": st.integers(0, 5),
+    "shuffle": st.booleans(),
+    "drop_last": st.booleans(),
+}
+
+
+def epochs(dp: int, per_step: int, number: int, num_samples: int, micro_batch_size: int, **options: bool | int):
+    """Of so many epochs, the global order of micro-batches, joined from the replicas."""
+    samplers = [
+        MicroBatchSampler(num_samples, micro_batch_size, r, dp, per_step // dp, **options)  # type: ignore[arg-type]
+        for r in range(dp)
+    ]
+    result = []
+    for _ in range(number):
+        replicas = [list(sampler) for sampler in samplers]
+        assert [len(own) for own in replicas] == [len(sampler) for sampler in samplers]
+        result.append([micro_batch for together in zip(*replicas, strict=True) for micro_batch in together])
+    return result
+
+
+@unhurried
+@given(**sizes)
+def test_the_order_is_the_same_for_every_number_of_replicas(**options):
+    step = 12 * options["micro_batch_size"]
+    if options["drop_last"] and options["num_samples"] < step:
+        with pytest.raises(
+            DataError, match=f"can't fill one step of 1 replicas x 12 micro-batches x .* = {step} samples"
+        ):
+            epochs(1, 12, 1, **options)
+        return
+    [one, *others] = [epochs(dp, 12, 3, **options) for dp in (1, 2, 3, 4, 6, 12)]
+    assert all(other == one for other in others)
+
+
+@unhurried
+@given(**sizes, dp=st.integers(1, 4), accumulation=st.integers(1, 3))
+def test_an_epoch_holds_every_sample_once_and_whole_steps(dp: int, accumulation: int, **options):
+    n, step = options["num_samples"], dp * accumulation * options["micro_batch_size"]
+    if options["drop_last"] and n < step:
+        return
+    for epoch in epochs(dp, dp * accumulation, 2, **options):
+        samples = [k for micro_batch in epoch for k in micro_batch]
+        assert len(epoch) % (dp * accumulation) == 0
+        assert all(len(micro_batch) == options["micro_batch_size"] for micro_batch in epoch)
+        if options["drop_last"]:
+            assert len(samples) == n - n % step
+            assert len(set(samples)) == len(samples)
+        else:
+            assert len(samples) - n < step
+            assert sorted(samples[:n]) == list(range(n))
+            assert samples[n:] == [samples[j % n] for j in range(n, len(samples))]
+        if not options["shuffle"]:
+            assert samples == [j % n for j in range(len(samples))]
+
+
+def test_the_seed_and_the_epoch_make_the_order():
+    def order(seed: int) -> list[list[int]]:
+        return [[k for [k] in epoch] for epoch in epochs(1, 1, 3, 40, 1, seed=seed)]
+
+    first, second, third = order(1)
+    assert order(1) == [first, second, third]
+    assert first != second != third != first
+    assert order(2)[0] != first
+
+
+def test_shuffling_leaves_torchs_own_generator_alone():
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    list(MicroBatchSampler(10, 2, 0, 1))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+# make_loader
+
+
+def test_a_loader_collates_the_samples_of_its_sampler():
+    data = TensorDataset(torch.arange(8.0), torch.arange(8))
+    loader = make_loader(data, 2, 1, 2, 1, seed=3, drop_last=False, collate_fn=None, pin_memory=False)
+    assert isinstance(loader, DataLoader)
+    assert len(loader) == 2
+    sampler = MicroBatchSampler(8, 2, 1, 2, seed=3)
+    for _ in range(2):  # epochs
+        assert [labels.tolist() for _, labels in loader] == list(sampler)
+    own = make_loader(data, 2, 1, 2, 1, 3, False, lambda samples: [int(label) for _, label in samples], False)
+    assert list(own) == list(MicroBatchSampler(8, 2, 1, 2, seed=3))
+
+
+def test_data_without_a_length_are_refused():
+    class Endless(IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    with pytest.raises(DataError, match="Endless has no length; pass your own iterator"):
+        make_loader(Endless(), 1, 0, 1, 1, 0, False, None, False)
+
+
+# MicroBatchSource
+
+
+def test_a_source_takes_what_is_there():
+    source, iterator = MicroBatchSource(), iter(range(5))
+    assert source.take(iterator, 3) == [0, 1, 2]
+    assert source.take(iterator, 3) == [3, 4]
+    assert source.take(iterator, 3) == []
+
+
+def test_what_is_given_back_comes_first_and_goes_to_its_own_iterator():
+    source, one, two = MicroBatchSource(), iter(range(9)), iter("abcdef")
+    source.give_back(one, source.take(one, 4)[2:])
+    source.give_back(two, source.take(two, 2)[1:])
+    assert source.take(two, 3) == ["b", "c", "d"]
+    assert source.take(one, 1) == [2]  # fewer than there are left over
+    assert source.take(one, 4) == [3, 4, 5, 6]
+
+
+def test_an_iterator_that_raises_loses_nothing():
+    def failing() -> Iterator[int]:
+        yield from (1, 2)
+        raise OSError("gone")
+
+    source, iterator = MicroBatchSource(), failing()
+    with pytest.raises(OSError, match="gone"):
+        source.take(iterator, 3)
+    assert source.take(iterator, 3) == [1, 2]
+
+
+def test_what_is_no_iterator_is_refused():
+    with pytest.raises(DataError, match=r"data_iter is a list, .* iter\(loader\), or RepeatingLoader"):
+        MicroBatchSource().take([1, 2], 1)
+
+
+@unhurried
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6))), st.integers(0, 30))
+def test_every_micro_batch_is_used_once_and_in_order(rounds: list[tuple[int, int]], total: int):
+    """rounds: how many are asked for, and how many of them other ranks have too."""
+    source, iterator = MicroBatchSource(), iter(range(total))
+    used: list[int] = []
+    for most, others in rounds:
+        taken = source.take(iterator, most)
+        assert len(taken) == min(most, total - len(used))
+        used += taken[:others]
+        source.give_back(iterator, taken[others:])
+    assert used == list(range(len(used)))

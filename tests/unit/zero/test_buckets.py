@@ -1,0 +1,82 @@
+"""Where gradients lie in flat buckets."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.buckets import ALIGNMENT, cut_buckets, make_buckets
+
+# A loaded machine is no failure.
+unhurried = settings(deadline=None)
+# Below this many elements a bucket is never cut for the sake of overlap alone.
+SMALLEST = 1 << 20
+sizes = st.lists(st.one_of(st.integers(0, 100), st.integers(0, 10**6), st.integers(0, 10**9)), max_size=40)
+bucket_sizes = st.one_of(st.integers(1, 2000), st.integers(1, 10**9))
+
+
+@unhurried
+@given(sizes, bucket_sizes)
+@example([], 1)
+@example([33, 33], 65)
+@example([0, 0, 1], 1)
+def test_every_parameter_is_in_one_bucket_aligned_and_apart(sizes: list[int], bucket_size: int):
+    layouts = cut_buckets(sizes, bucket_size)
+    held = [layout.first + k for layout in layouts for k in range(len(layout.offsets))]
+    assert held == list(range(len(sizes)))
+    for layout in layouts:
+        own = sizes[layout.first : layout.first + len(layout.offsets)]
+        assert layout.offsets[0] == 0
+        assert all(offset % ALIGNMENT == 0 for offset in (*layout.offsets, layout.numel))
+        ends = [offset + size for offset, size in zip(layout.offsets, own, strict=True)]
+        following = (*layout.offsets[1:], layout.numel)
+        assert all(end <= offset < end + ALIGNMENT for end, offset in zip(ends, following, strict=True))
+
+
+@unhurried
+@given(sizes, bucket_sizes)
+def test_buckets_keep_to_their_limit_and_are_no_smaller_than_need_be(sizes: list[int], bucket_size: int):
+    limit = min(bucket_size, max(SMALLEST, -(-sum(sizes) // 16)))
+    layouts = cut_buckets(sizes, bucket_size)
+    for layout in layouts:
+        last = layout.first + len(layout.offsets) - 1
+        assert len(layout.offsets) == 1 or layout.offsets[-1] + sizes[last] <= limit
+    for layout, following in pairwise(layouts):
+        assert layout.numel + sizes[following.first] > limit, "the next parameter would have fitted"
+
+
+@unhurried
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), max_size=3), st.sampled_from([torch.float32, torch.float64]), st.booleans()
+        ),
+        max_size=20,
+    ),
+    st.integers(1, 300),
+)
+def test_views_are_the_parameters_gradients_and_a_bucket_has_one_dtype(specs: list, bucket_size: int):
+    infos = []
+    for k, (shape, dtype, turned) in enumerate(specs):
+        zeros = torch.zeros(shape, dtype=dtype)
+        parameter = nn.Parameter(zeros.mT if turned and zeros.dim() > 1 else zeros)
+        infos.append(ParameterInfo(f"layers.{k}", parameter, (0,)))
+    buckets = make_buckets(infos, bucket_size)
+    held = [info.name for bucket in buckets for info in bucket.infos]
+    assert sorted(held) == sorted(info.name for info in infos)
+    for dtype in (torch.float32, torch.float64):  # in the order given, a dtype at a time
+        names = [info.name for bucket in buckets for info in bucket.infos if info.parameter.dtype is dtype]
+        assert names == [info.name for info in infos if info.parameter.dtype is dtype]
+    for number, bucket in enumerate(buckets, 1):
+        assert not bucket.flat.any()
+        for info, view in zip(bucket.infos, bucket.views, strict=True):
+            assert (view.shape, view.dtype) == (info.parameter.shape, info.parameter.dtype)
+            view.add_(number)
+        # Each element was written once: no views overlap; what is left is padding.
+        assert ((bucket.flat == number) | (bucket.flat == 0)).all()
+        assert int((bucket.flat == number).sum()) == sum(info.parameter.numel() for info in bucket.infos)
