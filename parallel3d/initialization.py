@@ -17,14 +17,16 @@ from parallel3d.errors import ConfigError
 from parallel3d.optim import build_optimizer
 from parallel3d.pipe.module import PipelineModule
 
-OptimizerArgument = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+# Parameters, or groups of them: mappings {"params": [...], "lr": ...} as torch's optimizers take them.
+Parameters = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+OptimizerArgument = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: OptimizerArgument | None = None,
-    model_parameters: Iterable[nn.Parameter] | None = None,
+    model_parameters: Parameters | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -34,9 +36,9 @@ def initialize(
     """(engine, optimizer, dataloader, lr_scheduler) for a PipelineModule.
 
     config (or config_params, or args.deepspeed_config): a path or mapping with DeepSpeed's keys. optimizer: made from the
-    configuration when None, an optimizer, or a callable of the parameters. model_parameters: those to train, all that
-    require a gradient by default. training_data: a dataset of (inputs, labels), for which a loader is made.
-    lr_scheduler: stepped after each batch, or a callable of the optimizer.
+    configuration when None, an optimizer, or a callable of the parameters. model_parameters: those to train, or
+    groups of them, all that require a gradient by default. training_data: a dataset of (inputs, labels), for which a
+    loader is made. lr_scheduler: stepped after each batch, or a callable of the optimizer.
     Raises ConfigError. Collective: every rank calls it at the same place.
     """
     if not isinstance(model, PipelineModule):
@@ -58,8 +60,8 @@ def initialize(
         data=max(1, topology.get_dim("data")),
         model=max(1, topology.get_dim("model")),
     )
-    parameters = list(model_parameters if model_parameters is not None else model.parameters())
-    built = _make_optimizer(optimizer, [p for p in parameters if p.requires_grad], settings)
+    parameters = _trainable(model_parameters if model_parameters is not None else model.parameters())
+    built = _make_optimizer(optimizer, parameters, settings)
     scheduler = lr_scheduler(built) if callable(lr_scheduler) else lr_scheduler
     loader = _make_loader(model, training_data, sizes, settings, collate_fn)
     iterator = RepeatingLoader(loader) if loader is not None else None
@@ -69,6 +71,10 @@ def initialize(
 
 def _check_module(model: PipelineModule, config: Config) -> None:
     """The module was built before this configuration was read: what both say must agree."""
+    topology = model.topology()
+    others = {a: topology.get_dim(a) for a in topology.get_axis_names() if a not in ("pipe", "data")}
+    if any(dim > 1 for dim in others.values()):
+        raise ConfigError(f"the topology has axes {others} besides pipe and data: not yet supported; give them 1 rank")
     pairs = {
         "stages": (config.pipeline.stages, model.num_stages),
         "num_chunks": (config.pipeline.num_chunks, model.num_chunks),
@@ -93,13 +99,26 @@ def _check_module(model: PipelineModule, config: Config) -> None:
         )
 
 
+def _trainable(parameters: Parameters) -> list[Any]:
+    """These parameters, or these groups, without what needs no gradient."""
+    kept: list[Any] = []
+    for item in parameters:
+        if isinstance(item, Mapping):
+            members = item["params"]
+            kept.append({**item, "params": _trainable([members] if isinstance(members, nn.Parameter) else members)})
+        elif item.requires_grad:
+            kept.append(item)
+    return kept
+
+
 def _make_optimizer(
-    optimizer: OptimizerArgument | None, parameters: list[nn.Parameter], config: Config
+    optimizer: OptimizerArgument | None, parameters: list[Any], config: Config
 ) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if optimizer is not None:
-        return optimizer(parameters)
+        # Of an empty list torch's optimizers want to know nothing; of an empty group they do.
+        return optimizer(parameters or [{"params": []}])
     if config.optimizer is None:
         raise ConfigError("no optimizer: set optimizer.type in the configuration, or pass one to initialize")
     return build_optimizer(config.optimizer.type, parameters, config.optimizer.params)

@@ -18,7 +18,8 @@ from pydantic import (
 
 from parallel3d.errors import nearest
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-looped")
+_QUOTED_SCHEDULES = ", ".join(f'"{name}"' for name in SCHEDULES)
 
 
 class ReadOnlyMapping(Mapping[str, Any]):
@@ -75,8 +76,9 @@ def _read_schedule(value: object) -> object:
     elif isinstance(value, str) and value in SCHEDULES:
         return value
     hint = nearest(value.lower(), SCHEDULES) if isinstance(value, str) else ""
-    names = ", ".join(f'"{name}"' for name in SCHEDULES)
-    raise ValueError(f'give {names} or, for each stage, its list of instructions such as ["F0@0", "B0@0"].{hint}')
+    raise ValueError(
+        f'give {_QUOTED_SCHEDULES} or, for each stage, its list of instructions such as ["F0@0", "B0@0"].{hint}'
+    )
 
 
 def _read_partition(value: object) -> object:
@@ -243,29 +245,45 @@ class PipelineConfig(Section):
     unset_by_auto = frozenset({"stages"})
 
     stages: Positive | None = Field(None, description="a whole number of stages >= 1")
-    schedule: Schedule = Field("1f1b", description='"1f1b", "gpipe", "interleaved" or lists of instructions')
+    schedule: Schedule = Field("1f1b", description=f"{_QUOTED_SCHEDULES} or lists of instructions")
     num_chunks: Positive | None = Field(None, description="a whole number of chunks a stage >= 1")
     placement: Literal["loop", "v"] | None = Field(None, description='"loop" or "v"')
     partition: Partition = Field(None, description='a method such as "parameters", bounds or weights')
     activation_checkpoint_interval: NonNegative | None = Field(
         None, description="a whole number of layers >= 0, where 0 recomputes nothing"
     )
+    max_in_flight: float | None = Field(
+        None, gt=0, description='a number > 0, the activations that "zb-looped" may hold as a multiple of "1f1b"\'s'
+    )
     shapes: Literal["static", "dynamic"] = Field("static", description='"static" or "dynamic"')
     seed_layers: bool | None = Field(None, description="true or false")
 
     @model_validator(mode="after")
     def _consistent(self) -> PipelineConfig:
-        if self.schedule == "1f1b" and self.num_chunks not in (None, 1):
+        others = {"1f1b": '"interleaved" or "gpipe"', "zb-h1": '"zb-looped"'}
+        if self.schedule in others and self.num_chunks not in (None, 1):
             raise ValueError(
-                f'schedule "1f1b" runs 1 chunk a stage, but num_chunks is {self.num_chunks}; set schedule to '
-                '"interleaved" or "gpipe", or num_chunks to 1'
+                f'schedule "{self.schedule}" runs 1 chunk a stage, but num_chunks is {self.num_chunks}; set schedule to '
+                f"{others[self.schedule]}, or num_chunks to 1"
             )
-        if self.schedule == "interleaved" and self.placement == "v":
-            raise ValueError('schedule "interleaved" needs placement "loop"; set that, or schedule to "gpipe"')
+        others = {"interleaved": '"gpipe"', "zb-looped": '"zbv"'}
+        if self.schedule in others and self.placement == "v":
+            raise ValueError(
+                f'schedule "{self.schedule}" needs placement "loop"; set that, or schedule to {others[self.schedule]}'
+            )
+        if self.schedule == "zbv" and (self.num_chunks not in (None, 2) or self.placement not in (None, "v")):
+            raise ValueError(
+                f'schedule "zbv" needs num_chunks 2 and placement "v", but num_chunks is {self.num_chunks} and placement '
+                f'is {self.placement!r}; set both, or schedule to "zb-looped"'
+            )
         if self.placement == "v" and self.num_chunks not in (None, 2):
             raise ValueError(
                 f'placement "v" puts 2 chunks on each stage, but num_chunks is {self.num_chunks}; set num_chunks to 2, '
                 'or placement to "loop"'
+            )
+        if self.max_in_flight is not None and self.schedule != "zb-looped":
+            raise ValueError(
+                'max_in_flight bounds schedule "zb-looped"; set schedule to that, or leave max_in_flight out'
             )
         if isinstance(self.schedule, tuple) and self.stages not in (None, len(self.schedule)):
             raise ValueError(

@@ -29,10 +29,13 @@ def _adamw(parameters: Any, *, weight_decay: float = 0.0, **params: Any) -> torc
 _BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {"adam": _adam, "adamw": _adamw, "sgd": torch.optim.SGD}
 
 
-def build_optimizer(name: str, parameters: Iterable[nn.Parameter], params: Mapping[str, Any]) -> torch.optim.Optimizer:
+def build_optimizer(
+    name: str, parameters: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]], params: Mapping[str, Any]
+) -> torch.optim.Optimizer:
     """The optimizer that a configuration names ("Adam", "AdamW", "SGD", in any case) with its params.
 
-    A rank without parameters gets an optimizer of nothing. Raises ConfigError for unknown names and params.
+    parameters: or groups of them, as torch's optimizers take them; a rank without any gets an optimizer of nothing.
+    Raises ConfigError for unknown names and params.
     """
     make = _BY_NAME.get(name.lower())
     if make is None:
@@ -41,6 +44,6 @@ def build_optimizer(name: str, parameters: Iterable[nn.Parameter], params: Mappi
             + nearest(name.lower(), _BY_NAME)
         )
     try:
-        return make([{"params": list(parameters)}], **params)
+        return make(list(parameters) or [{"params": []}], **params)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params of {name} don't fit it: {error}") from None

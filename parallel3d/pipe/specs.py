@@ -44,10 +44,11 @@ class LayerSpec:
         return self.typename(*self.module_args, **self.module_kwargs, **extra)
 
     def _wants_context(self) -> bool:
-        """Whether the constructor has a `context` that this spec's own arguments don't fill."""
+        """Whether the constructor has a `context` that neither this spec's own arguments fill nor a default of its own."""
         signature = inspect.signature(self.typename)
-        if "context" not in signature.parameters:
-            return False
+        declared = signature.parameters.get("context")
+        if declared is None or declared.default not in (inspect.Parameter.empty, None):
+            return False  # with another default, as in context=1024, it is the layer's own affair
         try:
             return "context" not in signature.bind_partial(*self.module_args, **self.module_kwargs).arguments
         except TypeError:

@@ -6,16 +6,7 @@ from collections.abc import Callable, Sequence
 
 from parallel3d.errors import ScheduleError, nearest
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, loop_placement, v_placement
-
-
-def _check(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> None:
-    for name, value in (
-        ("num_stages", num_stages),
-        ("num_micro_batches", num_micro_batches),
-        ("num_chunks", num_chunks),
-    ):
-        if value < 1:
-            raise ScheduleError(f"{name} is {value}; a schedule needs at least 1")
+from parallel3d.schedule.zero_bubble import check_sizes, looped_zero_bubble, zb_h1, zbv
 
 
 def _forward(chunk: int, micro_batches: Sequence[int]) -> list[Instruction]:
@@ -49,7 +40,7 @@ def gpipe(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placemen
 
     Every rank holds the activations of all its forwards: num_chunks * num_micro_batches.
     """
-    _check(num_stages, num_micro_batches, num_chunks)
+    check_sizes(num_stages, num_micro_batches, num_chunks)
     where = placement_of(placement, num_stages, num_chunks)
     order = range(num_micro_batches)
     lists = []
@@ -71,7 +62,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Program:
 
     Rank r holds min(m, p - r) activations at most; the makespan is 3(m + p - 1) for forward = 1, backward = 2.
     """
-    _check(num_stages, num_micro_batches)
+    check_sizes(num_stages, num_micro_batches)
     order = range(num_micro_batches)
     lists = tuple(
         _alternate(_forward(rank, order), _backward(rank, order), min(num_stages - rank - 1, num_micro_batches))
@@ -87,7 +78,7 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Pro
     micro-batches past m are dropped, which keeps it valid. With p > 1 and v > 1 rank r holds at most
     min(m * v, (v - 1) * p + 2 * (p - r - 1) + 1) activations of a chunk.
     """
-    _check(num_stages, num_micro_batches, num_chunks)
+    check_sizes(num_stages, num_micro_batches, num_chunks)
     if num_chunks == 1:
         return one_f_one_b(num_stages, num_micro_batches)
     padded = -(-num_micro_batches // num_stages) * num_stages
@@ -105,7 +96,7 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Pro
 
 def inference(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placement: str = "loop") -> Program:
     """Forwards alone, in groups of p micro-batches, chunk by chunk within a group; holds no activation."""
-    _check(num_stages, num_micro_batches, num_chunks)
+    check_sizes(num_stages, num_micro_batches, num_chunks)
     where = placement_of(placement, num_stages, num_chunks)
     order = range(num_micro_batches)
     groups = [order[start : start + num_stages] for start in range(0, num_micro_batches, num_stages)]
@@ -142,25 +133,68 @@ def _one_f_one_b(num_stages: int, num_micro_batches: int, num_chunks: int, place
 
 
 def _interleaved(num_stages: int, num_micro_batches: int, num_chunks: int, placement: str) -> Program:
-    if placement != "loop":
-        raise ScheduleError(f"schedule 'interleaved' needs placement 'loop', not {placement!r}")
+    _needs_loop("interleaved", placement)
     return interleaved(num_stages, num_micro_batches, num_chunks)
 
 
-BUILDERS: dict[str, Callable[[int, int, int, str], Program]] = {
+def _needs_loop(schedule: str, placement: str) -> None:
+    if placement != "loop":
+        raise ScheduleError(f"schedule {schedule!r} needs placement 'loop', not {placement!r}")
+
+
+def _zb_h1(num_stages: int, num_micro_batches: int, num_chunks: int, placement: str) -> Program:
+    if num_chunks != 1:
+        raise ScheduleError(
+            f"schedule 'zb-h1' runs 1 chunk a stage, not {num_chunks}; use 'zb-looped', or set num_chunks to 1"
+        )
+    return zb_h1(num_stages, num_micro_batches)
+
+
+def _zbv(num_stages: int, num_micro_batches: int, num_chunks: int, placement: str) -> Program:
+    if (num_chunks, placement) != (2, "v"):
+        raise ScheduleError(
+            f"schedule 'zbv' needs num_chunks 2 and placement 'v', not num_chunks {num_chunks} and placement "
+            f"{placement!r}; set both, or use 'zb-looped'"
+        )
+    return zbv(num_stages, num_micro_batches)
+
+
+def _looped_zero_bubble(
+    num_stages: int, num_micro_batches: int, num_chunks: int, placement: str, max_in_flight: float | None = None
+) -> Program:
+    _needs_loop("zb-looped", placement)
+    return looped_zero_bubble(num_stages, num_micro_batches, num_chunks, max_in_flight)
+
+
+BUILDERS: dict[str, Callable[..., Program]] = {
     "1f1b": _one_f_one_b,
     "gpipe": gpipe,
     "interleaved": _interleaved,
+    "zb-h1": _zb_h1,
+    "zbv": _zbv,
+    "zb-looped": _looped_zero_bubble,
 }
 
 
 def build(
-    schedule: str | Sequence[Sequence[str]], num_stages: int, num_micro_batches: int, num_chunks: int, placement: str
+    schedule: str | Sequence[Sequence[str]],
+    num_stages: int,
+    num_micro_batches: int,
+    num_chunks: int,
+    placement: str,
+    max_in_flight: float | None = None,
 ) -> Program:
-    """The program of a schedule's name, or of a user's lists, for this number of micro-batches. Raises ScheduleError."""
+    """The program of a schedule's name, or of a user's lists, for this number of micro-batches.
+
+    max_in_flight: of "zb-looped" alone, see looped_zero_bubble. Raises ScheduleError.
+    """
+    if max_in_flight is not None and schedule != "zb-looped":
+        name = repr(schedule) if isinstance(schedule, str) else "written as lists"
+        raise ScheduleError(f"max_in_flight bounds schedule 'zb-looped', but the schedule is {name}; leave it out")
     if not isinstance(schedule, str):
         return from_lists(schedule, placement_of(placement, num_stages, num_chunks)).first(num_micro_batches)
     if schedule not in BUILDERS:
         known = ", ".join(BUILDERS)
         raise ScheduleError(f"unknown schedule {schedule!r}; known: {known}." + nearest(schedule, BUILDERS))
-    return BUILDERS[schedule](num_stages, num_micro_batches, num_chunks, placement)
+    options = {} if max_in_flight is None else {"max_in_flight": max_in_flight}
+    return BUILDERS[schedule](num_stages, num_micro_batches, num_chunks, placement, **options)

@@ -29,7 +29,7 @@ from toy import HIDDEN
 
 import parallel3d
 from parallel3d.errors import ConfigError, DataError, Parallel3DError
-from parallel3d.pipe import LayerSpec, PipelineModule
+from parallel3d.pipe import LayerSpec, PipelineModule, ProcessTopology
 
 # The `pipeline` sections that most tests run under: stages alone, several chunks, and both ends on one rank.
 PIPELINES = [
@@ -480,6 +480,7 @@ class Branch(nn.Module):
             "views": (y.transpose(0, 1), y[..., ::2], y[0, 0].expand(3, HIDDEN)),
             "nothing passes": (y.detach(), torch.zeros(0, 5)),
             "times": (y * state[1], state[1] + 1) if not isinstance(state, Tensor) else None,
+            "a parameter": (y, self.inner.weight),
         }[self.how]
 
 
@@ -515,6 +516,8 @@ class Join(nn.Module):
                 )
             case "views":
                 x = x.transpose(0, 1) + state[1].repeat_interleave(2, -1) + state[2].mean(0)
+            case "a parameter":
+                x = x @ state[1]
             case "nothing passes":
                 assert state[1].shape == (0, 5)
             case "times":
@@ -543,7 +546,10 @@ def branched(how: str) -> list[Item]:
 FROZEN = Item(FrozenLine, (HIDDEN, HIDDEN))
 # Eight layers each, two on a stage or chunk.
 ODD_MODELS = {
-    **{how: branched(how) for how in ["no gradient", "unused", "twice", "input", "named", "dtypes", "views"]},
+    **{
+        how: branched(how)
+        for how in ["no gradient", "unused", "twice", "input", "named", "dtypes", "views", "a parameter"]
+    },
     "nothing passes": branched("nothing passes"),
     "stages without parameters": [line(), line(), *[Item(toy.halve)] * 4, line(), line()],
     "first stage frozen": [FROZEN, FROZEN, *[line()] * 6],
@@ -666,6 +672,91 @@ def train_without_loss_fn() -> Run:
 def test_the_last_layer_may_be_the_loss(run_ranks):
     model = reference([line(), line(), line(), Item(OwnLoss)], lambda output, labels: output.squeeze())
     check(run_ranks(2, train_without_loss_fn), run_reference(model, ODD_BATCHES, 5), dp=1)
+
+
+# Parameter groups and topologies
+
+
+def decayed(parameters: Any) -> list[dict[str, Any]]:
+    """Weight decay on matrices alone, as scripts have it."""
+    parameters = list(parameters)
+    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "lr": 0.05}]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+def sgd_in_groups(parameters: Any) -> torch.optim.Optimizer:
+    return sgd(decayed(parameters))
+
+
+GROUPED = ODD_MODELS["stages without parameters"]
+
+
+def train_in_groups(how: str) -> Run:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 5,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
+        "pipeline": {"stages": 4, "partition": "uniform"},
+    }
+    module = PipelineModule(specs(GROUPED), loss_fn=squares, seed_layers=True, base_seed=BASE_SEED, config=config)
+    options: dict[str, Any] = {
+        "by configuration": {"model_parameters": decayed(module.parameters())},
+        "by callable": {"model_parameters": decayed(module.parameters()), "optimizer": sgd},
+        "in the callable": {"model_parameters": module.parameters(), "optimizer": sgd},
+        "by hand": {"optimizer": sgd_in_groups(module.parameters())},
+    }[how]
+    engine, optimizer, *_ = parallel3d.initialize(model=module, config=config, **options)
+    assert engine.optimizer is optimizer
+    return run_steps(engine, own_iterator(engine, ODD_BATCHES), 3)
+
+
+@pytest.mark.parametrize("how", ["by configuration", "by callable", "in the callable", "by hand"])
+def test_parameter_groups_work_on_stages_without_parameters_too(run_ranks, how: str):
+    optimizer = sgd if how == "in the callable" else sgd_in_groups
+    model = Reference(GROUPED, squares, optimizer, base_seed=BASE_SEED)
+    check(run_ranks(4, train_in_groups, how), run_reference(model, ODD_BATCHES, 5), dp=1)
+
+
+def train_on_topology(axes: list[str], dims: list[int]) -> Run:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
+    }
+    module = PipelineModule(
+        specs(toy.model(tied=True)),
+        topology=ProcessTopology(axes, dims),
+        loss_fn=toy.cross_entropy,
+        seed_layers=True,
+        base_seed=BASE_SEED,
+    )
+    engine, *_ = parallel3d.initialize(model=module, config=config)
+    return run_steps(engine, own_iterator(engine, STREAM[:12] if "data" in axes else STREAM[:6]), 2)
+
+
+@pytest.mark.parametrize(
+    ("axes", "dims"), [(["data", "pipe"], [2, 2]), (["pipe", "model", "data"], [2, 1, 2]), (["pipe"], [4])]
+)
+def test_a_topologys_axes_may_have_any_order(run_ranks, axes: list[str], dims: list[int]):
+    per_step = 6 if "data" in axes else 3
+    wanted = run_reference(reference(toy.model(tied=True)), STREAM[: 2 * per_step], per_step)
+    check(run_ranks(4, train_on_topology, axes, dims), wanted, dp=per_step // 3)
+
+
+def train_over_another_axis(axis: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        train_on_topology(["pipe", axis, "data"], [1, 2, 1])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("axis", ["model", "expert"])
+def test_axes_that_nothing_trains_over_are_refused(run_ranks, axis: str):
+    for message in run_ranks(2, train_over_another_axis, axis):
+        assert message.startswith(f"the topology has axes {{'{axis}': 2}} besides pipe and data")
 
 
 # Conflicts and other mistakes, at initialize

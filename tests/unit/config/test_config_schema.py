@@ -70,6 +70,9 @@ def test_every_section_is_read():
     [
         {"schedule": "interleaved", "num_chunks": 1},
         {"schedule": "gpipe", "num_chunks": 2, "placement": "v"},
+        {"schedule": "zbv", "num_chunks": 2, "placement": "v"},
+        {"schedule": "zbv"},
+        {"schedule": "zb-looped", "num_chunks": 4, "max_in_flight": 2},
         {"schedule": [["F0@0", "B0@0"], ["F0@1", "B0@1"]], "stages": 2},
         {"schedule": [["F0@0", "B0@0"], []]},
         {"partition": [0, 3, 8]},
@@ -156,7 +159,11 @@ WRONG = [
     ({"pipeline": {"stages": 0}}, "pipeline.stages is 0"),
     ({"pipeline": {"schedule": "1F1B"}}, "Did you mean '1f1b'?"),
     ({"pipeline": {"schedule": "gpip"}}, "Did you mean 'gpipe'?"),
-    ({"pipeline": {"schedule": []}}, 'pipeline.schedule is []: give "1f1b", "gpipe", "interleaved" or'),
+    (
+        {"pipeline": {"schedule": []}},
+        'pipeline.schedule is []: give "1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-lo',
+    ),
+    ({"pipeline": {"schedule": "zb-v"}}, "Did you mean 'zbv'?"),
     ({"pipeline": {"schedule": ["F0@0"]}}, "its list of instructions"),
     ({"pipeline": {"schedule": [["F0@0", 3]]}}, "its list of instructions"),
     ({"pipeline": {"num_chunks": 0}}, "pipeline.num_chunks is 0: give a whole number of chunks a stage >= 1"),
@@ -177,6 +184,21 @@ WRONG = [
         {"pipeline": {"schedule": "interleaved", "num_chunks": 2, "placement": "v"}},
         'schedule "interleaved" needs placement "loop"',
     ),
+    (
+        {"pipeline": {"schedule": "zb-h1", "num_chunks": 2}},
+        'schedule "zb-h1" runs 1 chunk a stage, but num_chunks is 2; set schedule to "zb-looped", or num_chunks to 1',
+    ),
+    (
+        {"pipeline": {"schedule": "zbv", "num_chunks": 2, "placement": "loop"}},
+        "needs num_chunks 2 and placement \"v\", but num_chunks is 2 and placement is 'loop'; set both",
+    ),
+    ({"pipeline": {"schedule": "zbv", "num_chunks": 3}}, 'needs num_chunks 2 and placement "v", but num_chunks is 3'),
+    (
+        {"pipeline": {"schedule": "zb-looped", "placement": "v"}},
+        'needs placement "loop"; set that, or schedule to "zbv"',
+    ),
+    ({"pipeline": {"schedule": "zbv", "max_in_flight": 2}}, 'max_in_flight bounds schedule "zb-looped"'),
+    ({"pipeline": {"schedule": "zb-looped", "max_in_flight": 0}}, "pipeline.max_in_flight is 0: give a number > 0"),
     ({"pipeline": {"schedule": [["F0@0"]], "stages": 2}}, "for 1 stages, but stages is 2; give one list a stage"),
     # not yet supported
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler is not yet supported"),

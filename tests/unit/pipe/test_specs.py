@@ -28,6 +28,14 @@ class Aware(nn.Module):
         self.hidden, self.context = hidden, context
 
 
+class Language(nn.Module):
+    """Its context is a number of tokens."""
+
+    def __init__(self, hidden: int, context: int = 1024):
+        super().__init__()
+        self.context = context
+
+
 class Unaware(nn.Module):
     def __init__(self, hidden: int):
         super().__init__()
@@ -67,6 +75,7 @@ def test_the_context_goes_to_classes_that_declare_it_and_have_no_value_for_it():
     assert LayerSpec(Aware, 3).build().context is None
     assert LayerSpec(Aware, 3, 128).build(CONTEXT).context == 128
     assert LayerSpec(Aware, 3, context=128).build(CONTEXT).context == 128
+    assert LayerSpec(Language, 3).build(CONTEXT).context == 1024
     assert LayerSpec(Unaware, 3).build(CONTEXT).hidden == 3
     with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
         LayerSpec(Aware, width=3).build(CONTEXT)

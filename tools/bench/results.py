@@ -1,0 +1,149 @@
+"""What is made of a run's results: whether losses agree, ratios to baselines, the table. Pure functions of the JSON.
+
+A run is {"date", "commit", "command", "hardware", "versions", "workload", "cases": [record, ...], "agreement": [...]},
+a record {"case", "framework", "layout", "dp", "zero", "schedule", "status", "wall_s"} and, by its status, "result" or "error".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+Record = Mapping[str, Any]
+OWN = "parallel3d"
+TOLERANCE = 0.02  # relative: frameworks draw other initial weights, and some report the last micro-batch's loss
+
+
+def passed(records: Iterable[Record]) -> list[Record]:
+    """Those that have a result."""
+    return [record for record in records if record["status"] == "ok"]
+
+
+def loss_of(record: Record) -> float | None:
+    """The loss of the last timed step, None where the framework doesn't say."""
+    losses = record["result"].get("loss") or [None]
+    return None if losses[-1] is None else float(losses[-1])
+
+
+def agreement(records: Iterable[Record], tolerance: float = TOLERANCE) -> list[dict[str, Any]]:
+    """For each number of replicas, which sets the data, how far the last losses lie apart, as a share of their median.
+
+    "agree" is false where that is more than the tolerance, or a loss is no finite number.
+    """
+    by_data: dict[int, dict[str, float]] = {}
+    for record in passed(records):
+        loss = loss_of(record)
+        if loss is not None:
+            by_data.setdefault(record["dp"], {})[record["case"]] = loss
+    groups = []
+    for dp, losses in sorted(by_data.items()):
+        finite = all(math.isfinite(loss) for loss in losses.values())
+        spread = (max(losses.values()) - min(losses.values())) / median(losses.values()) if finite else None
+        agree = spread is not None and spread <= tolerance
+        rounded = None if spread is None else round(spread, 5)
+        groups.append({"dp": dp, "cases": list(losses), "spread": rounded, "tolerance": tolerance, "agree": agree})
+    return groups
+
+
+def baseline_of(record: Record, records: Sequence[Record], names: Sequence[str] = ()) -> Record | None:
+    """What a record is compared with: the first of the same layout and ZeRO stage, else the first of the same layout.
+
+    names: the candidates in order; by default the peers, or our own cases where no peer ran in the layout.
+    """
+    done = [r for r in passed(records) if r["layout"] == record["layout"]]
+    peers = [r for r in done if r["framework"] != OWN]
+    if names:
+        done = [r for name in names for r in done if r["case"] == name]
+    elif peers:
+        done = peers
+    alike = [r for r in done if r["zero"] == record["zero"]]
+    return next(iter([*alike, *done]), None)
+
+
+def gains_over_1f1b(record: Record, records: Sequence[Record]) -> tuple[float, float] | None:
+    """Of our own schedules: the share of 1F1B's step that is saved, and what the simulator says of the pipeline alone.
+
+    Both are for the instruction times that this schedule had. None where 1F1B itself didn't run in the layout.
+    """
+    if record["framework"] != OWN or record["schedule"] == "1f1b" or "simulated_s" not in record["result"]:
+        return None
+    same = [r for r in passed(records) if r["framework"] == OWN and r["layout"] == record["layout"]]
+    plain = [r for r in same if r["schedule"] == "1f1b" and r["zero"] == record["zero"]]
+    if not plain:
+        return None
+    result = record["result"]
+    measured = 1 - result["step_s"] / plain[0]["result"]["step_s"]
+    return measured, 1 - result["simulated_s"] / result["simulated_1f1b_s"]
+
+
+HEADERS = (
+    "case",
+    "s/step",
+    "min-max",
+    "tokens/s",
+    "MFU",
+    "bubble: measured / simulated",
+    "saved over 1F1B: measured / simulated",
+    "peak GiB",
+    "loss",
+    "time / baseline",
+)
+
+
+def make_table(records: Sequence[Record], baselines: Sequence[str] = ()) -> list[list[str]]:
+    """Headers and a row of text for each record; columns in which no row has anything are left out.
+
+    peak GiB: of the rank that needs most, in the timed steps.
+    """
+    rows = [_row(record, records, baselines) for record in records]
+    used = [k for k in range(len(HEADERS)) if k == 0 or any(row[k] for row in rows)]
+    return [[row[k] for k in used] for row in (list(HEADERS), *rows)]
+
+
+def _row(record: Record, records: Sequence[Record], baselines: Sequence[str]) -> list[str]:
+    if record["status"] != "ok":
+        return [record["case"], record["status"], *[""] * (len(HEADERS) - 2)]
+    result, loss = record["result"], loss_of(record)
+    baseline, gains = baseline_of(record, records, baselines), gains_over_1f1b(record, records)
+    peak = max(result["peak_gib"])
+    return [
+        record["case"],
+        f"{result['step_s']:.3f}",
+        f"{result['min_s']:.3f}-{result['max_s']:.3f}",
+        f"{result['tok_s']:,}",
+        f"{result['mfu']:.1%}" if result["mfu"] else "",
+        f"{result['bubble']:.1%} / {result['simulated_bubble']:.1%}" if "bubble" in result else "",
+        "{:.1%} / {:.1%}".format(*gains) if gains else "",
+        f"{peak:.1f}" if peak else "",
+        f"{loss:.4f}" if loss is not None else "",
+        f"{result['step_s'] / baseline['result']['step_s']:.3f} of {baseline['case']}" if baseline else "",
+    ]
+
+
+def as_text(table: Sequence[Sequence[str]]) -> str:
+    """The table in columns, for a terminal."""
+    widths = [max(len(row[k]) for row in table) for k in range(len(table[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join(lines)
+
+
+def as_markdown(table: Sequence[Sequence[str]]) -> str:
+    """The table in markdown."""
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
+
+
+def describe_agreement(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each group of cases that trained on the same data."""
+    return [_sentence(group) for group in groups if len(group["cases"]) > 1 or not group["agree"]]
+
+
+def _sentence(group: Mapping[str, Any]) -> str:
+    replicas = f"{group['dp']} replica{'s' if group['dp'] > 1 else ''}"
+    where = f"Last losses on the data of {replicas}, cases {', '.join(group['cases'])}: "
+    if group["spread"] is None:
+        return where + "NOT ALL FINITE."
+    verdict = "" if group["agree"] else f", MORE THAN {group['tolerance']:.0%}"
+    return where + f"{group['spread']:.2%} apart{verdict}."

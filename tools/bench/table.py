@@ -1,0 +1,69 @@
+"""Writes a run's results as a section of a markdown page, between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+
+python tools/bench/table.py results.json                                        # prints it
+python tools/bench/table.py results.json --into docs/benchmarks.md --name zero  # replaces the section
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from results import as_markdown, describe_agreement, make_table
+
+
+def section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
+    """Heading lines that say what was run where, the table, whether losses agreed, what failed."""
+    hardware, versions, work = run["hardware"], run["versions"], run["workload"]
+    machine = f"{hardware['count']} x {hardware['name']}"
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [
+        f"{run['date'][:10]}, {machine}, commit {run['commit']}; {packages}.",
+        f'Model "{work["size"]}", {work["micro_batches"]} micro-batches of {work["micro_batch"]} a step and replica; medians '
+        f"of {work['steps']} steps after {work['warmup']}.",
+        "",
+        as_markdown(make_table(run["cases"], baselines)),
+        "",
+        *describe_agreement(run["agreement"]),
+        *(f"`{record['case']}` {record['status']}: {_reason(record)}" for record in run["cases"] if "error" in record),
+        "",
+        f"`{run['command']}`",
+    ]
+    return "\n".join(lines)
+
+
+def _reason(record: Mapping[str, Any]) -> str:
+    return next(iter(record["error"]), "without a message")
+
+
+def insert(page: str, name: str, text: str) -> str:
+    """The page with `text` between the markers of `name`. Raises ValueError without exactly one pair of them."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the page needs the lines {begin} and {end}, once and in this order; add them to it")
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}"
+
+
+def main() -> None:
+    """Print the section, or put it in its place."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="a file that run.py wrote")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="a markdown page with the markers")
+    parser.add_argument("--name", help="of the section; default: the results file's name without .json")
+    parser.add_argument("--baseline", default="", help="cases to compare with, first choice first; default: the peers")
+    args = parser.parse_args()
+    run = json.loads(args.results.read_text(encoding="utf-8"))
+    text = section(run, [name for name in args.baseline.split(",") if name])
+    if args.into is None:
+        print(text)
+        return
+    page = args.into.read_text(encoding="utf-8")
+    args.into.write_text(insert(page, args.name or args.results.stem, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
