@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel3d.comm.collectives import all_gather_object, all_reduce
+from parallel3d.comm.collectives import all_gather_integers, all_gather_object, all_reduce
 from parallel3d.comm.environment import get_local_rank
 from parallel3d.comm.groups import PipelineParallelGrid
 from parallel3d.comm.transport import DistributedTransport, Transport
 from parallel3d.config import BatchSizes, Config
 from parallel3d.data import MicroBatchSource
 from parallel3d.errors import ConfigError, DataError
+from parallel3d.monitor.report import memory_table
 from parallel3d.monitor.timers import InstructionRecorder
+from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.agreement import agree
 from parallel3d.pipe.executor import Batch, BatchResult, Executor, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
-from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.simulate import Span, Timeline
-from parallel3d.zero.reducer import GradientReducer
+from parallel3d.zero.memory import StateBytes, predict_state
+from parallel3d.zero.optimizer import ShardedOptimizer, TouchedParameters
+from parallel3d.zero.policy import make_policy
+from parallel3d.zero.reducer import GradientReducer, check_precision
 
 
 class Engine:
@@ -56,26 +62,44 @@ class Engine:
         self._grad_norm: Tensor | None = None
         self._profile_next = False
         self._profile: tuple[Program, list[Span]] | None = None
-        self._reducer = GradientReducer(
-            module.parameter_infos(),
-            config.zero_optimization.reduce_bucket_size,
-            self._groups.data,
-            module.replica_groups,
-        )
-        self._programs = Programs(module, config.pipeline.schedule, self._all_buckets())
-        messages = Messages(
-            transport or DistributedTransport(self._groups), module.device, dynamic=config.pipeline.shapes == "dynamic"
-        )
-        self._executor = Executor(module, messages, self._reducer)
+        self._set_up_zero(module.parameter_infos())
+        self._set_up_pipeline(transport or DistributedTransport(self._groups))
         # A schedule that can't run is an error now, not at the first batch.
         self._programs.get(batch_sizes.num_micro_batches, training=True)
 
-    def _all_buckets(self) -> dict[tuple[int, ...], int]:
-        """owners -> number of gradient buckets, of all ranks."""
-        merged: dict[tuple[int, ...], int] = {}
-        for buckets in all_gather_object(self._reducer.num_buckets(), self._groups.control):
-            merged.update(buckets)
-        return merged
+    def _set_up_zero(self, infos: list[ParameterInfo]) -> None:
+        """Flat buckets for the parameters, which may move there, and the optimizer on this rank's part of them."""
+        module, groups, config = self.module, self._groups, self.config
+        mine = make_policy(config, infos, module.device)
+        # One rank that runs short of memory decides for all: the program is one.
+        anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
+        self._policy = replace(mine, reduce_per_micro_batch=anywhere)
+        check_precision(infos, self._policy)
+        self._reducer = GradientReducer(infos, self._policy, groups.rank, groups.data, module.replica_groups)
+        if self._policy.weight_dtype is not None:
+            module.to(self._policy.weight_dtype)
+        self._sharded = ShardedOptimizer(
+            self.optimizer, self._reducer.all_buckets(), module.parameters(), config.zero_allow_untested_optimizer
+        )
+        names = all_gather_object([info.name for info in infos], groups.control)
+        self._touched = TouchedParameters(infos, names, groups.control)
+        module.wait_for_weights = self._sharded.wait_for_module
+
+    def _set_up_pipeline(self, transport: Transport) -> None:
+        module, config = self.module, self.config
+        num_buckets: dict[tuple[int, ...], int] = {}
+        for theirs in all_gather_object(self._reducer.num_buckets(), self._groups.control):
+            num_buckets.update(theirs)
+        partitioned = self._policy.stage > 0 and self._groups.data.size > 1
+        self._programs = Programs(
+            module, config.pipeline, num_buckets, partitioned, self._policy.reduce_per_micro_batch
+        )
+        messages = Messages(transport, module.device, dynamic=config.pipeline.shapes == "dynamic")
+        self._executor = Executor(module, messages, self._reducer, self._sharded.gather, self._policy.weight_dtype)
+        # A schedule that can't run is an error now, not at the first batch.
+        program = self._programs.get(self._batch_sizes.num_micro_batches, training=True)
+        if any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[module.stage_id]):
+            self._reducer.split_backward(module)
 
     # Training and evaluation
 
@@ -219,8 +243,7 @@ class Engine:
         def counts(owners: tuple[int, ...]) -> bool:
             return self.module.placement[owners[0]] == self.module.stage_id
 
-        first_replica = self._groups.coordinate("data") == 0
-        norm_squared = self._reducer.norm_squared(counts if first_replica else lambda _: False)
+        norm_squared = self._reducer.norm_squared(counts)
         scalars = torch.stack([self._own_loss(result, batch), norm_squared.to(self.module.device)])
         all_reduce(scalars, self._groups.world).wait()
         self._grad_norm = scalars[1].sqrt()
@@ -231,7 +254,8 @@ class Engine:
         limit = self.config.gradient_clipping
         if limit > 0 and self._grad_norm is not None:
             self._reducer.scale((limit / (self._grad_norm + 1e-6)).clamp(max=1.0))
-        self.optimizer.step()
+        self._sharded.step(self._touched.untouched(self._reducer.touched()))
+        self._sharded.gather()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
@@ -257,6 +281,21 @@ class Engine:
         everyone = all_gather_object(own, self._groups.control)
         spans = [span for rank in self._groups.pipe.ranks for span in everyone[rank]]
         return program, Timeline.of(spans, self.module.num_stages)
+
+    def memory_report(self) -> list[dict[str, tuple[int, int]]]:
+        """Model state of every rank, (predicted, measured) bytes by component; rank 0 prints it as a table.
+
+        The optimizer's state is there from the first step on, the transient buffers from the first backward on.
+        Collective over all ranks.
+        """
+        predicted = predict_state(self.module.parameter_infos(), self._policy, self._groups.data.size)
+        measured = replace(self._reducer.state_bytes(), optimizer=self._sharded.state_bytes())
+        own = {f.name: (getattr(predicted, f.name), getattr(measured, f.name)) for f in fields(StateBytes)}
+        own["steady"], own["backward"] = (predicted.steady, measured.steady), (predicted.backward, measured.backward)
+        everyone = all_gather_object(own, self._groups.control)
+        if self._groups.rank == 0:
+            print(memory_table(everyone), flush=True)
+        return everyone
 
     # What scripts ask for
 

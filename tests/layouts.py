@@ -42,13 +42,17 @@ class Layout:
     shapes: str = "static"
     clipping: bool = False
     optimizer: str = "SGD"
+    zero: str = "0"
 
     @property
     def is_valid(self) -> bool:
         """Whether this schedule runs so many chunks, so placed."""
-        most, placements = {"1f1b": (1, ("loop",)), "interleaved": (3, ("loop",))}.get(
-            self.schedule, (3, ("loop", "v"))
-        )
+        if self.schedule == "zbv":
+            return (self.chunks, self.placement) == (2, "v")
+        one = (1, ("loop",))
+        looped = (3, ("loop",))
+        limits = {"1f1b": one, "zb-h1": one, "interleaved": looped, "zb-looped": looped}
+        most, placements = limits.get(self.schedule, (3, ("loop", "v")))
         v_fits = self.placement == "loop" or self.chunks == 2
         return self.chunks <= most and self.placement in placements and v_fits
 
@@ -61,14 +65,14 @@ class Layout:
             f"{self.chunks}{self.placement}",
         ]
         words += [f"ckpt{self.checkpointing}", "tied" if self.tied else "untied", self.data, self.shapes]
-        return "-".join([*words, "clip" if self.clipping else "noclip", self.optimizer])
+        return "-".join([*words, "clip" if self.clipping else "noclip", self.optimizer, f"zero{self.zero}"])
 
 
 AXES: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 4),
     "dp": (1, 2, 3),
     "accumulation": (1, 4, 7),
-    "schedule": ("1f1b", "gpipe", "interleaved", "written"),
+    "schedule": ("1f1b", "gpipe", "interleaved", "written", "zb-h1", "zbv", "zb-looped", "split"),
     "chunks": (1, 2, 3),
     "placement": ("loop", "v"),
     "checkpointing": (0, 1, 2),
@@ -77,44 +81,67 @@ AXES: dict[str, tuple[Any, ...]] = {
     "shapes": ("static", "dynamic"),
     "clipping": (False, True),
     "optimizer": ("SGD", "AdamW"),
+    "zero": ("0", "1", "2", "2 per micro-batch"),
 }
 
 
-def all_layouts() -> list[Layout]:
-    return [layout for values in product(*AXES.values()) if (layout := Layout(*values)).is_valid]
-
-
 def issue_layouts() -> list[Layout]:
-    """The whole product of the axes that issue 2 names, with the combinations of the other three axes taken in turn."""
-    others = list(product(AXES["shapes"], AXES["clipping"], AXES["optimizer"]))
-    cases = product(*(values for axis, values in AXES.items() if axis not in ("shapes", "clipping", "optimizer")))
-    valid = [values for values in cases if Layout(*values).is_valid]
-    return [Layout(*values, *others[k * 3 % len(others)]) for k, values in enumerate(valid)]
+    """The whole product of the axes that issues 2 and 3 name, with the combinations of the other axes taken in turn."""
+    in_turn = ("shapes", "optimizer", "placement", "checkpointing")
+    others = list(product(*(AXES[axis] for axis in in_turn)))
+    named = [axis for axis in AXES if axis not in in_turn]
+    layouts = []
+    for k, values in enumerate(product(*(AXES[axis] for axis in named))):
+        fields = dict(zip(named, values, strict=True))
+        turns = (dict(zip(in_turn, others[(k + j) * 7 % len(others)], strict=True)) for j in range(len(others)))
+        layout = next((found for turn in turns if (found := Layout(**fields, **turn)).is_valid), None)
+        if layout is not None:
+            layouts.append(layout)
+    return layouts
 
 
-Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Value = tuple[str, Any]
+Pair = tuple[Value, Value]
+# The axes whose values don't all go together; the others are free.
+BOUND = ("pp", "dp", "schedule", "chunks", "placement")
 
 
-def pairs_of(layout: Layout) -> Iterator[Pair]:
-    return combinations([(f.name, getattr(layout, f.name)) for f in fields(layout)], 2)
+def pairs_of(layout: Layout) -> set[Pair]:
+    return set(combinations([(f.name, getattr(layout, f.name)) for f in fields(layout)], 2))
 
 
-def all_pairs(layouts: Sequence[Layout], candidates: int = 150) -> list[Layout]:
-    """Some of `layouts` that hold every pair of values that any of them holds: greedily, from random candidates."""
-    left = {pair for layout in layouts for pair in pairs_of(layout)}
-    shuffled = list(layouts)
-    random.Random(0).shuffle(shuffled)
+def bound_values(max_ranks: int) -> list[dict[str, Any]]:
+    """The combinations of the bound axes that make a valid layout of at most so many ranks."""
+    cores = [dict(zip(BOUND, values, strict=True)) for values in product(*(AXES[axis] for axis in BOUND))]
+    return [core for core in cores if Layout(**core).is_valid and core["pp"] * core["dp"] <= max_ranks]
+
+
+def possible_pairs(max_ranks: int = 12) -> set[Pair]:
+    """Every pair of values that some valid layout of at most so many ranks holds."""
+    pairs = set()
+    free = [(axis, value) for axis in AXES if axis not in BOUND for value in AXES[axis]]
+    for core in bound_values(max_ranks):
+        pairs |= set(product(core.items(), free)) | set(combinations(core.items(), 2))
+    pairs |= {pair for pair in combinations(free, 2) if pair[0][0] != pair[1][0]}
+    order = list(AXES)
+    return {tuple(sorted(pair, key=lambda value: order.index(value[0]))) for pair in pairs}
+
+
+def all_pairs(max_ranks: int = 12, candidates: int = 200) -> list[Layout]:
+    """Valid layouts that hold every possible pair: greedily, the best of some random candidates in each round."""
+    rng = random.Random(0)
+    cores = bound_values(max_ranks)
+    left = possible_pairs(max_ranks)
     cover = []
-    position = 0
     while left:
-        # The first candidate has a missing pair for certain, so that each round makes progress.
-        missing = min(left, key=repr)
-        first = next(layout for layout in shuffled if missing in pairs_of(layout))
-        some = [first, *shuffled[position : position + candidates]]
-        position = (position + candidates) % len(shuffled)
-        best = max(some, key=lambda layout: sum(pair in left for pair in pairs_of(layout)))
-        cover.append(best)
-        left.difference_update(pairs_of(best))
+        missing = dict(min(left, key=repr))  # held by every candidate, so that each round makes progress
+        fitting = [core for core in cores if all(core.get(axis, value) == value for axis, value in missing.items())]
+        some = []
+        for _ in range(candidates):
+            free = {axis: rng.choice(values) for axis, values in AXES.items() if axis not in BOUND}
+            some.append(Layout(**{**free, **missing, **rng.choice(fitting)}))
+        cover.append(max(some, key=lambda layout: len(pairs_of(layout) & left)))
+        left -= pairs_of(cover[-1])
     return cover
 
 
@@ -143,6 +170,16 @@ def written_schedule(pp: int, num_micro_batches: int, chunks: int, placement: st
         forwards = [f"F{m}@{c}" for c in own for m in range(num_micro_batches)]
         lists.append(forwards + [f"B{m}@{c}" for c in reversed(own) for m in range(num_micro_batches)])
     return lists
+
+
+def split_schedule(pp: int, num_micro_batches: int, chunks: int, placement: str) -> list[list[str]]:
+    """As written_schedule, with every backward split and the weight gradients at the very end, in another order."""
+    lists = written_schedule(pp, num_micro_batches, chunks, placement)
+    backwards = [[i for i in rank if i.startswith("B")] for rank in lists]
+    return [
+        [i.replace("B", "I") for i in rank] + [i.replace("B", "W") for i in reversed(own)]
+        for rank, own in zip(lists, backwards, strict=True)
+    ]
 
 
 def own_iterator(engine: Engine, micro_batches: Sequence[Any]) -> Iterator[Any] | None:
@@ -203,8 +240,9 @@ def run_steps(engine: Engine, iterator: Iterator[Any] | None, steps: int) -> Run
 def train(layout: Layout) -> Run:
     """On one rank: the losses, gradient norms and final weights of STEPS steps."""
     schedule: Any = layout.schedule
-    if schedule == "written":
-        schedule = written_schedule(layout.pp, layout.accumulation, layout.chunks, layout.placement)
+    if schedule in ("written", "split"):
+        write = written_schedule if schedule == "written" else split_schedule
+        schedule = write(layout.pp, layout.accumulation, layout.chunks, layout.placement)
     engine = make_engine(
         toy.model(layout.tied),
         optimizer=layout.optimizer,
@@ -217,6 +255,11 @@ def train(layout: Layout) -> Run:
             "placement": layout.placement,
             "activation_checkpoint_interval": layout.checkpointing,
             "shapes": layout.shapes,
+        },
+        zero_optimization={
+            "stage": int(layout.zero[0]),
+            "reduce_bucket_size": 1500,  # several buckets to a chunk
+            "reduce_per_micro_batch": layout.zero.endswith("per micro-batch"),
         },
     )
     total = STEPS * layout.accumulation * layout.dp

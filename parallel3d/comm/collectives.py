@@ -53,6 +53,33 @@ def all_reduce(tensor: Tensor, group: Group) -> Work:
     return work
 
 
+# torch 2.13 renames these two and deprecates the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
+    """Start to sum `whole` [n * group.size] over the group, each rank its part into `shard` [n], maybe a part of whole."""
+    if group.handle is None:
+        if shard.data_ptr() != whole.data_ptr():
+            shard.copy_(whole)
+        return DONE
+    work = _reduce_scatter(shard, whole, group=group.handle, async_op=True)
+    assert work is not None
+    return work
+
+
+def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
+    """Start to put every rank's `shard` [n] into `whole` [n * group.size] in group order; shard may be a part of it."""
+    if group.handle is None:
+        if shard.data_ptr() != whole.data_ptr():
+            whole.copy_(shard)
+        return DONE
+    work = _all_gather(whole, shard, group=group.handle, async_op=True)
+    assert work is not None
+    return work
+
+
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:
     """Copy `tensor` from global rank `source` to the group, in place."""
     if group.handle is not None:

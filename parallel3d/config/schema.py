@@ -152,7 +152,9 @@ class Fp16Config(Section):
     @field_validator("enabled")
     @classmethod
     def _not_yet(cls, enabled: bool) -> bool:
-        return _refuse_precision(enabled)
+        if enabled:
+            raise ValueError("not yet supported; set it to false, and bf16.enabled to true for half precision")
+        return enabled
 
 
 class Bf16Config(Section):
@@ -162,18 +164,16 @@ class Bf16Config(Section):
         {"bf16_master_weights_and_grads", "bf16_optimizer_states", "check_grad_overflow", "immediate_grad_update"}
     )
 
-    enabled: bool = Field(False, description="false")
-
-    @field_validator("enabled")
-    @classmethod
-    def _not_yet(cls, enabled: bool) -> bool:
-        return _refuse_precision(enabled)
+    enabled: bool = Field(False, description="true or false")
 
 
-def _refuse_precision(enabled: bool) -> bool:
-    if enabled:
-        raise ValueError("not yet supported; set it to false to train in the parameters' own precision")
-    return enabled
+ReducedDtype = Literal["fp32", "bf16"]
+
+
+class DataTypesConfig(Section):
+    """Dtypes that are chosen apart from the weights'."""
+
+    grad_accum_dtype: ReducedDtype | None = Field(None, description='"fp32" or "bf16"')
 
 
 class ZeroConfig(Section):
@@ -181,7 +181,6 @@ class ZeroConfig(Section):
 
     without_effect = frozenset(
         {
-            "allgather_bucket_size",
             "allgather_partitions",
             "contiguous_gradients",
             "cpu_offload",
@@ -226,16 +225,29 @@ class ZeroConfig(Section):
         }
     )
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"zenflow": ()}
+    unset_by_auto = frozenset({"reduce_per_micro_batch"})
 
-    stage: NonNegative = Field(0, description="0")
+    stage: NonNegative = Field(0, description="0, 1 or 2")
     reduce_bucket_size: Positive = Field(500_000_000, description="a whole number of elements >= 1, such as 5e8")
+
+    allgather_bucket_size: Positive = Field(500_000_000, description="a whole number of elements >= 1, such as 5e8")
+    reduce_per_micro_batch: bool | Literal["auto"] = Field("auto", description='true, false or "auto"')
 
     @field_validator("stage")
     @classmethod
     def _not_yet(cls, stage: int) -> int:
-        if stage:
-            raise ValueError("not yet supported; set stage to 0")
+        if stage > 2:
+            raise ValueError("not yet supported; set stage to 0, 1 or 2")
         return stage
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ZeroConfig:
+        if self.reduce_per_micro_batch is True and self.stage < 2:
+            raise ValueError(
+                f"reduce_per_micro_batch needs partitioned gradients, but stage is {self.stage}; set stage to 2, or "
+                'reduce_per_micro_batch to "auto"'
+            )
+        return self
 
 
 class PipelineConfig(Section):
@@ -325,7 +337,6 @@ class Config(Section):
             "vocabulary_size",
             "wall_clock_breakdown",
             "wandb",
-            "zero_allow_untested_optimizer",
             "zero_force_ds_cpu_optimizer",
         }
     )
@@ -333,11 +344,9 @@ class Config(Section):
         "amp": (),
         "autotuning": (),
         "bfloat16": (),
-        "communication_data_type": ("fp32",),
         "compression_training": (),
         "curriculum_learning": (),
         "data_efficiency": (),
-        "data_types": ({"grad_accum_dtype": "fp32"},),
         "eigenvalue": (),
         "elasticity": (),
         "expert_parallel": (),
@@ -365,6 +374,9 @@ class Config(Section):
     fp16: Fp16Config = Field(Fp16Config(), description='a mapping {"enabled": false}')
     bf16: Bf16Config = Field(Bf16Config(), description='a mapping {"enabled": false}')
     zero_optimization: ZeroConfig = Field(ZeroConfig(), description='a mapping {"stage": 0}')
+    zero_allow_untested_optimizer: bool = Field(False, description="true or false")
+    communication_data_type: ReducedDtype | None = Field(None, description='"fp32" or "bf16"')
+    data_types: DataTypesConfig = Field(DataTypesConfig(), description='a mapping {"grad_accum_dtype": "fp32"}')
     dataloader_drop_last: bool = Field(False, description="true or false")
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
 

@@ -43,7 +43,16 @@ def build_optimizer(
             f"optimizer.type {name!r} is not one of Adam, AdamW, SGD; pass your own optimizer to initialize."
             + nearest(name.lower(), _BY_NAME)
         )
+    groups = list(parameters) or [{"params": []}]
+    if _on_cuda(groups) and not {"fused", "foreach"} & set(params):
+        params = {**params, "fused": True}  # one pass over memory
     try:
-        return make(list(parameters) or [{"params": []}], **params)
+        return make(groups, **params)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params of {name} don't fit it: {error}") from None
+
+
+def _on_cuda(groups: Sequence[Any]) -> bool:
+    """Whether all parameters, or those of all groups, are CUDA tensors, and there is one."""
+    parameters = [p for group in groups for p in (group["params"] if isinstance(group, Mapping) else [group])]
+    return bool(parameters) and all(p.is_cuda for p in parameters)

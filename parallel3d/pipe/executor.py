@@ -56,12 +56,24 @@ class _InFlight:
 
 
 class Executor:
-    """Holds the activations and gradients in flight of one batch, and nothing between batches."""
+    """Holds the activations and gradients in flight of one batch, and nothing between batches.
 
-    def __init__(self, module: PipelineModule, messages: Messages, reducer: GradientReducer):
+    gather: starts to gather a chunk's weights; input_dtype: of the model's floating-point inputs, None to leave them.
+    """
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        messages: Messages,
+        reducer: GradientReducer,
+        gather: Callable[[int], None],
+        input_dtype: torch.dtype | None = None,
+    ):
         self._module = module
         self._messages = messages
         self._reducer = reducer
+        self._gather = gather
+        self._input_dtype = input_dtype
         self._last_chunk = len(module.placement) - 1
         self._run: dict[Op, Callable[[Instruction], None]] = {
             Op.LOAD_MICRO_BATCH: self._load_micro_batch,
@@ -70,12 +82,19 @@ class Executor:
             Op.RECV_ACTIVATION: self._receive_activation,
             Op.SEND_GRADIENT: self._send_gradient,
             Op.RECV_GRADIENT: self._receive_gradient,
+            Op.GATHER_PARAMS: self._gather_params,
             Op.REDUCE_REPLICAS: self._reduce_replicas,
+        }
+        self._run_backward: dict[Op, Callable[[Instruction, Sequence[Instruction]], None]] = {
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
         }
         # What an instruction waits for is no part of the time it takes.
         self._wait: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._wait_for_inputs,
             Op.BACKWARD: self._wait_for_gradients,
+            Op.BACKWARD_INPUT: self._wait_for_gradients,
         }
         self._clear()
 
@@ -104,8 +123,8 @@ class Executor:
                     if i.op in self._wait:
                         self._wait[i.op](i)
                     with record(i):
-                        if i.op is Op.BACKWARD:
-                            self._backward(i, reduces_behind(instructions, position))
+                        if i.op in self._run_backward:
+                            self._run_backward[i.op](i, reduces_behind(instructions, position))
                         else:
                             self._run[i.op](i)
                 except Exception as error:
@@ -133,9 +152,14 @@ class Executor:
     def _load_micro_batch(self, i: Instruction) -> None:
         inputs, labels = self._batch.micro_batches[i.micro_batch]
         if i.chunk == 0:
-            self._inputs[0, i.micro_batch] = tree_map(self._to_device, inputs)
+            self._inputs[0, i.micro_batch] = tree_map(self._as_input, inputs)
         if i.chunk == self._last_chunk:
             self._labels[i.micro_batch] = tree_map(self._to_device, labels)
+
+    def _as_input(self, leaf: Any) -> Any:
+        leaf = self._to_device(leaf)
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(self._input_dtype) if floating and self._input_dtype is not None else leaf
 
     def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self._module.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
@@ -208,18 +232,31 @@ class Executor:
             self._gradients[i.chunk, i.micro_batch] = self._messages.wait(receipt, self._stage(i.chunk + 1))
 
     def _backward(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
+        with self._reducer.launching(reduces):
+            self._run_autograd(i)
+
+    def _backward_input(self, i: Instruction, _: Sequence[Instruction]) -> None:
+        with self._reducer.backward_input((i.chunk, i.micro_batch)):
+            self._run_autograd(i)
+
+    def _backward_weight(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
+        self._reducer.backward_weight((i.chunk, i.micro_batch), reduces)
+
+    def _run_autograd(self, i: Instruction) -> None:
         place = (i.chunk, i.micro_batch)
         gradients = self._gradients.pop(place)
         done = self._in_flight.pop(place)
-        with self._reducer.launching(reduces):
-            if done.outputs:
-                torch.autograd.backward(done.outputs, gradients)
+        if done.outputs:
+            torch.autograd.backward(done.outputs, gradients)
         if done.entry is not None:
             self._gradients[i.chunk - 1, i.micro_batch] = done.entry.gradients()
 
     def _send_gradient(self, i: Instruction) -> None:
         gradients = self._gradients.pop((i.chunk - 1, i.micro_batch))
         self._messages.send_gradient(gradients, self._stage(i.chunk - 1))
+
+    def _gather_params(self, i: Instruction) -> None:
+        self._gather(i.chunk)
 
     def _reduce_replicas(self, i: Instruction) -> None:
         assert i.bucket is not None

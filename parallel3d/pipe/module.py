@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ from parallel3d.schedule.builders import placement_of
 from parallel3d.topology import PipeDataParallelTopology, ProcessTopology
 
 T = TypeVar("T")
+# A layer's module, None for a plain function, and what runs it.
+_Call = tuple[nn.Module | None, Callable[[Any], Any]]
 
 
 class PipelineModule(nn.Module):
@@ -64,6 +66,8 @@ class PipelineModule(nn.Module):
         config: str | Path | Mapping[str, Any] | Config | None = None,
     ):
         super().__init__()
+        # Called with a module before its weights are read; partitioned optimizers gather them in the background.
+        self.wait_for_weights: Callable[[nn.Module], None] = lambda module: None
         layers = list(layers)
         check_layers(layers)
         pipeline = load(config).pipeline
@@ -117,7 +121,7 @@ class PipelineModule(nn.Module):
             print(partition.table(names, label="stage" if self.num_chunks == 1 else "chunk"), flush=True)
         return partition
 
-    def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> Callable[[Any], Any]:
+    def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> _Call:
         """What layer k calls; its module is built, or found where a tie has built it, and registered."""
         layer, builder = layers[k], self._ties.builder[k]
         source = layers[builder]
@@ -128,10 +132,10 @@ class PipelineModule(nn.Module):
             elif isinstance(source, nn.Module):
                 self.layers[str(builder)] = source
             else:
-                return source
+                return None, source
         module = self.layers[str(builder)]
         forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
-        return partial(forward_fn, module) if forward_fn is not None else module
+        return module, partial(forward_fn, module) if forward_fn is not None else module
 
     def _share_attributes(self) -> None:
         """Make parameters tied by attribute one object where this rank holds several of their modules."""
@@ -156,6 +160,7 @@ class PipelineModule(nn.Module):
 
     def parameter_infos(self) -> list[ParameterInfo]:
         """This rank's trainable parameters, in the order of the layers, each once."""
+        self.wait_for_weights(self)
         return [info for info in self._all_infos() if info.parameter.requires_grad]
 
     def _all_infos(self) -> list[ParameterInfo]:
@@ -196,22 +201,33 @@ class PipelineModule(nn.Module):
         calls = self._calls[chunk]
         interval = self.activation_checkpoint_interval
         if not interval or not torch.is_grad_enabled():
-            return _run(calls, x)
+            return self._run(calls, x)
         for start in range(0, len(calls), interval):
-            x = checkpoint(_run, calls[start : start + interval], x)
+            x = checkpoint(self._run, calls[start : start + interval], x)
         return x
+
+    def _run(self, calls: Sequence[_Call], x: Any) -> Any:
+        for module, function in calls:
+            if module is not None:
+                self.wait_for_weights(module)
+            x = function(x)
+        return x
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's, once the weights that the last step updated are here."""
+        self.wait_for_weights(self)
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, once the weights that the last step updated are here."""
+        self.wait_for_weights(self)
+        return super().state_dict(*args, **kwargs)
 
     def forward(self, x: Any) -> Any:
         """Run this rank's layers in order: the whole model on a single stage, otherwise what the rank holds of it."""
         for chunk in self.own_chunks:
             x = self.forward_chunk(chunk, x)
         return x
-
-
-def _run(calls: Sequence[Callable[[Any], Any]], x: Any) -> Any:
-    for call in calls:
-        x = call(x)
-    return x
 
 
 def _as_configured(method: Method | None) -> Method | None:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from parallel3d.errors import ScheduleError
+from parallel3d.config import PipelineConfig
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.builders import build, inference
-from parallel3d.schedule.instructions import Instruction, Op, Program
-from parallel3d.schedule.lowering import add_gradient_reduction, add_replica_reduction, lower
+from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, add_replica_reduction, lower
 from parallel3d.schedule.validate import validate
 
 
 class Programs:
     """Training and evaluation programs of a module, cached.
 
-    num_buckets: owners -> number of gradient buckets, of the whole model (see ParameterInfo.owners).
+    pipeline: that section of the configuration; num_buckets: owners -> number of gradient buckets, of the whole model (see ParameterInfo.owners); partitioned: weights
+    are gathered before they are used; reduce_per_micro_batch: gradients are reduced in every micro-batch.
     """
 
     def __init__(
         self,
         module: PipelineModule,
-        schedule: str | Sequence[Sequence[str]],
+        pipeline: PipelineConfig,
         num_buckets: Mapping[tuple[int, ...], int],
+        partitioned: bool = False,
+        reduce_per_micro_batch: bool = False,
     ):
         self._module = module
-        self._schedule = schedule
+        self._pipeline = pipeline
+        self._partitioned = partitioned
+        self._reduce_per_micro_batch = reduce_per_micro_batch
         self._chunk_buckets = [num_buckets.get((c,), 0) for c in range(len(module.placement))]
         # The owners of each replica bucket; a program's REDUCE_REPLICAS counts along this list.
         self.replica_owners = [
@@ -42,21 +47,21 @@ class Programs:
 
     def _training(self, num_micro_batches: int) -> Program:
         m = self._module
-        program = build(self._schedule, m.num_stages, num_micro_batches, m.num_chunks, m.placement_kind)
+        program = build(
+            self._pipeline.schedule,
+            m.num_stages,
+            num_micro_batches,
+            m.num_chunks,
+            m.placement_kind,
+            self._pipeline.max_in_flight,
+        )
         validate(program)
-        _refuse_split_backward(program)
-        reduced = add_gradient_reduction(lower(program), self._chunk_buckets)
-        return add_replica_reduction(reduced, self.replica_owners)
+        reduced = add_gradient_reduction(lower(program), self._chunk_buckets, self._reduce_per_micro_batch)
+        return self._gathered(add_replica_reduction(reduced, self.replica_owners))
 
     def _evaluation(self, num_micro_batches: int) -> Program:
         m = self._module
-        return lower(inference(m.num_stages, num_micro_batches, m.num_chunks, m.placement_kind))
+        return self._gathered(lower(inference(m.num_stages, num_micro_batches, m.num_chunks, m.placement_kind)))
 
-
-def _refuse_split_backward(program: Program) -> None:
-    split = next((i for rank in program.instructions for i in rank if i.op is Op.BACKWARD_INPUT), None)
-    if split is not None:
-        whole = Instruction(Op.BACKWARD, split.chunk, split.micro_batch)
-        raise ScheduleError(
-            f"{split} splits a backward in two, which is not yet supported; write {whole}, without its W"
-        )
+    def _gathered(self, program: Program) -> Program:
+        return add_parameter_gather(program) if self._partitioned else program

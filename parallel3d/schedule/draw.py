@@ -24,6 +24,7 @@ _NAMES = {
     Op.SEND_ACTIVATION: "send",
     Op.SEND_GRADIENT: "send",
     Op.LOAD_MICRO_BATCH: "load",
+    Op.GATHER_PARAMS: "gather",
     Op.REDUCE_GRADS: "reduce",
     Op.REDUCE_REPLICAS: "reduce",
 }

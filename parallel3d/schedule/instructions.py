@@ -27,6 +27,7 @@ class Op(Enum):
     RECV_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
     RECV_GRADIENT = "RG"
+    GATHER_PARAMS = "AG"
     REDUCE_GRADS = "RED"
     REDUCE_REPLICAS = "REP"
 
@@ -37,7 +38,8 @@ class Op(Enum):
 COMPUTE_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 SEND_OPS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
 RECV_OPS = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
-COLLECTIVE_OPS = frozenset({Op.REDUCE_GRADS, Op.REDUCE_REPLICAS})
+COLLECTIVE_OPS = frozenset({Op.GATHER_PARAMS, Op.REDUCE_GRADS, Op.REDUCE_REPLICAS})
+BUCKET_OPS = frozenset({Op.REDUCE_GRADS, Op.REDUCE_REPLICAS})
 
 _PATTERN = re.compile(r"([A-Z]+)(\d+)@(\d+)(?:#(\d+))?")
 
@@ -65,7 +67,7 @@ class Instruction:
                 + ", ".join(op.value for op in Op)
             )
         op, micro_batch, chunk, bucket = match.groups()
-        if (bucket is not None) != (Op(op) in COLLECTIVE_OPS):
+        if (bucket is not None) != (Op(op) in BUCKET_OPS):
             raise ScheduleError(
                 f"{text!r}: a bucket ('#0') belongs to {Op.REDUCE_GRADS.value} and {Op.REDUCE_REPLICAS.value}"
             )
@@ -85,6 +87,7 @@ def depends_on(i: Instruction) -> tuple[Instruction, ...]:
                 Instruction(Op.FORWARD, c - 1, m),
                 Instruction(Op.RECV_ACTIVATION, c, m),
                 Instruction(Op.LOAD_MICRO_BATCH, c, m),
+                Instruction(Op.GATHER_PARAMS, c, 0),
             )
         case Op.BACKWARD | Op.BACKWARD_INPUT:
             return (
@@ -102,7 +105,8 @@ def depends_on(i: Instruction) -> tuple[Instruction, ...]:
         case Op.REDUCE_GRADS:
             return (Instruction(Op.BACKWARD, c, m), Instruction(Op.BACKWARD_WEIGHT, c, m))
         case _:
-            # LOAD needs nothing, RECV its other end (`matches`), REDUCE_REPLICAS all that stands before it in its list.
+            # LOAD needs nothing, GATHER_PARAMS the optimizer step before the program, RECV its other end (`matches`),
+            # REDUCE_REPLICAS all that stands before it in its list.
             return ()
 
 
@@ -121,7 +125,7 @@ def matches(i: Instruction) -> Instruction | None:
             return Instruction(Op.RECV_GRADIENT, c - 1, m)
         case Op.RECV_GRADIENT:
             return Instruction(Op.SEND_GRADIENT, c + 1, m)
-        case Op.REDUCE_GRADS | Op.REDUCE_REPLICAS:
+        case Op.GATHER_PARAMS | Op.REDUCE_GRADS | Op.REDUCE_REPLICAS:
             return i
         case _:
             return None

@@ -80,18 +80,31 @@ def with_communication(program: Program) -> Program:
     return program if has else add_communication(program)
 
 
-def add_gradient_reduction(program: Program, num_buckets: Sequence[int]) -> Program:
-    """REDUCE_GRADS of each of the chunk's `num_buckets[chunk]` buckets after the chunk's last backward.
+def add_parameter_gather(program: Program) -> Program:
+    """GATHER_PARAMS of each chunk at the head of its rank's list, in the order of first use.
+
+    The gathers run beside the first forwards; a layer waits for its own weights alone.
+    """
+    lists = []
+    for instructions in program.instructions:
+        chunks = dict.fromkeys(i.chunk for i in instructions if i.op is Op.FORWARD)
+        lists.append([*(Instruction(Op.GATHER_PARAMS, c, 0) for c in chunks), *instructions])
+    return program.with_instructions(lists)
+
+
+def add_gradient_reduction(program: Program, num_buckets: Sequence[int], per_micro_batch: bool = False) -> Program:
+    """REDUCE_GRADS of each of the chunk's `num_buckets[chunk]` buckets after the chunk's last backward, or after each.
 
     They stand right behind that backward, which launches each as its bucket fills, in list order.
     """
     lists = []
     for instructions in program.instructions:
-        last = {i.chunk: i for i in instructions if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
+        completing = [i for i in instructions if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)]
+        reduced = set(completing if per_micro_batch else {i.chunk: i for i in completing}.values())
         out: list[Instruction] = []
         for i in instructions:
             out.append(i)
-            if last.get(i.chunk) == i:
+            if i in reduced:
                 out += [Instruction(Op.REDUCE_GRADS, i.chunk, i.micro_batch, b) for b in range(num_buckets[i.chunk])]
         lists.append(out)
     return program.with_instructions(lists)

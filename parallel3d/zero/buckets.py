@@ -1,16 +1,18 @@
-"""Flat gradient buckets: which parameter lies where, decided from shapes alone."""
+"""Flat buckets: which parameter lies where, which rank updates it, and the buffers of weights, masters and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.policy import ZeroPolicy
 
-# Every parameter starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
+# Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
 ALIGNMENT = 32
 # A chunk's gradients are cut in about 16, so that most of them travel while the backward still runs...
 _PARTS = 16
@@ -27,44 +29,152 @@ class BucketLayout:
     numel: int
 
 
-def cut_buckets(sizes: Sequence[int], bucket_size: int) -> list[BucketLayout]:
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def cut_buckets(sizes: Sequence[int], bucket_size: int, num_shards: int = 1) -> list[BucketLayout]:
     """Cut parameters of these numbers of elements, in order, into buckets of at most `bucket_size` elements.
 
-    A parameter is never cut: one that is larger than a bucket has its own. Sizes are padded to ALIGNMENT.
+    A bucket holds no more than 1/16 of a shard of all (though 2^20 elements in any case), so that buffers of a bucket's
+    size don't count. A parameter is never cut: one that is larger than a bucket has its own. Parameters are padded to
+    ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
     """
-    total = sum(sizes)
-    limit = min(bucket_size, max(_SMALLEST, -(-total // _PARTS)))
+    limit = min(bucket_size, max(_SMALLEST, -(-sum(sizes) // (_PARTS * num_shards))))
     layouts: list[BucketLayout] = []
     first, offsets, end = 0, [0] * 0, 0
     for k, size in enumerate(sizes):
         if offsets and end + size > limit:
-            layouts.append(BucketLayout(first, tuple(offsets), end))
+            layouts.append(BucketLayout(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
             first, offsets, end = k, [], 0
         offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += _round_up(size, ALIGNMENT)
     if offsets:
-        layouts.append(BucketLayout(first, tuple(offsets), end))
+        layouts.append(BucketLayout(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
     return layouts
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What the optimizer updates on this rank of one parameter: `master`, with its gradient in `gradient`.
+
+    The whole parameter, in its shape, where nothing is partitioned; else the flat part of it that lies in the shard.
+    """
+
+    info: ParameterInfo
+    master: nn.Parameter
+    gradient: Tensor
+
+
 class Bucket:
-    """One flat accumulator and the parameters whose gradients lie in it."""
+    """Consecutive parameters in flat buffers of `numel` elements, of which each rank of `partition` updates one shard.
 
-    def __init__(self, infos: Sequence[ParameterInfo], layout: BucketLayout):
+    weights: what the layers compute with, [numel], None where the parameters keep their own storage; gradients: the
+    accumulator, [numel], None where a transient one stands in for each reduction; gradient_shard: [numel / partition].
+    """
+
+    def __init__(
+        self, infos: Sequence[ParameterInfo], layout: BucketLayout, policy: ZeroPolicy, partition: Group, rank: int
+    ):
         self.infos = tuple(infos[layout.first : layout.first + len(layout.offsets)])
-        like = self.infos[0].parameter
-        self.flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
-        self.views: list[Tensor] = [
-            self.flat[offset : offset + info.parameter.numel()].view(info.parameter.shape)
-            for info, offset in zip(self.infos, layout.offsets, strict=True)
-        ]
+        self.offsets = layout.offsets
+        self.numel = layout.numel
+        self.partition = partition
+        built = self.infos[0].parameter.dtype
+        self.device = self.infos[0].parameter.device
+        self.gradient_dtype = policy.accumulator_dtype(built)
+        size = layout.numel // partition.size
+        start = partition.ranks.index(rank) * size
+        self.shard = slice(start, start + size)
+        self.weights, self.master = self._place_weights(policy.weight_dtype or built, policy.master_dtype(built))
+        # A shared parameter's gradient comes from several chunks: it is reduced once, when all have run.
+        transient = policy.reduce_per_micro_batch and partition.size > 1 and not self.infos[0].shared
+        self.gradients = None if transient else self.new_accumulator()
+        if self.gradients is not None:
+            self.gradient_shard = self.gradients[self.shard]
+        else:
+            self.gradient_shard = torch.zeros(size, dtype=self.gradient_dtype, device=self.device)
+        self.pieces = self._cut_pieces()
+
+    def new_accumulator(self) -> Tensor:
+        """A flat buffer of zeros for the bucket's gradients."""
+        return torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.device)
+
+    def view(self, flat: Tensor, k: int) -> Tensor:
+        """Parameter k's part of a flat buffer of the bucket, in its shape."""
+        parameter = self.infos[k].parameter
+        return flat[self.offsets[k] : self.offsets[k] + parameter.numel()].view(parameter.shape)
+
+    @torch.no_grad()
+    def _place_weights(
+        self, weight_dtype: torch.dtype, master_dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Move the parameters into a flat buffer; returns it and the master shard, which may be a part of it.
+
+        Without a partition and in the master's dtype they stay where they are, and are their own masters: (None, None).
+        Masters are made of the values as built, before any rounding to the weights' dtype.
+        """
+        if self.partition.size == 1 and weight_dtype == master_dtype:
+            return None, None
+        masters = torch.zeros(self.numel, dtype=master_dtype, device=self.device)
+        for k, info in enumerate(self.infos):
+            self.view(masters, k).copy_(info.parameter)
+        weights = masters.to(weight_dtype)
+        for k, info in enumerate(self.infos):
+            info.parameter.data = self.view(weights, k)
+        master = masters[self.shard]
+        return weights, master.clone() if weights is not masters else master
+
+    def _cut_pieces(self) -> list[Piece]:
+        pieces = []
+        for k, info in enumerate(self.infos):
+            numel = info.parameter.numel()
+            if self.master is None:
+                assert self.gradients is not None, "an unpartitioned bucket accumulates in place"
+                pieces.append(Piece(info, info.parameter, self.view(self.gradients, k)))
+                continue
+            start = max(self.offsets[k], self.shard.start) - self.shard.start
+            stop = min(self.offsets[k] + numel, self.shard.stop) - self.shard.start
+            if start >= stop:
+                continue
+            part, gradient = self.master[start:stop], self.gradient_shard[start:stop]
+            if self.partition.size == 1:
+                part, gradient = part.view(info.parameter.shape), gradient.view(info.parameter.shape)
+            pieces.append(Piece(info, nn.Parameter(part), gradient))
+        return pieces
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the masters are a copy, in a wider dtype than the weights."""
+        return self.weights is not None and self.master is not None and self.weights.dtype != self.master.dtype
+
+    def assign_gradients(self, untouched: Set[nn.Parameter]) -> None:
+        """Give the optimizer each piece's gradient; None for parameters that got none, which it then leaves alone."""
+        for piece in self.pieces:
+            piece.master.grad = None
+            if piece.info.parameter not in untouched:
+                piece.master.grad = piece.gradient.to(piece.master.dtype)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the updated masters of this rank's shard into the weights, where these are not the masters themselves."""
+        if self.has_own_master:
+            assert self.weights is not None
+            assert self.master is not None
+            self.weights[self.shard].copy_(self.master)
+
+    def gather(self) -> Work:
+        """Start to fill the weights with every rank's shard; wait before they are read."""
+        if self.weights is None:
+            return DONE
+        return all_gather_into(self.weights, self.weights[self.shard], self.partition)
 
 
-def make_buckets(infos: Sequence[ParameterInfo], bucket_size: int) -> list[Bucket]:
+def make_buckets(infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int) -> list[Bucket]:
     """Buckets of parameters in the order given, one dtype to a bucket."""
     buckets = []
     for dtype in dict.fromkeys(info.parameter.dtype for info in infos):
         same = [info for info in infos if info.parameter.dtype == dtype]
-        layouts = cut_buckets([info.parameter.numel() for info in same], bucket_size)
-        buckets += [Bucket(same, layout) for layout in layouts]
+        layouts = cut_buckets([info.parameter.numel() for info in same], policy.bucket_size, partition.size)
+        buckets += [Bucket(same, layout, policy, partition, rank) for layout in layouts]
     return buckets

@@ -3,42 +3,72 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.collectives import Group, Work, all_reduce
+from parallel3d.comm.collectives import Group, Work, all_reduce, reduce_scatter_into
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
-from parallel3d.split_backward import GradientSink
+from parallel3d.split_backward import GradientSink, make_splittable
 from parallel3d.zero.buckets import Bucket, make_buckets
+from parallel3d.zero.memory import StateBytes, bytes_of
+from parallel3d.zero.policy import ZeroPolicy
+from parallel3d.zero.transient import TransientBuffers
 
 AllReduce = Callable[[Tensor, Group], Work]
+ReduceScatter = Callable[[Tensor, Tensor, Group], Work]
+
+
+@dataclass
+class _Reduction:
+    """A reduction under way and what remains to be done with its result, once."""
+
+    work: Work
+    finish: Callable[[], object] | None = None
+    done: bool = False
+
+    def wait(self) -> None:
+        # Once alone: gloo's reduce-scatter writes its result when it is waited for, each time.
+        if not self.done:
+            self.done = True
+            self.work.wait()
+            if self.finish is not None:
+                self.finish()
+
+    def is_completed(self) -> bool:
+        return self.done
 
 
 class GradientReducer:
-    """ZeRO stage 0: accumulators of all parameters of this rank, all-reduced bucket by bucket.
+    """Accumulators of all parameters of this rank, reduced bucket by bucket to the rank that updates each part.
 
-    parameters: in the order of the layers; data_group: the ranks that hold the same parameters;
-    replica_groups: owners (see ParameterInfo) -> the ranks that hold a copy of those parameters.
-    Raises ConfigError for parameters in half precision.
+    parameters: in the order of the layers; data_group: the ranks that hold the same parameters; replica_groups: owners
+    (see ParameterInfo) -> the ranks that hold a copy of those parameters. Raises ConfigError for half-precision weights
+    without masters.
     """
 
     def __init__(
         self,
         parameters: Sequence[ParameterInfo],
-        bucket_size: int,
+        policy: ZeroPolicy,
+        rank: int,
         data_group: Group,
         replica_groups: Mapping[tuple[int, ...], Group],
         all_reduce: AllReduce = all_reduce,
+        reduce_scatter: ReduceScatter = reduce_scatter_into,
     ):
-        _check_precision(parameters)
+        self._policy = policy
         self._data_group = data_group
         self._replica_groups = replica_groups
-        self._all_reduce = all_reduce
+        self._all_reduce, self._reduce_scatter = all_reduce, reduce_scatter
+        self._partition = data_group if policy.stage > 0 else Group((rank,), None)
+        self._is_first_replica = data_group.ranks[0] == rank
         self._sink = GradientSink()
         # The backward reaches the last layer first: its gradients fill the first bucket.
         by_owners: dict[tuple[int, ...], list[ParameterInfo]] = {}
@@ -48,17 +78,35 @@ class GradientReducer:
         for infos in by_owners.values():
             if infos[0].shared:
                 infos.sort(key=lambda info: info.name)
-        self.buckets = {owners: make_buckets(infos, bucket_size) for owners, infos in by_owners.items()}
-        self._bucket_of: dict[nn.Parameter, Bucket] = {}
-        for bucket in self._all_buckets():
-            for info, view in zip(bucket.infos, bucket.views, strict=True):
-                self._sink.attach(info.parameter, view)
-                self._bucket_of[info.parameter] = bucket
+        self.buckets = {o: make_buckets(infos, policy, self._partition, rank) for o, infos in by_owners.items()}
+        self._bucket_of = {info.parameter: b for b in self.all_buckets() for info in b.infos}
+        self._attach()
         self._missing: dict[Bucket, set[nn.Parameter]] = {}
         self._to_launch: deque[Bucket] = deque()
-        self._works: list[Work] = []
+        self._reductions: dict[Bucket, _Reduction] = {}
 
-    def _all_buckets(self) -> Iterator[Bucket]:
+    def _attach(self) -> None:
+        """Tell the sink where gradients go: into the bucket's accumulator, or the transient one it has at the time."""
+        transient = [b for b in self.all_buckets() if b.gradients is None]
+        self._transient: dict[torch.dtype, TransientBuffers] = {}
+        for dtype in {b.gradient_dtype for b in transient}:
+            numel = max(b.numel for b in transient if b.gradient_dtype == dtype)
+            self._transient[dtype] = TransientBuffers(numel, dtype, transient[0].device)
+        self._filling: dict[Bucket, Tensor] = {}
+        for bucket in self.all_buckets():
+            for k, info in enumerate(bucket.infos):
+                if bucket.gradients is not None:
+                    self._sink.attach(info.parameter, bucket.view(bucket.gradients, k))
+                else:
+                    self._sink.attach(info.parameter, partial(self._transient_view, bucket, k))
+
+    def _transient_view(self, bucket: Bucket, k: int) -> Tensor:
+        if bucket not in self._filling:
+            self._filling[bucket] = self._transient[bucket.gradient_dtype].acquire()
+        return bucket.view(self._filling[bucket], k)
+
+    def all_buckets(self) -> Iterator[Bucket]:
+        """Every bucket of this rank, those of the last layers first."""
         for buckets in self.buckets.values():
             yield from buckets
 
@@ -66,17 +114,31 @@ class GradientReducer:
         """owners -> number of buckets; a chunk's own parameters have the owners (chunk,)."""
         return {owners: len(buckets) for owners, buckets in self.buckets.items()}
 
+    def split_backward(self, module: nn.Module) -> None:
+        """Let the module's linear and embedding layers leave their weight gradients for `backward_weight`."""
+        make_splittable(module, self._sink)
+
     def start_step(self) -> None:
         """Empty the accumulators for the next batch."""
-        for bucket in self._all_buckets():
-            bucket.flat.zero_()
+        for bucket in self.all_buckets():
+            (bucket.gradient_shard if bucket.gradients is None else bucket.gradients).zero_()
         self._sink.open()
 
-    @contextmanager
-    def launching(self, reduces: Sequence[Instruction]) -> Iterator[None]:
-        """Launch these REDUCE_GRADS in order, each as soon as the backward run inside has filled its bucket.
+    def backward_input(self, place: Hashable) -> AbstractContextManager[None]:
+        """Weight gradients of the backward run inside are left for `backward_weight(place)`."""
+        return self._sink.deferring(place)
 
-        What is still missing a gradient at the end (parameters that the graph didn't reach) is launched then.
+    def backward_weight(self, place: Hashable, reduces: Sequence[Instruction]) -> None:
+        """Compute the weight gradients left at `place`, launching these REDUCE_GRADS as their buckets fill."""
+        with self.launching(reduces, self._sink.pending(place)):
+            self._sink.run_deferred(place)
+
+    @contextmanager
+    def launching(self, reduces: Sequence[Instruction], pending: set[nn.Parameter] | None = None) -> Iterator[None]:
+        """Launch these REDUCE_GRADS in order, each as soon as what runs inside has filled its bucket.
+
+        pending: the parameters whose gradients are still to come, all by default. What is still missing one at the end
+        (parameters that the graph didn't reach) is launched then.
         """
         if not reduces:
             yield
@@ -84,7 +146,10 @@ class GradientReducer:
         assert all(i.bucket is not None for i in reduces)
         buckets = [self.buckets[(i.chunk,)][i.bucket or 0] for i in reduces]
         self._to_launch.extend(buckets)
-        self._missing = {b: {info.parameter for info in b.infos} for b in buckets}
+        for bucket in buckets:
+            parameters = {info.parameter for info in bucket.infos}
+            self._missing[bucket] = parameters if pending is None else parameters & pending
+        self._launch_full()
         self._sink.listen(self._accumulated)
         try:
             yield
@@ -92,47 +157,101 @@ class GradientReducer:
             self._sink.listen(None)
         while self._to_launch:
             self._launch(self._to_launch.popleft())
+        self._missing.clear()
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         missing = self._missing.get(self._bucket_of[parameter])
-        if missing is None:
-            return
-        missing.discard(parameter)
+        if missing is not None:
+            missing.discard(parameter)
+            self._launch_full()
+
+    def _launch_full(self) -> None:
         while self._to_launch and not self._missing[self._to_launch[0]]:
             self._launch(self._to_launch.popleft())
 
     def _launch(self, bucket: Bucket) -> None:
-        self._works.append(self._all_reduce(bucket.flat, self._data_group))
+        before = self._reductions.pop(bucket, None)
+        if before is not None:
+            before.wait()
+        if bucket.gradients is not None:
+            self._reductions[bucket] = self._reduce(bucket, bucket.gradients, accumulate=False)
+            return
+        buffers = self._transient[bucket.gradient_dtype]
+        flat = self._filling.pop(bucket, None)
+        if flat is None:
+            flat = buffers.acquire()  # nothing arrived here, but other ranks take part
+        reduction = self._reduce(bucket, flat[: bucket.numel], accumulate=True)
+        buffers.release(flat, reduction)
+        self._reductions[bucket] = reduction
 
-    def reduce_replicas(self, owners: tuple[int, ...], bucket: int) -> None:
+    def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:
+        """Sum `flat` over data parallelism into the bucket's shard, onto what is there if `accumulate`."""
+        shard, dtype = bucket.gradient_shard, self._policy.communication_dtype or flat.dtype
+        if dtype != flat.dtype:
+            sent = flat.to(dtype)
+            part = sent[bucket.shard]
+            work = self._sum(part, sent)
+            return _Reduction(work, (lambda: shard.add_(part)) if accumulate else (lambda: shard.copy_(part)))
+        if accumulate:
+            # The earlier micro-batches' sum travels with this rank's part: the result needs no further pass.
+            flat[bucket.shard].add_(shard)
+        return _Reduction(self._sum(shard, flat))
+
+    def _sum(self, shard: Tensor, whole: Tensor) -> Work:
+        if self._partition.size == 1:
+            return self._all_reduce(whole, self._data_group)
+        return self._reduce_scatter(shard, whole, self._data_group)
+
+    def reduce_replicas(self, owners: tuple[int, ...], index: int) -> None:
         """Sum a replica bucket over data parallelism, then over its owners, so that all copies get the same bits."""
-        flat = self.buckets[owners][bucket].flat
-        self._all_reduce(flat, self._data_group).wait()
-        self._works.append(self._all_reduce(flat, self._replica_groups[owners]))
+        bucket = self.buckets[owners][index]
+        self._launch(bucket)
+        self._reductions.pop(bucket).wait()
+        self._reductions[bucket] = _Reduction(self._all_reduce(bucket.gradient_shard, self._replica_groups[owners]))
 
     def finish_step(self) -> None:
-        """Wait for every reduction launched: the accumulators hold the gradient of the global batch."""
-        while self._works:
-            self._works.pop().wait()
+        """Wait for every reduction launched: the shards hold the gradient of the global batch."""
+        for reduction in self._reductions.values():
+            reduction.wait()
+        self._reductions.clear()
+
+    def touched(self) -> set[nn.Parameter]:
+        """The parameters that got a gradient on this rank since start_step."""
+        return self._sink.touched()
 
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool]) -> Tensor:
-        """Squared 2-norm of this rank's gradients in float64, of those owners alone that `counts` accepts. Shape []."""
-        flats = [b.flat for owners, buckets in self.buckets.items() if counts(owners) for b in buckets]
-        if not flats:
+        """Squared 2-norm of the gradients this rank answers for, in float64, shape []: all ranks' add up to the model's.
+
+        counts: which owners' parameters this rank answers for. Unpartitioned ones are the first replica's.
+        """
+        answers = self._partition.size > 1 or self._is_first_replica
+        shards = [b.gradient_shard for o, buckets in self.buckets.items() if answers and counts(o) for b in buckets]
+        if not shards:
             return torch.zeros((), dtype=torch.float64)
-        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in flats]
+        norms = [torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards]
         return torch.stack(norms).square().sum()
 
+    def state_bytes(self) -> StateBytes:
+        """What weights, gradients and masters take on this rank now."""
+        buckets = list(self.all_buckets())
+        return StateBytes(
+            weights=bytes_of(info.parameter for b in buckets for info in b.infos),
+            gradients=bytes_of(b.gradient_shard for b in buckets),
+            masters=bytes_of(b.master for b in buckets if b.master is not None and b.has_own_master),
+            transient=sum(buffers.nbytes() for buffers in self._transient.values()),
+        )
+
     def scale(self, factor: Tensor) -> None:
-        """Multiply every gradient by `factor`, a scalar on the device."""
-        for bucket in self._all_buckets():
-            bucket.flat.mul_(factor)
+        """Multiply the gradients of this rank's shards by `factor`, a scalar on the device."""
+        for bucket in self.all_buckets():
+            bucket.gradient_shard.mul_(factor)
 
 
-def _check_precision(parameters: Sequence[ParameterInfo]) -> None:
+def check_precision(parameters: Sequence[ParameterInfo], policy: ZeroPolicy) -> None:
+    """Raise ConfigError for weights built in half precision that nobody asked to train with fp32 masters."""
     for info in parameters:
-        if info.parameter.dtype not in (torch.float32, torch.float64):
+        if info.parameter.dtype not in (torch.float32, torch.float64) and policy.weight_dtype is None:
             raise ConfigError(
-                f"parameter {info.name} is {info.parameter.dtype}: half-precision weights need fp32 masters, which are "
-                "not yet supported; build the layers in torch.float32"
+                f"parameter {info.name} is {info.parameter.dtype}: half-precision weights need fp32 masters; set bf16.enabled, "
+                "or build the layers in torch.float32"
             )

@@ -87,7 +87,7 @@ def train(items: list[Item], pipeline: dict[str, Any], bucket_size: int) -> tupl
         zero = {"reduce_bucket_size": bucket_size}
         engine = make_engine(items, squares, accumulation=ACCUMULATION, pipeline=pipeline, zero_optimization=zero)
     layers_of = {
-        bucket.flat.data_ptr(): sorted({int(info.name.split(".")[1]) for info in bucket.infos})
+        bucket.gradients.data_ptr(): sorted({int(info.name.split(".")[1]) for info in bucket.infos})
         for buckets in engine._reducer.buckets.values()
         for bucket in buckets
     }

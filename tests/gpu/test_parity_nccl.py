@@ -11,7 +11,6 @@ from layouts import (
     STEPS,
     Layout,
     Run,
-    all_layouts,
     all_pairs,
     check,
     make_optimizer,
@@ -42,7 +41,7 @@ def reference_on_gpu(layout: Layout) -> Run:
 
 
 def cover(num_gpus: int) -> list[Layout]:
-    return all_pairs([layout for layout in all_layouts() if layout.pp * layout.dp <= num_gpus])
+    return all_pairs(num_gpus)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -203,12 +203,12 @@ WRONG = [
     # not yet supported
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler is not yet supported"),
     ({"fp16": {"enabled": True}}, "fp16.enabled is True: not yet supported; set it to false"),
-    ({"bf16": {"enabled": True}}, "bf16.enabled is True: not yet supported"),
-    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2: not yet supported; set stage to 0"),
+    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3: not yet supported; set stage to 0, 1 or 2"),
+    ({"zero_optimization": {"stage": 1, "reduce_per_micro_batch": True}}, "but stage is 1; set stage to 2"),
     ({"amp": {"enabled": True}}, "amp is not yet supported, and without it the results would differ: remove it or set"),
     ({"amp": {"opt_level": "O1"}}, "amp is not yet supported"),
     ({"elasticity": {"enabled": True}}, "set elasticity.enabled to false"),
-    ({"communication_data_type": "fp16"}, "communication_data_type is not yet supported"),
+    ({"communication_data_type": "fp16"}, 'communication_data_type is \'fp16\': give "fp32" or "bf16"'),
     ({"gradient_allreduce_op": "sum"}, "remove it or set it to 'mean'"),
     # "auto"
     ({"gradient_clipping": "auto"}, 'gradient_clipping is "auto", which nothing fills in: give a number >= 0'),

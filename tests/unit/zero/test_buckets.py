@@ -9,8 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import ALIGNMENT, cut_buckets, make_buckets
+from parallel3d.zero.policy import ZeroPolicy
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None)
@@ -66,17 +68,19 @@ def test_views_are_the_parameters_gradients_and_a_bucket_has_one_dtype(specs: li
         zeros = torch.zeros(shape, dtype=dtype)
         parameter = nn.Parameter(zeros.mT if turned and zeros.dim() > 1 else zeros)
         infos.append(ParameterInfo(f"layers.{k}", parameter, (0,)))
-    buckets = make_buckets(infos, bucket_size)
+    buckets = make_buckets(infos, ZeroPolicy(0, bucket_size), Group((0,), None), 0)
     held = [info.name for bucket in buckets for info in bucket.infos]
     assert sorted(held) == sorted(info.name for info in infos)
     for dtype in (torch.float32, torch.float64):  # in the order given, a dtype at a time
         names = [info.name for bucket in buckets for info in bucket.infos if info.parameter.dtype is dtype]
         assert names == [info.name for info in infos if info.parameter.dtype is dtype]
     for number, bucket in enumerate(buckets, 1):
-        assert not bucket.flat.any()
-        for info, view in zip(bucket.infos, bucket.views, strict=True):
+        flat = bucket.gradients
+        assert not flat.any()
+        for k, info in enumerate(bucket.infos):
+            view = bucket.view(flat, k)
             assert (view.shape, view.dtype) == (info.parameter.shape, info.parameter.dtype)
             view.add_(number)
         # Each element was written once: no views overlap; what is left is padding.
-        assert ((bucket.flat == number) | (bucket.flat == 0)).all()
-        assert int((bucket.flat == number).sum()) == sum(info.parameter.numel() for info in bucket.infos)
+        assert ((flat == number) | (flat == 0)).all()
+        assert int((flat == number).sum()) == sum(info.parameter.numel() for info in bucket.infos)

@@ -1,0 +1,78 @@
+"""Bytes of model state: what shapes, layout and policy predict, and what this rank holds. The planner sums the former."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.buckets import cut_buckets
+from parallel3d.zero.policy import ZeroPolicy
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one rank by what holds them. Steady but for `transient`, which is there during a backward alone."""
+
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    optimizer: int = 0
+    transient: int = 0
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def steady(self) -> int:
+        """Between batches."""
+        return self.weights + self.gradients + self.masters + self.optimizer
+
+    @property
+    def backward(self) -> int:
+        """While gradients are reduced."""
+        return self.steady + self.transient
+
+
+def predict_state(
+    parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2
+) -> StateBytes:
+    """Model state of a rank with these parameters, as built, on `data_size` replicas (arXiv:1910.02054, section 3).
+
+    moments: elements of optimizer state per element, 2 for Adam. With bf16 weights and fp32 accumulators, d replicas and
+    P parameters that is 2P + 4P + 12P/d for stage 1, and 2P + 16P/d for stage 2 with a reduction per micro-batch.
+    """
+    total = StateBytes()
+    kinds = dict.fromkeys((info.owners, info.parameter.dtype) for info in parameters)
+    for owners, built in kinds:
+        sizes = [i.parameter.numel() for i in parameters if (i.owners, i.parameter.dtype) == (owners, built)]
+        total += _predict_alike(sizes[::-1], built, len(owners) > 1, policy, data_size, moments)
+    return total
+
+
+def _predict_alike(
+    sizes: Sequence[int], built: torch.dtype, shared: bool, policy: ZeroPolicy, data_size: int, moments: int
+) -> StateBytes:
+    shards = data_size if policy.stage > 0 else 1
+    layouts = cut_buckets(sizes, policy.bucket_size, shards)
+    padded = sum(layout.numel for layout in layouts)
+    weight, master = policy.weight_dtype or built, policy.master_dtype(built)
+    accumulator = policy.accumulator_dtype(built).itemsize
+    in_place = shards == 1 and weight == master
+    transient = policy.reduce_per_micro_batch and shards > 1 and not shared
+    return StateBytes(
+        weights=(sum(sizes) if in_place else padded) * weight.itemsize,
+        gradients=(padded // shards if transient else padded) * accumulator,
+        masters=padded // shards * master.itemsize if weight != master else 0,
+        optimizer=moments * (padded // shards) * master.itemsize,
+        transient=2 * max(layout.numel for layout in layouts) * accumulator if transient else 0,
+    )
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind these tensors, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

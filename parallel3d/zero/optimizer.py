@@ -1,0 +1,126 @@
+"""The optimizer on shards: each rank updates its pieces, and all gather the weights while the next forward starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.collectives import Group, Work, all_gather_integers
+from parallel3d.errors import ConfigError
+from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.buckets import Bucket
+from parallel3d.zero.memory import bytes_of
+
+# An elementwise optimizer updates each element from that element's own history, so that a shard is as good as the whole.
+_ELEMENTWISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+
+
+class ShardedOptimizer:
+    """Makes a torch optimizer update this rank's pieces instead of the parameters it was made for.
+
+    Its parameter groups keep their settings, and a parameter's pieces stay in its group; so learning-rate schedules and
+    the user's handles go on working. Raises ConfigError for an optimizer that shards would change, unless allow_untested,
+    and for parameters that aren't the model's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Iterable[Bucket],
+        model_parameters: Iterable[nn.Parameter],
+        allow_untested: bool = False,
+    ):
+        self.optimizer = optimizer
+        # Built from the last layer on; needed by the next forward from the first on.
+        self._buckets = list(buckets)[::-1]
+        if any(b.partition.size > 1 for b in self._buckets) and not allow_untested:
+            _refuse_whole_tensor_optimizer(optimizer)
+        masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                masters[piece.info.parameter].append(piece.master)
+        for group in optimizer.param_groups:
+            group["params"] = [master for p in group["params"] for master in _masters_of(p, masters)]
+        self._stale: set[Bucket] = set()
+        self._gathers: dict[Bucket, Work] = {}
+        self._bucket_of = {info.parameter: bucket for bucket in self._buckets for info in bucket.infos}
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state tensors on this rank."""
+        return bytes_of(t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
+
+    def step(self, untouched: Set[nn.Parameter]) -> None:
+        """Update the pieces; the weights then wait to be gathered. Parameters in `untouched` got no gradient and stay."""
+        for bucket in self._buckets:
+            bucket.assign_gradients(untouched)
+        self.optimizer.step()
+        for bucket in self._buckets:
+            bucket.write_back()
+        self._stale = {bucket for bucket in self._buckets if bucket.partition.size > 1}
+
+    def gather(self, chunk: int | None = None) -> None:
+        """Start to gather the weights of a chunk, or all, bucket by bucket in the order of the layers, unless under way."""
+        for bucket in self._buckets:
+            if bucket in self._stale and (chunk is None or chunk in bucket.infos[0].owners):
+                self._stale.remove(bucket)
+                self._gathers[bucket] = bucket.gather()
+
+    def wait_for_module(self, module: nn.Module) -> None:
+        """Return (CUDA: let the stream go on) when the weights of the module are gathered."""
+        if not self._gathers:
+            return
+        # Not the module's own parameters(): a PipelineModule's waits for the weights.
+        parameters = [p for m in module.modules() for p in m._parameters.values() if p is not None]
+        for bucket in {self._bucket_of[p] for p in parameters if p in self._bucket_of}:
+            work = self._gathers.pop(bucket, None)
+            if work is not None:
+                work.wait()
+
+
+def _masters_of(parameter: Any, masters: Mapping[nn.Parameter, list[nn.Parameter]]) -> list[nn.Parameter]:
+    if parameter not in masters:
+        raise ConfigError(
+            f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's; make it from "
+            "model.parameters()"
+        )
+    return masters[parameter]
+
+
+def _refuse_whole_tensor_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    if name not in _ELEMENTWISE:
+        raise ConfigError(
+            f"optimizer {name} is not known to be elementwise, so shards of tensors may change what it does; use "
+            f"zero_optimization.stage 0, one of {', '.join(sorted(_ELEMENTWISE))}, or, if it is elementwise, set "
+            "zero_allow_untested_optimizer to true"
+        )
+
+
+class TouchedParameters:
+    """Agrees, on the host, which parameters got a gradient anywhere: the others are left alone, as torch leaves them.
+
+    names: of this rank's parameters, gathered from every rank of `control` once.
+    """
+
+    def __init__(self, infos: Sequence[ParameterInfo], everyone: Sequence[Sequence[str]], control: Group):
+        self._infos = list(infos)
+        self._control = control
+        place = {info.name: k for k, info in enumerate(infos)}
+        # For each rank, its parameters that this rank holds too: (bit there, place here).
+        self._shared = [[(bit, place[n]) for bit, n in enumerate(names) if n in place] for names in everyone]
+        self._words = max(1, *((len(names) + 62) // 63 for names in everyone))
+
+    def untouched(self, touched: Set[nn.Parameter]) -> set[nn.Parameter]:
+        """This rank's parameters that no rank has touched. Collective over `control`."""
+        bits = sum(1 << k for k, info in enumerate(self._infos) if info.parameter in touched)
+        words = [bits >> (63 * w) & (1 << 63) - 1 for w in range(self._words)]
+        anywhere: set[int] = set()
+        for row, shared in zip(all_gather_integers(words, self._control), self._shared, strict=True):
+            bits = sum(word << (63 * w) for w, word in enumerate(row))
+            anywhere |= {here for bit, here in shared if bits >> bit & 1}
+        return {info.parameter for k, info in enumerate(self._infos) if k not in anywhere}

@@ -1,0 +1,67 @@
+"""What ZeRO is asked to do: the stage, the dtypes, the sizes of buckets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallel3d.config import Config
+from parallel3d.parameters import ParameterInfo
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# "auto": gradients held whole through an accumulation may take this share of the device's memory.
+_GRADIENT_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """stage 0 all-reduces gradients, 1 partitions masters and optimizer state, 2 gradients too (arXiv:1910.02054).
+
+    bucket_size: elements of a gradient bucket; weight_dtype: of the weights that the layers compute with, None for the
+    dtype they were built in; gradient_dtype: of the accumulators, None for max(fp32, weights' dtype);
+    communication_dtype: of a reduction, None for the accumulators'; reduce_per_micro_batch: stage 2 alone, reduce in
+    every micro-batch's backward, so that gradients are never held whole.
+    """
+
+    stage: int
+    bucket_size: int
+    weight_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+    communication_dtype: torch.dtype | None = None
+    reduce_per_micro_batch: bool = False
+
+    def master_dtype(self, built: torch.dtype) -> torch.dtype:
+        """Of the copy that the optimizer updates: fp32, or the dtype a parameter was built in where that is wider."""
+        return torch.promote_types(torch.float32, built)
+
+    def accumulator_dtype(self, built: torch.dtype) -> torch.dtype:
+        """Of the gradient accumulator of a parameter built in `built`."""
+        return self.gradient_dtype or self.master_dtype(built)
+
+
+def make_policy(config: Config, parameters: Sequence[ParameterInfo], device: torch.device) -> ZeroPolicy:
+    """The policy of a configuration, for this rank's parameters; reduce_per_micro_batch "auto" looks at their size."""
+    zero = config.zero_optimization
+    accumulators = config.data_types.grad_accum_dtype
+    communication = config.communication_data_type
+    size = sum(i.parameter.numel() for i in parameters) * (_DTYPES[accumulators].itemsize if accumulators else 4)
+    too_large = size > _GRADIENT_SHARE * _memory(device)
+    per_micro_batch = too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
+    return ZeroPolicy(
+        stage=zero.stage,
+        bucket_size=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
+        weight_dtype=torch.bfloat16 if config.bf16.enabled else None,
+        gradient_dtype=_DTYPES[accumulators] if accumulators else None,
+        communication_dtype=_DTYPES[communication] if communication else None,
+        reduce_per_micro_batch=zero.stage == 2 and per_micro_batch,
+    )
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of the device's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
