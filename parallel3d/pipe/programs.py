@@ -15,8 +15,9 @@ from parallel3d.schedule.validate import validate
 class Programs:
     """Training and evaluation programs of a module, cached.
 
-    pipeline: that section of the configuration; num_buckets: owners -> number of gradient buckets, of the whole model (see ParameterInfo.owners); partitioned: weights
-    are gathered before they are used; reduce_per_micro_batch: gradients are reduced in every micro-batch.
+    pipeline: that section of the configuration; num_buckets: owners -> number of gradient buckets, of the whole model
+    (see ParameterInfo.owners); partitioned: weights are gathered before they are used; reduce_per_micro_batch: gradients
+    are reduced in every micro-batch.
     """
 
     def __init__(
