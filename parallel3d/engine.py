@@ -98,7 +98,8 @@ class Engine:
         self._executor = Executor(module, messages, self._reducer, self._sharded.gather, self._policy.weight_dtype)
         # A schedule that can't run is an error now, not at the first batch.
         program = self._programs.get(self._batch_sizes.num_micro_batches, training=True)
-        if any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[module.stage_id]):
+        splits = any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[module.stage_id])
+        if splits or self._policy.weight_dtype is not None:
             self._reducer.split_backward(module)
 
     # Training and evaluation

@@ -232,7 +232,7 @@ class Executor:
             self._gradients[i.chunk, i.micro_batch] = self._messages.wait(receipt, self._stage(i.chunk + 1))
 
     def _backward(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
-        with self._reducer.launching(reduces):
+        with self._reducer.backward(reduces):
             self._run_autograd(i)
 
     def _backward_input(self, i: Instruction, _: Sequence[Instruction]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -115,7 +115,7 @@ class GradientReducer:
         return {owners: len(buckets) for owners, buckets in self.buckets.items()}
 
     def split_backward(self, module: nn.Module) -> None:
-        """Let the module's linear and embedding layers leave their weight gradients for `backward_weight`."""
+        """Let the module's linear and embedding layers add their weight gradients by themselves, at once or later."""
         make_splittable(module, self._sink)
 
     def start_step(self) -> None:
@@ -123,6 +123,16 @@ class GradientReducer:
         for bucket in self.all_buckets():
             (bucket.gradient_shard if bucket.gradients is None else bucket.gradients).zero_()
         self._sink.open()
+
+    @contextmanager
+    def backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
+        """For a whole backward run inside: launches these REDUCE_GRADS as their buckets fill.
+
+        Half-precision weight gradients go straight into wider accumulators, where split_backward has made that possible:
+        autograd would write, read and add them once more.
+        """
+        with self.launching(reduces), self._sink.fusing() if self._policy.weight_dtype else nullcontext():
+            yield
 
     def backward_input(self, place: Hashable) -> AbstractContextManager[None]:
         """Weight gradients of the backward run inside are left for `backward_weight(place)`."""

@@ -151,7 +151,7 @@ def test_replicas_launch_the_same_buckets_in_the_same_order(run_ranks, pipeline:
 
 
 def train_tied() -> tuple[Run, list[Any], list[int]]:
-    """The numbers of two steps, the second's launches, and the sizes of the replica buckets."""
+    """The numbers of two steps, the second's launches, and the replica buckets, by address."""
     with mock.patch("parallel3d.engine.GradientReducer", partial(GradientReducer, all_reduce=note_all_reduce)):
         engine = make_engine(toy.model(tied=True), accumulation=ACCUMULATION, pipeline={"stages": 2})
     batches = own_iterator(engine, [toy.micro_batch(g) for g in range(2 * ACCUMULATION * DP)])
@@ -159,7 +159,10 @@ def train_tied() -> tuple[Run, list[Any], list[int]]:
     EVENTS.clear()
     run = run_steps(engine, batches, 1)
     replicas = [
-        b.flat.data_ptr() for owners, buckets in engine._reducer.buckets.items() if len(owners) > 1 for b in buckets
+        b.gradients.data_ptr()
+        for owners, buckets in engine._reducer.buckets.items()
+        if len(owners) > 1
+        for b in buckets
     ]
     return run, [address for _, address, _ in EVENTS], replicas
 

@@ -202,7 +202,7 @@ def test_known_keys_that_are_off_are_silent():
     raw = {
         "amp": {"enabled": False, "opt_level": "O1"},
         "bf16": {"enabled": False},
-        "communication_data_type": "fp32",
+        "communication_data_type": None,
         "dump_state": False,
         "elasticity": {"enabled": False, "max_train_batch_size": 2000},
         "flops_profiler": {"enabled": False, "profile_step": 1},

@@ -116,7 +116,7 @@ def test_a_config_survives_pickling():
 
 def test_direct_construction_is_checked_too():
     with pytest.raises(ValidationError):
-        Config(zero_optimization=ZeroConfig(stage=2))
+        Config(zero_optimization=ZeroConfig(stage=3))
     with pytest.raises(ValidationError):
         PipelineConfig(num_chunks=2)
 

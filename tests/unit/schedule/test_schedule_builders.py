@@ -12,7 +12,7 @@ from schedule_emulator import programs, unhurried
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, from_lists, gpipe, inference, interleaved, one_f_one_b, placement_of
-from parallel3d.schedule.instructions import COLLECTIVE_OPS, Instruction, Op, Program
+from parallel3d.schedule.instructions import BUCKET_OPS, Instruction, Op, Program
 from parallel3d.schedule.validate import in_flight, validate
 
 
@@ -161,7 +161,7 @@ def test_more_micro_batches_than_a_program_has_are_refused_with_both_numbers() -
     st.integers(0, 99),
 )
 def test_what_an_instruction_prints_parses_to_itself(op: Op, micro_batch: int, chunk: int, bucket: int) -> None:
-    collective = op in COLLECTIVE_OPS
+    collective = op in BUCKET_OPS
     i = Instruction(op, chunk, micro_batch, bucket if collective else None)
     assert Instruction.parse(str(i)) == i
     assert Instruction.parse(f"  {i}\n") == i
