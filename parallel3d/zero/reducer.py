@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Group, Work, all_reduce, reduce_scatter_into
 from parallel3d.errors import ConfigError
+from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
-from parallel3d.split_backward import GradientSink, make_splittable
+from parallel3d.split_backward import make_splittable
 from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ from toy import HIDDEN
 
 import parallel3d
 from parallel3d.pipe import LayerSpec, PipelineModule
+from parallel3d.schedule.instructions import Instruction
+from parallel3d.zero.memory import predict_state
 
 ACCUMULATION, STEPS = 2, 5
 PER_MICRO_BATCH = {"stage": 2, "reduce_per_micro_batch": True}
@@ -344,6 +349,40 @@ def test_predicted_state_is_what_is_held_and_what_the_paper_has(run_ranks, zero:
             for name, (predicted, measured) in rank.items():
                 assert measured == pytest.approx(predicted, rel=1e-3), name
             assert rank["steady"][1] / parameters == pytest.approx(per_parameter, rel=0.02)
+
+
+def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
+    """Of two steps: the largest model state after any instruction, what was predicted, and the number of samples."""
+    layers = [Item(nn.Linear, (WIDE, WIDE)) for _ in range(48)]
+    engine = make_engine(
+        layers,
+        squares,
+        optimizer="AdamW",
+        accumulation=2,
+        bf16={"enabled": True},
+        zero_optimization={"reduce_bucket_size": 1 << 17, **zero},
+    )
+    samples = []
+
+    @contextmanager
+    def sample(_: Instruction) -> Iterator[None]:
+        yield
+        samples.append(engine._reducer.state_bytes().backward + engine._sharded.state_bytes())
+
+    with mock.patch("parallel3d.engine.no_record", sample):
+        for _ in range(2):
+            engine.train_batch(iter([(torch.randn(2, WIDE), torch.randn(2, WIDE))] * 2))
+    predicted = predict_state(engine.module.parameter_infos(), engine._policy, data_size=4)
+    return max(samples), predicted.backward, len(samples)
+
+
+@pytest.mark.parametrize(("zero", "per_parameter"), [(STAGES[1], 2 + 4 + 12 / 4), (STAGES[3], 2 + 16 / 4)], ids=str)
+def test_peak_of_model_state_sampled_after_every_instruction(run_ranks, zero: dict[str, Any], per_parameter: float):
+    parameters = 48 * (WIDE * WIDE + WIDE)
+    for peak, predicted, count in run_ranks(4, sample_peak, zero):
+        assert count >= 2 * (2 + 2)  # the instructions of two micro-batches, twice
+        assert peak == pytest.approx(predicted, rel=1e-3)
+        assert peak / parameters == pytest.approx(per_parameter, rel=0.05)
 
 
 def weights_after(zero: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.errors import ExecutionError
-from parallel3d.split_backward import GradientSink, make_splittable
+from parallel3d.gradient_sink import GradientSink
+from parallel3d.split_backward import make_splittable
 
 WIDTH, WORDS = 6, 9
 MODES = ["whole", "fused", "deferred"]

@@ -30,7 +30,8 @@ def loss_of(record: Record) -> float | None:
 def agreement(records: Iterable[Record], tolerance: float = TOLERANCE) -> list[dict[str, Any]]:
     """For each number of replicas, which sets the data, how far the last losses lie apart, as a share of their median.
 
-    "agree" is false where that is more than the tolerance, or a loss is no finite number.
+    Of 1 nat at least: a batch that is learned by heart has a loss near 0. "agree" is false where that is more than the
+    tolerance, or a loss is no finite number.
     """
     by_data: dict[int, dict[str, float]] = {}
     for record in passed(records):
@@ -40,7 +41,8 @@ def agreement(records: Iterable[Record], tolerance: float = TOLERANCE) -> list[d
     groups = []
     for dp, losses in sorted(by_data.items()):
         finite = all(math.isfinite(loss) for loss in losses.values())
-        spread = (max(losses.values()) - min(losses.values())) / median(losses.values()) if finite else None
+        apart = max(losses.values()) - min(losses.values())
+        spread = apart / max(1.0, median(losses.values())) if finite else None
         agree = spread is not None and spread <= tolerance
         rounded = None if spread is None else round(spread, 5)
         groups.append({"dp": dp, "cases": list(losses), "spread": rounded, "tolerance": tolerance, "agree": agree})

@@ -25,7 +25,7 @@ def section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
         f'Model "{work["size"]}", {work["micro_batches"]} micro-batches of {work["micro_batch"]} a step and replica; medians '
         f"of {work['steps']} steps after {work['warmup']}.",
         "",
-        as_markdown(make_table(run["cases"], baselines)),
+        as_markdown(make_table([r for r in run["cases"] if r["status"] != "skipped"], baselines)),
         "",
         *describe_agreement(run["agreement"]),
         *(f"`{record['case']}` {record['status']}: {_reason(record)}" for record in run["cases"] if "error" in record),
