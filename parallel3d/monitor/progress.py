@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from parallel3d.errors import ConfigError
 
@@ -26,12 +26,10 @@ class ProgressBar:
         self._num_steps = num_steps
         self._every = max(1, num_steps // lines)
         self._progress = Progress(
-            TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=10),
             TextColumn("{task.fields[metrics]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             console=self._console,
             disable=not self._live,
         )

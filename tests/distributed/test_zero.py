@@ -32,6 +32,13 @@ PIPELINES: list[dict[str, Any]] = [
     {"stages": 2, "schedule": "zb-h1"},
     {"stages": 2, "schedule": "zbv", "num_chunks": 2, "placement": "v"},
 ]
+# With the fp32 cover of test_parity.py: all triples of ZeRO x schedule x precision.
+EVERY_SCHEDULE = [
+    *PIPELINES,
+    {"stages": 2, "schedule": "gpipe", "num_chunks": 2, "placement": "v"},
+    {"stages": 2, "schedule": "interleaved", "num_chunks": 3},
+    {"stages": 2, "schedule": "zb-looped", "num_chunks": 3},
+]
 
 
 def squares(output: Tensor, labels: Tensor) -> Tensor:
@@ -95,7 +102,7 @@ class MasterReference:
 
 
 @pytest.mark.parametrize("zero", STAGES, ids=str)
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.get("schedule", "no pipeline"))
+@pytest.mark.parametrize("pipeline", EVERY_SCHEDULE, ids=lambda p: p.get("schedule", "no pipeline"))
 def test_bf16_follows_one_process_with_fp32_masters(run_ranks, pipeline: dict[str, Any], zero: dict[str, Any]):
     ranks = run_ranks(2 * pipeline["stages"], train_bf16, pipeline, zero, {})
     assert all(dtypes == {torch.bfloat16} for _, dtypes in ranks)
