@@ -190,8 +190,7 @@ class Executor:
         if self._is_local(source):
             structure, tensors = self._outputs.pop((source, i.micro_batch))
         else:
-            key = self._key(source, i.micro_batch)
-            structure, tensors = self._messages.input_of(key, self._arriving.pop(place), self._stage(source))
+            structure, tensors = self._messages.input_of(self._arriving.pop(place), self._stage(source))
         specs = zip(tensors, structure.tensors, strict=True)
         self._entries[place] = Entry([tensor for tensor, spec in specs if spec.requires_grad])
         self._inputs[place] = structure.rebuild(tensors)

@@ -80,18 +80,47 @@ def _spec(tensor: Tensor) -> TensorSpec:
 # (chunk that sends, signature of the micro-batch's inputs, training)
 Key = tuple[int, int, bool]
 
+# Structures kept for each chunk: inputs that carry an ever-changing value have ever-new signatures.
+_MOST_STRUCTURES = 4096
+
+
+class _Structures:
+    """Structures of chunks' outputs by signature, the oldest forgotten first.
+
+    Both ends of a boundary learn them from the same messages in the same order, so they forget the same ones.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._of_chunk: dict[tuple[int, bool], dict[int, Structure]] = {}
+
+    def get(self, key: Key) -> Structure | None:
+        chunk, signature, training = key
+        return self._of_chunk.get((chunk, training), {}).get(signature)
+
+    def put(self, key: Key, structure: Structure) -> None:
+        chunk, signature, training = key
+        known = self._of_chunk.setdefault((chunk, training), {})
+        known[signature] = structure
+        if len(known) > self._most:
+            del known[next(iter(known))]
+
 
 @dataclass(eq=False)
 class Receipt:
     """A message posted for receipt. While its structure isn't known its buffers can't be, so it waits in its channel."""
 
-    known: Callable[[], list[TensorSpec] | None]
-    learn: Callable[[], list[TensorSpec]]
+    known: Callable[[], Structure | None]
+    learn: Callable[[], Structure]
+    is_gradient: bool
+    structure: Structure | None = None
     tensors: list[Tensor] = field(default_factory=list)
     works: Sequence[Work] = ()
 
-    def start(self, specs: list[TensorSpec], transport: Transport, stage: int, device: torch.device) -> None:
+    def start(self, structure: Structure, transport: Transport, stage: int, device: torch.device) -> None:
         """Post the buffers."""
+        self.structure = structure
+        specs = structure.gradients if self.is_gradient else structure.tensors
         self.tensors = [spec.empty(device) for spec in specs]
         self.works = transport.receive(self.tensors, stage)
 
@@ -103,11 +132,13 @@ class Messages:
     ahead as a header; with `dynamic` every message has one. Both ends see the same messages, so their caches agree.
     """
 
-    def __init__(self, transport: Transport, device: torch.device, dynamic: bool):
+    def __init__(
+        self, transport: Transport, device: torch.device, dynamic: bool, most_structures: int = _MOST_STRUCTURES
+    ):
         self._transport = transport
         self._device = device
         self._dynamic = dynamic
-        self._structures: dict[Key, Structure] = {}
+        self._structures = _Structures(most_structures)
         self._unposted: dict[int, deque[Receipt]] = {}
 
     def send_activation(self, key: Key, structure: Structure, tensors: Sequence[Tensor], stage: int) -> None:
@@ -118,9 +149,9 @@ class Messages:
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise CommunicationError(f"a {tensor.layout} tensor can't travel between stages; make it dense")
-        cached = None if self._dynamic else self._structures.get(key)
+        cached = self.known_structure(key)
         if cached is None:
-            self._structures[key] = structure
+            self._structures.put(key, structure)
             self._transport.send_header(structure, stage)
         elif cached != structure:
             raise CommunicationError(
@@ -132,35 +163,28 @@ class Messages:
     def receive_activation(self, key: Key, stage: int) -> Receipt:
         """Post the receipt of a chunk's input, the output of chunk key[0]; pass it to `wait` for the tensors."""
 
-        def known() -> list[TensorSpec] | None:
-            structure = None if self._dynamic else self._structures.get(key)
-            return None if structure is None else structure.tensors
-
-        def learn() -> list[TensorSpec]:
+        def learn() -> Structure:
             structure: Structure = self._transport.receive_header(stage)
-            self._structures[key] = structure
-            return structure.tensors
+            self._structures.put(key, structure)
+            return structure
 
-        return self._post(Receipt(known, learn), stage)
+        return self._post(Receipt(lambda: self.known_structure(key), learn, is_gradient=False), stage)
 
-    def input_of(self, key: Key, receipt: Receipt, stage: int) -> tuple[Structure, list[Tensor]]:
+    def input_of(self, receipt: Receipt, stage: int) -> tuple[Structure, list[Tensor]]:
         """Structure and tensors of an activation, once they are here. Blocks as Work.wait does."""
         tensors = self.wait(receipt, stage)
-        return self._structures[key], tensors
+        assert receipt.structure is not None, "a message is here whose structure isn't known"
+        return receipt.structure, tensors
 
     def receive_gradient(self, known: Callable[[], Structure | None], stage: int) -> Receipt:
         """Post the receipt of a chunk's output gradients; `known` gives that output's structure once it exists."""
 
-        def specs() -> list[TensorSpec] | None:
+        def learn() -> Structure:
             structure = known()
-            return None if structure is None else structure.gradients
+            assert structure is not None, "a gradient is waited for before its forward ran"
+            return structure
 
-        def learn() -> list[TensorSpec]:
-            gradients = specs()
-            assert gradients is not None, "a gradient is waited for before its forward ran"
-            return gradients
-
-        return self._post(Receipt(specs, learn), stage)
+        return self._post(Receipt(known, learn, is_gradient=True), stage)
 
     def send_gradient(self, gradients: Sequence[Tensor], stage: int) -> None:
         """Send the gradients of a chunk's input, in the order of Structure.gradients, to the stage that made it."""
@@ -196,10 +220,10 @@ class Messages:
             queue.popleft()
 
     def _start(self, receipt: Receipt, stage: int, block: bool) -> bool:
-        specs = receipt.known()
-        if specs is None:
+        structure = receipt.known()
+        if structure is None:
             if not block:
                 return False
-            specs = receipt.learn()
-        receipt.start(specs, self._transport, stage, self._device)
+            structure = receipt.learn()
+        receipt.start(structure, self._transport, stage, self._device)
         return True
