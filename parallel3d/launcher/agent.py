@@ -160,7 +160,10 @@ def _set_environment(options: LaunchOptions) -> None:
     """What the workers inherit; the agent adds the ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.num_workers)))
-    if not options.uses_gpus:
+    if options.uses_gpus:
+        # As init_distributed does, which is too late for a script that uses CUDA before it.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
