@@ -74,24 +74,23 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Program:
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Program:
     """Interleaved 1F1B with `num_chunks` chunks a rank, for any m >= 1: arXiv:2104.04473, figure 4, bottom.
 
-    The paper's order needs m to be a multiple of p. For another m the order of the next multiple is built and the
-    micro-batches past m are dropped, which keeps it valid. With p > 1 and v > 1 rank r holds at most
-    min(m * v, (v - 1) * p + 2 * (p - r - 1) + 1) activations of a chunk.
+    The paper's order needs m to be a multiple of p. For another m the order of the next multiple is built and its first
+    micro-batches are dropped, which keeps it valid (dropping the last ones does too, but is longer). With p > 1 and v > 1
+    rank r holds at most min(m * v, (v - 1) * p + 2 * (p - r - 1) + 1) activations of a chunk.
     """
     check_sizes(num_stages, num_micro_batches, num_chunks)
     if num_chunks == 1:
         return one_f_one_b(num_stages, num_micro_batches)
-    padded = -(-num_micro_batches // num_stages) * num_stages
-    groups = [range(start, start + num_stages) for start in range(0, padded, num_stages)]
+    missing = -num_micro_batches % num_stages
+    groups = [range(start, start + num_stages) for start in range(-missing, num_micro_batches, num_stages)]
     lists = []
     for rank in range(num_stages):
         chunks = range(rank, num_stages * num_chunks, num_stages)
         forwards = [i for group in groups for c in chunks for i in _forward(c, group)]
         backwards = [i for group in groups for c in reversed(chunks) for i in _backward(c, group)]
         warmup = min(2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages, len(forwards))
-        lists.append(_alternate(forwards, backwards, warmup))
-    whole = Program("interleaved", loop_placement(num_stages, num_chunks), padded, tuple(lists))
-    return whole.first(num_micro_batches)
+        lists.append(tuple(i for i in _alternate(forwards, backwards, warmup) if i.micro_batch >= 0))
+    return Program("interleaved", loop_placement(num_stages, num_chunks), num_micro_batches, tuple(lists))
 
 
 def inference(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placement: str = "loop") -> Program:
