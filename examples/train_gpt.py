@@ -32,8 +32,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a text file or a directory of them; default: Python's standard library")
     parser.add_argument("--stages", type=int, help="pipeline stages; default: 2 where the number of ranks allows")
-    parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe or interleaved")
-    parser.add_argument("--chunks", type=int, default=1, help="chunks a stage, for interleaved and gpipe")
+    parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe, interleaved, zb-h1, zbv or zb-looped")
+    parser.add_argument("--chunks", type=int, default=1, help="chunks a stage; 2 for zbv")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=96)
@@ -58,7 +58,11 @@ def make_config(args: argparse.Namespace) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "steps_per_print": None,
         "seed": args.seed,
-        "pipeline": {"schedule": args.schedule, "num_chunks": args.chunks},
+        "pipeline": {
+            "schedule": args.schedule,
+            "num_chunks": args.chunks,
+            "placement": "v" if args.schedule == "zbv" else "loop",
+        },
     }
 
 

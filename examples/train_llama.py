@@ -145,6 +145,7 @@ def main() -> None:
         "pipeline": {
             "schedule": args.schedule,
             "num_chunks": args.chunks,
+            "placement": "v" if args.schedule == "zbv" else "loop",
             "activation_checkpoint_interval": args.checkpoint,
         },
     }

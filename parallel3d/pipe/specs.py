@@ -124,7 +124,7 @@ def count_parameters(layer: Layer, context: BuildContext) -> int:
     try:
         with torch.device("meta"):
             module = layer.build(context)
-    except (RuntimeError, NotImplementedError):
-        # A constructor that looks at its weights' values (.item(), numpy) can't run on meta tensors.
+    except (RuntimeError, TypeError):
+        # A constructor that looks at its weights' values (.item(), .numpy()) can't run on meta tensors.
         module = layer.build(context)
     return sum(p.numel() for p in module.parameters())

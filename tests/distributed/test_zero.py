@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from toy import HIDDEN
 
 import parallel3d
+from parallel3d.engine import Engine
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.zero.memory import predict_state
@@ -333,16 +334,20 @@ def test_an_optimizer_of_other_parameters_is_refused(run_ranks):
 WIDE = 512
 
 
-def report_memory(zero: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
-    layers = [Item(nn.Linear, (WIDE, WIDE)) for _ in range(16)]
-    engine = make_engine(
-        layers,
+def wide_engine(num_layers: int, zero: dict[str, Any]) -> Engine:
+    """bf16 with fp32 masters and AdamW, a bucket for each weight."""
+    return make_engine(
+        [Item(nn.Linear, (WIDE, WIDE)) for _ in range(num_layers)],
         squares,
         optimizer="AdamW",
         accumulation=2,
         bf16={"enabled": True},
         zero_optimization={"reduce_bucket_size": 1 << 17, **zero},
     )
+
+
+def report_memory(zero: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
+    engine = wide_engine(16, zero)
     engine.train_batch(iter([(torch.randn(2, WIDE), torch.randn(2, WIDE))] * 2))
     return engine.memory_report()
 
@@ -360,15 +365,7 @@ def test_predicted_state_is_what_is_held_and_what_the_paper_has(run_ranks, zero:
 
 def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
     """Of two steps: the largest model state after any instruction, what was predicted, and the number of samples."""
-    layers = [Item(nn.Linear, (WIDE, WIDE)) for _ in range(48)]
-    engine = make_engine(
-        layers,
-        squares,
-        optimizer="AdamW",
-        accumulation=2,
-        bf16={"enabled": True},
-        zero_optimization={"reduce_bucket_size": 1 << 17, **zero},
-    )
+    engine = wide_engine(48, zero)
     samples = []
 
     @contextmanager

@@ -42,6 +42,13 @@ class Unaware(nn.Module):
         self.hidden = hidden
 
 
+class LooksByNumPy(nn.Module):
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.inner = nn.Linear(hidden, hidden)
+        self.largest = float(self.inner.weight.detach().numpy().max())
+
+
 class Looks(nn.Module):
     """Can't be built without memory: it looks at a value."""
 
@@ -106,6 +113,7 @@ def test_parameters_are_counted_without_building_where_that_goes():
     huge = LayerSpec(nn.Linear, 1 << 20, 1 << 20)  # 4 TiB
     assert count_parameters(huge, CONTEXT) == (1 << 40) + (1 << 20)
     assert count_parameters(LayerSpec(Looks, 3), CONTEXT) == 12
+    assert count_parameters(LayerSpec(LooksByNumPy, 3), CONTEXT) == 12
     assert count_parameters(nn.Linear(3, 4), CONTEXT) == 16
     assert count_parameters(double, CONTEXT) == 0
 
