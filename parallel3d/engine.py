@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from parallel3d.comm.transport import DistributedTransport, Transport
 from parallel3d.config import BatchSizes, Config
 from parallel3d.data import MicroBatchSource
 from parallel3d.errors import ConfigError, DataError
+from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
 from parallel3d.monitor.report import memory_table
 from parallel3d.monitor.timers import InstructionRecorder
 from parallel3d.parameters import ParameterInfo
@@ -26,7 +27,7 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.simulate import Span, Timeline
-from parallel3d.zero.memory import StateBytes, predict_state
+from parallel3d.zero.memory import StateBytes, moments_of, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, TouchedParameters
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
@@ -60,8 +61,9 @@ class Engine:
         self._source = MicroBatchSource()
         self._data_iterator = data_iterator
         self._grad_norm: Tensor | None = None
-        self._profile_next = False
+        self._profile_next: Literal["time", "memory"] | None = None
         self._profile: tuple[Program, list[Span]] | None = None
+        self._memory_profile: MemoryProfile | None = None
         self._set_up_zero(module.parameter_infos())
         self._set_up_pipeline(transport or DistributedTransport(self._groups))
         # A schedule that can't run is an error now, not at the first batch.
@@ -119,7 +121,12 @@ class Engine:
         result = self._run(batch)
         self._reducer.finish_step()
         loss = self._reduce_loss_and_norm(result, batch)
-        self._step()
+        if self._profile_next == "memory" and self._memory_profile is not None:
+            with self._memory_profile.step.running():
+                self._step()
+        else:
+            self._step()
+        self._profile_next = None
         self.global_steps += 1
         self.global_samples += len(batch.signatures) * self.train_micro_batch_size_per_gpu() * self._groups.data.size
         self._print_step(loss)
@@ -212,12 +219,17 @@ class Engine:
 
     def _run(self, batch: Batch) -> BatchResult:
         program = self._programs.get(len(batch.signatures), batch.training)
-        recorder = None
-        if batch.training and self._profile_next:
-            recorder = InstructionRecorder(self.module.stage_id, self.module.device)
-        result = self._executor.run(program, self._programs.replica_owners, batch, recorder or no_record)
-        if recorder is not None:
-            self._profile_next, self._profile = False, (program, recorder.spans())
+        if not (batch.training and self._profile_next):
+            return self._executor.run(program, self._programs.replica_owners, batch, no_record)
+        if self._profile_next == "memory":
+            memory = MemoryRecorder(self.module.device)
+            with memory.running():
+                result = self._executor.run(program, self._programs.replica_owners, batch, memory)
+            self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self.module.device))
+        else:
+            times = InstructionRecorder(self.module.stage_id, self.module.device)
+            result = self._executor.run(program, self._programs.replica_owners, batch, times)
+            self._profile = (program, times.spans())
         return result
 
     def _own_loss(self, result: BatchResult, batch: Batch) -> Tensor:
@@ -267,9 +279,9 @@ class Engine:
 
     # Timelines
 
-    def profile_next_batch(self) -> None:
-        """Record when each instruction of the next train_batch runs; see `timeline`."""
-        self._profile_next = True
+    def profile_next_batch(self, what: Literal["time", "memory"] = "time") -> None:
+        """Record of the next train_batch when each instruction runs (see `timeline`) or what it holds (`memory_report`)."""
+        self._profile_next = what
 
     def timeline(self) -> tuple[Program, Timeline]:
         """The program of the last profiled batch and its measured timeline, of this rank's pipeline, in seconds.
@@ -284,15 +296,30 @@ class Engine:
         return program, Timeline.of(spans, self.module.num_stages)
 
     def memory_report(self) -> list[dict[str, tuple[int, int]]]:
-        """Model state of every rank, (predicted, measured) bytes by component; rank 0 prints it as a table.
+        """What every rank holds, (predicted, measured) bytes by component and by phase; rank 0 prints it as a table.
 
-        The optimizer's state is there from the first step on, the transient buffers from the first backward on.
+        Components: weights, gradients, masters, optimizer (from the first step on), transient (gradient buffers, from the
+        first backward on), update (gradients in the masters' dtype). Phases: steady, between batches; backward; step,
+        while the optimizer runs. After a batch that `profile_next_batch("memory")` asked for also activations, of all
+        micro-batches in flight with the messages between stages, counted in backward; and what the layers' and the
+        optimizer's operations need for themselves is measured (not predicted) in backward and step.
         Collective over all ranks.
         """
-        predicted = predict_state(self.module.parameter_infos(), self._policy, self._groups.data.size)
         measured = replace(self._reducer.state_bytes(), optimizer=self._sharded.state_bytes())
+        moments = moments_of(self.optimizer)
+        predicted = predict_state(self.module.parameter_infos(), self._policy, self._groups.data.size, moments or 0)
+        if moments is None:
+            predicted = replace(predicted, optimizer=measured.optimizer)
+        activations, workspace, update = (0, 0), 0, measured.update
+        if self._memory_profile is not None:
+            activations = self._memory_profile.activations(self.module.stage_id)
+            workspace, update = self._memory_profile.batch.peak, self._memory_profile.step.peak
         own = {f.name: (getattr(predicted, f.name), getattr(measured, f.name)) for f in fields(StateBytes)}
-        own["steady"], own["backward"] = (predicted.steady, measured.steady), (predicted.backward, measured.backward)
+        own["update"] = (predicted.update, update)
+        own["activations"] = activations
+        own["steady"] = (predicted.steady, measured.steady)
+        own["backward"] = (predicted.backward + activations[0], measured.backward + workspace)
+        own["step"] = (predicted.step, measured.steady + measured.transient + update)
         everyone = all_gather_object(own, self._groups.control)
         if self._groups.rank == 0:
             print(memory_table(everyone), flush=True)

@@ -18,11 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel3d.errors import ExecutionError
 
-Accumulator = Tensor | Callable[[], Tensor]
+# A tensor to add to, or a function that returns one and whether it holds anything yet: else it is to be overwritten.
+Accumulator = Tensor | Callable[[], tuple[Tensor, bool]]
 Listener = Callable[[nn.Parameter], None]
 
-# torch.addmm(..., out_dtype=): half operands, the product rounded once, into fp32. CUDA only.
-_HAS_MIXED_ADDMM = "dtype_out" in torch.ops.aten.addmm.overloads()
+# torch.mm and addmm(..., out_dtype=): half operands, the product rounded once, into fp32. CUDA only.
+_HAS_MIXED_MM = all("dtype_out" in op.overloads() for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
 class Product(NamedTuple):
@@ -45,6 +46,16 @@ class Product(NamedTuple):
         else:
             accumulator.add_(left.mm(right))
 
+    def write_to(self, accumulator: Tensor) -> None:
+        """accumulator = value, without a pass over what it held."""
+        left, right = self.left.t(), self.right
+        if left.dtype == right.dtype == accumulator.dtype:
+            torch.mm(left, right, out=accumulator)
+        elif _multiplies_into(accumulator, left, right):
+            torch.mm(left, right, out_dtype=torch.float32, out=accumulator)
+        else:
+            accumulator.copy_(left.mm(right))
+
 
 class RowSum(NamedTuple):
     """The sum over rows: of a bias. rows: [n, out]."""
@@ -57,7 +68,14 @@ class RowSum(NamedTuple):
 
     def add_to(self, accumulator: Tensor) -> None:
         """accumulator += value, summed in the wider dtype."""
-        accumulator.add_(self.rows.sum(0, dtype=torch.promote_types(self.rows.dtype, accumulator.dtype)))
+        accumulator.add_(self._sum(accumulator.dtype))
+
+    def write_to(self, accumulator: Tensor) -> None:
+        """accumulator = value, summed in the wider dtype."""
+        accumulator.copy_(self._sum(accumulator.dtype))
+
+    def _sum(self, dtype: torch.dtype) -> Tensor:
+        return self.rows.sum(0, dtype=torch.promote_types(self.rows.dtype, dtype))
 
 
 class Scatter(NamedTuple):
@@ -78,6 +96,10 @@ class Scatter(NamedTuple):
         # Not by index_add_, a fifth of the time on CUDA: its atomics make the sum depend on the run.
         accumulator.add_(self.value())
 
+    def write_to(self, accumulator: Tensor) -> None:
+        """accumulator = value."""
+        accumulator.copy_(self.value())
+
 
 # A gradient not computed yet.
 Recipe = Product | RowSum | Scatter
@@ -85,7 +107,7 @@ Recipe = Product | RowSum | Scatter
 
 def _multiplies_into(accumulator: Tensor, left: Tensor, right: Tensor) -> bool:
     half = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
-    return _HAS_MIXED_ADDMM and half and accumulator.is_cuda and accumulator.dtype == torch.float32
+    return _HAS_MIXED_MM and half and accumulator.is_cuda and accumulator.dtype == torch.float32
 
 
 @dataclass(frozen=True)
@@ -169,8 +191,9 @@ class GradientSink:
     def attach(self, parameter: nn.Parameter, accumulator: Accumulator) -> None:
         """Gradients of `parameter` (it must require them) are added to `accumulator` from the next `open` on.
 
-        accumulator: [*parameter.shape] in any floating dtype on its device, or a function that returns one, called
-        whenever a gradient arrives. Attaching again replaces it; a parameter that was another sink's leaves that one.
+        accumulator: [*parameter.shape] in any floating dtype on its device; or a function, called whenever a gradient
+        arrives, that returns one and whether to add to it (True) or to overwrite it. Attaching again replaces it; a
+        parameter that was another sink's leaves that one.
         """
         for owner in {_owner(hook) for hook in _hooks(parameter)}:
             sink = owner.sink() if owner is not None else None
@@ -218,7 +241,11 @@ class GradientSink:
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """accumulator += gradient, in the accumulator's dtype. gradient: [*parameter.shape]."""
         self._touched.add(parameter)
-        self._accumulator(parameter).add_(gradient)
+        accumulator, adds = self._accumulator(parameter)
+        if adds:
+            accumulator.add_(gradient)
+        else:
+            accumulator.copy_(gradient.to_dense())
 
     def add_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """accumulator += left^T @ right, in one GEMM if it can. left: [n, out], right: [n, in].
@@ -230,11 +257,15 @@ class GradientSink:
 
     def _add(self, parameter: nn.Parameter, gradient: Recipe) -> None:
         self._touched.add(parameter)
-        gradient.add_to(self._accumulator(parameter))
+        accumulator, adds = self._accumulator(parameter)
+        if adds:
+            gradient.add_to(accumulator)
+        else:
+            gradient.write_to(accumulator)
 
-    def _accumulator(self, parameter: nn.Parameter) -> Tensor:
+    def _accumulator(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         accumulator = self._accumulators[parameter]
-        return accumulator if isinstance(accumulator, Tensor) else accumulator()
+        return (accumulator, True) if isinstance(accumulator, Tensor) else accumulator()
 
     @contextmanager
     def deferring(self, place: Hashable) -> Iterator[None]:
@@ -317,11 +348,11 @@ class GradientSink:
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         """The gradient that autograd had for `parameter` is in its `.grad`."""
-        accumulator, gradient = self._accumulator(parameter), parameter.grad
+        gradient = parameter.grad
         self._touched.add(parameter)
-        if gradient is not None and gradient is not accumulator:
+        if gradient is not None and gradient is not self._accumulators[parameter]:
             parameter.grad = None
-            accumulator.add_(gradient.detach())
+            self.add(parameter, gradient.detach())
         self._completed(parameter)
 
     def _completed(self, parameter: nn.Parameter) -> None:

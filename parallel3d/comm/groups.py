@@ -54,16 +54,21 @@ class ProcessGroups:
             return self.world
         return self.build(lists)
 
-    def build(self, lists: Iterable[Iterable[int]]) -> Group:
+    def build(self, lists: Iterable[Iterable[int]], max_ctas: int | None = None) -> Group:
         """Make a group of each list, in order, on every rank; returns the one that holds this rank.
 
-        A rank in none of them gets a group of itself alone.
+        A rank in none of them gets a group of itself alone. max_ctas: under NCCL, the most thread blocks, and so
+        streaming multiprocessors, that a kernel of the group takes.
         """
+        options = None
+        if max_ctas is not None and self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = max_ctas
         mine = self.alone()
         for ranks in (tuple(r) for r in lists):
             if len(ranks) == 1:
                 continue
-            handle = dist.new_group(list(ranks))
+            handle = dist.new_group(list(ranks), pg_options=options)
             if self.rank in ranks:
                 mine = Group(ranks, handle)
         return mine
@@ -72,11 +77,11 @@ class ProcessGroups:
         """The group of this rank alone."""
         return Group((self.rank,), None)
 
-    def across_stages(self, stages: Iterable[int]) -> Group:
-        """The ranks of these stages in this rank's own pipeline. Collective over the world, in one order."""
+    def across_stages(self, stages: Iterable[int], max_ctas: int | None = None) -> Group:
+        """The ranks of these stages in this rank's own pipeline; see `build`. Collective over the world, in one order."""
         stages = sorted(stages)
         pipelines = self.topology.get_axis_comm_lists("pipe") or [[r] for r in range(self.topology.world_size())]
-        return self.build([pipeline[s] for s in stages] for pipeline in pipelines)
+        return self.build(([pipeline[s] for s in stages] for pipeline in pipelines), max_ctas)
 
 
 class PipelineParallelGrid:

@@ -78,6 +78,7 @@ class Bucket:
     ):
         self.infos = tuple(infos[layout.first : layout.first + len(layout.offsets)])
         self.offsets = layout.offsets
+        self.sizes = tuple(info.parameter.numel() for info in self.infos)
         self.numel = layout.numel
         self.partition = partition
         built = self.infos[0].parameter.dtype
@@ -89,21 +90,30 @@ class Bucket:
         self.weights, self.master = self._place_weights(policy.weight_dtype or built, policy.master_dtype(built))
         # A shared parameter's gradient comes from several chunks: it is reduced once, when all have run.
         transient = policy.reduce_per_micro_batch and partition.size > 1 and not self.infos[0].shared
-        self.gradients = None if transient else self.new_accumulator()
+        self.gradients = None
+        if not transient:
+            self.gradients = torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.device)
         if self.gradients is not None:
             self.gradient_shard = self.gradients[self.shard]
         else:
             self.gradient_shard = torch.zeros(size, dtype=self.gradient_dtype, device=self.device)
         self.pieces = self._cut_pieces()
 
-    def new_accumulator(self) -> Tensor:
-        """A flat buffer of zeros for the bucket's gradients."""
-        return torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.device)
-
     def view(self, flat: Tensor, k: int) -> Tensor:
         """Parameter k's part of a flat buffer of the bucket, in its shape."""
         parameter = self.infos[k].parameter
-        return flat[self.offsets[k] : self.offsets[k] + parameter.numel()].view(parameter.shape)
+        return flat[self.offsets[k] : self.offsets[k] + self.sizes[k]].view(parameter.shape)
+
+    def clear_all_but(self, flat: Tensor, kept: Set[int]) -> None:
+        """Zero a flat buffer of the bucket, padding included, but for the parts of these parameters."""
+        end = 0
+        for start, stop in [
+            *((self.offsets[k], self.offsets[k] + self.sizes[k]) for k in sorted(kept)),
+            (self.numel, 0),
+        ]:
+            if end < start:
+                flat[end:start].zero_()
+            end = stop
 
     @torch.no_grad()
     def _place_weights(
@@ -128,13 +138,12 @@ class Bucket:
     def _cut_pieces(self) -> list[Piece]:
         pieces = []
         for k, info in enumerate(self.infos):
-            numel = info.parameter.numel()
             if self.master is None:
                 assert self.gradients is not None, "an unpartitioned bucket accumulates in place"
                 pieces.append(Piece(info, info.parameter, self.view(self.gradients, k)))
                 continue
             start = max(self.offsets[k], self.shard.start) - self.shard.start
-            stop = min(self.offsets[k] + numel, self.shard.stop) - self.shard.start
+            stop = min(self.offsets[k] + self.sizes[k], self.shard.stop) - self.shard.start
             if start >= stop:
                 continue
             part, gradient = self.master[start:stop], self.gradient_shard[start:stop]
@@ -144,6 +153,11 @@ class Bucket:
         return pieces
 
     @property
+    def is_autograds(self) -> bool:
+        """Whether autograd itself can add to the accumulator, since it is held in the weights' dtype."""
+        return self.gradients is not None and self.gradient_dtype == self.infos[0].parameter.dtype
+
+    @property
     def has_own_master(self) -> bool:
         """Whether the masters are a copy, in a wider dtype than the weights."""
         return self.weights is not None and self.master is not None and self.weights.dtype != self.master.dtype
@@ -151,9 +165,14 @@ class Bucket:
     def assign_gradients(self, untouched: Set[nn.Parameter]) -> None:
         """Give the optimizer each piece's gradient; None for parameters that got none, which it then leaves alone."""
         for piece in self.pieces:
-            piece.master.grad = None
+            piece.master.grad = None  # where the parameter is its own master, the accumulator is there
             if piece.info.parameter not in untouched:
                 piece.master.grad = piece.gradient.to(piece.master.dtype)
+
+    def drop_gradients(self) -> None:
+        """Take the gradients back from the optimizer: in the masters' dtype, they may be copies."""
+        for piece in self.pieces:
+            piece.master.grad = None
 
     @torch.no_grad()
     def write_back(self) -> None:

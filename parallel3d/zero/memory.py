@@ -15,13 +15,18 @@ from parallel3d.zero.policy import ZeroPolicy
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank by what holds them. Steady but for `transient`, which is there during a backward alone."""
+    """Bytes of one rank by what holds them. Steady but for two.
+
+    transient: the gradient buffers of reductions, in use during a backward; update: copies of gradients in the masters'
+    dtype, while the optimizer runs.
+    """
 
     weights: int = 0
     gradients: int = 0
     masters: int = 0
     optimizer: int = 0
     transient: int = 0
+    update: int = 0
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -35,6 +40,11 @@ class StateBytes:
     def backward(self) -> int:
         """While gradients are reduced."""
         return self.steady + self.transient
+
+    @property
+    def step(self) -> int:
+        """While the optimizer runs, which may need more for itself; the transient buffers are kept."""
+        return self.steady + self.transient + self.update
 
 
 def predict_state(
@@ -69,7 +79,33 @@ def _predict_alike(
         masters=padded // shards * master.itemsize if weight != master else 0,
         optimizer=moments * (padded // shards) * master.itemsize,
         transient=2 * max(layout.numel for layout in layouts) * accumulator if transient else 0,
+        update=padded // shards * master.itemsize if policy.accumulator_dtype(built) != master else 0,
     )
+
+
+# Tensors of an element's own size that torch's optimizers keep for each; others depend on their settings.
+_MOMENTS = {
+    "ASGD": 1,
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "Adam": 2,
+    "AdamW": 2,
+    "Adamax": 2,
+    "Lion": 1,
+    "NAdam": 2,
+    "RAdam": 2,
+}
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> int | None:
+    """Elements of state that an optimizer keeps per element, by its class and its settings; None where that isn't known."""
+    name, settings = type(optimizer).__name__, optimizer.defaults
+    if name == "SGD":
+        return int(settings["momentum"] != 0)
+    if name == "RMSprop":
+        return 1 + bool(settings["centered"]) + bool(settings["momentum"])
+    known = _MOMENTS.get(name)
+    return None if known is None else known + bool(settings.get("amsgrad", False))
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

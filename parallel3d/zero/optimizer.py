@@ -60,6 +60,7 @@ class ShardedOptimizer:
             bucket.assign_gradients(untouched)
         self.optimizer.step()
         for bucket in self._buckets:
+            bucket.drop_gradients()
             bucket.write_back()
         self._stale = {bucket for bucket in self._buckets if bucket.partition.size > 1}
 

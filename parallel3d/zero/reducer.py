@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.collectives import Group, Work, all_reduce, reduce_scatter_into
+from parallel3d.comm.collectives import DONE, Group, Work, all_reduce, reduce_scatter_into
 from parallel3d.errors import ConfigError
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import ParameterInfo
@@ -87,24 +87,37 @@ class GradientReducer:
         self._reductions: dict[Bucket, _Reduction] = {}
 
     def _attach(self) -> None:
-        """Tell the sink where gradients go: into the bucket's accumulator, or the transient one it has at the time."""
+        """Tell the sink where gradients go: into the bucket's accumulator, or the transient one it has at the time.
+
+        The first gradient overwrites, which saves a pass over the memory to clear it; but not where the accumulator has
+        the weights' dtype: there autograd itself adds.
+        """
         transient = [b for b in self.all_buckets() if b.gradients is None]
         self._transient: dict[torch.dtype, TransientBuffers] = {}
         for dtype in {b.gradient_dtype for b in transient}:
             numel = max(b.numel for b in transient if b.gradient_dtype == dtype)
             self._transient[dtype] = TransientBuffers(numel, dtype, transient[0].device)
-        self._filling: dict[Bucket, Tensor] = {}
+        # The buckets that hold gradients not reduced yet: where, and of which parameters.
+        self._filling: dict[Bucket, tuple[Tensor, set[int]]] = {}
         for bucket in self.all_buckets():
             for k, info in enumerate(bucket.infos):
-                if bucket.gradients is not None:
+                if bucket.gradients is not None and bucket.is_autograds:
                     self._sink.attach(info.parameter, bucket.view(bucket.gradients, k))
                 else:
-                    self._sink.attach(info.parameter, partial(self._transient_view, bucket, k))
+                    self._sink.attach(info.parameter, partial(self._accumulator, bucket, k))
 
-    def _transient_view(self, bucket: Bucket, k: int) -> Tensor:
+    def _accumulator(self, bucket: Bucket, k: int) -> tuple[Tensor, bool]:
+        """Parameter k's part of the buffer that the bucket fills, and whether a gradient is in it already."""
+        flat, written = self._fill(bucket)
+        adds = k in written
+        written.add(k)
+        return bucket.view(flat, k), adds
+
+    def _fill(self, bucket: Bucket) -> tuple[Tensor, set[int]]:
         if bucket not in self._filling:
-            self._filling[bucket] = self._transient[bucket.gradient_dtype].acquire()
-        return bucket.view(self._filling[bucket], k)
+            held = bucket.gradients
+            self._filling[bucket] = (self._transient[bucket.gradient_dtype].acquire() if held is None else held, set())
+        return self._filling[bucket]
 
     def all_buckets(self) -> Iterator[Bucket]:
         """Every bucket of this rank, those of the last layers first."""
@@ -121,8 +134,15 @@ class GradientReducer:
 
     def start_step(self) -> None:
         """Empty the accumulators for the next batch."""
+        for bucket, (flat, _) in self._filling.items():
+            if bucket.gradients is None:  # left by a batch that failed
+                self._transient[bucket.gradient_dtype].release(flat, DONE)
+        self._filling.clear()
         for bucket in self.all_buckets():
-            (bucket.gradient_shard if bucket.gradients is None else bucket.gradients).zero_()
+            if bucket.gradients is None:
+                bucket.gradient_shard.zero_()
+            elif bucket.is_autograds:
+                bucket.gradients.zero_()
         self._sink.open()
 
     @contextmanager
@@ -184,15 +204,19 @@ class GradientReducer:
         before = self._reductions.pop(bucket, None)
         if before is not None:
             before.wait()
-        if bucket.gradients is not None:
+        if bucket.gradients is not None and bucket.is_autograds:
             self._reductions[bucket] = self._reduce(bucket, bucket.gradients, accumulate=False)
             return
-        buffers = self._transient[bucket.gradient_dtype]
-        flat = self._filling.pop(bucket, None)
-        if flat is None:
-            flat = buffers.acquire()  # nothing arrived here, but other ranks take part
+        # Where nothing arrived here, other ranks may still have something to add.
+        flat, written = self._fill(bucket)
+        bucket.clear_all_but(flat, written)
+        if bucket.gradients is not None:
+            written.update(range(len(bucket.infos)))
+            self._reductions[bucket] = self._reduce(bucket, flat, accumulate=False)
+            return
+        del self._filling[bucket]
         reduction = self._reduce(bucket, flat[: bucket.numel], accumulate=True)
-        buffers.release(flat, reduction)
+        self._transient[bucket.gradient_dtype].release(flat, reduction)
         self._reductions[bucket] = reduction
 
     def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:

@@ -23,15 +23,15 @@ class TransientBuffers:
         self._filling = 0
 
     def acquire(self) -> Tensor:
-        """A buffer of zeros, [numel]; waits for the oldest reduction rather than allocate a third."""
+        """A buffer to overwrite, [numel]; waits for the oldest reduction rather than allocate a third."""
         if not self._free and self._leaving and len(self._leaving) + self._filling >= 2:
             buffer, work = self._leaving.popleft()
             work.wait()
             self._free.append(buffer)
         self._filling += 1
         if self._free:
-            return self._free.pop().zero_()
-        return torch.zeros(self._numel, dtype=self._dtype, device=self._device)
+            return self._free.pop()
+        return torch.empty(self._numel, dtype=self._dtype, device=self._device)
 
     def release(self, buffer: Tensor, work: Work) -> None:
         """Give a buffer back that `work` still reads."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import activations
 import pytest
 import torch
 import toy
@@ -402,3 +403,27 @@ def test_weights_read_right_after_a_step_are_whole(run_ranks, zero: dict[str, An
         assert named.keys() == ranks[0][0].keys()
         assert all(torch.equal(weight, ranks[0][0][name]) for name, weight in named.items())
         assert all(torch.equal(weight, by_info[name]) for name, weight in named.items())
+
+
+@pytest.mark.parametrize("schedule", activations.SCHEDULES)
+def test_activations_in_flight_are_predicted(run_ranks, schedule: str):
+    first, *_ = run_ranks(2, activations.report, schedule)
+    # gloo holds what was sent to the end of the batch.
+    activations.check_report(schedule, first, messages=activations.MICRO_BATCHES)
+
+
+MOMENTS = {"AdamW": (2, {}), "SGD": (0, {"momentum": 0.0}), "sgd": (1, {"momentum": 0.9})}
+
+
+def optimizer_bytes(name: str, changes: dict[str, Any]) -> tuple[int, int]:
+    engine = make_engine([Item(nn.Linear, (WIDE, WIDE))], squares, optimizer=name, optimizer_changes=changes)
+    engine.train_batch(iter([(torch.randn(2, WIDE), torch.randn(2, WIDE))]))
+    return engine.memory_report()[0]["optimizer"]
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_optimizer_state_is_predicted(run_ranks, name: str):
+    moments, changes = MOMENTS[name]
+    ((predicted, measured),) = run_ranks(1, optimizer_bytes, "SGD" if name == "sgd" else name, changes)
+    wanted = moments * (WIDE * WIDE + WIDE) * 4
+    assert (predicted, measured) == (pytest.approx(wanted, rel=1e-3), pytest.approx(wanted, rel=1e-3))

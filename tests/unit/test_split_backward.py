@@ -237,18 +237,24 @@ CASES = {
 
 
 class Run:
-    """A model on a sink whose accumulators start at zero."""
+    """A model on a sink whose accumulators start at zero, or, transient, at NaN and are overwritten first."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, transient: bool = False):
         self.model, self.sink = model, GradientSink()
         self.names = {p: name for name, p in model.named_parameters()}
         self.gradients = {p: torch.zeros_like(p, dtype=dtype).detach() for p in self.names if p.requires_grad}
         for p, gradient in self.gradients.items():
-            self.sink.attach(p, partial(gradient.view, gradient.shape) if transient else gradient)
+            self.sink.attach(p, partial(self._overwritten, p) if transient else gradient)
+        self._written: set[nn.Parameter] = set()
         make_splittable(model, self.sink)
         self.completed: list[str] = []
         self.sink.listen(lambda p: self.completed.append(self.names[p]))
         self.sink.open()
+
+    def _overwritten(self, p: nn.Parameter) -> tuple[Tensor, bool]:
+        adds = p in self._written
+        self._written.add(p)
+        return self.gradients[p] if adds else self.gradients[p].fill_(torch.nan), adds
 
     def backward(self, mode: str, place: Any, y: Tensor, dy: Tensor | None = None, create_graph: bool = False) -> None:
         contexts = {"whole": nullcontext, "fused": self.sink.fusing, "deferred": partial(self.sink.deferring, place)}
@@ -619,8 +625,9 @@ def test_a_compiled_graph_breaks_only_where_a_backward_is_split() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", ["fused", "deferred"])
-def test_half_products_on_cuda_are_not_rounded(mode: str, dtype: torch.dtype) -> None:
-    run = Run(nn.Linear(256, 128).to("cuda", dtype), torch.float32)
+@pytest.mark.parametrize("transient", [False, True])
+def test_half_products_on_cuda_are_not_rounded(mode: str, transient: bool, dtype: torch.dtype) -> None:
+    run = Run(nn.Linear(256, 128).to("cuda", dtype), torch.float32, transient)
     inputs, dys = (torch.randn(4, 3, 512, n, device="cuda").to(dtype) for n in (256, 128))
     for m in range(4):
         run.backward(mode, m, run.model(inputs[m]), dys[m])

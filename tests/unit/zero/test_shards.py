@@ -71,7 +71,8 @@ def test_partition_reduce_update_gather_is_the_identity_on_layout(
 def reduce_update_gather(same: list[Bucket], gradients: dict[str, torch.Tensor]) -> None:
     """What the collectives and an SGD step of rate 0.5 do with a bucket that every rank holds."""
     for bucket in same:
-        flat = bucket.new_accumulator() if bucket.gradients is None else bucket.gradients
+        flat = torch.full((bucket.numel,), torch.nan, dtype=bucket.gradient_dtype)
+        bucket.clear_all_but(flat, set())
         for k, info in enumerate(bucket.infos):
             bucket.view(flat, k).add_(gradients[info.name])
         bucket.gradient_shard.copy_(flat[bucket.shard] * len(same))

@@ -1,0 +1,70 @@
+"""Bytes that a program holds in flight on a rank, from what one micro-batch takes on each chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+from parallel3d.schedule.instructions import Instruction, Op, Program
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """Bytes of one micro-batch on one chunk.
+
+    saved: what the forward holds until the backward, its output included, without an input that came as a message;
+    received: that input; output_gradient: what the backward is given; input_gradient: what it makes for the chunk before;
+    deferred: what a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT.
+    """
+
+    saved: int = 0
+    received: int = 0
+    output_gradient: int = 0
+    input_gradient: int = 0
+    deferred: int = 0
+
+    def change(self, i: Instruction) -> int:
+        """By how much the bytes in flight grow over `i`, an instruction of this chunk."""
+        freed = self.saved + self.received + self.output_gradient
+        changes = {
+            Op.RECV_ACTIVATION: self.received,
+            Op.FORWARD: self.saved,
+            Op.RECV_GRADIENT: self.output_gradient,
+            Op.BACKWARD: self.input_gradient - freed,
+            Op.BACKWARD_INPUT: self.input_gradient + self.deferred - freed,
+            Op.BACKWARD_WEIGHT: -self.deferred,
+            Op.SEND_GRADIENT: -self.input_gradient,
+        }
+        return changes.get(i.op, 0)
+
+
+def bytes_in_flight(program: Program, rank: int, chunks: Mapping[int, ChunkBytes]) -> list[int]:
+    """What the rank holds of activations and their gradients after each of its instructions. chunks: of its own."""
+    held, total = [], 0
+    for i in program.instructions[rank]:
+        total += chunks[i.chunk].change(i) if i.chunk in chunks else 0
+        held.append(total)
+    return held
+
+
+def learn_chunks(measured: Sequence[tuple[Instruction, int]]) -> dict[int, ChunkBytes]:
+    """The ChunkBytes of a rank's chunks, from how much its memory grew over each of its instructions.
+
+    The median of each kind counts: what was sent is freed whenever it has left, in whatever instruction that is.
+    """
+    changes: dict[tuple[Op, int], list[int]] = {}
+    for i, change in measured:
+        changes.setdefault((i.op, i.chunk), []).append(change)
+    medians = {kind: median_low(values) for kind, values in changes.items()}
+    return {chunk: _learn(medians, chunk) for chunk in sorted({chunk for _, chunk in medians})}
+
+
+def _learn(change: Mapping[tuple[Op, int], int], chunk: int) -> ChunkBytes:
+    def of(op: Op) -> int:
+        return change.get((op, chunk), 0)
+
+    saved, received, output_gradient = of(Op.FORWARD), of(Op.RECV_ACTIVATION), of(Op.RECV_GRADIENT)
+    deferred = -of(Op.BACKWARD_WEIGHT)
+    left = of(Op.BACKWARD) + of(Op.BACKWARD_INPUT) + saved + received + output_gradient
+    return ChunkBytes(saved, received, output_gradient, left - deferred, deferred)

@@ -1,0 +1,13 @@
+"""What memory a batch takes on GPUs is what the program predicts."""
+
+from __future__ import annotations
+
+import activations
+import pytest
+from ranks import RankPool
+
+
+@pytest.mark.parametrize("schedule", activations.SCHEDULES)
+def test_activations_in_flight_are_predicted(gpu_pool: RankPool, schedule: str):
+    first, *_ = gpu_pool.run(2, activations.report, schedule)
+    activations.check_report(schedule, first, messages=2)
