@@ -50,6 +50,7 @@ def initialize(
     if source is None:
         raise ConfigError("initialize needs config=, or args with deepspeed_config; give at least the batch sizes")
     settings = load(source)
+    _check_wired(settings)
     _check_module(model, settings)
     topology = model.topology()
     sizes = resolve_batch(
@@ -67,6 +68,19 @@ def initialize(
     iterator = RepeatingLoader(loader) if loader is not None else None
     engine = Engine(model, settings, sizes, built, scheduler, iterator)
     return engine, built, loader, scheduler
+
+
+def _check_wired(config: Config) -> None:
+    """Sections that load, but that no engine carries out yet, must not be ignored in silence."""
+    asked = {
+        "fp16.enabled": config.fp16.enabled,
+        "torch_autocast.enabled": config.torch_autocast.enabled,
+        "amp.enabled": config.amp.enabled,
+        "scheduler": config.scheduler is not None,
+    }
+    waiting = [key for key, wanted in asked.items() if wanted]
+    if waiting:
+        raise ConfigError(f"the engine doesn't carry out {', '.join(waiting)} yet; remove it from the configuration")
 
 
 def _check_module(model: PipelineModule, config: Config) -> None:
