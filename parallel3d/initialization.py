@@ -51,7 +51,7 @@ def initialize(
             "plain modules are not yet supported"
         )
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
-    _check_wired(settings)
+    _check_wired(settings, lr_scheduler)
     _check_module(model, settings)
     topology = model.topology()
     sizes = resolve_batch(
@@ -71,13 +71,13 @@ def initialize(
     return engine, built, loader, scheduler
 
 
-def _check_wired(config: Config) -> None:
+def _check_wired(config: Config, lr_scheduler: object) -> None:
     """Sections that load, but that no engine carries out yet, must not be ignored in silence."""
     asked = {
         "fp16.enabled": config.fp16.enabled,
         "torch_autocast.enabled": config.torch_autocast.enabled,
         "amp.enabled": config.amp.enabled,
-        "scheduler": config.scheduler is not None,
+        "scheduler": config.scheduler is not None and lr_scheduler is None,
     }
     waiting = [key for key, wanted in asked.items() if wanted]
     if waiting:
