@@ -1,6 +1,7 @@
 """parallel3d: trains neural networks across pipeline stages, ZeRO data parallelism and tensor slices at once."""
 
 from parallel3d import checkpointing, comm, pipe, utils
+from parallel3d.arguments import add_config_arguments
 from parallel3d.comm import init_distributed
 from parallel3d.data import RepeatingLoader
 from parallel3d.engine import Engine
@@ -17,6 +18,7 @@ __all__ = [
     "PipelineModule",
     "RepeatingLoader",
     "TiedLayerSpec",
+    "add_config_arguments",
     "checkpointing",
     "comm",
     "init_distributed",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from parallel3d.arguments import find_config, known_values
 from parallel3d.config import BatchSizes, Config, load, resolve_batch
 from parallel3d.data import RepeatingLoader, make_loader
 from parallel3d.engine import Engine
@@ -27,18 +28,21 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: OptimizerArgument | None = None,
     model_parameters: Parameters | None = None,
-    training_data: Dataset[Any] | None = None,
+    training_data: Dataset[Any] | DataLoader[Any] | None = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
+    auto: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
     """(engine, optimizer, dataloader, lr_scheduler) for a PipelineModule.
 
-    config (or config_params, or args.deepspeed_config): a path or mapping with DeepSpeed's keys. optimizer: made from the
-    configuration when None, an optimizer, or a callable of the parameters. model_parameters: those to train, or
-    groups of them, all that require a gradient by default. training_data: a dataset of (inputs, labels), for which a
-    loader is made. lr_scheduler: stepped after each batch, or a callable of the optimizer.
+    config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys. auto: values
+    for keys that are "auto", nested or dotted ("optimizer.params.lr"); an optimizer or loader of your own fills some.
+    optimizer: made from the configuration when None, an optimizer, or a callable of the parameters. model_parameters:
+    those to train, or groups of them, all that require a gradient by default. training_data: a dataset of (inputs,
+    labels), for which a loader is made, or a DataLoader of this replica's micro-batches. lr_scheduler: stepped after each
+    batch, or a callable of the optimizer.
     Raises ConfigError. Collective: every rank calls it at the same place.
     """
     if not isinstance(model, PipelineModule):
@@ -46,10 +50,8 @@ def initialize(
             f"model is a {type(model).__name__}; wrap its layers as PipelineModule([...], num_stages=1, loss_fn=...): "
             "plain modules are not yet supported"
         )
-    source = config if config is not None else config_params or getattr(args, "deepspeed_config", None)
-    if source is None:
-        raise ConfigError("initialize needs config=, or args with deepspeed_config; give at least the batch sizes")
-    settings = load(source)
+    settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
+    _check_wired(settings, lr_scheduler)
     _check_module(model, settings)
     topology = model.topology()
     sizes = resolve_batch(
@@ -67,6 +69,19 @@ def initialize(
     iterator = RepeatingLoader(loader) if loader is not None else None
     engine = Engine(model, settings, sizes, built, scheduler, iterator)
     return engine, built, loader, scheduler
+
+
+def _check_wired(config: Config, lr_scheduler: object) -> None:
+    """Sections that load, but that no engine carries out yet, must not be ignored in silence."""
+    asked = {
+        "fp16.enabled": config.fp16.enabled,
+        "torch_autocast.enabled": config.torch_autocast.enabled,
+        "amp.enabled": config.amp.enabled,
+        "scheduler": config.scheduler is not None and lr_scheduler is None,
+    }
+    waiting = [key for key, wanted in asked.items() if wanted]
+    if waiting:
+        raise ConfigError(f"the engine doesn't carry out {', '.join(waiting)} yet; remove it from the configuration")
 
 
 def _check_module(model: PipelineModule, config: Config) -> None:
@@ -126,15 +141,22 @@ def _make_optimizer(
 
 def _make_loader(
     model: PipelineModule,
-    dataset: Dataset[Any] | None,
+    data: Dataset[Any] | DataLoader[Any] | None,
     sizes: BatchSizes,
     config: Config,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> DataLoader[Any] | None:
-    if dataset is None:
+    if data is None:
         return None
+    if isinstance(data, DataLoader):
+        if data.batch_size not in (None, sizes.micro_batch_size):
+            raise ConfigError(
+                f"training_data is a DataLoader with batches of {data.batch_size}, but train_micro_batch_size_per_gpu is "
+                f"{sizes.micro_batch_size}; make the two equal"
+            )
+        return data
     return make_loader(
-        dataset,
+        data,
         sizes.micro_batch_size,
         replica=model.groups.coordinate("data"),
         num_replicas=model.groups.data.size,

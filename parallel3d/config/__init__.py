@@ -1,15 +1,29 @@
 """The typed, immutable configuration: DeepSpeed's keys from JSON, YAML or a dict, and batch-size arithmetic."""
 
 from parallel3d.config.batch import BatchSizes, resolve_batch
-from parallel3d.config.load import load
-from parallel3d.config.schema import Config, OptimizerConfig, PipelineConfig, ZeroConfig
+from parallel3d.config.load import load, load_pipeline, read, read_source
+from parallel3d.config.pipeline import PipelineConfig
+from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
+from parallel3d.config.schema import Config
+from parallel3d.config.training import ActivationCheckpointingConfig, OptimizerConfig, SchedulerConfig
+from parallel3d.config.zero import ZeroConfig
 
 __all__ = [
+    "ActivationCheckpointingConfig",
+    "AmpConfig",
     "BatchSizes",
+    "Bf16Config",
     "Config",
+    "DataTypesConfig",
+    "Fp16Config",
     "OptimizerConfig",
     "PipelineConfig",
+    "SchedulerConfig",
+    "TorchAutocastConfig",
     "ZeroConfig",
     "load",
+    "load_pipeline",
+    "read",
+    "read_source",
     "resolve_batch",
 ]

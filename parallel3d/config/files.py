@@ -1,7 +1,9 @@
-"""Configuration files to plain mappings: JSON with comments (Hjson, as DeepSpeed reads it) and YAML."""
+"""Configurations as text to plain mappings: JSON with comments (Hjson, as DeepSpeed reads it), YAML, base64 of JSON."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -28,6 +30,21 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
     return content
 
 
+def decode(text: str) -> Mapping[str, Any] | None:
+    """The mapping whose JSON, in base64 of either alphabet, is `text`; None if it is no base64 of an object."""
+    plain = text.strip().rstrip("=").translate(str.maketrans("+/", "-_"))
+    if not re.fullmatch(r"[\w-]+", plain, re.ASCII):
+        return None
+    try:
+        decoded = base64.urlsafe_b64decode(plain + "=" * (-len(plain) % 4)).decode("utf-8")
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+    if not decoded.lstrip().startswith(("{", "//", "#", "/*")):
+        return None  # a file's name may look like base64
+    content = _parse_json(decoded, "configuration in base64")
+    return content if isinstance(content, Mapping) else None
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -45,7 +62,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"can't read {path} ({error.strerror}); give the path of a JSON or YAML file") from None
 
 
-def _parse_json(text: str, path: Path) -> object:
+def _parse_json(text: str, path: Path | str) -> object:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if twice:

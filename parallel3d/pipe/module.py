@@ -14,7 +14,7 @@ from parallel3d.checkpointing import checkpoint
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.config import Config, load
+from parallel3d.config import Config, load_pipeline
 from parallel3d.errors import ConfigError, PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import Method, Partition, resolve_partition
@@ -70,7 +70,7 @@ class PipelineModule(nn.Module):
         self.wait_for_weights: Callable[[nn.Module], None] = lambda module: None
         layers = list(layers)
         check_layers(layers)
-        pipeline = load(config).pipeline
+        pipeline = load_pipeline(config)
         _refuse_trained_loss(loss_fn)
         self.loss_fn = loss_fn
         self.num_chunks = _choose("num_chunks", num_chunks, pipeline.num_chunks, 1)

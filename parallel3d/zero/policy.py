@@ -11,7 +11,7 @@ import torch
 from parallel3d.config import Config
 from parallel3d.parameters import ParameterInfo
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # "auto": gradients held whole through an accumulation may take this share of the device's memory.
 _GRADIENT_SHARE = 0.1
 
@@ -51,12 +51,12 @@ def make_policy(config: Config, parameters: Sequence[ParameterInfo], device: tor
     too_large = size > _GRADIENT_SHARE * _memory(device)
     per_micro_batch = too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
     return ZeroPolicy(
-        stage=zero.stage,
+        stage=zero.effective_stage,
         bucket_size=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         weight_dtype=torch.bfloat16 if config.bf16.enabled else None,
         gradient_dtype=_DTYPES[accumulators] if accumulators else None,
         communication_dtype=_DTYPES[communication] if communication else None,
-        reduce_per_micro_batch=zero.stage == 2 and per_micro_batch,
+        reduce_per_micro_batch=zero.effective_stage == 2 and per_micro_batch,
     )
 
 

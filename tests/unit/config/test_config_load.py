@@ -184,6 +184,7 @@ def test_an_error_names_the_file_and_lists_all_problems(tmp_path):
 def test_keys_without_effect_are_named_in_one_warning():
     raw = {
         "wandb": {"enabled": True, "project": "auto"},
+        "vocabulary_size": 50304,
         "prescale_gradients": True,
         "zero_optimization": {"stage": 0, "contiguous_gradients": True, "stage3_prefetch_bucket_size": "auto"},
         "pipeline": {"pipe_partitioned": True, "grad_partitioned": True},
@@ -192,7 +193,7 @@ def test_keys_without_effect_are_named_in_one_warning():
         config = load(raw)
     assert config == Config()
     assert [str(warning.message) for warning in caught] == [
-        "configuration: without effect here: wandb, prescale_gradients, zero_optimization.contiguous_gradients, "
+        "configuration: without effect here: wandb, vocabulary_size, "
         "zero_optimization.stage3_prefetch_bucket_size, pipeline.pipe_partitioned, pipeline.grad_partitioned"
     ]
     assert caught[0].filename == __file__
@@ -206,10 +207,15 @@ def test_known_keys_that_are_off_are_silent():
         "dump_state": False,
         "elasticity": {"enabled": False, "max_train_batch_size": 2000},
         "flops_profiler": {"enabled": False, "profile_step": 1},
-        "fp16": {"enabled": False},
+        "fp16": {"enabled": False, "loss_scale": 0},
+        "pipeline": {"pipe_partitioned": False},
         "scheduler": None,
+        "sequence_parallel_size": 1,
         "sparse_attention": {},
         "tensorboard": None,
+        "tensor_parallel": {"autotp_size": 1, "preset_model": "llama"},
+        "wandb": {"project": "off without enabled"},
+        "zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}, "overlap_comm": True},
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -224,3 +230,24 @@ def test_auto_batch_sizes_and_stages_count_as_not_given():
         "pipeline": {"stages": "auto"},
     }
     assert load(raw) == Config()
+
+
+@pytest.mark.parametrize(
+    ("zero", "parts"),
+    [
+        ({"stage": 3}, ["zero_optimization.stage 3", "trains as stage 2", "whole pipeline stage", "split the model"]),
+        (
+            {"offload_optimizer": {"device": "cpu"}},
+            ["zero_optimization.offload_optimizer", "12 bytes a parameter for Adam"],
+        ),
+        ({"offload_param": {"device": "nvme"}}, ["zero_optimization.offload_param", "weights stay on the device"]),
+        ({"cpu_offload": True}, ["zero_optimization.cpu_offload", "stays on the device"]),
+    ],
+)
+def test_what_takes_more_memory_than_asked_for_warns_of_it(zero, parts):
+    with pytest.warns(UserWarning, match="not yet supported") as caught:
+        config = load({"zero_optimization": zero})
+    assert config.zero_optimization.stage == zero.get("stage", 0)
+    assert len(caught) == 1
+    for part in parts:
+        assert part in str(caught[0].message)

@@ -1,0 +1,143 @@
+"""The pipeline section: stages, schedule and partition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
+
+from parallel3d.config.section import (
+    OWN,
+    KnownKey,
+    NonNegative,
+    Positive,
+    ReadOnlyMapping,
+    Section,
+    Support,
+    differs,
+    dumped,
+    known,
+    whole,
+)
+from parallel3d.errors import nearest
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-looped")
+_QUOTED_SCHEDULES = ", ".join(f'"{name}"' for name in SCHEDULES)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _read_schedule(value: object) -> object:
+    if isinstance(value, (list, tuple)) and value and all(isinstance(rank, (list, tuple)) for rank in value):
+        if all(isinstance(instruction, str) for rank in value for instruction in rank):
+            return tuple(map(tuple, value))
+    elif isinstance(value, str) and value in SCHEDULES:
+        return value
+    hint = nearest(value.lower(), SCHEDULES) if isinstance(value, str) else ""
+    raise ValueError(
+        f'give {_QUOTED_SCHEDULES} or, for each stage, its list of instructions such as ["F0@0", "B0@0"].{hint}'
+    )
+
+
+def _read_partition(value: object) -> object:
+    if value == "best":
+        return None  # DeepSpeed's default: whatever the module says
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, Mapping) and set(value) == {"weights"}:
+        weights = value["weights"]
+        if isinstance(weights, (list, tuple)) and all(map(_is_number, weights)):
+            return ReadOnlyMapping(value)
+    elif isinstance(value, (list, tuple)):
+        bounds = tuple(map(whole, value))
+        if all(_is_number(bound) and isinstance(bound, int) for bound in bounds):
+            return bounds
+    raise ValueError(
+        'give "uniform", "parameters", "type:REGEX", bounds such as [0, 3, 8] or {"weights": [one number a layer]}'
+    )
+
+
+Schedule = Annotated[
+    str | tuple[tuple[str, ...], ...],
+    PlainValidator(_read_schedule),
+    WithJsonSchema({"anyOf": [{"enum": list(SCHEDULES)}, {"type": "array", "items": {"type": "array"}}]}),
+]
+Partition = Annotated[
+    str | tuple[int, ...] | Mapping[str, Any] | None,
+    PlainValidator(_read_partition),
+    PlainSerializer(dumped),
+    WithJsonSchema({"type": ["string", "array", "object", "null"]}),
+]
+
+
+class PipelineConfig(Section):
+    """How layers become stages, and in which order the stages work; None: as PipelineModule says."""
+
+    known_keys: ClassVar[Mapping[str, KnownKey]] = known(
+        Support.WITHOUT_EFFECT,
+        "no tensor slices share what travels between stages",
+        "pipe_partitioned grad_partitioned",
+    )
+    unset_by_auto = frozenset({"stages"})
+
+    stages: Positive | None = Field(None, description="a whole number of stages >= 1")
+    schedule: Schedule = Field(
+        "1f1b", description=f"{_QUOTED_SCHEDULES} or lists of instructions", json_schema_extra=OWN
+    )
+    num_chunks: Positive | None = Field(
+        None, description="a whole number of chunks a stage >= 1", json_schema_extra=OWN
+    )
+    placement: Literal["loop", "v"] | None = Field(None, description='"loop" or "v"', json_schema_extra=OWN)
+    partition: Partition = Field(
+        None,
+        description='a method such as "parameters", bounds or weights',
+        json_schema_extra=differs("bounds and weights may be given too; layers are split by an exact min-max"),
+    )
+    activation_checkpoint_interval: NonNegative | None = Field(
+        None, description="a whole number of layers >= 0, where 0 recomputes nothing"
+    )
+    max_in_flight: float | None = Field(
+        None,
+        gt=0,
+        description='a number > 0, the activations that "zb-looped" may hold as a multiple of "1f1b"\'s',
+        json_schema_extra=OWN,
+    )
+    shapes: Literal["static", "dynamic"] = Field("static", description='"static" or "dynamic"', json_schema_extra=OWN)
+    seed_layers: bool | None = Field(None, description="true or false")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PipelineConfig:
+        others = {"1f1b": '"interleaved" or "gpipe"', "zb-h1": '"zb-looped"'}
+        if self.schedule in others and self.num_chunks not in (None, 1):
+            raise ValueError(
+                f'schedule "{self.schedule}" runs 1 chunk a stage, but num_chunks is {self.num_chunks}; set schedule to '
+                f"{others[self.schedule]}, or num_chunks to 1"
+            )
+        others = {"interleaved": '"gpipe"', "zb-looped": '"zbv"'}
+        if self.schedule in others and self.placement == "v":
+            raise ValueError(
+                f'schedule "{self.schedule}" needs placement "loop"; set that, or schedule to {others[self.schedule]}'
+            )
+        if self.schedule == "zbv" and (self.num_chunks not in (None, 2) or self.placement not in (None, "v")):
+            raise ValueError(
+                f'schedule "zbv" needs num_chunks 2 and placement "v", but num_chunks is {self.num_chunks} and placement '
+                f'is {self.placement!r}; set both, or schedule to "zb-looped"'
+            )
+        if self.placement == "v" and self.num_chunks not in (None, 2):
+            raise ValueError(
+                f'placement "v" puts 2 chunks on each stage, but num_chunks is {self.num_chunks}; set num_chunks to 2, '
+                'or placement to "loop"'
+            )
+        if self.max_in_flight is not None and self.schedule != "zb-looped":
+            raise ValueError(
+                'max_in_flight bounds schedule "zb-looped"; set schedule to that, or leave max_in_flight out'
+            )
+        if isinstance(self.schedule, tuple) and self.stages not in (None, len(self.schedule)):
+            raise ValueError(
+                f"schedule lists instructions for {len(self.schedule)} stages, but stages is {self.stages}; give one "
+                "list a stage"
+            )
+        return self

@@ -1,0 +1,150 @@
+"""What every section of the configuration is: immutable, typed, and with a place for each of DeepSpeed's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, WithJsonSchema
+
+
+class Support(str, Enum):
+    """What becomes of a key that DeepSpeed documents."""
+
+    SUPPORTED = "supported"
+    DIFFERENT = "supported, with a difference"
+    LATER = "not yet supported; left out with a warning, the numbers don't depend on it"
+    REFUSED = "not yet supported; an error, since the results would differ"
+    WITHOUT_EFFECT = "without effect; named in one warning"
+
+
+@dataclass(frozen=True)
+class KnownKey:
+    """A key of DeepSpeed's that no field holds. reason: completes "... because", for the user.
+
+    same: values that hold here anyway. keys: those of a section, where a typing error is to be found. switch: the key of a
+    section that turns it on, with the values that leave it off; a section without its switch is off.
+    """
+
+    support: Support
+    reason: str
+    same: tuple[object, ...] = ()
+    keys: tuple[str, ...] = ()
+    switch: tuple[str, tuple[object, ...]] = ("enabled", (False, None))
+
+    def asks_nothing(self, value: object) -> bool:
+        """Whether this value leaves everything as it is here."""
+        # Where true holds anyway, false asks for something.
+        if value in self.same or (not value and (value is not False or True not in self.same)):
+            return True
+        name, off = self.switch
+        if isinstance(value, Mapping) and (name in self.keys or name in value):
+            return value.get(name, off[0]) in off
+        return False
+
+
+def known(support: Support, reason: str, names: str, **details: Any) -> dict[str, KnownKey]:
+    """The same KnownKey for each of these names, which spaces separate."""
+    return {name: KnownKey(support, reason, **details) for name in names.split()}
+
+
+class ReadOnlyMapping(Mapping[str, Any]):
+    """A mapping without mutators, made of copies: mappings inside become read-only too, lists become tuples."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = {key: _read_only(value) for key, value in items.items()}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def _read_only(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return ReadOnlyMapping(value)
+    return tuple(map(_read_only, value)) if isinstance(value, (list, tuple)) else value
+
+
+def dumped(value: object) -> object:
+    """A plain dict of a read-only mapping, all the way down; other values as they are."""
+    if isinstance(value, Mapping):
+        return {key: dumped(inner) for key, inner in value.items()}
+    return tuple(map(dumped, value)) if isinstance(value, tuple) else value
+
+
+def whole(value: object) -> object:
+    """5e8 -> 500000000; what is no whole number stays as it is, to be refused."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _read_params(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError('give a mapping of the constructor\'s arguments, such as {"lr": 1e-3}')
+    return ReadOnlyMapping(value)
+
+
+_DTYPE_NAMES = {
+    "fp32": ("float32", "float", "torch.float32"),
+    "bf16": ("bfloat16", "torch.bfloat16"),
+    "fp16": ("float16", "half", "torch.float16"),
+}
+_SHORT_NAMES = {name: short for short, names in _DTYPE_NAMES.items() for name in (short, *names)}
+
+
+def _read_dtype(value: object) -> object:
+    return _SHORT_NAMES.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _read_half(value: object) -> object:
+    return value if (short := _read_dtype(value)) == "fp32" else short
+
+
+Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+NonNegative = Annotated[int, Field(ge=0), BeforeValidator(whole)]
+Params = Annotated[
+    Mapping[str, Any], PlainValidator(_read_params), PlainSerializer(dumped), WithJsonSchema({"type": "object"})
+]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_read_dtype)]
+HalfDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_read_half)]
+
+# Marks of a field, which the table of keys shows.
+OWN: dict[str, Any] = {"own": True}
+
+
+def differs(how: str) -> dict[str, Any]:
+    """Marks a field that means something else than DeepSpeed's key of this name."""
+    return {"difference": how}
+
+
+class Section(BaseModel):
+    """A mapping of the file: immutable, typed strictly, closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    # DeepSpeed's keys that no field holds.
+    known_keys: ClassVar[Mapping[str, KnownKey]] = {}
+    # Old names of fields, to the present ones.
+    renamed: ClassVar[Mapping[str, str]] = {}
+    # Keys for which "auto" means: not given.
+    unset_by_auto: ClassVar[frozenset[str]] = frozenset()
+
+
+def section_of(annotation: object) -> type[Section] | None:
+    """The Section that a field's annotation is, or is when not None; None for a plain field."""
+    for candidate in (annotation, *get_args(annotation)):
+        if get_origin(candidate) is None and isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None

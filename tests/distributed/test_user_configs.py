@@ -1,0 +1,68 @@
+"""Users' configurations train, with batch sizes that suit the world and "auto"s given, like one process in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import toy
+from layouts import BASE_SEED, Run, own_iterator, run_reference, run_steps, specs
+from reference import Item, Reference
+from torch import Tensor, nn
+from user_configs import AUTO, FOLDER
+
+import parallel3d
+from parallel3d.pipe import PipelineModule
+
+STEPS, ACCUMULATION = 2, 2
+LINEARS = [Item(nn.Linear, (toy.HIDDEN, toy.HIDDEN)) for _ in range(4)]
+
+
+def squares(output: Tensor, labels: Tensor) -> Tensor:
+    return (output.float() - labels).square().mean()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (toy.SAMPLES, toy.HIDDEN)
+    pairs = range(STEPS * ACCUMULATION * 2)
+    return [(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)) for _ in pairs]
+
+
+def train(name: str, rate: float) -> Run:
+    """On one of 4 ranks: 2 stages of 2 replicas; the learning rate stays as it is."""
+    module = PipelineModule(
+        specs(LINEARS), num_stages=2, loss_fn=squares, seed_layers=True, base_seed=BASE_SEED, config=FOLDER / name
+    )
+    sizes = {"train_micro_batch_size_per_gpu": toy.SAMPLES, "gradient_accumulation_steps": ACCUMULATION}
+    engine, *_ = parallel3d.initialize(
+        model=module,
+        config=FOLDER / name,
+        auto={**AUTO[name], **sizes, "optimizer.params.lr": rate},
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+    )
+    return run_steps(engine, own_iterator(engine, batches()), STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "tolerance"),
+    [
+        ("auto_dict_stage2.json", {"weight_decay": 0.0}, 1e-5),
+        ("zero3_offload_auto_bf16.json", {"betas": (0.9, 0.95), "weight_decay": 0.01}, 1e-2),
+    ],
+)
+def test_a_users_file_trains(run_ranks, name: str, settings: dict[str, Any], tolerance: float):
+    rate = 1e-2
+    ranks = run_ranks(4, train, name, rate)
+    reference = Reference(
+        LINEARS,
+        squares,
+        lambda parameters: torch.optim.AdamW(parameters, lr=rate, **settings),
+        clipping=1.0,
+        base_seed=BASE_SEED,
+    )
+    losses, norms, _ = run_reference(reference, batches(), ACCUMULATION * 2)
+    for found_losses, found_norms, _ in ranks:
+        assert found_losses == pytest.approx(losses, rel=tolerance)
+        assert found_norms == pytest.approx(norms, rel=tolerance)
