@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.checkpointing import Checkpointer
 from parallel3d.comm.collectives import all_gather_integers, all_gather_object, all_reduce
 from parallel3d.comm.environment import get_local_rank
 from parallel3d.comm.groups import PipelineParallelGrid
@@ -62,6 +63,7 @@ class Engine:
         self._grad_norm: Tensor | None = None
         self._profile_next = False
         self._profile: tuple[Program, list[Span]] | None = None
+        module.use_checkpointer(Checkpointer(config.activation_checkpointing))
         self._set_up_zero(module.parameter_infos())
         self._set_up_pipeline(transport or DistributedTransport(self._groups))
         # A schedule that can't run is an error now, not at the first batch.

@@ -2,9 +2,10 @@
 
 from parallel3d.config.batch import BatchSizes, resolve_batch
 from parallel3d.config.load import load
-from parallel3d.config.schema import Config, OptimizerConfig, PipelineConfig, ZeroConfig
+from parallel3d.config.schema import ActivationCheckpointingConfig, Config, OptimizerConfig, PipelineConfig, ZeroConfig
 
 __all__ = [
+    "ActivationCheckpointingConfig",
     "BatchSizes",
     "Config",
     "OptimizerConfig",

@@ -99,6 +99,14 @@ def _read_partition(value: object) -> object:
     )
 
 
+def _read_checkpointable(value: object) -> object:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    raise ValueError('give a regular expression such as "Block|MLP", or a list of class names such as ["Block"]')
+
+
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Params = Annotated[Mapping[str, Any], PlainValidator(_read_params), PlainSerializer(_dumped)]
@@ -106,6 +114,8 @@ Schedule = Annotated[str | tuple[tuple[str, ...], ...], PlainValidator(_read_sch
 Partition = Annotated[
     str | tuple[int, ...] | Mapping[str, Any] | None, PlainValidator(_read_partition), PlainSerializer(_dumped)
 ]
+Checkpointable = Annotated[str | tuple[str, ...] | None, PlainValidator(_read_checkpointable)]
+_BOOL = "true or false"
 
 
 class Section(BaseModel):
@@ -250,6 +260,17 @@ class ZeroConfig(Section):
         return self
 
 
+class ActivationCheckpointingConfig(Section):
+    """How layers that are recomputed keep their inputs; which layers: pipeline.activation_checkpoint_interval."""
+
+    partition_activations: bool = Field(False, description=_BOOL)
+    contiguous_memory_optimization: bool = Field(False, description=_BOOL)
+    cpu_checkpointing: bool = Field(False, description=_BOOL)
+    number_checkpoints: Positive | None = Field(None, description="a whole number of checkpoints >= 1, or null")
+    synchronize_checkpoint_boundary: bool = Field(False, description=_BOOL)
+    profile: bool = Field(False, description=_BOOL)
+
+
 class PipelineConfig(Section):
     """How layers become stages, and in which order the stages work; None: as PipelineModule says."""
 
@@ -264,6 +285,7 @@ class PipelineConfig(Section):
     activation_checkpoint_interval: NonNegative | None = Field(
         None, description="a whole number of layers >= 0, where 0 recomputes nothing"
     )
+    checkpointable_layers: Checkpointable = Field(None, description="a regular expression or a list of class names")
     max_in_flight: float | None = Field(
         None, gt=0, description='a number > 0, the activations that "zb-looped" may hold as a multiple of "1f1b"\'s'
     )
@@ -313,7 +335,6 @@ class Config(Section):
 
     without_effect = frozenset(
         {
-            "activation_checkpointing",
             "aio",
             "checkpoint",
             "comet",
@@ -322,12 +343,10 @@ class Config(Section):
             "csv_monitor",
             "datastates",
             "disable_allgather",
-            "dump_state",
             "flops_profiler",
             "gradient_predivide_factor",
             "graph_harvesting",
             "log_level",
-            "memory_breakdown",
             "nebula",
             "prescale_gradients",
             "sparse_gradients",
@@ -335,7 +354,6 @@ class Config(Section):
             "timers",
             "use_data_before_expert_parallelism",
             "vocabulary_size",
-            "wall_clock_breakdown",
             "wandb",
             "zero_force_ds_cpu_optimizer",
         }
@@ -378,6 +396,12 @@ class Config(Section):
     communication_data_type: ReducedDtype | None = Field(None, description='"fp32" or "bf16"')
     data_types: DataTypesConfig = Field(DataTypesConfig(), description='a mapping {"grad_accum_dtype": "fp32"}')
     dataloader_drop_last: bool = Field(False, description="true or false")
+    activation_checkpointing: ActivationCheckpointingConfig = Field(
+        ActivationCheckpointingConfig(), description='a mapping such as {"cpu_checkpointing": true}'
+    )
+    wall_clock_breakdown: bool = Field(False, description=_BOOL)
+    memory_breakdown: bool = Field(False, description=_BOOL)
+    dump_state: bool = Field(False, description=_BOOL)
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
 
 
