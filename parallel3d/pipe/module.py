@@ -112,12 +112,14 @@ class PipelineModule(nn.Module):
         )
         with seeded(seed, self.device):
             self.partition = self._split(layers, context)
+        if get_rank() == 0:
+            print(self.partition_table(), flush=True)
         self._ties = TieIndex(layers, self.partition.part_of)
         self.layers = nn.ModuleDict()
         self._calls = {
             c: [self._build(layers, k, seed, context) for k in self.partition.layers(c)] for c in self.own_chunks
         }
-        rule = checkpointable_rule(self.checkpointable_layers, [layer_name(layer) for layer in layers])
+        rule = checkpointable_rule(self.checkpointable_layers, self._names)
         self._recomputed = {
             c: [
                 rule(k, call if m is None else m)
@@ -141,9 +143,12 @@ class PipelineModule(nn.Module):
             len(self.placement),
             what=f"{self.num_stages} stages x {self.num_chunks} chunks",
         )
-        if get_rank() == 0:
-            print(partition.table(names, label="stage" if self.num_chunks == 1 else "chunk"), flush=True)
+        self._names = names
         return partition
+
+    def partition_table(self) -> str:
+        """The layers of each stage, or chunk, a line each."""
+        return self.partition.table(self._names, label="stage" if self.num_chunks == 1 else "chunk")
 
     def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> _Call:
         """What layer k calls; its module is built, or found where a tie has built it, and registered."""
