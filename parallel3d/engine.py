@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from parallel3d.checkpointing import Checkpointer
 from parallel3d.comm.collectives import all_gather_integers, all_gather_object, all_reduce
 from parallel3d.comm.environment import get_local_rank
 from parallel3d.comm.groups import PipelineParallelGrid
@@ -16,9 +17,11 @@ from parallel3d.comm.transport import DistributedTransport, Transport
 from parallel3d.config import BatchSizes, Config
 from parallel3d.data import MicroBatchSource
 from parallel3d.errors import ConfigError, DataError
+from parallel3d.monitor.breakdown import Breakdown
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
 from parallel3d.monitor.report import memory_table
-from parallel3d.monitor.timers import InstructionRecorder
+from parallel3d.monitor.state import print_tree, state_tree
+from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.agreement import agree
 from parallel3d.pipe.executor import Batch, BatchResult, Executor, no_record
@@ -26,7 +29,7 @@ from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
 from parallel3d.schedule.instructions import Op, Program
-from parallel3d.schedule.simulate import Span, Timeline
+from parallel3d.schedule.simulate import Timeline
 from parallel3d.zero.memory import StateBytes, moments_of, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, TouchedParameters
 from parallel3d.zero.policy import make_policy
@@ -61,13 +64,17 @@ class Engine:
         self._source = MicroBatchSource()
         self._data_iterator = data_iterator
         self._grad_norm: Tensor | None = None
-        self._profile_next: Literal["time", "memory"] | None = None
-        self._profile: tuple[Program, list[Span]] | None = None
+        self._memory_next = False
         self._memory_profile: MemoryProfile | None = None
+        self._monitor = StepMonitor(config, module.groups, module.device)
+        self._checkpointer = Checkpointer(config.activation_checkpointing)
+        module.use_checkpointer(self._checkpointer)
         self._set_up_zero(module.parameter_infos())
         self._set_up_pipeline(transport or DistributedTransport(self._groups))
         # A schedule that can't run is an error now, not at the first batch.
         self._programs.get(batch_sizes.num_micro_batches, training=True)
+        if config.dump_state:
+            self._dump_state()
 
     def _set_up_zero(self, infos: list[ParameterInfo]) -> None:
         """Flat buckets for the parameters, which may move there, and the optimizer on this rank's part of them."""
@@ -115,21 +122,24 @@ class Engine:
         ranks when no micro-batch is left, DataError on all when one can't load, ExecutionError.
         """
         iterator = data_iter if data_iter is not None else self._data_iterator
+        self._monitor.begin(self.global_steps + 1, self.global_samples)
         batch = self._next_batch(iterator, self._batch_sizes.num_micro_batches, training=True)
         self.module.train()
         self._reducer.start_step()
         result = self._run(batch)
+        self._monitor.computed()
         self._reducer.finish_step()
+        self._monitor.reduced()
         loss = self._reduce_loss_and_norm(result, batch)
-        if self._profile_next == "memory" and self._memory_profile is not None:
+        if self._memory_next and self._memory_profile is not None:
             with self._memory_profile.step.running():
                 self._step()
         else:
             self._step()
-        self._profile_next = None
+        self._memory_next = False
         self.global_steps += 1
         self.global_samples += len(batch.signatures) * self.train_micro_batch_size_per_gpu() * self._groups.data.size
-        self._print_step(loss)
+        self._report(loss)
         return loss
 
     @torch.no_grad()
@@ -219,18 +229,16 @@ class Engine:
 
     def _run(self, batch: Batch) -> BatchResult:
         program = self._programs.get(len(batch.signatures), batch.training)
-        if not (batch.training and self._profile_next):
-            return self._executor.run(program, self._programs.replica_owners, batch, no_record)
-        if self._profile_next == "memory":
+        owners = self._programs.replica_owners
+        if batch.training and self._memory_next:
             memory = MemoryRecorder(self.module.device)
             with memory.running():
-                result = self._executor.run(program, self._programs.replica_owners, batch, memory)
+                result = self._executor.run(program, owners, batch, memory)
             self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self.module.device))
-        else:
-            times = InstructionRecorder(self.module.stage_id, self.module.device)
-            result = self._executor.run(program, self._programs.replica_owners, batch, times)
-            self._profile = (program, times.spans())
-        return result
+            return result
+        recorder = self._monitor.recorder_of(program) if batch.training else None
+        record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
+        return self._executor.run(program, owners, batch, record, wait)
 
     def _own_loss(self, result: BatchResult, batch: Batch) -> Tensor:
         """This rank's share of the mean loss: 0 but on the last chunk's ranks."""
@@ -272,28 +280,57 @@ class Engine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
-    def _print_step(self, loss: Tensor) -> None:
-        every = self.config.steps_per_print
-        if every and self._groups.rank == 0 and self.global_steps % every == 0:
-            print(f"step {self.global_steps}: loss {float(loss):.4f}, lr {self.get_lr()}", flush=True)
+    # What a run says of itself
 
-    # Timelines
+    def _report(self, loss: Tensor) -> None:
+        groups = self.optimizer.param_groups
+        momentum = [g.get("betas", g.get("momentum")) for g in groups if "betas" in g or "momentum" in g]
+        self._monitor.finish(
+            StepSummary(self.global_steps, self.global_samples, loss, self._grad_norm, self.get_lr(), momentum)
+        )
+        if not self._monitor.prints(self.global_steps):
+            return
+        if self.config.memory_breakdown:
+            self.memory_report()
+        if self.config.activation_checkpointing.profile and self._groups.rank == 0:
+            print(f"activation checkpointing on rank 0: {self._checkpointer.times()}", flush=True)
+
+    def _dump_state(self) -> None:
+        """Print, on rank 0, what is in force and what it was made into. Collective."""
+        own = {owners: [b.numel for b in buckets] for owners, buckets in self._reducer.buckets.items()}
+        buckets = all_gather_object(own, self._groups.control)
+        if self._groups.rank == 0:
+            shards = self._groups.data.size if self._policy.stage > 0 else 1
+            program = self._programs.get(self._batch_sizes.num_micro_batches, training=True)
+            sizes, topology, partition = self._batch_sizes, self.module.topology(), self.module.partition_table()
+            print_tree(state_tree(self.config, sizes, topology, partition, buckets, shards, program))
 
     def profile_next_batch(self, what: Literal["time", "memory"] = "time") -> None:
-        """Record of the next train_batch when each instruction runs (see `timeline`) or what it holds (`memory_report`)."""
-        self._profile_next = what
+        """Record of the next train_batch when each instruction runs, or what each holds of memory.
+
+        See `timeline` and `time_breakdown`, or `memory_report`.
+        """
+        if what == "memory":
+            self._memory_next = True
+        else:
+            self._monitor.record_next()
 
     def timeline(self) -> tuple[Program, Timeline]:
-        """The program of the last profiled batch and its measured timeline, of this rank's pipeline, in seconds.
+        """The program of the last recorded batch and its measured timeline, of this rank's pipeline, in seconds.
 
-        Collective over all ranks. Raises ConfigError when no batch was profiled.
+        Recorded are the batch after profile_next_batch and, with wall_clock_breakdown, those that print. Collective over
+        all ranks. Raises ConfigError when none was.
         """
-        if self._profile is None:
-            raise ConfigError("no batch was profiled; call engine.profile_next_batch() before train_batch")
-        program, own = self._profile
-        everyone = all_gather_object(own, self._groups.control)
-        spans = [span for rank in self._groups.pipe.ranks for span in everyone[rank]]
+        program, records = self._monitor.records()
+        spans = [span for rank in self._groups.pipe.ranks for span in records[rank].spans]
         return program, Timeline.of(spans, self.module.num_stages)
+
+    def time_breakdown(self) -> list[Breakdown]:
+        """Where the time of the last recorded batch (see `timeline`) went, in seconds, of every rank.
+
+        Collective over all ranks. Raises ConfigError when none was recorded.
+        """
+        return self._monitor.breakdown()
 
     def memory_report(self) -> list[dict[str, tuple[int, int]]]:
         """What every rank holds, (predicted, measured) bytes by component and by phase; rank 0 prints it as a table.

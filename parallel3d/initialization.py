@@ -99,6 +99,7 @@ def _check_module(model: PipelineModule, config: Config) -> None:
             config.pipeline.activation_checkpoint_interval,
             model.activation_checkpoint_interval,
         ),
+        "checkpointable_layers": (config.pipeline.checkpointable_layers, model.checkpointable_layers),
         "seed_layers": (config.pipeline.seed_layers, model.seed_layers),
     }
     for key, (wanted, built) in pairs.items():

@@ -60,6 +60,14 @@ def _read_partition(value: object) -> object:
     )
 
 
+def _read_checkpointable(value: object) -> object:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    raise ValueError('give a regular expression such as "Block|MLP", or a list of class names such as ["Block"]')
+
+
 Schedule = Annotated[
     str | tuple[tuple[str, ...], ...],
     PlainValidator(_read_schedule),
@@ -70,6 +78,12 @@ Partition = Annotated[
     PlainValidator(_read_partition),
     PlainSerializer(dumped),
     WithJsonSchema({"type": ["string", "array", "object", "null"]}),
+]
+
+Checkpointable = Annotated[
+    str | tuple[str, ...] | None,
+    PlainValidator(_read_checkpointable),
+    WithJsonSchema({"type": ["string", "array", "null"]}),
 ]
 
 
@@ -98,6 +112,9 @@ class PipelineConfig(Section):
     )
     activation_checkpoint_interval: NonNegative | None = Field(
         None, description="a whole number of layers >= 0, where 0 recomputes nothing"
+    )
+    checkpointable_layers: Checkpointable = Field(
+        None, description="a regular expression or a list of class names", json_schema_extra=OWN
     )
     max_in_flight: float | None = Field(
         None,

@@ -1,57 +1,109 @@
-"""When each instruction ran: host clock on the CPU, events on CUDA, with no synchronization while the batch runs."""
+"""When each part of a step ran: the host's clock on the CPU, events on CUDA, with no synchronization while the step runs."""
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from parallel3d.schedule.instructions import Instruction
+from parallel3d.clock import Clock
+from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
+from parallel3d.schedule.instructions import Instruction, Program
 from parallel3d.schedule.simulate import Span
 
+_ROUNDS = 10
 
-class InstructionRecorder:
-    """Records the spans of one batch on this rank; times are on a clock that ranks of one host share.
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step on one rank, in seconds of a clock that all ranks share.
+
+    begin, end: of train_batch; reduced: when the gradients of the batch were reduced; spans: of the instructions; waits: how
+    long instructions waited for what other ranks send, before they ran.
+    """
+
+    begin: float
+    reduced: float
+    end: float
+    spans: tuple[Span, ...]
+    waits: tuple[Span, ...]
+
+
+class StepRecorder:
+    """Records one step on this rank, which begins now. stage: the rank's position along the pipeline.
 
     On CUDA a span lasts from when the stream reaches the instruction to when it has passed it.
     """
 
-    def __init__(self, rank: int, device: torch.device):
-        self._rank = rank
-        self._cuda = device.type == "cuda"
-        self._host: list[tuple[Instruction, float, float]] = []
-        self._events: list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]] = []
-        if self._cuda:
-            # Ties event times to the host clock, which ranks share and their GPUs don't.
-            torch.cuda.synchronize(device)
-            self._origin = torch.cuda.Event(enable_timing=True)
-            self._origin.record()
-            torch.cuda.synchronize(device)
-        self._zero = time.monotonic()
+    def __init__(self, stage: int, clock: Clock):
+        self._stage, self._clock = stage, clock
+        self._running: list[tuple[Instruction, Any, Any]] = []
+        self._waiting: list[tuple[Instruction, Any, Any]] = []
+        self._begin = clock.mark()
+        self._reduced = self._end = self._begin
+        self._record: StepRecord | None = None
+        self.program: Program | None = None
 
     @contextmanager
-    def __call__(self, instruction: Instruction) -> Iterator[None]:
+    def running(self, instruction: Instruction) -> Iterator[None]:
         """Time what runs inside as `instruction`."""
-        if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((instruction, begin, end))
-        else:
-            start = time.monotonic()
-            yield
-            self._host.append((instruction, start, time.monotonic()))
+        begin = self._clock.mark()
+        yield
+        self._running.append((instruction, begin, self._clock.mark()))
 
-    def spans(self) -> list[Span]:
-        """What was recorded, in seconds; waits for the device."""
-        if not self._cuda:
-            return [Span(self._rank, i, start, end) for i, start, end in self._host]
-        torch.cuda.synchronize()
-        since = self._origin.elapsed_time
-        return [
-            Span(self._rank, i, self._zero + since(begin) / 1e3, self._zero + since(end) / 1e3)
-            for i, begin, end in self._events
-        ]
+    @contextmanager
+    def waiting(self, instruction: Instruction) -> Iterator[None]:
+        """Time what runs inside as the wait of `instruction` for other ranks."""
+        begin = self._clock.mark()
+        yield
+        self._waiting.append((instruction, begin, self._clock.mark()))
+
+    def reduced(self) -> None:
+        """The gradients are reduced."""
+        self._reduced = self._clock.mark()
+
+    def finish(self) -> None:
+        """The step is over."""
+        self._end = self._clock.mark()
+
+    def read(self, offset: float = 0.0) -> StepRecord:
+        """What was recorded, `offset` seconds later; waits for the device, the first time."""
+        if self._record is None:
+            rows = [*self._running, *self._waiting]
+            marks = [self._begin, self._reduced, self._end, *(mark for _, *ends in rows for mark in ends)]
+            begin, reduced, end, *times = (t + offset for t in self._clock.read(marks))
+            spans = [
+                Span(self._stage, instruction, *ends)
+                for (instruction, _, _), ends in zip(rows, zip(times[::2], times[1::2], strict=True), strict=True)
+            ]
+            count = len(self._running)
+            self._record = StepRecord(begin, reduced, end, tuple(spans[:count]), tuple(spans[count:]))
+            self._running, self._waiting = [], []
+        return self._record
+
+
+def clock_offset(control: Group) -> float:
+    """Seconds to add to this rank's `time.monotonic` to have that of the group's first rank; 0 on one host. Collective.
+
+    Hosts' clocks start anywhere. Nobody leaves an exchange before all have entered it, which bounds the difference from
+    both sides; the error is no larger than the time that the fastest of some exchanges takes.
+    """
+    if len(set(all_gather_object(socket.gethostname(), control))) == 1:
+        return 0.0
+    rounds = []
+    for _ in range(_ROUNDS):
+        entered = time.monotonic()
+        all_gather_integers([0], control)
+        rounds.append((entered, time.monotonic()))
+    return offset_between(rounds, all_gather_object(rounds, control)[0])
+
+
+def offset_between(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float:
+    """What to add to my times to have theirs, from when each entered and left the same exchanges."""
+    pairs = list(zip(mine, theirs, strict=True))
+    at_least = max(entered - my_exit for (_, my_exit), (entered, _) in pairs)
+    at_most = min(left - my_entry for (my_entry, _), (_, left) in pairs)
+    return (at_least + at_most) / 2

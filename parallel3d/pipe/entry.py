@@ -18,10 +18,11 @@ class Entry:
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
-        self._tensors = tuple(tensors)
+        # Not the tensors: what the chunk itself holds of its input is its own affair.
+        self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._gradients: dict[int, Tensor] = {}
         anchor = torch.empty(0, requires_grad=True)
-        for k, tensor in enumerate(self._tensors):
+        for k, tensor in enumerate(tensors):
             # Entering writes nothing: a chunk of this rank that saved its output for the backward must not notice.
             with _unsafe_preserve_version_counter(tensor):
                 _Enter.apply(anchor, tensor, self._gradients, k)
@@ -29,8 +30,8 @@ class Entry:
     def gradients(self) -> list[Tensor]:
         """One for each tensor, zeros where the backward did not reach it."""
         return [
-            self._gradients[k] if k in self._gradients else torch.zeros_like(tensor)
-            for k, tensor in enumerate(self._tensors)
+            self._gradients[k] if k in self._gradients else torch.zeros(shape, dtype=dtype, device=device)
+            for k, (shape, dtype, device) in enumerate(self._kinds)
         ]
 
 

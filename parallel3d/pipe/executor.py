@@ -108,8 +108,10 @@ class Executor:
         self._arriving_gradients: dict[Place, Receipt] = {}
         self._gradients: dict[Place, list[Tensor]] = {}
 
-    def run(self, program: Program, owners: Sequence[tuple[int, ...]], batch: Batch, record: Recorder) -> BatchResult:
-        """Run this rank's list. owners: of each REDUCE_REPLICAS bucket; record: wraps each instruction.
+    def run(
+        self, program: Program, owners: Sequence[tuple[int, ...]], batch: Batch, record: Recorder, wait: Recorder
+    ) -> BatchResult:
+        """Run this rank's list. owners: of each REDUCE_REPLICAS bucket; record: wraps each instruction; wait: its wait.
 
         Raises ExecutionError, in one line with rank, stage, micro-batch and instruction, from whatever was raised.
         """
@@ -121,7 +123,8 @@ class Executor:
                     continue  # launched by the backward it stands behind
                 try:
                     if i.op in self._wait:
-                        self._wait[i.op](i)
+                        with wait(i):
+                            self._wait[i.op](i)
                     with record(i):
                         if i.op in self._run_backward:
                             self._run_backward[i.op](i, reduces_behind(instructions, position))

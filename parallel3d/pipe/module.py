@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.checkpointing import checkpoint
+from parallel3d.checkpointing import Checkpointable, Checkpointer, checkpointable_rule
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
@@ -42,9 +43,13 @@ class PipelineModule(nn.Module):
 
     layers: LayerSpec, TiedLayerSpec, modules, or functions of one argument. num_stages or topology: the pipeline's
     length; the rest of the world is data parallel. loss_fn(outputs, labels) -> scalar; without one the last layer's
-    result is the loss. partition_method ("parameters"): see partition.resolve_partition. activation_checkpoint_interval
-    (0, never): recompute activations in groups of so many layers. num_chunks (1) a stage; placement ("loop") or "v".
-    What is None is taken from the `pipeline` section of `config`, or is the default in brackets.
+    result is the loss. partition_method ("parameters"): see partition.resolve_partition. num_chunks (1) a stage;
+    placement ("loop") or "v". What is None is taken from the `pipeline` section of `config`, or is the default in brackets.
+
+    checkpointable_layers (all): the layers whose activations are recomputed: a list of class names, a regular expression
+    that is searched in class and function names, or a function (layer index, layer) -> bool. Neighbours among them are
+    recomputed in groups of activation_checkpoint_interval (0, never; 1 where checkpointable_layers is given).
+    activation_checkpoint_func(function, x): runs such a group; a Checkpointer of `config` by default.
 
     Initial weights depend on the seed and on the layer's place in the list, never on the layout: layer k is built with
     seed base_seed + k (seed_layers=True), or torch's own seed + k (False). Ties (see TiedLayerSpec) hold across stages.
@@ -63,6 +68,8 @@ class PipelineModule(nn.Module):
         activation_checkpoint_interval: int | None = None,
         num_chunks: int | None = None,
         placement: str | None = None,
+        checkpointable_layers: Checkpointable | None = None,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
         config: str | Path | Mapping[str, Any] | Config | None = None,
     ):
         super().__init__()
@@ -75,9 +82,17 @@ class PipelineModule(nn.Module):
         self.loss_fn = loss_fn
         self.num_chunks = _choose("num_chunks", num_chunks, pipeline.num_chunks, 1)
         self.placement_kind = _choose("placement", placement, pipeline.placement, "loop")
-        self.activation_checkpoint_interval = _choose(
-            "activation_checkpoint_interval", activation_checkpoint_interval, pipeline.activation_checkpoint_interval, 0
+        self.checkpointable_layers = _choose(
+            "checkpointable_layers", _as_tuple(checkpointable_layers), pipeline.checkpointable_layers, None
         )
+        self.activation_checkpoint_interval = _choose(
+            "activation_checkpoint_interval",
+            activation_checkpoint_interval,
+            pipeline.activation_checkpoint_interval,
+            0 if self.checkpointable_layers is None else 1,
+        )
+        self._own_checkpoint_func = activation_checkpoint_func
+        self.use_checkpointer(Checkpointer(settings.activation_checkpointing))
         stages = _choose("num_stages", num_stages, pipeline.stages, None)
         self._topology = topology or _pipe_data_topology(stages)
         self.num_stages = _choose("num_stages", stages, max(1, self._topology.get_dim("pipe")), 1)
@@ -96,10 +111,20 @@ class PipelineModule(nn.Module):
         )
         with seeded(seed, self.device):
             self.partition = self._split(layers, context)
+        if get_rank() == 0:
+            print(self.partition_table(), flush=True)
         self._ties = TieIndex(layers, self.partition.part_of)
         self.layers = nn.ModuleDict()
         self._calls = {
             c: [self._build(layers, k, seed, context) for k in self.partition.layers(c)] for c in self.own_chunks
+        }
+        rule = checkpointable_rule(self.checkpointable_layers, self._names)
+        self._recomputed = {
+            c: [
+                rule(k, call if m is None else m)
+                for k, (m, call) in zip(self.partition.layers(c), self._calls[c], strict=True)
+            ]
+            for c in self.own_chunks
         }
         self._share_attributes()
         _refuse_untied_sharing(layers, self._ties, self.partition.part_of)
@@ -117,9 +142,12 @@ class PipelineModule(nn.Module):
             len(self.placement),
             what=f"{self.num_stages} stages x {self.num_chunks} chunks",
         )
-        if get_rank() == 0:
-            print(partition.table(names, label="stage" if self.num_chunks == 1 else "chunk"), flush=True)
+        self._names = names
         return partition
+
+    def partition_table(self) -> str:
+        """The layers of each stage, or chunk, a line each."""
+        return self.partition.table(self._names, label="stage" if self.num_chunks == 1 else "chunk")
 
     def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> _Call:
         """What layer k calls; its module is built, or found where a tie has built it, and registered."""
@@ -196,14 +224,22 @@ class PipelineModule(nn.Module):
         """The axes of this world."""
         return self._topology
 
+    def use_checkpointer(self, checkpointer: Checkpointer) -> None:
+        """Recompute layers through this, unless the module was built with an activation_checkpoint_func."""
+        self.activation_checkpoint_func = self._own_checkpoint_func or checkpointer
+
     def forward_chunk(self, chunk: int, x: Any) -> Any:
         """Run the layers of one of this rank's chunks on `x`, whatever the first of them takes."""
-        calls = self._calls[chunk]
-        interval = self.activation_checkpoint_interval
+        calls, interval = self._calls[chunk], self.activation_checkpoint_interval
         if not interval or not torch.is_grad_enabled():
             return self._run(calls, x)
-        for start in range(0, len(calls), interval):
-            x = checkpoint(self._run, calls[start : start + interval], x)
+        for recomputed, group in groupby(zip(self._recomputed[chunk], calls, strict=True), key=lambda pair: pair[0]):
+            run = [call for _, call in group]
+            if not recomputed:
+                x = self._run(run, x)
+                continue
+            for start in range(0, len(run), interval):
+                x = self.activation_checkpoint_func(partial(self._run, run[start : start + interval]), x)
         return x
 
     def _run(self, calls: Sequence[_Call], x: Any) -> Any:
@@ -235,6 +271,11 @@ def _as_configured(method: Method | None) -> Method | None:
     if isinstance(method, Mapping):
         return {key: tuple(values) if isinstance(values, list) else values for key, values in method.items()}
     return tuple(method) if isinstance(method, list) else method
+
+
+def _as_tuple(choice: Checkpointable | None) -> Checkpointable | None:
+    """A choice of layers as the configuration reads it: names are a tuple."""
+    return tuple(choice) if isinstance(choice, list) else choice
 
 
 def _choose(key: str, argument: T | None, configured: Any, default: T) -> T:

@@ -1,0 +1,80 @@
+"""What `dump_state` prints: what is in force, and what it was made into, as a tree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.markup import escape
+from rich.tree import Tree
+
+from parallel3d.config import BatchSizes, Config
+from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.simulate import simulate
+from parallel3d.topology import ProcessTopology
+
+# Of each set of owners (see ParameterInfo), the elements of each of its gradient buckets.
+Buckets = Mapping[tuple[int, ...], Sequence[int]]
+
+
+def state_tree(
+    config: Config,
+    sizes: BatchSizes,
+    topology: ProcessTopology,
+    partition: str,
+    buckets: Sequence[Buckets],
+    num_shards: int,
+    program: Program,
+) -> Tree:
+    """partition: its table; buckets: every rank's; num_shards: the parts in which a bucket is updated.
+
+    Values that differ from the defaults are bold.
+    """
+    tree = Tree("parallel3d")
+    _add_section(tree.add("configuration in force"), config)
+    batch = tree.add("batch")
+    for name, value in vars(sizes).items():
+        batch.add(escape(f"{name}: {value}"))
+    axes = " x ".join(f"{axis} {topology.get_dim(axis)}" for axis in topology.get_axis_names())
+    tree.add(f"topology: {axes} = {topology.world_size()} ranks")
+    tree.add("partition").add(escape(partition))
+    cut = tree.add(f"gradient buckets, each updated in {num_shards} parts")
+    for owners, numels in sorted({owners: numels for rank in buckets for owners, numels in rank.items()}.items()):
+        where = f"chunk {owners[0]}" if len(owners) == 1 else f"shared by chunks {', '.join(map(str, owners))}"
+        cut.add(f"{where}: {len(numels)} buckets, {sum(numels):,} elements, the largest {max(numels):,}")
+    _add_program(tree, program)
+    return tree
+
+
+def _add_section(tree: Tree, section: BaseModel) -> None:
+    defaults: Any = type(section).model_fields
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            _add_section(tree.add(name), value)
+        else:
+            line = escape(f"{name}: {value!r}")
+            tree.add(line if value == defaults[name].default else f"[bold]{line}[/bold]")
+
+
+def _add_program(tree: Tree, program: Program) -> None:
+    count = sum(map(len, program.instructions))
+    bubble = simulate(program).bubble
+    node = tree.add(
+        escape(
+            f"program {program.name}: {count} instructions for {program.num_micro_batches} micro-batches, bubble {bubble:.1%} "
+            "where a backward takes twice as long as a forward"
+        )
+    )
+    for stage, instructions in enumerate(program.instructions):
+        ops = Counter(i.op.name for i in instructions)
+        node.add(f"stage {stage}: " + ", ".join(f"{n} {op}" for op, n in ops.items()))
+
+
+def print_tree(tree: Tree) -> None:
+    """To standard output, as wide as the terminal, or as most files are read."""
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(tree, highlight=False)

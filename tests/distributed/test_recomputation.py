@@ -1,0 +1,170 @@
+"""Layers chosen to be recomputed are, no others are, and no number changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from layouts import BASE_SEED, Run, check, make_optimizer, own_iterator, run_reference, run_steps, specs
+from reference import Item, Reference
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.checkpointing import Checkpointer
+from parallel3d.errors import ConfigError
+from parallel3d.pipe import PipelineModule
+
+HIDDEN, STEPS, ACCUMULATION = 8, 2, 3
+CALLS: Counter[int] = Counter()
+
+
+class Embed(nn.Module):
+    def __init__(self, k: int):
+        super().__init__()
+        self.k, self.table = k, nn.Embedding(7, HIDDEN)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        CALLS[self.k] += 1
+        return self.table(ids)
+
+
+class Block(nn.Module):
+    """rate: of its dropout."""
+
+    def __init__(self, k: int, rate: float):
+        super().__init__()
+        self.k, self.linear, self.dropout = k, nn.Linear(HIDDEN, HIDDEN), nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS[self.k] += 1
+        return x + torch.tanh(self.dropout(self.linear(x)))
+
+
+class Head(Block):
+    pass
+
+
+def items(rate: float) -> list[Item]:
+    return [Item(Embed, (0,)), *(Item(Block, (k, rate)) for k in range(1, 7)), Item(Head, (7, rate))]
+
+
+def squares(output: Tensor, labels: Tensor) -> Tensor:
+    return (output - labels).square().mean()
+
+
+def micro_batch(g: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(g)
+    return torch.randint(7, (2, 3), generator=generator), torch.randn(2, 3, HIDDEN, generator=generator)
+
+
+def odd_blocks(k: int, layer: nn.Module) -> bool:
+    return isinstance(layer, Block) and layer.k == k and k % 2 == 1
+
+
+def train(arguments: dict[str, Any], rate: float, dp: int, changes: dict[str, Any]) -> tuple[Run, dict[int, int]]:
+    """Numbers and forward calls a layer of STEPS steps. arguments: of the module; changes: of the configuration."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
+        "steps_per_print": None,
+        **changes,
+    }
+    pipeline = {"stages": 1, **config.pop("pipeline", {})}
+    config["pipeline"] = pipeline
+    module = PipelineModule(
+        specs(items(rate)), loss_fn=squares, seed_layers=True, base_seed=BASE_SEED, config=config, **arguments
+    )
+    engine, *_ = parallel3d.initialize(model=module, config=config)
+    CALLS.clear()
+    torch.manual_seed(5)
+    iterator = own_iterator(engine, [micro_batch(g) for g in range(STEPS * ACCUMULATION * dp)])
+    return run_steps(engine, iterator, STEPS), dict(CALLS)
+
+
+def wanted(rate: float, dp: int) -> Run:
+    reference = Reference(items(rate), squares, make_optimizer("SGD"), base_seed=BASE_SEED)
+    torch.manual_seed(5)
+    return run_reference(reference, [micro_batch(g) for g in range(STEPS * ACCUMULATION * dp)], ACCUMULATION * dp)
+
+
+CHOICES: list[tuple[dict[str, Any], dict[str, Any], set[int]]] = [
+    ({}, {}, set()),
+    ({"activation_checkpoint_interval": 3}, {}, set(range(8))),
+    ({"checkpointable_layers": ["Block"]}, {}, set(range(1, 7))),
+    ({"checkpointable_layers": ["Block"], "activation_checkpoint_interval": 0}, {}, set()),
+    ({}, {"checkpointable_layers": "^Emb|Head", "activation_checkpoint_interval": 2}, {0, 7}),
+    ({}, {"checkpointable_layers": ["Head", "Block"], "activation_checkpoint_interval": 4}, set(range(1, 8))),
+    ({"checkpointable_layers": odd_blocks}, {}, {1, 3, 5, 7}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "pipeline", "recomputed"), CHOICES, ids=str)
+def test_exactly_the_chosen_layers_run_twice_with_the_same_masks(
+    run_ranks, arguments: dict[str, Any], pipeline: dict[str, Any], recomputed: set[int]
+):
+    """On one stage the micro-batches run in the reference's order, so that one seed gives both the same dropout."""
+    ((run, calls),) = run_ranks(1, train, arguments, 0.3, 1, {"pipeline": pipeline})
+    check([run], wanted(0.3, 1), 1)
+    forwards = STEPS * ACCUMULATION
+    assert calls == {k: forwards * (2 if k in recomputed else 1) for k in range(8)}
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+@pytest.mark.parametrize(
+    "section", [{}, {"cpu_checkpointing": True, "partition_activations": True, "profile": True}], ids=str
+)
+def test_recomputation_under_zero_2_and_split_backwards(run_ranks, schedule: str, section: dict[str, Any]):
+    pipeline = {
+        "stages": 2,
+        "schedule": schedule,
+        "checkpointable_layers": "Block",
+        "activation_checkpoint_interval": 2,
+    }
+    changes = {
+        "pipeline": pipeline,
+        "activation_checkpointing": section,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 100},
+    }
+    ranks = run_ranks(4, train, {}, 0.0, 2, changes)
+    check([run for run, _ in ranks], wanted(0.0, 2), 2)
+    total = sum((Counter(calls) for _, calls in ranks), Counter())
+    forwards = STEPS * ACCUMULATION * 2
+    assert total == {k: forwards * (2 if 1 <= k <= 6 else 1) for k in range(8)}
+
+
+def train_with_own_function() -> tuple[dict[int, int], dict[int, int], bool]:
+    """Forward calls without and with a function of the user's, and whether the configuration's was used without."""
+    section = {"activation_checkpointing": {"profile": True}, "pipeline": {"activation_checkpoint_interval": 1}}
+    module = PipelineModule(specs(items(0.0)), num_stages=1, loss_fn=squares, config={"pipeline": section["pipeline"]})
+    engine, *_ = parallel3d.initialize(
+        model=module, config={"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **section}
+    )
+    checkpointer = engine.module.activation_checkpoint_func
+    used = isinstance(checkpointer, Checkpointer) and checkpointer.settings.profile
+    plain = train({"activation_checkpoint_func": lambda function, x: function(x)}, 0.0, 1, section)[1]
+    return plain, train({"activation_checkpoint_func": Checkpointer()}, 0.0, 1, section)[1], used
+
+
+def test_a_function_of_the_users_runs_the_groups(run_ranks):
+    ((plain, recomputing, configured),) = run_ranks(1, train_with_own_function)
+    forwards = STEPS * ACCUMULATION
+    assert plain == dict.fromkeys(range(8), forwards)
+    assert recomputing == dict.fromkeys(range(8), 2 * forwards)
+    assert configured
+
+
+def refusal(arguments: dict[str, Any], pipeline: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train(arguments, 0.0, 1, {"pipeline": pipeline})
+    return str(caught.value)
+
+
+def test_a_choice_that_fits_nothing_or_is_made_twice_is_refused(run_ranks):
+    (message,) = run_ranks(1, partial(refusal, {}, {"checkpointable_layers": ["Blok"]}))
+    assert "Did you mean 'Block'?" in message
+    (message,) = run_ranks(1, partial(refusal, {"checkpointable_layers": ["Head"]}, {"checkpointable_layers": "Block"}))
+    assert "give it once" in message

@@ -1,0 +1,278 @@
+"""What a run says of its steps, on a clock that only the layers and the messages move: every time is known exactly."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stdout
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from layouts import make_engine, own_iterator
+from reference import Item
+from torch import Tensor, nn
+
+from parallel3d.comm.collectives import Group, Work, all_gather_object, all_reduce
+from parallel3d.comm.transport import DistributedTransport
+from parallel3d.engine import Engine
+from parallel3d.monitor.breakdown import PARTS, Breakdown
+from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.schedule.simulate import simulate
+
+HIDDEN, STAGES, MICRO_BATCHES = 4, 4, 6
+LATENCY = 0.25  # of a message
+
+
+class VirtualClock:
+    """Each process's own; messages carry the sender's."""
+
+    def __init__(self) -> None:
+        self.now, self.reads = 0.0, 0
+
+    def mark(self) -> float:
+        return self.now
+
+    def read(self, marks: Sequence[float]) -> list[float]:
+        self.reads += 1
+        return list(marks)
+
+
+CLOCK = VirtualClock()
+
+
+class Timed(nn.Linear):
+    """A forward takes `cost` seconds, a backward twice that."""
+
+    def __init__(self, cost: float):
+        super().__init__(HIDDEN, HIDDEN)
+        self.cost = cost
+
+    def forward(self, x: Tensor) -> Tensor:
+        CLOCK.now += self.cost
+        return _Timed.apply(super().forward(x), 2 * self.cost)
+
+
+class _Timed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cost: float) -> Tensor:
+        ctx.cost = cost
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        CLOCK.now += ctx.cost
+        return gradient, None
+
+
+class _Arrival:
+    """The last part of a message: when it was sent."""
+
+    def __init__(self, stamp: Tensor, works: Sequence[Work]):
+        self.stamp, self.works = stamp, works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        CLOCK.now = max(CLOCK.now, float(self.stamp.numpy()[0]) + LATENCY)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+class TimedTransport(DistributedTransport):
+    def send(self, tensors: Sequence[Tensor], stage: int) -> None:
+        super().send([*tensors, torch.tensor([CLOCK.now], dtype=torch.float64)], stage)
+
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
+        stamp = torch.zeros(1, dtype=torch.float64)
+        return [_Arrival(stamp, super().receive([*buffers, stamp], stage))]
+
+
+def timed_all_reduce(tensor: Tensor, group: Group) -> Work:
+    """The engine's: of the loss and the norm. Everybody leaves it when the last one has come, a second later."""
+    CLOCK.now = max(all_gather_object(CLOCK.now, group)) + 1.0
+    return all_reduce(tensor, group)
+
+
+def squares(output: Tensor, labels: Tensor) -> Tensor:
+    return (output - labels).square().mean()
+
+
+def timed_engine(stack: ExitStack, costs: Sequence[float], schedule: str, **config: Any) -> Engine:
+    """One layer a stage, with these costs."""
+    global CLOCK
+    CLOCK = VirtualClock()
+    stack.enter_context(mock.patch("parallel3d.engine.DistributedTransport", TimedTransport))
+    stack.enter_context(mock.patch("parallel3d.engine.all_reduce", timed_all_reduce))
+    stack.enter_context(mock.patch("parallel3d.monitor.steps.clock_of", return_value=CLOCK))
+    pipeline = {"stages": len(costs), "schedule": schedule, "partition": "uniform"}
+    items = [Item(Timed, (cost,)) for cost in costs]
+    return make_engine(items, squares, accumulation=MICRO_BATCHES, pipeline=pipeline, **config)
+
+
+def train(engine: Engine, steps: int) -> None:
+    dp = engine.grid.get_data_parallel_world_size()
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(2, 2, HIDDEN, generator=generator).unbind() for _ in range(steps * MICRO_BATCHES * dp)]
+    iterator = own_iterator(engine, batches)
+    for _ in range(steps):
+        engine.train_batch(iterator)
+
+
+def run_one_step(costs: Sequence[float], schedule: str) -> tuple[list[Breakdown], float]:
+    """The breakdown of all ranks, and the simulated makespan; what was measured must be what is simulated."""
+    with ExitStack() as stack:
+        engine = timed_engine(stack, costs, schedule, wall_clock_breakdown=True)
+        train(engine, 1)
+        program, measured = engine.timeline()
+
+        def cost(i: Instruction) -> float:
+            if i.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+                return LATENCY
+            return {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 2.0}.get(i.op, 0.0) * costs[i.chunk]
+
+        simulated = simulate(program, cost)
+        ends = [
+            {(s.rank, str(s.instruction)): s.end for s in t.spans if s.instruction.op in (Op.FORWARD, Op.BACKWARD)}
+            for t in (measured, simulated)
+        ]
+        assert ends[0] == pytest.approx(ends[1])
+        return engine.time_breakdown(), simulated.makespan
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("costs", [(1.0, 1.0), (1.0, 5.0), (1.0, 4.0, 1.0)], ids=str)
+def test_a_slow_stage_is_forward_on_itself_and_bubble_on_its_neighbours(run_ranks, costs: tuple[float, ...], dp: int):
+    """The executor's own times are the simulator's; what is neither compute nor a message under way is bubble."""
+    results = run_ranks(len(costs) * dp, run_one_step, costs, "1f1b")
+    for ranks, makespan in results:
+        assert ranks == results[0][0], "the same on every rank"
+        for rank, parts in enumerate(ranks):
+            own = costs[rank // dp]
+            assert parts.forward == pytest.approx(MICRO_BATCHES * own)
+            assert parts.backward == pytest.approx(2 * MICRO_BATCHES * own)
+            assert (parts.step, parts.reduce, parts.other) == pytest.approx((1.0, 0.0, 0.0))
+            idle = makespan - 3 * MICRO_BATCHES * own
+            assert parts.bubble + parts.communication == pytest.approx(idle)
+            assert parts.total == pytest.approx(makespan + 1.0)
+            # An exposed message costs its latency, and no compute instruction waits for more than one.
+            assert parts.communication <= 2 * MICRO_BATCHES * LATENCY + 1e-9
+            assert parts.communication > 0 or rank // dp == costs.index(max(costs))
+    if len(set(costs)) > 1:
+        slow = costs.index(max(costs))
+        ranks, _ = results[0]
+        for neighbour in {slow - 1, slow + 1} & set(range(len(costs))):
+            assert ranks[neighbour * dp].bubble > 2 * MICRO_BATCHES * (costs[slow] - 1)
+
+
+def two_stages() -> list[Breakdown]:
+    with ExitStack() as stack:
+        engine = timed_engine(stack, (1.0, 3.0), "gpipe", wall_clock_breakdown=True, steps_per_print=1)
+        with redirect_stdout(io.StringIO()):
+            train(engine, 1)
+        return engine.time_breakdown()
+
+
+def test_two_stages_literally(run_ranks):
+    """GPipe, forwards of 1 and 3 s, backwards of 2 and 6 s, messages of 0.25 s, an all-reduce of 1 s at the end."""
+    ranks, _ = run_ranks(2, two_stages)
+    # Stage 1 waits 1 s for the first activation to be made and 0.25 s for it to come, then works until 55.25.
+    last = 1.25 + 6 * 3 + 6 * 6
+    assert ranks[1] == Breakdown(18.0, 36.0, 0.0, 1.0, 0.25, pytest.approx(1.0 + 2.25), 0.0)
+    # Stage 0 works 6 s, and 2 s on each gradient, which comes 0.25 s after it was made; the last ends at last + 2.25.
+    assert ranks[0].total == pytest.approx(last + 2.25 + 1.0)
+    assert ranks[0] == Breakdown(
+        6.0, 12.0, 0.0, 1.0, pytest.approx(6 * 0.25), pytest.approx(last + 2.25 - 18.0 - 6 * 0.25), 0.0
+    )
+
+
+def watched(config: dict[str, Any], steps: int) -> tuple[str, list[int], int]:
+    """What this rank printed, after how many reads of the clock and of scalars each step ended, and events kept."""
+    reads, scalars = [], 0
+
+    def counting(read: Callable[[Tensor], float]) -> Callable[[Tensor], float]:
+        def counted(tensor: Tensor) -> float:
+            nonlocal scalars
+            scalars += tensor.is_floating_point()  # integers are what hosts agree on
+            return read(tensor)
+
+        return counted
+
+    out = io.StringIO()
+    with ExitStack() as stack:
+        engine = timed_engine(stack, (1.0, 1.0), "1f1b", **config)
+        stack.enter_context(redirect_stdout(out))
+        # Not CPU-only ways to wait for a device: none may be tried.
+        stack.enter_context(mock.patch("torch.cuda.synchronize", side_effect=AssertionError("synchronized")))
+        stack.enter_context(mock.patch.object(Tensor, "__float__", counting(Tensor.__float__)))
+        stack.enter_context(mock.patch.object(Tensor, "item", counting(Tensor.item)))
+        for _ in range(steps):
+            before = (CLOCK.reads, scalars)
+            train(engine, 1)
+            reads.append((CLOCK.reads - before[0], scalars - before[1]))
+        return out.getvalue(), reads, engine.global_steps
+
+
+EVERYTHING = {
+    "wall_clock_breakdown": True,
+    "memory_breakdown": True,
+    "activation_checkpointing": {"profile": True},
+    "steps_per_print": 3,
+}
+
+
+def test_prints_come_from_rank_0_and_nothing_waits_between_them(run_ranks):
+    ranks = run_ranks(2, watched, EVERYTHING, 7)
+    for rank, (text, reads, _) in enumerate(ranks):
+        clock = [c for c, _ in reads]
+        scalars = [s for _, s in reads]
+        assert clock == [0, 0, 1, 0, 0, 1, 0]
+        printing = 2 if rank == 0 else 0  # the loss and the norm
+        assert scalars == [0, 0, printing, 0, 0, printing, 0]
+        if rank > 0:
+            assert text == ""
+    text = ranks[0][0]
+    lines = [line for line in text.splitlines() if "loss" in line]
+    assert [line.split(":")[0] for line in lines] == ["step 3", "step 6"]
+    for word in ("loss", "grad norm", "lr 0.1", "mom 0.5", "skipped 0", "s/step", "samples/s"):
+        assert word in lines[0]
+    assert text.count("step 3, s ") == text.count("step 3, MiB") == 1
+    for part in (*PARTS, "total", "mean", "max", "rank 1", "forward, backward", "resident", "activation checkpointing"):
+        assert part in text
+    assert text.count("predicted / measured") == 2
+
+
+def test_nothing_is_printed_or_read_where_nothing_is_asked_for(run_ranks):
+    for text, reads, _ in run_ranks(2, watched, {"steps_per_print": None, "memory_breakdown": True}, 2):
+        assert (text, reads) == ("", [(0, 0), (0, 0)])
+
+
+def dump() -> str:
+    out = io.StringIO()
+    with redirect_stdout(out), ExitStack() as stack:
+        timed_engine(stack, (1.0, 1.0), "zb-h1", dump_state=True, zero_optimization={"stage": 1})
+    return out.getvalue()
+
+
+def test_dump_state_tells_what_is_in_force_on_rank_0(run_ranks):
+    texts = run_ranks(4, dump)
+    assert not any(texts[1:])
+    layer = 32 * 2 * 2  # 4 x 4 weights and 4 biases, padded to 2 shards of 32
+    wanted = [
+        "gradient_accumulation_steps: 6",
+        "schedule: 'zb-h1'",
+        "seed: 1234",
+        "train_batch_size: 24",
+        "topology: pipe 2 x data 2 = 4 ranks",
+        f"chunk 1: 1 buckets, {layer // 2} elements",
+        "each updated in 2 parts",
+        "6 FORWARD",
+        "6 BACKWARD_WEIGHT",
+        "1 REDUCE_GRADS",
+    ]
+    for line in wanted:
+        assert line in texts[0], line
+    table = texts[0].split("partition\n")[1]
+    assert "Timed" in table

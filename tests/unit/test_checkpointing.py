@@ -1,0 +1,243 @@
+"""Recomputed regions give the gradients that plain PyTorch gives, and hold their inputs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d import checkpointing
+from parallel3d.checkpointing import Checkpointer, Copy, RecomputationTimes, checkpointable_rule
+from parallel3d.config import ActivationCheckpointingConfig
+from parallel3d.errors import ConfigError
+
+HIDDEN = 8
+
+
+class HostCopies:
+    """Stands in for a device: every tensor leaves, and what moves is noted by the first element of its data."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, float]] = []
+
+    def leaves(self, tensor: Tensor) -> bool:
+        return True
+
+    def to_host(self, tensor: Tensor) -> Copy:
+        self.log.append(("out", float(tensor.flatten()[0])))
+        return Copy(tensor.clone(), "on host")
+
+    def to_device(self, copy: Copy, device: torch.device) -> Copy:
+        assert copy.done == "on host"
+        self.log.append(("back", float(copy.tensor.flatten()[0])))
+        return Copy(copy.tensor.clone(), "on device")
+
+    def wait(self, copy: Copy) -> None:
+        assert copy.done == "on device"
+        self.log.append(("wait", float(copy.tensor.flatten()[0])))
+
+
+class Model(nn.Module):
+    """ids and a mask in, a dict out; dropout everywhere; `wrap` runs each part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, HIDDEN)
+        self.blocks = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, ids: Tensor, mask: Tensor, wrap: Callable[..., Any]) -> Tensor:
+        state = wrap(lambda batch: {"x": F.dropout(self.embed(batch[0])), "rest": [batch[1], None, 3]}, (ids, mask))
+        for block in self.blocks:
+            state = wrap(self.run_block, state, block=block)
+        return state["x"].sum()
+
+    @staticmethod
+    def run_block(state: dict[str, Any], block: nn.Module) -> dict[str, Any]:
+        mask, nothing, power = state["rest"]
+        assert nothing is None
+        x = F.dropout(torch.tanh(block(state["x"])) ** power) * mask.unsqueeze(-1)
+        return {"x": state["x"] + x, "rest": [mask, nothing, power]}
+
+
+def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def gradients(wrap: Callable[..., Any]) -> list[Tensor]:
+    model = Model()
+    torch.manual_seed(1)
+    ids, mask = torch.randint(11, (2, 5)), torch.rand(2, 5) < 0.7
+    torch.manual_seed(2)
+    loss = model(ids, mask, wrap)
+    state = torch.get_rng_state()
+    torch.randn(3)  # whatever draws between forward and backward
+    after = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), after), "the recomputation moved the random state"
+    torch.set_rng_state(state)
+    return [*(p.grad for p in model.parameters()), torch.randn(2)]
+
+
+@contextmanager
+def shared(**settings: Any) -> Iterator[None]:
+    checkpointing.configure(None, **settings)
+    yield
+    checkpointing.configure(None)
+
+
+@pytest.mark.parametrize("settings", [{}, {"checkpoint_in_cpu": True}, {"synchronize": True, "profile": True}], ids=str)
+def test_gradients_are_bitwise_plain_torchs(settings: dict[str, Any]):
+    wanted = gradients(plain)
+    with shared(**settings):
+        got = gradients(checkpointing.checkpoint)
+    assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+def test_offloaded_inputs_give_bitwise_the_same_and_come_back_one_ahead():
+    copies = HostCopies()
+    settings = ActivationCheckpointingConfig(cpu_checkpointing=True)
+    got = gradients(Checkpointer(settings, transfers=copies))
+    assert all(torch.equal(g, w) for g, w in zip(got, gradients(plain), strict=True))
+    out, moves = [value for what, value in copies.log if what == "out"], [what for what, _ in copies.log]
+    assert len(out) == 2 + 3 * 2, "ids and mask of the embedding, x and mask of each block; no weight"
+    assert [value for what, value in copies.log if what == "wait"] == [
+        v for k in (3, 2, 1, 0) for v in out[2 * k : 2 * k + 2]
+    ]
+    # Two of the last block, then always two of the one before while one is recomputed: nothing twice.
+    first = ["back", "wait", "back", "back", "back", "wait"]
+    assert moves == ["out"] * 8 + first + ["wait", "back", "back", "wait"] * 2 + ["wait", "wait"]
+
+
+def test_a_graph_that_is_kept_is_offloaded_for_each_backward():
+    linear, copies = nn.Linear(HIDDEN, HIDDEN), HostCopies()
+    x = torch.ones(2, HIDDEN, requires_grad=True) * 2
+    run = Checkpointer(ActivationCheckpointingConfig(cpu_checkpointing=True), transfers=copies)
+    y = run(lambda x: linear(x).tanh(), x).sum()
+    first, second = (torch.autograd.grad(y, linear.weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert [value for what, value in copies.log if what == "back"] == [2.0, 2.0]
+
+
+def held_bytes(wrap: Callable[..., Any]) -> int:
+    """What autograd holds for the backward of six wide layers."""
+    layers = [nn.Linear(HIDDEN, HIDDEN) for _ in range(6)]
+    total = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += 0 if isinstance(tensor, nn.Parameter) else tensor.numel() * tensor.element_size()
+        return tensor
+
+    x = torch.randn(100, HIDDEN, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        for layer in layers:
+            x = wrap(lambda x, layer=layer: torch.sigmoid(torch.tanh(layer(x)) ** 2), x)
+    return total
+
+
+def test_only_the_inputs_of_regions_are_held():
+    one = 100 * HIDDEN * 4
+    assert held_bytes(Checkpointer()) == 6 * one
+    assert held_bytes(plain) >= 4 * 6 * one
+
+
+def test_without_gradients_nothing_is_held_or_run_twice():
+    calls = []
+    with torch.no_grad():
+        assert Checkpointer()(lambda x: calls.append(0) or x, 3) == 3
+    assert calls == [0]
+
+
+def test_a_region_may_hold_another():
+    inner, outer = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+    x = torch.randn(3, HIDDEN)
+    copies = HostCopies()
+    run = Checkpointer(ActivationCheckpointingConfig(cpu_checkpointing=True), transfers=copies)
+
+    def nested(wrap: Callable[..., Any]) -> Tensor:
+        y = wrap(lambda x: outer(wrap(lambda x: inner(x).tanh(), x)).tanh(), x)
+        return torch.autograd.grad(y.sum(), [inner.weight, outer.weight])[0]
+
+    assert torch.equal(nested(run), nested(plain))
+
+
+class Ticks:
+    """A clock that the regions move on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def read(self, marks: list[float]) -> list[float]:
+        return list(marks)
+
+
+def test_profile_tells_forwards_from_recomputations():
+    clock, seconds = Ticks(), iter([3.0, 4.0, 10.0, 20.0])
+    run = Checkpointer(ActivationCheckpointingConfig(profile=True), clock)
+
+    def region(x: Tensor) -> Tensor:
+        clock.now += next(seconds)
+        return x.tanh().tanh()
+
+    x = torch.ones(2, requires_grad=True)
+    run(region, run(region, x)).sum().backward()
+    assert run.times() == RecomputationTimes(2, 7.0, 2, 30.0)
+    assert run.times() == RecomputationTimes()
+
+
+def test_configure_reads_the_section_and_arguments_override_it():
+    checkpointing.configure(
+        None, {"activation_checkpointing": {"profile": True, "cpu_checkpointing": True}}, profile=False
+    )
+    assert checkpointing.is_configured()
+    gradients(checkpointing.checkpoint)
+    assert checkpointing.times() == RecomputationTimes()
+    checkpointing.configure(
+        None, profile=True, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4
+    )
+    gradients(checkpointing.checkpoint)
+    assert checkpointing.times().num_recomputations == 4
+    checkpointing.configure(None)
+    with pytest.raises(ConfigError, match="number_checkpoints is 0"):
+        checkpointing.configure(None, num_checkpoints=0)
+
+
+NAMES = ["Embed", "Block", "MLPBlock", "Head"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "chosen"),
+    [
+        (None, [0, 1, 2, 3]),
+        (["Block"], [1]),
+        (("Head", "Embed"), [0, 3]),
+        ("Block$", [1, 2]),
+        ("^Block|H", [1, 3]),
+        (lambda k, layer: k % 2 == 0 and layer == "layer", [0, 2]),
+    ],
+)
+def test_layers_are_chosen_by_names_a_pattern_or_a_function(choice: Any, chosen: list[int]):
+    rule = checkpointable_rule(choice, NAMES)
+    assert [k for k in range(4) if rule(k, "layer")] == chosen
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (["Block", "Haed"], "names 'Haed', which no layer has; Did you mean 'Head'\\?"),
+        ("Transformer", "names 'Transformer', which no layer has; the layers are Embed, Block, MLPBlock, Head"),
+        ("Block(", "is no regular expression"),
+    ],
+)
+def test_a_choice_that_no_layer_meets_is_an_error(choice: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        checkpointable_rule(choice, NAMES)
