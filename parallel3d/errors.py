@@ -39,6 +39,7 @@ class ExecutionError(Parallel3DError, RuntimeError):
 
 
 def nearest(word: str, vocabulary: Iterable[str]) -> str:
-    """ " Did you mean 'x'?" for the closest known word, or an empty string when none is close."""
-    close = difflib.get_close_matches(word, list(vocabulary), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    """ " Did you mean 'x'?" for the closest known word, whatever its case, or an empty string when none is close."""
+    known = {w.lower(): w for w in vocabulary}
+    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    return f" Did you mean {known[close[0]]!r}?" if close else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -15,9 +16,22 @@ from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.memory import bytes_of
 
 # An elementwise optimizer updates each element from that element's own history, so that a shard is as good as the whole.
-_ELEMENTWISE = frozenset(
-    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+# Other classes say so by a class attribute `elementwise = True`.
+_ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
 )
+# Norms of tensors, sums over rows and columns, products of matrices: of a shard they are others.
+_WHOLE_TENSOR = tuple(cls for cls in (getattr(torch.optim, name, None) for name in ("Adafactor", "Muon")) if cls)
 
 
 class ShardedOptimizer:
@@ -38,12 +52,12 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         # Built from the last layer on; needed by the next forward from the first on.
         self._buckets = list(buckets)[::-1]
-        if any(b.partition.size > 1 for b in self._buckets) and not allow_untested:
-            _refuse_whole_tensor_optimizer(optimizer)
+        check_optimizer(optimizer, any(b.partition.size > 1 for b in self._buckets), allow_untested)
         masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 masters[piece.info.parameter].append(piece.master)
+            _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
             group["params"] = [master for p in group["params"] for master in _masters_of(p, masters)]
         self._stale: set[Bucket] = set()
@@ -92,14 +106,56 @@ def _masters_of(parameter: Any, masters: Mapping[nn.Parameter, list[nn.Parameter
     return masters[parameter]
 
 
-def _refuse_whole_tensor_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
+    """Cut what the optimizer holds of the parameters already, as Adagrad does from the start, into that of their pieces."""
+    offsets = {info.parameter: offset for info, offset in zip(bucket.infos, bucket.offsets, strict=True)}
+    whole = {p: optimizer.state.pop(p) for p in offsets if p in optimizer.state}
+    for piece in bucket.pieces:
+        parameter, master = piece.info.parameter, piece.master
+        if parameter in whole:
+            start = max(0, bucket.shard.start - offsets[parameter])
+            state = {key: _state_of(value, parameter, master, start) for key, value in whole[parameter].items()}
+            optimizer.state[master] = whole[parameter] if master is parameter else state
+
+
+def _state_of(value: Any, parameter: Tensor, master: Tensor, start: int) -> Any:
+    """What is elementwise is cut, and widened, as the parameter was; what is not, such as a step count, is copied."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.shape or value.dim() == 0:
+        return value.clone()
+    part = value.reshape(-1)[start : start + master.numel()].view(master.shape)
+    return part.to(master.dtype if part.is_floating_point() else part.dtype, copy=True)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_untested: bool = False) -> None:
+    """Raise ConfigError for an optimizer that would do something else on shards, or that no engine can step.
+
+    partitioned: whether it will get flat parts of tensors. allow_untested: take one that nothing is known of, with a
+    warning; one that is known to need whole tensors is refused all the same.
+    """
     name = type(optimizer).__name__
-    if name not in _ELEMENTWISE:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(f"optimizer {name} evaluates the model within its step, which no engine can do; use AdamW")
+    if not partitioned or type(optimizer) in _ELEMENTWISE or getattr(type(optimizer), "elementwise", False):
+        return
+    known = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
+    if isinstance(optimizer, _WHOLE_TENSOR):
+        raise ConfigError(
+            f"optimizer {name} works on whole tensors, of which a rank has but shards; use zero_optimization.stage 0, or "
+            f"Lion or one of {known}"
+        )
+    if not allow_untested:
         raise ConfigError(
             f"optimizer {name} is not known to be elementwise, so shards of tensors may change what it does; use "
-            f"zero_optimization.stage 0, one of {', '.join(sorted(_ELEMENTWISE))}, or, if it is elementwise, set "
-            "zero_allow_untested_optimizer to true"
+            f"zero_optimization.stage 0, Lion or one of {known}, or, if it is elementwise, give its class the attribute "
+            "elementwise = True or set zero_allow_untested_optimizer to true"
         )
+    warnings.warn(
+        f"optimizer {name} gets shards of tensors, as zero_allow_untested_optimizer wants; unless it is elementwise, the "
+        "weights now depend on the layout",
+        stacklevel=2,
+    )
 
 
 class TouchedParameters:

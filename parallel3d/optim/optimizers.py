@@ -1,0 +1,144 @@
+"""Optimizers by the names that configurations use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.errors import ConfigError, nearest
+from parallel3d.optim.arguments import call
+from parallel3d.optim.lion import Lion
+
+_TORCH_CLASSES = {
+    name: cls
+    for name, cls in vars(torch.optim).items()
+    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+}
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {**_TORCH_CLASSES, "Lion": Lion}
+_BY_LOWER_NAME = {name.lower(): cls for name, cls in _CLASSES.items()}
+
+# Classes of torch.optim that a distributed step can't drive.
+_UNUSABLE = {
+    "lbfgs": "evaluates the model several times within a step, by a closure, which a pipeline's step can't run; use AdamW",
+    "sparseadam": "takes sparse gradients alone, and gradients are reduced as dense ones; use Adam",
+}
+# DeepSpeed's optimizers that are missing here, and what comes nearest.
+_NOT_YET = {
+    "onebitadam": "Adam",
+    "zerooneadam": "Adam",
+    "onebitlamb": "AdamW",
+    "lamb": "AdamW",
+    "muadam": "Adam",
+    "muadamw": "AdamW",
+    "musgd": "SGD",
+}
+
+# Arguments of DeepSpeed's own kernels that torch's classes lack: with these values torch's do the same, None means any.
+_IMPLIED: dict[str, bool | None] = {"bias_correction": True, "fp32_optimizer_states": True, "set_grad_none": None}
+_ONE_BIT = "it is an argument of the 1-bit optimizers, which are not yet supported; drop it"
+_REMEDIES = {
+    "max_grad_norm": "set gradient_clipping, at the top level of the configuration",
+    **dict.fromkeys(("freeze_step", "var_freeze_step", "cuda_aware", "comm_backend_name"), _ONE_BIT),
+}
+
+
+def build_optimizer(
+    name: str, parameters: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]], params: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """The optimizer that a configuration names, in any case, with its params.
+
+    name: "Lion" or a class of torch.optim. "Adam" and "AdamW" are DeepSpeed's: weight decay is decoupled unless
+    {"adam_w_mode": false} is among Adam's params, and 0 by default (torch's 0.01 with {"torch_adam": true}).
+    parameters: or groups of them, as torch's optimizers take them; a rank without any gets an optimizer of nothing.
+    CUDA parameters are updated by torch's fused kernel where the class has one, unless params say how.
+    Raises ConfigError for unknown names and params.
+    """
+    cls = _class_of(name)
+    params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    own: list[str] = []  # names of params that are DeepSpeed's alone
+    if cls in (torch.optim.Adam, torch.optim.AdamW):
+        own = [*_IMPLIED, "adam_w_mode", "torch_adam"]
+        _drop_implied(name, params)
+        decoupled = _flag(name, params, "adam_w_mode", True) or cls is torch.optim.AdamW
+        if not _flag(name, params, "torch_adam", False):
+            params.setdefault("weight_decay", 0.0)
+        cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    elif cls is Lion:
+        own = ["set_grad_none"]
+        params.pop("set_grad_none", None)
+    groups = [_with_list(item) for item in parameters] or [{"params": []}]
+    if not {"fused", "foreach", "differentiable"} & set(params) and _has_fused_kernel(cls, _tensors(groups)):
+        params["fused"] = True  # one pass over memory
+    if cls is _TORCH_CLASSES.get("Muon"):
+        _check_matrices(_tensors(groups))
+    return call(cls, groups, params, f"optimizer.params of {name}", own, _REMEDIES)
+
+
+def _class_of(name: str) -> type[torch.optim.Optimizer]:
+    key = name.lower()
+    if key in _UNUSABLE:
+        raise ConfigError(f"optimizer.type {name!r} {_UNUSABLE[key]}")
+    if key in _NOT_YET:
+        raise ConfigError(f"optimizer.type {name!r} is not yet supported; the nearest that is: {_NOT_YET[key]!r}")
+    if key not in _BY_LOWER_NAME:
+        usable = [known for known in _CLASSES if known.lower() not in _UNUSABLE]
+        raise ConfigError(
+            f"optimizer.type {name!r} is not one of {', '.join(sorted(usable))}; give one of these, or pass your own "
+            f"optimizer to initialize.{nearest(name, usable)}"
+        )
+    return _BY_LOWER_NAME[key]
+
+
+def _flag(name: str, params: dict[str, Any], key: str, default: bool) -> bool:
+    """Take a bool out of the params."""
+    value = params.pop(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"optimizer.params of {name}: {key} is {value!r}; give true or false")
+    return value
+
+
+def _drop_implied(name: str, params: dict[str, Any]) -> None:
+    """Take out what holds anyway; raises ConfigError where something else is wanted."""
+    for key, only in _IMPLIED.items():
+        if params.pop(key, only) is not only and only is not None:
+            raise ConfigError(
+                f"optimizer.params of {name}: {key} can only be {str(only).lower()} here; drop it, or pass your own "
+                "optimizer to initialize"
+            )
+
+
+def _with_list(item: Any) -> Any:
+    """A parameter as it is; a group with a list of its parameters, which may have been an iterator."""
+    if not isinstance(item, Mapping):
+        return item
+    members = item["params"]
+    return {**item, "params": [members] if isinstance(members, Tensor) else list(members)}
+
+
+def _tensors(groups: Sequence[Any]) -> list[Tensor]:
+    """The parameters of a list of parameters or of groups."""
+    return [p for item in groups for p in (item["params"] if isinstance(item, Mapping) else [item])]
+
+
+def _has_fused_kernel(cls: type[torch.optim.Optimizer], tensors: Sequence[Tensor]) -> bool:
+    """Whether torch has a fused kernel of this optimizer for these tensors, which are all on CUDA, and there is one."""
+    if not tensors or not all(t.is_cuda and t.is_floating_point() for t in tensors):
+        return False
+    if "fused" not in inspect.signature(cls).parameters:
+        return False
+    # Adagrad had a fused kernel for the CPU before it had one for CUDA.
+    operator = f"aten::_fused_{cls.__name__.lower()}_"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CUDA")
+
+
+def _check_matrices(tensors: Sequence[Tensor]) -> None:
+    other = next((t for t in tensors if t.dim() != 2), None)
+    if other is not None:
+        raise ConfigError(
+            f"optimizer.type 'Muon' updates matrices alone, but there is a parameter of shape {list(other.shape)}; pass "
+            "initialize the matrices as model_parameters, or your own optimizer that updates the others by another rule"
+        )
