@@ -233,7 +233,7 @@ class Engine:
         if batch.training and self._memory_next:
             memory = MemoryRecorder(self.module.device)
             with memory.running():
-                result = self._executor.run(program, owners, batch, memory)
+                result = self._executor.run(program, owners, batch, memory, no_record)
             self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self.module.device))
             return result
         recorder = self._monitor.recorder_of(program) if batch.training else None

@@ -15,9 +15,9 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import Breakdown, break_down
-from parallel3d.monitor.usage import memory_in_use, start_peak
 from parallel3d.monitor.report import breakdown_table, phase_table, step_line
 from parallel3d.monitor.timers import StepRecord, StepRecorder, clock_offset
+from parallel3d.monitor.usage import memory_in_use, start_peak
 from parallel3d.schedule.instructions import Program
 
 

@@ -92,7 +92,7 @@ class PipelineModule(nn.Module):
             0 if self.checkpointable_layers is None else 1,
         )
         self._own_checkpoint_func = activation_checkpoint_func
-        self.use_checkpointer(Checkpointer(settings.activation_checkpointing))
+        self.use_checkpointer(Checkpointer())
         stages = _choose("num_stages", num_stages, pipeline.stages, None)
         self._topology = topology or _pipe_data_topology(stages)
         self.num_stages = _choose("num_stages", stages, max(1, self._topology.get_dim("pipe")), 1)
