@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallel3d.clock import Clock, clock_of
 from parallel3d.config import ActivationCheckpointingConfig, Config, load
-from parallel3d.errors import ConfigError, nearest
+from parallel3d.errors import ConfigError, ExecutionError, nearest
 
 # Marks kept before they are read: with `profile` and nobody who asks, the device is waited for once in so many regions.
 _MOST_MARKS = 4096
@@ -36,6 +36,12 @@ class RecomputationTimes:
     forward: float = 0.0
     num_recomputations: int = 0
     recomputation: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_forwards} forwards {self.forward:.4g} s, {self.num_recomputations} recomputations "
+            f"{self.recomputation:.4g} s"
+        )
 
 
 class Checkpointer:
@@ -75,7 +81,7 @@ class Checkpointer:
         if torch.cuda.is_initialized() and not torch.compiler.is_compiling():
             # torch restores the random state of the GPUs that arguments lie on: the current one's always.
             leaves.append(torch.empty(0, device="cuda"))
-        with self._offload.hooks() if self._offload is not None else nullcontext():
+        with self._offload.region(leaves) if self._offload is not None else nullcontext():
             return torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False)
 
     @contextmanager
@@ -222,9 +228,22 @@ class HostOffload:
         self._transfers = transfers
         self._latest: weakref.ref[_Region] | None = None
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        """Inside, what is saved is parked as one region's; parameters, which stay on the device anyway, are not."""
-        return torch.autograd.graph.saved_tensors_hooks(partial(self._park, _Region()), self._fetch)
+    @contextmanager
+    def region(self, arguments: Sequence[Any]) -> Iterator[None]:
+        """Inside, what is saved is parked as one region's; parameters, which stay on the device anyway, are not.
+
+        Raises ExecutionError for a region that writes into its arguments, while they are being copied: autograd refuses
+        that too, but sees only what it holds itself.
+        """
+        tensors = [(t, t._version) for t in arguments if isinstance(t, Tensor)]
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._park, _Region()), self._fetch):
+            yield
+        for tensor, version in tensors:
+            if tensor._version != version:
+                raise ExecutionError(
+                    f"a recomputed region changed its argument of shape {list(tensor.shape)} in place, which it would read "
+                    "again; use an operation that makes a new tensor, or begin the region behind it"
+                )
 
     @torch.no_grad()
     def _park(self, region: _Region, tensor: Tensor) -> Tensor | _Parked:

@@ -21,7 +21,7 @@ from parallel3d.monitor.breakdown import PARTS, Breakdown
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.simulate import simulate
 
-HIDDEN, STAGES, MICRO_BATCHES = 4, 4, 6
+HIDDEN, MICRO_BATCHES = 4, 6
 LATENCY = 0.25  # of a message
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallel3d import checkpointing
 from parallel3d.checkpointing import Checkpointer, Copy, RecomputationTimes, checkpointable_rule
 from parallel3d.config import ActivationCheckpointingConfig
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ExecutionError
 
 HIDDEN = 8
 
@@ -122,6 +122,14 @@ def test_a_graph_that_is_kept_is_offloaded_for_each_backward():
     first, second = (torch.autograd.grad(y, linear.weight, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     assert [value for what, value in copies.log if what == "back"] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(("offloaded", "error"), [(False, RuntimeError), (True, ExecutionError)])
+def test_a_region_that_writes_into_its_argument_is_refused(offloaded: bool, error: type[Exception]):
+    run = Checkpointer(ActivationCheckpointingConfig(cpu_checkpointing=offloaded), transfers=HostCopies())
+    x = torch.randn(2, HIDDEN, requires_grad=True) * 2
+    with pytest.raises(error, match=r"in ?place"):
+        run(lambda x: x.relu_().tanh(), x).sum().backward()
 
 
 def held_bytes(wrap: Callable[..., Any]) -> int:
