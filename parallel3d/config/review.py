@@ -121,7 +121,9 @@ def _explain_auto(auto: str, field_info: FieldInfo, path: str) -> str:
             if field_info.is_required()
             else f", or leave the key out for the default, {json.dumps(field_info.default)}"
         )
-    return f'{auto} is "auto", which nothing fills in: give {what}, there or as auto={{"{auto}": ...}}{default}'
+    # An element of a list has no key of its own.
+    place = "there" if auto.endswith("]") else f'there or as auto={{"{auto}": ...}}'
+    return f'{auto} is "auto", which nothing fills in: give {what}, {place}{default}'
 
 
 def _explain_refused(path: str, value: object, key: KnownKey) -> str:
