@@ -33,7 +33,7 @@ class Support(str, Enum):
 
 @dataclass(frozen=True)
 class KnownKey:
-    """A key of DeepSpeed's that no field holds. reason: completes "... because", for the user.
+    """A key of DeepSpeed's that no field holds. reason: what holds here instead, or why it is left out, for the user.
 
     same: values that hold here anyway. keys: those of a section, where a typing error is to be found. switch: the key of a
     section that turns it on, with the values that leave it off; a section without its switch is off.
