@@ -33,5 +33,5 @@ setup(
         "rich>=13",
     ],
     extras_require={"plot": PLOT, "test": TEST + PLOT},
-    entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main"]},
+    entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:main"]},
 )

@@ -38,6 +38,10 @@ class ExecutionError(Parallel3DError, RuntimeError):
     """An exception inside an instruction; says rank, stage, micro-batch and instruction, and keeps the cause."""
 
 
+class PrecisionError(Parallel3DError, ArithmeticError):
+    """Gradients that no loss scale keeps finite."""
+
+
 def nearest(word: str, vocabulary: Iterable[str]) -> str:
     """ " Did you mean 'x'?" for the closest known word, whatever its case, or an empty string when none is close."""
     known = {w.lower(): w for w in vocabulary}

@@ -111,7 +111,8 @@ _PARALLELISM = {
     **known(Support.REFUSED, "sequences are not yet sliced", "sequence_parallel_size", same=(1,)),
     **known(Support.REFUSED, "experts are not yet distributed", "expert_parallel"),
     **known(Support.WITHOUT_EFFECT, "experts are not yet distributed", "use_data_before_expert_parallelism"),
-    **known(Support.REFUSED, "an engine trains only; batch sizes must be given", "elasticity hybrid_engine"),
+    **known(Support.REFUSED, "batch sizes don't follow the number of ranks: give them", "elasticity"),
+    **known(Support.REFUSED, "an engine trains, but doesn't generate", "hybrid_engine"),
 }
 _COMPRESSION = known(
     Support.REFUSED,

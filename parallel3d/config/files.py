@@ -45,6 +45,11 @@ def decode(text: str) -> Mapping[str, Any] | None:
     return content if isinstance(content, Mapping) else None
 
 
+def parse_value(text: str, name: str) -> Any:
+    """A value as YAML writes it: 1e-4, true, [0.9, 0.95], a word. Raises ConfigError, which begins with `name`."""
+    return _parse_yaml(text, name)
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -100,7 +105,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _parse_yaml(text: str, path: Path) -> object:
+def _parse_yaml(text: str, path: Path | str) -> object:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

@@ -21,10 +21,16 @@ from parallel3d.errors import nearest
 
 @dataclass
 class Review:
-    """What came up while a mapping was read. ignored: path -> the key and its value, in the mapping's order."""
+    """What came up while a mapping was read.
+
+    ignored: path -> the key that was left out and its value, in the mapping's order; silent: the paths of those that ask for
+    what is done anyway; kept: the paths of fields that were given; unset: those whose "auto" means not given.
+    """
 
     problems: list[str] = field(default_factory=list)
     ignored: dict[str, tuple[KnownKey, Any]] = field(default_factory=dict)
+    silent: list[str] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
     unset: list[str] = field(default_factory=list)
 
     def read(self, given: Mapping[str, Any]) -> Config | None:
@@ -46,7 +52,7 @@ class Review:
                     f"{path}{key} is the old name of {path}{name}, and both are given; keep {path}{name}"
                 )
             elif name in section.model_fields:
-                self._keep(name, value, section, f"{path}{key}", kept)
+                self._keep(name, value, section, f"{path}{name}", kept)
             elif name in section.known_keys:
                 self._note(f"{path}{key}", section.known_keys[name], value)
             else:
@@ -65,6 +71,7 @@ class Review:
             self.unset.append(where)
         else:
             kept[key] = value
+            self.kept |= {where, *(f"{where}.{inner}" for inner in value)} if isinstance(value, Mapping) else {where}
 
     def _note(self, where: str, key: KnownKey, value: Any) -> None:
         if isinstance(value, Mapping) and key.keys:
@@ -73,8 +80,8 @@ class Review:
                 hint = nearest(str(name), key.keys) or f" Known here: {', '.join(key.keys)}."
                 self.problems.append(f"unknown key '{where}.{name}'.{hint}")
         if key.asks_nothing(value):
-            return
-        if key.support is Support.REFUSED:
+            self.silent.append(where)
+        elif key.support is Support.REFUSED:
             self.problems.append(_explain_refused(where, value, key))
         else:
             self.ignored[where] = (key, value)
@@ -114,7 +121,9 @@ def _explain_auto(auto: str, field_info: FieldInfo, path: str) -> str:
             if field_info.is_required()
             else f", or leave the key out for the default, {json.dumps(field_info.default)}"
         )
-    return f'{auto} is "auto", which nothing fills in: give {what}, there or as auto={{"{auto}": ...}}{default}'
+    # An element of a list has no key of its own.
+    place = "there" if auto.endswith("]") else f'there or as auto={{"{auto}": ...}}'
+    return f'{auto} is "auto", which nothing fills in: give {what}, {place}{default}'
 
 
 def _explain_refused(path: str, value: object, key: KnownKey) -> str:

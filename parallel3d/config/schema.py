@@ -53,8 +53,8 @@ class Config(Section):
         description='"fp32", "bf16" or "fp16"',
         json_schema_extra=differs("the dtype in which gradients accumulate by default"),
     )
-    zero_optimization: Annotated[ZeroConfig, BeforeValidator(_read_zero)] = Field(
-        ZeroConfig(), description='a mapping {"stage": 0}'
+    zero_optimization: Annotated[ZeroConfig, BeforeValidator(_read_zero, json_schema_input_type=ZeroConfig | bool)] = (
+        Field(ZeroConfig(), description='a mapping {"stage": 0}')
     )
     zero_allow_untested_optimizer: bool = Field(False, description=_BOOL)
     activation_checkpointing: ActivationCheckpointingConfig = Field(

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 
 class Support(str, Enum):
@@ -15,14 +26,14 @@ class Support(str, Enum):
 
     SUPPORTED = "supported"
     DIFFERENT = "supported, with a difference"
-    LATER = "not yet supported; left out with a warning, the numbers don't depend on it"
-    REFUSED = "not yet supported; an error, since the results would differ"
-    WITHOUT_EFFECT = "without effect; named in one warning"
+    LATER = "not yet supported"  # one warning each: the numbers don't depend on it
+    REFUSED = "refused"  # an error: without it the results would differ
+    WITHOUT_EFFECT = "without effect"  # one warning that lists them
 
 
 @dataclass(frozen=True)
 class KnownKey:
-    """A key of DeepSpeed's that no field holds. reason: completes "... because", for the user.
+    """A key of DeepSpeed's that no field holds. reason: what holds here instead, or why it is left out, for the user.
 
     same: values that hold here anyway. keys: those of a section, where a typing error is to be found. switch: the key of a
     section that turns it on, with the values that leave it off; a section without its switch is off.
@@ -117,8 +128,8 @@ NonNegative = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 Params = Annotated[
     Mapping[str, Any], PlainValidator(_read_params), PlainSerializer(dumped), WithJsonSchema({"type": "object"})
 ]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_read_dtype)]
-HalfDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_read_half)]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_read_dtype, json_schema_input_type=str)]
+HalfDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_read_half, json_schema_input_type=str)]
 
 # Marks of a field, which the table of keys shows.
 OWN: dict[str, Any] = {"own": True}
@@ -140,6 +151,23 @@ class Section(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     # Keys for which "auto" means: not given.
     unset_by_auto: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """pydantic's schema of the section, and the keys that no field holds; a value may always be "auto"."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        for name, info in cls.model_fields.items():
+            if section_of(info.annotation) is None:
+                about = {
+                    key: properties[name].pop(key) for key in ("description", "default") if key in properties[name]
+                }
+                properties[name] = {"anyOf": [properties[name], {"const": "auto"}], **about}
+        for name, key in cls.known_keys.items():
+            properties[name] = {"description": f"{key.support.value}: {key.reason}"}
+        for old, new in cls.renamed.items():
+            properties[old] = {**properties[new], "description": f"old name of {new}", "deprecated": True}
+        return schema
 
 
 def section_of(annotation: object) -> type[Section] | None:

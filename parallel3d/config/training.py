@@ -12,6 +12,10 @@ from parallel3d.config.section import KnownKey, Params, Positive, ReadOnlyMappin
 _BOOL = "true or false"
 
 
+def _no_params() -> ReadOnlyMapping:
+    return ReadOnlyMapping({})
+
+
 class OptimizerConfig(Section):
     """The optimizer by name, and the arguments of its constructor."""
 
@@ -20,7 +24,7 @@ class OptimizerConfig(Section):
     )
 
     type: str = Field(min_length=1, description='the name of an optimizer, such as "AdamW"')
-    params: Params = Field(ReadOnlyMapping({}), description="a mapping of the optimizer's arguments")
+    params: Params = Field(default_factory=_no_params, description="a mapping of the optimizer's arguments")
 
     @field_validator("params")
     @classmethod
@@ -37,7 +41,7 @@ class SchedulerConfig(Section):
     """The learning-rate schedule by name, and the arguments of its constructor."""
 
     type: str = Field(min_length=1, description='the name of a schedule, such as "WarmupLR"')
-    params: Params = Field(ReadOnlyMapping({}), description="a mapping of the schedule's arguments")
+    params: Params = Field(default_factory=_no_params, description="a mapping of the schedule's arguments")
 
 
 class ActivationCheckpointingConfig(Section):

@@ -63,8 +63,11 @@ class ZeroConfig(Section):
             same=(True,),
         ),
         **known(Support.WITHOUT_EFFECT, "nothing is offloaded", "cpu_offload_use_pin_memory sub_group_size"),
-        **known(Support.WITHOUT_EFFECT, "buckets have a layout of their own", "round_robin_gradients"),
-        **known(Support.WITHOUT_EFFECT, "buckets have a layout of their own", "parameter_alignment legacy_stage1"),
+        **known(
+            Support.WITHOUT_EFFECT,
+            "buckets have a layout of their own",
+            "round_robin_gradients parameter_alignment legacy_stage1",
+        ),
         **known(
             Support.WITHOUT_EFFECT,
             "checkpoints are not yet supported",
@@ -78,8 +81,7 @@ class ZeroConfig(Section):
             "stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold "
             "stage3_partition_stream_chunk_size stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params "
             "zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather memory_efficient_linear "
-            "override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
-            "allgather_size",
+            "override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory",
         ),
         **known(Support.WITHOUT_EFFECT, _STAGE_3, "leaf_module", keys=("classes", "names", "name_suffixes")),
     }

@@ -114,7 +114,13 @@ def test_bf16_follows_one_process_with_fp32_masters(run_ranks, pipeline: dict[st
 
 
 @pytest.mark.parametrize(
-    "extra", [{"communication_data_type": "bf16"}, {"data_types": {"grad_accum_dtype": "bf16"}}], ids=str
+    "extra",
+    [
+        section
+        for dtype in ("bf16", "fp16")
+        for section in ({"communication_data_type": dtype}, {"data_types": {"grad_accum_dtype": dtype}})
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("zero", STAGES, ids=str)
 def test_narrower_reductions_are_used_and_stay_near(run_ranks, zero: dict[str, Any], extra: dict[str, Any]):

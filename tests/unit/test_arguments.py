@@ -44,7 +44,8 @@ def test_two_places_may_say_the_same(tmp_path):
         (SimpleNamespace(local_rank=5), SMALL, None, "args.local_rank is 5, but the launcher's LOCAL_RANK is 0; drop"),
     ],
 )
-def test_no_configuration_or_two_is_refused(args, config, params, part):
+def test_no_configuration_or_two_is_refused(monkeypatch, args, config, params, part):
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ConfigError, match=re.escape(part)):
         find_config(args, config, params)
 

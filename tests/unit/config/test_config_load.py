@@ -1,13 +1,15 @@
+import base64
 import json
 import warnings
 from pathlib import Path
 
+import hjson
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel3d.config import Config, load
+from parallel3d.config import Config, load, load_pipeline
 from parallel3d.errors import ConfigError
 
 # Busy machines are slow: time is no part of these properties.
@@ -32,20 +34,38 @@ pipelines = st.fixed_dictionaries(
         "seed_layers": st.booleans(),
     },
 )
-configurations = st.fixed_dictionaries(
-    {},
-    optional={
-        "train_batch_size": positive,
-        "train_micro_batch_size_per_gpu": positive,
-        "gradient_accumulation_steps": positive | st.just("auto"),
-        "gradient_clipping": numbers,
-        "steps_per_print": positive | st.none(),
-        "seed": st.integers(0, 2**32),
-        "optimizer": st.fixed_dictionaries({"type": st.sampled_from(["Adam", "SGD"])}, optional={"params": params}),
-        "zero_optimization": st.fixed_dictionaries({}, optional={"stage": st.just(0), "reduce_bucket_size": positive}),
-        "dataloader_drop_last": st.booleans(),
-        "pipeline": pipelines,
-    },
+flag = st.booleans()
+dtypes = st.sampled_from(["fp32", "bf16", "fp16", "float16", "torch.bfloat16"])
+
+
+def section(**keys):
+    return st.fixed_dictionaries({}, optional=keys)
+
+
+configurations = section(
+    train_batch_size=positive,
+    train_micro_batch_size_per_gpu=positive,
+    gradient_accumulation_steps=positive | st.just("auto"),
+    gradient_clipping=numbers,
+    steps_per_print=positive | st.none(),
+    seed=st.integers(0, 2**32),
+    optimizer=st.fixed_dictionaries({"type": st.sampled_from(["Adam", "SGD"])}, optional={"params": params}),
+    scheduler=st.fixed_dictionaries({"type": st.just("WarmupLR")}, optional={"params": params}),
+    fp16=section(enabled=flag, loss_scale=numbers, initial_scale_power=st.integers(0, 127), hysteresis=positive),
+    bf16=section(enabled=st.just(False), check_grad_overflow=flag),
+    torch_autocast=section(
+        dtype=st.sampled_from(["bfloat16", "fp16"]),
+        lower_precision_safe_modules=st.lists(st.text(max_size=4), max_size=2),
+    ),
+    amp=section(opt_level=st.sampled_from(["O0", "O1", "O2", "O3"])),
+    communication_data_type=dtypes | st.none(),
+    data_types=section(grad_accum_dtype=dtypes | st.none()),
+    zero_optimization=flag
+    | section(stage=st.integers(0, 2), reduce_bucket_size=positive, allgather_bucket_size=positive),
+    activation_checkpointing=section(cpu_checkpointing=flag, number_checkpoints=positive | st.none()),
+    dataloader_drop_last=flag,
+    wall_clock_breakdown=flag,
+    pipeline=pipelines,
 )
 
 
@@ -54,13 +74,26 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+FORMS = {
+    "JSON": ("c.json", json.dumps),
+    "Hjson": ("c.json", hjson.dumps),
+    "YAML": ("c.yaml", yaml.safe_dump),
+}
+
+
 @timeless
 @given(configurations)
-def test_a_dict_its_json_and_its_yaml_load_equal(tmp_path_factory, raw):
-    folder = tmp_path_factory.getbasetemp()
-    config = load(raw)
-    assert load(write(folder / "c.json", json.dumps(raw))) == config
-    assert load(write(folder / "c.yaml", yaml.safe_dump(raw))) == config
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dict_and_its_file_load_equal(tmp_path_factory, form, raw):
+    name, dump = FORMS[form]
+    assert load(write(tmp_path_factory.getbasetemp() / name, dump(raw))) == load(raw)
+
+
+@timeless
+@given(configurations, st.sampled_from([base64.b64encode, base64.urlsafe_b64encode]), st.booleans())
+def test_a_dict_and_its_base64_load_equal(raw, encode, padded):
+    text = encode(json.dumps(raw, ensure_ascii=False).encode()).decode()
+    assert load(text if padded else text.rstrip("=")) == load(raw)
 
 
 @timeless
@@ -68,6 +101,27 @@ def test_a_dict_its_json_and_its_yaml_load_equal(tmp_path_factory, raw):
 def test_a_dumped_config_loads_to_itself(raw):
     config = load(raw)
     assert load(config.model_dump()) == config
+    assert load(json.loads(config.model_dump_json())) == config
+    assert load(load(config.model_dump()).model_dump()) == config
+
+
+@timeless
+@given(configurations, st.data())
+def test_what_auto_fills_loads_as_if_it_had_been_written(raw, data):
+    """Any values are taken out, "auto" put in their place, and given through auto=."""
+    leaves = [(key,) for key, value in raw.items() if not isinstance(value, dict)]
+    leaves += [
+        (outer, key) for outer, inner in raw.items() if isinstance(inner, dict) for key in inner if key != "params"
+    ]
+    chosen = [path for path in leaves if data.draw(st.booleans())]
+    with_autos, auto = json.loads(json.dumps(raw)), {}
+    for *outer, key in chosen:
+        level = with_autos[outer[0]] if outer else with_autos
+        if level[key] == "auto":
+            continue
+        auto[".".join([*outer, key])] = level[key]
+        level[key] = "auto"
+    assert load(with_autos, auto=auto) == load(raw)
 
 
 def test_none_is_all_defaults_and_a_config_is_itself():
@@ -251,3 +305,26 @@ def test_what_takes_more_memory_than_asked_for_warns_of_it(zero, parts):
     assert len(caught) == 1
     for part in parts:
         assert part in str(caught[0].message)
+
+
+def test_what_merely_looks_like_base64_is_a_path():
+    with pytest.raises(ConfigError, match="no configuration file config"):
+        load("config")
+    encoded_list = base64.b64encode(b"[1, 2]").decode()
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load(encoded_list)
+
+
+def test_a_malformed_json_in_base64_is_explained():
+    text = base64.b64encode(b'{"seed": 1, "seed": 2}').decode()
+    with pytest.raises(ConfigError, match="configuration in base64: key 'seed' is given twice"):
+        load(text)
+
+
+def test_a_pipeline_is_read_before_autos_elsewhere_are_filled():
+    raw = {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "pipeline": {"stages": 3}}
+    assert load_pipeline(raw).stages == 3
+    assert load_pipeline(None) == Config().pipeline
+    assert load_pipeline(Config()) == Config().pipeline
+    with pytest.raises(ConfigError, match=r"unknown key 'pipeline.stage'"):
+        load_pipeline({"pipeline": {"stage": 3}})

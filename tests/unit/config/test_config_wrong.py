@@ -164,7 +164,10 @@ WRONG = [
     ({"gradient_clipping": "auto"}, 'gradient_clipping is "auto", which nothing fills in: give a number >= 0'),
     ({"bf16": {"enabled": "auto"}}, 'bf16.enabled is "auto"'),
     ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, 'optimizer.params.lr is "auto"'),
-    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, "auto"]}}}, 'optimizer.params.betas[1] is "auto"'),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, "auto"]}}},
+        'optimizer.params.betas[1] is "auto", which nothing fills in: give its value, there, or',
+    ),
 ]
 
 

@@ -1,0 +1,108 @@
+"""Number formats of a training run, and the scale that keeps fp16 gradients from underflowing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallel3d.config import Config, Fp16Config
+from parallel3d.errors import PrecisionError
+
+_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """weights: the dtype that layers hold and compute with, over fp32 masters; None as they were built. autocast: the
+    dtype of torch.autocast's region around the layers and the loss, None without. scaling: how the loss is scaled, None
+    without. checks_overflow: a step whose gradients aren't finite is skipped, for which the host reads one flag a step.
+    """
+
+    weights: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    scaling: Fp16Config | None = None
+    checks_overflow: bool = False
+
+    def autocasting(self, device: torch.device) -> AbstractContextManager[Any]:
+        """For layers and loss."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast)
+
+
+def make_precision(config: Config) -> Precision:
+    """What the sections fp16, bf16, torch_autocast and amp of a configuration ask for.
+
+    amp's levels, as apex has them, without apex: O0 changes nothing; O1 is fp16 autocast with a dynamic loss scale; O2 has
+    fp16 weights over fp32 masters besides; O3 has fp16 weights and no loss scale.
+    """
+    weights = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
+    autocast = _NAMES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None
+    scaling = config.fp16 if config.fp16.enabled else None
+    if autocast is torch.float16 and weights is None:
+        scaling = config.fp16  # its other keys, or their defaults
+    if config.amp.enabled:
+        level = config.amp.opt_level
+        weights = torch.float16 if level in ("O2", "O3") else None
+        autocast = torch.float16 if level in ("O1", "O2") else None
+        scaling = {"O0": None, "O3": Fp16Config(loss_scale=1.0)}.get(level, Fp16Config())
+    return Precision(weights, autocast, scaling, checks_overflow=scaling is not None or config.bf16.check_grad_overflow)
+
+
+class LossScaler:
+    """The factor by which losses are multiplied, and gradients divided again (arXiv:1710.03740).
+
+    settings.loss_scale, where not 0, is the scale. Else it starts at 2^initial_scale_power; an overflow takes one of
+    `hysteresis` lives, or with one left halves the scale, not below min_loss_scale; after loss_scale_window steps since the
+    last overflow it doubles. Lives are restored when it doubles, with consecutive_hysteresis by each step without overflow.
+    """
+
+    def __init__(self, settings: Fp16Config):
+        self._settings = settings
+        self.dynamic = settings.loss_scale == 0
+        self.scale = 2.0**settings.initial_scale_power if self.dynamic else settings.loss_scale
+        self._lives = settings.hysteresis
+        self._step = 0
+        self._last_overflow = -1
+
+    def update(self, overflow: bool) -> None:
+        """A step is over. Raises PrecisionError, and changes nothing, at an overflow that can't lower the scale."""
+        if not self.dynamic:
+            return
+        settings = self._settings
+        if overflow:
+            if self._lives > 1:
+                self._lives -= 1
+            elif self.scale <= settings.min_loss_scale:
+                raise PrecisionError(
+                    f"gradients overflow at the lowest loss scale, fp16.min_loss_scale = {settings.min_loss_scale:g}: the loss "
+                    "or the gradients are not finite whatever the scale; look for NaN in data or layers, lower the learning "
+                    "rate, or use bf16"
+                )
+            else:
+                self.scale = max(self.scale / 2, settings.min_loss_scale)
+            self._last_overflow = self._step
+        else:
+            doubles = (self._step - self._last_overflow) % settings.loss_scale_window == 0
+            if doubles or settings.consecutive_hysteresis:
+                self._lives = settings.hysteresis
+            if doubles:
+                self.scale *= 2
+        self._step += 1
+
+    def state_dict(self) -> dict[str, float]:
+        """Scale, lives left, steps seen and the step of the last overflow."""
+        return {
+            "scale": self.scale,
+            "lives": self._lives,
+            "step": self._step,
+            "last_overflow": self._last_overflow,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.scale, self._lives = state["scale"], int(state["lives"])
+        self._step, self._last_overflow = int(state["step"]), int(state["last_overflow"])
