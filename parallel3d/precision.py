@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from parallel3d.config import Config, Fp16Config
 from parallel3d.errors import PrecisionError
@@ -31,6 +33,15 @@ class Precision:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.autocast)
+
+    def cast(self, tree: Any) -> Any:
+        """A pytree with its floating-point tensors in the weights' dtype."""
+        if self.weights is None:
+            return tree
+        return tree_map(self._cast, tree)
+
+    def _cast(self, leaf: Any) -> Any:
+        return leaf.to(self.weights) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def make_precision(config: Config) -> Precision:

@@ -15,6 +15,7 @@ from parallel3d.errors import ExecutionError
 from parallel3d.pipe.entry import Entry
 from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.precision import Precision
 from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_behind
 from parallel3d.zero.reducer import GradientReducer
 
@@ -27,13 +28,15 @@ class Batch:
     """The micro-batches of one step, as this rank sees them.
 
     micro_batches: (inputs, labels) each, empty on a rank that holds neither the first nor the last chunk; signatures:
-    one a micro-batch, the same on all ranks of the pipeline; loss_weight: of one micro-batch in the batch's mean.
+    one a micro-batch, the same on all ranks of the pipeline; loss_weight: of one micro-batch in the batch's mean;
+    loss_scale: of the gradients.
     """
 
     micro_batches: Sequence[tuple[Any, Any]]
     signatures: Sequence[int]
     training: bool
     loss_weight: float = 1.0
+    loss_scale: float = 1.0
     keep_outputs: bool = False
     compute_loss: bool = True
 
@@ -58,7 +61,7 @@ class _InFlight:
 class Executor:
     """Holds the activations and gradients in flight of one batch, and nothing between batches.
 
-    gather: starts to gather a chunk's weights; input_dtype: of the model's floating-point inputs, None to leave them.
+    gather: starts to gather a chunk's weights; precision: its weights' dtype is that of the model's floating-point inputs.
     """
 
     def __init__(
@@ -67,13 +70,13 @@ class Executor:
         messages: Messages,
         reducer: GradientReducer,
         gather: Callable[[int], None],
-        input_dtype: torch.dtype | None = None,
+        precision: Precision,
     ):
         self._module = module
         self._messages = messages
         self._reducer = reducer
         self._gather = gather
-        self._input_dtype = input_dtype
+        self._precision = precision
         self._last_chunk = len(module.placement) - 1
         self._run: dict[Op, Callable[[Instruction], None]] = {
             Op.LOAD_MICRO_BATCH: self._load_micro_batch,
@@ -155,14 +158,9 @@ class Executor:
     def _load_micro_batch(self, i: Instruction) -> None:
         inputs, labels = self._batch.micro_batches[i.micro_batch]
         if i.chunk == 0:
-            self._inputs[0, i.micro_batch] = tree_map(self._as_input, inputs)
+            self._inputs[0, i.micro_batch] = self._precision.cast(tree_map(self._to_device, inputs))
         if i.chunk == self._last_chunk:
             self._labels[i.micro_batch] = tree_map(self._to_device, labels)
-
-    def _as_input(self, leaf: Any) -> Any:
-        leaf = self._to_device(leaf)
-        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(self._input_dtype) if floating and self._input_dtype is not None else leaf
 
     def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self._module.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
@@ -175,7 +173,8 @@ class Executor:
     def _forward(self, i: Instruction) -> None:
         place = (i.chunk, i.micro_batch)
         inputs, entry = self._inputs.pop(place), self._entries.pop(place, None)
-        output = self._module.forward_chunk(i.chunk, inputs)
+        with self._precision.autocasting(self._module.device):
+            output = self._module.forward_chunk(i.chunk, inputs)
         if i.chunk == self._last_chunk:
             self._finish_micro_batch(i, output, entry)
             return
@@ -205,7 +204,8 @@ class Executor:
         labels = self._labels.pop(m)
         if not self._batch.compute_loss:
             return
-        loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
+        with self._precision.autocasting(self._module.device):
+            loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be a tensor with one element, not {shape}; average it in loss_fn")
@@ -213,7 +213,7 @@ class Executor:
         if self._batch.training:
             outputs = [loss] if loss.requires_grad else []
             self._in_flight[i.chunk, m] = _InFlight(entry, outputs, None)
-            self._gradients[i.chunk, m] = [torch.full_like(loss, self._batch.loss_weight) for _ in outputs]
+            self._gradients[i.chunk, m] = [torch.full_like(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in outputs]
 
     def _send_activation(self, i: Instruction) -> None:
         structure, tensors = self._outputs.pop((i.chunk, i.micro_batch))

@@ -16,7 +16,7 @@ from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config, load_pipeline
-from parallel3d.errors import ConfigError, PartitionError
+from parallel3d.errors import ConfigError, DataError, PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import Method, Partition, resolve_partition
 from parallel3d.pipe.specs import (
@@ -111,7 +111,7 @@ class PipelineModule(nn.Module):
         )
         with seeded(seed, self.device):
             self.partition = self._split(layers, context)
-        if get_rank() == 0:
+        if get_rank() == 0 and len(self.placement) > 1:
             print(self.partition_table(), flush=True)
         self._ties = TieIndex(layers, self.partition.part_of)
         self.layers = nn.ModuleDict()
@@ -199,10 +199,13 @@ class PipelineModule(nn.Module):
             for name, parameter in (*tied, *module.named_parameters()):
                 if parameter not in infos:
                     origin, source = self._ties.origin(layer, name)
-                    infos[parameter] = ParameterInfo(
-                        f"layers.{origin}.{source}", parameter, self._ties.owners(layer, name)
-                    )
+                    owners = self._ties.owners(layer, name)
+                    infos[parameter] = ParameterInfo(self.global_name(origin, source), parameter, owners)
         return list(infos.values())
+
+    def global_name(self, layer: int, name: str) -> str:
+        """What a parameter of a layer is called in the whole model, in every layout."""
+        return f"layers.{layer}.{name}"
 
     @torch.no_grad()
     def _synchronize(self) -> None:
@@ -223,6 +226,15 @@ class PipelineModule(nn.Module):
     def topology(self) -> ProcessTopology:
         """The axes of this world."""
         return self._topology
+
+    def pair(self, micro_batch: Any) -> tuple[Any, Any]:
+        """(inputs, labels) of a micro-batch. Raises DataError for what isn't that."""
+        if not isinstance(micro_batch, (tuple, list)) or len(micro_batch) != 2:
+            raise DataError(
+                f"a micro-batch must be (inputs, labels), not {type(micro_batch).__name__}; several inputs or labels go in a "
+                "tuple or dict of their own"
+            )
+        return micro_batch[0], micro_batch[1]
 
     def use_checkpointer(self, checkpointer: Checkpointer) -> None:
         """Recompute layers through this, unless the module was built with an activation_checkpoint_func."""

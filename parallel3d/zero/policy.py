@@ -42,7 +42,9 @@ class ZeroPolicy:
         return self.gradient_dtype or self.master_dtype(built)
 
 
-def make_policy(config: Config, parameters: Sequence[ParameterInfo], device: torch.device) -> ZeroPolicy:
+def make_policy(
+    config: Config, parameters: Sequence[ParameterInfo], device: torch.device, weight_dtype: torch.dtype | None
+) -> ZeroPolicy:
     """The policy of a configuration, for this rank's parameters; reduce_per_micro_batch "auto" looks at their size."""
     zero = config.zero_optimization
     accumulators = config.data_types.grad_accum_dtype
@@ -53,7 +55,7 @@ def make_policy(config: Config, parameters: Sequence[ParameterInfo], device: tor
     return ZeroPolicy(
         stage=zero.effective_stage,
         bucket_size=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
-        weight_dtype=torch.bfloat16 if config.bf16.enabled else None,
+        weight_dtype=weight_dtype,
         gradient_dtype=_DTYPES[accumulators] if accumulators else None,
         communication_dtype=_DTYPES[communication] if communication else None,
         reduce_per_micro_batch=zero.effective_stage == 2 and per_micro_batch,

@@ -287,6 +287,6 @@ def check_precision(parameters: Sequence[ParameterInfo], policy: ZeroPolicy) -> 
     for info in parameters:
         if info.parameter.dtype not in (torch.float32, torch.float64) and policy.weight_dtype is None:
             raise ConfigError(
-                f"parameter {info.name} is {info.parameter.dtype}: half-precision weights need fp32 masters; set bf16.enabled, "
+                f"parameter {info.name} is {info.parameter.dtype}: half-precision weights need fp32 masters; set bf16.enabled or fp16.enabled, "
                 "or build the layers in torch.float32"
             )
