@@ -38,7 +38,8 @@ _NOT_YET = {
 }
 
 # Arguments of DeepSpeed's own kernels that torch's classes lack: with these values torch's do the same, None means any.
-_IMPLIED: dict[str, bool | None] = {"bias_correction": True, "fp32_optimizer_states": True, "set_grad_none": None}
+_IMPLIED: dict[str, bool | None] = {"fp32_optimizer_states": True, "set_grad_none": None}
+_IMPLIED_BY_ADAM = {**_IMPLIED, "bias_correction": True}
 _ONE_BIT = "it is an argument of the 1-bit optimizers, which are not yet supported; drop it"
 _REMEDIES = {
     "max_grad_norm": "set gradient_clipping, at the top level of the configuration",
@@ -61,21 +62,25 @@ def build_optimizer(
     params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     own: list[str] = []  # names of params that are DeepSpeed's alone
     if cls in (torch.optim.Adam, torch.optim.AdamW):
-        own = [*_IMPLIED, "adam_w_mode", "torch_adam"]
-        _drop_implied(name, params)
+        own = [*_IMPLIED_BY_ADAM, "adam_w_mode", "torch_adam"]
+        _drop_implied(name, params, _IMPLIED_BY_ADAM)
         decoupled = _flag(name, params, "adam_w_mode", True) or cls is torch.optim.AdamW
         if not _flag(name, params, "torch_adam", False):
             params.setdefault("weight_decay", 0.0)
         cls = torch.optim.AdamW if decoupled else torch.optim.Adam
     elif cls is Lion:
-        own = ["set_grad_none"]
-        params.pop("set_grad_none", None)
+        own = [*_IMPLIED]
+        _drop_implied(name, params, _IMPLIED)
     groups = [_with_list(item) for item in parameters] or [{"params": []}]
-    if not {"fused", "foreach", "differentiable"} & set(params) and _has_fused_kernel(cls, _tensors(groups)):
+    chosen = bool({"fused", "foreach", "differentiable"} & set(params))
+    if not chosen and _has_fused_kernel(cls, _tensors(groups)) and not _is_dampened(groups, params):
         params["fused"] = True  # one pass over memory
     if cls is _TORCH_CLASSES.get("Muon"):
         _check_matrices(_tensors(groups))
-    return call(cls, groups, params, f"optimizer.params of {name}", own, _REMEDIES)
+    optimizer = call(cls, groups, params, f"optimizer.params of {name}", own, _REMEDIES)
+    if cls is torch.optim.SGD:
+        optimizer.register_step_pre_hook(_start_momentum)
+    return optimizer
 
 
 def _class_of(name: str) -> type[torch.optim.Optimizer]:
@@ -101,9 +106,9 @@ def _flag(name: str, params: dict[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def _drop_implied(name: str, params: dict[str, Any]) -> None:
+def _drop_implied(name: str, params: dict[str, Any], implied: Mapping[str, bool | None]) -> None:
     """Take out what holds anyway; raises ConfigError where something else is wanted."""
-    for key, only in _IMPLIED.items():
+    for key, only in implied.items():
         if params.pop(key, only) is not only and only is not None:
             raise ConfigError(
                 f"optimizer.params of {name}: {key} can only be {str(only).lower()} here; drop it, or pass your own "
@@ -133,6 +138,25 @@ def _has_fused_kernel(cls: type[torch.optim.Optimizer], tensors: Sequence[Tensor
     # Adagrad had a fused kernel for the CPU before it had one for CUDA.
     operator = f"aten::_fused_{cls.__name__.lower()}_"
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CUDA")
+
+
+def _is_dampened(groups: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    """Whether some parameters have SGD's dampening, which the first step, and so `_start_momentum`, leaves out."""
+    return any(settings.get("dampening") for settings in [params, *groups] if isinstance(settings, Mapping))
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Give torch's fused SGD the momentum it would start with: zeros, of which the first step makes the gradient.
+
+    By itself it raises when a parameter gets its first gradient later than others, and keeps whatever the memory held
+    when `found_inf` makes it skip its first step.
+    """
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]) or group["dampening"]:
+            continue
+        for p in group["params"]:
+            if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def _check_matrices(tensors: Sequence[Tensor]) -> None:

@@ -114,15 +114,15 @@ def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
         parameter, master = piece.info.parameter, piece.master
         if parameter in whole:
             start = max(0, bucket.shard.start - offsets[parameter])
-            state = {key: _state_of(value, parameter, master, start) for key, value in whole[parameter].items()}
+            state = {key: _state_of(key, value, parameter, master, start) for key, value in whole[parameter].items()}
             optimizer.state[master] = whole[parameter] if master is parameter else state
 
 
-def _state_of(value: Any, parameter: Tensor, master: Tensor, start: int) -> Any:
+def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: int) -> Any:
     """What is elementwise is cut, and widened, as the parameter was; what is not, such as a step count, is copied."""
     if not isinstance(value, Tensor):
         return value
-    if value.shape != parameter.shape or value.dim() == 0:
+    if key == "step" or value.shape != parameter.shape:
         return value.clone()
     part = value.reshape(-1)[start : start + master.numel()].view(master.shape)
     return part.to(master.dtype if part.is_floating_point() else part.dtype, copy=True)
