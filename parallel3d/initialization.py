@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from parallel3d.arguments import find_config, known_values
+from parallel3d.comm.environment import init_distributed, is_initialized
 from parallel3d.config import BatchSizes, Config, load, resolve_batch
 from parallel3d.data import RepeatingLoader, make_loader
 from parallel3d.engine import Engine
 from parallel3d.errors import ConfigError
-from parallel3d.optim import build_optimizer
+from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.whole import WholeModel
 
 # Parameters, or groups of them: mappings {"params": [...], "lr": ...} as torch's optimizers take them.
 Parameters = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
@@ -30,58 +34,67 @@ def initialize(
     model_parameters: Parameters | None = None,
     training_data: Dataset[Any] | DataLoader[Any] | None = None,
     lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
-    """(engine, optimizer, dataloader, lr_scheduler) for a PipelineModule.
+    """(engine, optimizer, dataloader, lr_scheduler) for a PipelineModule, or any module, which is then data parallel.
 
     config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys. auto: values
     for keys that are "auto", nested or dotted ("optimizer.params.lr"); an optimizer or loader of your own fills some.
     optimizer: made from the configuration when None, an optimizer, or a callable of the parameters. model_parameters:
-    those to train, or groups of them, all that require a gradient by default. training_data: a dataset of (inputs,
-    labels), for which a loader is made, or a DataLoader of this replica's micro-batches. lr_scheduler: stepped after each
-    batch, or a callable of the optimizer.
-    Raises ConfigError. Collective: every rank calls it at the same place.
+    those to train, or groups of them, all that require a gradient by default. training_data: a dataset of micro-batches'
+    samples, (inputs, labels) for a PipelineModule, for which a loader is made, or a DataLoader of this replica's
+    micro-batches. lr_scheduler: stepped after each step that isn't skipped, or a callable of the optimizer; one that the
+    configuration names goes before it. dist_init_required: False where the script has joined the world itself;
+    distributed_port: the MASTER_PORT, where no launcher set one. mpu: another library's process groups, which may not
+    slice tensors. Raises ConfigError. Collective: every rank calls it at the same place.
     """
-    if not isinstance(model, PipelineModule):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; wrap its layers as PipelineModule([...], num_stages=1, loss_fn=...): "
-            "plain modules are not yet supported"
-        )
+    _join(distributed_port, dist_init_required)
+    _check_mpu(mpu)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a PipelineModule")
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
-    _check_wired(settings, lr_scheduler)
-    _check_module(model, settings)
-    topology = model.topology()
+    pipeline = model if isinstance(model, PipelineModule) else WholeModel(model)
+    _check_module(pipeline, settings)
+    topology = pipeline.topology()
     sizes = resolve_batch(
         settings.train_batch_size,
         settings.train_micro_batch_size_per_gpu,
         settings.gradient_accumulation_steps,
-        pipe=model.num_stages,
+        pipe=pipeline.num_stages,
         data=max(1, topology.get_dim("data")),
         model=max(1, topology.get_dim("model")),
     )
     parameters = _trainable(model_parameters if model_parameters is not None else model.parameters())
     built = _make_optimizer(optimizer, parameters, settings)
-    scheduler = lr_scheduler(built) if callable(lr_scheduler) else lr_scheduler
-    loader = _make_loader(model, training_data, sizes, settings, collate_fn)
+    scheduler = _make_scheduler(lr_scheduler, built, settings)
+    loader = _make_loader(pipeline, training_data, sizes, settings, collate_fn)
     iterator = RepeatingLoader(loader) if loader is not None else None
-    engine = Engine(model, settings, sizes, built, scheduler, iterator)
+    engine = Engine(pipeline, settings, sizes, built, scheduler, iterator)
     return engine, built, loader, scheduler
 
 
-def _check_wired(config: Config, lr_scheduler: object) -> None:
-    """Sections that load, but that no engine carries out yet, must not be ignored in silence."""
-    asked = {
-        "fp16.enabled": config.fp16.enabled,
-        "torch_autocast.enabled": config.torch_autocast.enabled,
-        "amp.enabled": config.amp.enabled,
-        "scheduler": config.scheduler is not None and lr_scheduler is None,
-    }
-    waiting = [key for key, wanted in asked.items() if wanted]
-    if waiting:
-        raise ConfigError(f"the engine doesn't carry out {', '.join(waiting)} yet; remove it from the configuration")
+def _join(port: int | None, required: bool | None) -> None:
+    if required is False and not is_initialized():
+        raise ConfigError(
+            "dist_init_required is False, but this process has joined no world; call parallel3d.init_distributed() before, or "
+            "leave the argument out"
+        )
+    if port is not None:
+        os.environ.setdefault("MASTER_PORT", str(port))
+    init_distributed()
+
+
+def _check_mpu(mpu: Any) -> None:
+    sliced = getattr(mpu, "get_tensor_model_parallel_world_size", getattr(mpu, "get_model_parallel_world_size", None))
+    size = 1 if sliced is None else sliced()
+    if size > 1:
+        raise ConfigError(f"mpu slices tensors over {size} ranks: not yet supported; leave mpu out, or give it 1 slice")
 
 
 def _check_module(model: PipelineModule, config: Config) -> None:
@@ -138,6 +151,18 @@ def _make_optimizer(
     if config.optimizer is None:
         raise ConfigError("no optimizer: set optimizer.type in the configuration, or pass one to initialize")
     return build_optimizer(config.optimizer.type, parameters, config.optimizer.params)
+
+
+def _make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Config) -> Any:
+    """The configuration's, as in DeepSpeed, else the script's own."""
+    if config.scheduler is None:
+        return scheduler(optimizer) if callable(scheduler) else scheduler
+    if scheduler is not None:
+        warnings.warn(
+            f"the configuration's scheduler {config.scheduler.type} is used, and lr_scheduler= is not; give one of the two",
+            stacklevel=3,
+        )
+    return build_scheduler(config.scheduler.type, optimizer, config.scheduler.params)
 
 
 def _make_loader(

@@ -1,50 +1,52 @@
-"""The engine: wires module, schedule, data and optimizer into train_batch and eval_batch."""
+"""The engine: wires module, schedule, data and optimizer into steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from parallel3d.checkpointing import Checkpointer
-from parallel3d.comm.collectives import all_gather_integers, all_gather_object, all_reduce
-from parallel3d.comm.environment import get_local_rank
+from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
 from parallel3d.comm.transport import DistributedTransport, Transport
-from parallel3d.config import BatchSizes, Config
-from parallel3d.data import MicroBatchSource
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.config import BatchSizes, Config, resolve_batch
+from parallel3d.data import RepeatingLoader
+from parallel3d.engine.answers import Answers
+from parallel3d.engine.calls import StepByCalls
+from parallel3d.engine.loading import BatchLoader
+from parallel3d.engine.report import dump_state, memory_rows
+from parallel3d.engine.update import WeightUpdate
+from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import Breakdown
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
 from parallel3d.monitor.report import memory_table
-from parallel3d.monitor.state import print_tree, state_tree
 from parallel3d.monitor.steps import StepMonitor, StepSummary
-from parallel3d.parameters import ParameterInfo
-from parallel3d.pipe.agreement import agree
 from parallel3d.pipe.executor import Batch, BatchResult, Executor, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
+from parallel3d.pipe.whole import WholeModel
+from parallel3d.precision import make_precision
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.simulate import Timeline
-from parallel3d.zero.memory import StateBytes, moments_of, predict_state
-from parallel3d.zero.optimizer import ShardedOptimizer, TouchedParameters
-from parallel3d.zero.policy import make_policy
-from parallel3d.zero.reducer import GradientReducer, check_precision
 
 
-class Engine:
-    """Trains a PipelineModule. Made by `initialize`; every rank calls its methods at the same places.
+class Engine(Answers):
+    """Trains a model. Made by `initialize`; every rank calls its methods at the same places.
 
-    global_steps: optimizer steps taken; global_samples: samples trained on, over all replicas.
+    By train_batch in any layout; a model that is whole on every rank also by `loss = engine(inputs)`,
+    `engine.backward(loss)` and `engine.step()` for each micro-batch. What it has no attribute for, it asks the module.
+    global_steps: steps taken, skipped ones included; global_samples: samples trained on, over all replicas.
     """
 
     def __init__(
         self,
-        module: PipelineModule,
+        model: PipelineModule,
         config: Config,
         batch_sizes: BatchSizes,
         optimizer: torch.optim.Optimizer,
@@ -52,66 +54,56 @@ class Engine:
         data_iterator: Iterator[Any] | None = None,
         transport: Transport | None = None,
     ):
-        self.module = module
+        self.module: nn.Module = model.model if isinstance(model, WholeModel) else model
         self.config = config
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.grid = PipelineParallelGrid(module.groups)
+        self.grid = PipelineParallelGrid(model.groups)
         self.global_steps = 0
         self.global_samples = 0
+        self._model = model
         self._batch_sizes = batch_sizes
-        self._groups = module.groups
-        self._source = MicroBatchSource()
+        self._groups = model.groups
+        self._loader = BatchLoader(model)
         self._data_iterator = data_iterator
-        self._grad_norm: Tensor | None = None
         self._memory_next = False
         self._memory_profile: MemoryProfile | None = None
-        self._monitor = StepMonitor(config, module.groups, module.device)
+        self._monitor = StepMonitor(config, model.groups, model.device)
         self._checkpointer = Checkpointer(config.activation_checkpointing)
-        module.use_checkpointer(self._checkpointer)
-        self._set_up_zero(module.parameter_infos())
+        model.use_checkpointer(self._checkpointer)
+        self._precision = make_precision(config)
+        self._update = WeightUpdate(model, optimizer, config, self._precision)
+        self._calls = StepByCalls(model, self.module, self._update, self._precision)
         self._set_up_pipeline(transport or DistributedTransport(self._groups))
-        # A schedule that can't run is an error now, not at the first batch.
-        self._programs.get(batch_sizes.num_micro_batches, training=True)
         if config.dump_state:
-            self._dump_state()
-
-    def _set_up_zero(self, infos: list[ParameterInfo]) -> None:
-        """Flat buckets for the parameters, which may move there, and the optimizer on this rank's part of them."""
-        module, groups, config = self.module, self._groups, self.config
-        mine = make_policy(config, infos, module.device)
-        # One rank that runs short of memory decides for all: the program is one.
-        anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
-        self._policy = replace(mine, reduce_per_micro_batch=anywhere)
-        check_precision(infos, self._policy)
-        self._reducer = GradientReducer(infos, self._policy, groups.rank, groups.data, module.replica_groups)
-        if self._policy.weight_dtype is not None:
-            module.to(self._policy.weight_dtype)
-        self._sharded = ShardedOptimizer(
-            self.optimizer, self._reducer.all_buckets(), module.parameters(), config.zero_allow_untested_optimizer
-        )
-        names = all_gather_object([info.name for info in infos], groups.control)
-        self._touched = TouchedParameters(infos, names, groups.control)
-        module.wait_for_weights = self._sharded.wait_for_module
+            dump_state(self.config, self._batch_sizes, model, self._update, self._program())
 
     def _set_up_pipeline(self, transport: Transport) -> None:
-        module, config = self.module, self.config
+        model, config, update = self._model, self.config, self._update
         num_buckets: dict[tuple[int, ...], int] = {}
-        for theirs in all_gather_object(self._reducer.num_buckets(), self._groups.control):
+        for theirs in all_gather_object(update.reducer.num_buckets(), self._groups.control):
             num_buckets.update(theirs)
-        partitioned = self._policy.stage > 0 and self._groups.data.size > 1
+        partitioned = update.policy.stage > 0 and self._groups.data.size > 1
         self._programs = Programs(
-            module, config.pipeline, num_buckets, partitioned, self._policy.reduce_per_micro_batch
+            model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch
         )
-        messages = Messages(transport, module.device, dynamic=config.pipeline.shapes == "dynamic")
-        self._executor = Executor(module, messages, self._reducer, self._sharded.gather, self._policy.weight_dtype)
+        messages = Messages(transport, model.device, dynamic=config.pipeline.shapes == "dynamic")
+        self._executor = Executor(model, messages, update.reducer, update.sharded.gather, self._precision)
         # A schedule that can't run is an error now, not at the first batch.
-        program = self._programs.get(self._batch_sizes.num_micro_batches, training=True)
-        splits = any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[module.stage_id])
-        if splits or self._policy.weight_dtype is not None:
-            self._reducer.split_backward(module)
+        splits = any(i.op is Op.BACKWARD_WEIGHT for i in self._program().instructions[model.stage_id])
+        if splits or update.policy.weight_dtype is not None:
+            update.reducer.split_backward(model)
 
-    # Training and evaluation
+    def _program(self) -> Program:
+        return self._programs.get(self._batch_sizes.num_micro_batches, training=True)
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("module")
+        if module is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(module, name)
+
+    # A step by train_batch
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step on gradient_accumulation_steps micro-batches, fewer where the iterators end.
@@ -121,24 +113,42 @@ class Engine:
         and replicas, the same on every rank, on the device and without waiting for it. Raises StopIteration on all
         ranks when no micro-batch is left, DataError on all when one can't load, ExecutionError.
         """
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau steps on a metric, which train_batch has none of; give another schedule, or step by "
+                "engine.backward(loss) and engine.step({'metrics': ...})"
+            )
         iterator = data_iter if data_iter is not None else self._data_iterator
         self._monitor.begin(self.global_steps + 1, self.global_samples)
         batch = self._next_batch(iterator, self._batch_sizes.num_micro_batches, training=True)
-        self.module.train()
-        self._reducer.start_step()
+        self._model.train()
+        self._calls.forget()
+        self._update.reducer.start_step()
         result = self._run(batch)
+        return self._finish_step(self._own_loss(result, batch), len(batch.signatures))
+
+    def _finish_step(self, own_loss: Tensor, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
+        """From the last backward on. own_loss: this rank's share of the batch's mean loss, [] in float64.
+
+        lr_kwargs: what the learning-rate schedule's `step` takes.
+        """
         self._monitor.computed()
-        self._reducer.finish_step()
+        self._update.reducer.finish_step()
         self._monitor.reduced()
-        loss = self._reduce_loss_and_norm(result, batch)
+        loss = self._update.reduce_scalars(own_loss)
         if self._memory_next and self._memory_profile is not None:
             with self._memory_profile.step.running():
-                self._step()
+                taken = self._update.step(self.global_steps + 1)
         else:
-            self._step()
+            taken = self._update.step(self.global_steps + 1)
         self._memory_next = False
+        if self.module is not self._model:
+            # The weights of a module that isn't ours are read at any place; on CUDA only the stream waits.
+            self._update.sharded.wait_for_module(self._model)
+        if taken and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
-        self.global_samples += len(batch.signatures) * self.train_micro_batch_size_per_gpu() * self._groups.data.size
+        self.global_samples += num_micro_batches * self._batch_sizes.micro_batch_size * self._groups.data.size
         self._report(loss)
         return loss
 
@@ -167,8 +177,8 @@ class Engine:
             raise ConfigError(f"num_micro_batches is {most}; evaluate at least 1")
         keep = return_logits or not compute_loss
         batch = self._next_batch(data_iter, most, training=False, keep_outputs=keep, compute_loss=compute_loss)
-        modes = [(module, module.training) for module in self.module.modules()]
-        self.module.eval()
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
         try:
             result = self._run(batch)
         finally:
@@ -190,51 +200,19 @@ class Engine:
         compute_loss: bool = True,
     ) -> Batch:
         """Load this rank's micro-batches and agree with all others on how many there are."""
-        micro_batches: list[Any] | None = None
-        error: Exception | None = None
-        if self.is_first_stage() or self.is_last_stage():
-            try:
-                micro_batches = self._load(iterator, most)
-            except Exception as raised:
-                error = raised
-        try:
-            signatures = agree(micro_batches, error is not None, most, self._groups, self.module.placement[0])
-        except DataError:
-            if micro_batches is not None and iterator is not None:
-                self._source.give_back(iterator, micro_batches)
-            if error is not None:
-                raise error from None
-            raise
-        if micro_batches is not None and iterator is not None:
-            self._source.give_back(iterator, micro_batches[len(signatures) :])
-        if not signatures:
-            raise StopIteration("the data iterators have no micro-batch left")
+        micro_batches, signatures = self._loader.next(iterator, most)
         weight = 1.0 / (len(signatures) * self._groups.data.size)
-        return Batch(micro_batches or (), signatures, training, weight, keep_outputs, compute_loss)
-
-    def _load(self, iterator: Iterator[Any] | None, most: int) -> list[Any]:
-        if iterator is None:
-            raise DataError(
-                f"rank {self._groups.rank} holds the first or last chunk and needs data: pass data_iter (to train: or give "
-                "training_data to initialize)"
-            )
-        micro_batches = self._source.take(iterator, most)
-        for micro_batch in micro_batches:
-            if not isinstance(micro_batch, (tuple, list)) or len(micro_batch) != 2:
-                raise DataError(
-                    f"a micro-batch must be (inputs, labels), not {type(micro_batch).__name__}; several inputs or labels "
-                    "go in a tuple or dict of their own"
-                )
-        return micro_batches
+        scale = self._update.loss_scale
+        return Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss)
 
     def _run(self, batch: Batch) -> BatchResult:
         program = self._programs.get(len(batch.signatures), batch.training)
         owners = self._programs.replica_owners
         if batch.training and self._memory_next:
-            memory = MemoryRecorder(self.module.device)
+            memory = MemoryRecorder(self._model.device)
             with memory.running():
                 result = self._executor.run(program, owners, batch, memory, no_record)
-            self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self.module.device))
+            self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
             return result
         recorder = self._monitor.recorder_of(program) if batch.training else None
         record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
@@ -242,7 +220,7 @@ class Engine:
 
     def _own_loss(self, result: BatchResult, batch: Batch) -> Tensor:
         """This rank's share of the mean loss: 0 but on the last chunk's ranks."""
-        zero = torch.zeros((), dtype=torch.float64, device=self.module.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self._model.device)
         return sum((loss.double().reshape(()) for loss in result.losses.values()), zero) * batch.loss_weight
 
     def _average_loss(self, result: BatchResult, batch: Batch) -> Tensor:
@@ -251,34 +229,69 @@ class Engine:
         return loss.to(torch.get_default_dtype())
 
     def _all_losses(self, result: BatchResult, batch: Batch) -> list[Tensor]:
-        losses = torch.zeros(len(batch.signatures), dtype=torch.float64, device=self.module.device)
+        losses = torch.zeros(len(batch.signatures), dtype=torch.float64, device=self._model.device)
         for m, loss in result.losses.items():
             losses[m] = loss
         all_reduce(losses, self._groups.pipe).wait()
         return list(losses.to(torch.get_default_dtype()).unbind())
 
-    @torch.no_grad()
-    def _reduce_loss_and_norm(self, result: BatchResult, batch: Batch) -> Tensor:
-        """One all-reduce for both: the loss is the last chunks', each parameter counts once in the norm."""
+    # A step by calls
 
-        def counts(owners: tuple[int, ...]) -> bool:
-            return self.module.placement[owners[0]] == self.module.stage_id
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output for one micro-batch's inputs; floating-point ones are cast to the weights' dtype.
 
-        norm_squared = self._reducer.norm_squared(counts)
-        scalars = torch.stack([self._own_loss(result, batch), norm_squared.to(self.module.device)])
-        all_reduce(scalars, self._groups.world).wait()
-        self._grad_norm = scalars[1].sqrt()
-        return scalars[0].to(torch.get_default_dtype())
+        Raises ConfigError for a model that is split over stages.
+        """
+        if not self._calls.num_backwards and torch.is_grad_enabled():
+            self._monitor.begin(self.global_steps + 1, self.global_samples)
+        return self._calls.forward(*args, **kwargs)
 
-    @torch.no_grad()
-    def _step(self) -> None:
-        limit = self.config.gradient_clipping
-        if limit > 0 and self._grad_norm is not None:
-            self._reducer.scale((limit / (self._grad_norm + 1e-6)).clamp(max=1.0))
-        self._sharded.step(self._touched.untouched(self._reducer.touched()))
-        self._sharded.gather()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+    forward = __call__
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch's loss, a tensor of one element, to the step's; returns the loss.
+
+        The step takes their mean over gradient_accumulation_steps micro-batches and all replicas: don't divide the loss.
+        """
+        weight = 1.0 / (self._batch_sizes.num_micro_batches * self._groups.data.size)
+        self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary())
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At an accumulation boundary, update the weights; between two, only count.
+
+        lr_kwargs: for the learning-rate schedule's `step`, as {"metrics": loss} for ReduceLROnPlateau. Raises
+        ExecutionError when there are no gradients that all replicas have reduced, PrecisionError.
+        """
+        if self.is_gradient_accumulation_boundary():
+            num_micro_batches = self._calls.num_backwards
+            self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
+        self._calls.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step."""
+        return self._calls.is_boundary(self._batch_sizes.num_micro_batches)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say which micro-batches end a step, instead of counting gradient_accumulation_steps."""
+        self._calls.set_boundary(is_boundary)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside add to this rank's gradients, but none is reduced over the replicas."""
+        return self._calls.no_sync()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last step; after a step there is nothing to drop."""
+        self._calls.forget()
+
+    def train(self, mode: bool = True) -> Engine:
+        """As torch's, for the module."""
+        self._model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """As torch's, for the module."""
+        return self.train(False)
 
     # What a run says of itself
 
@@ -286,7 +299,15 @@ class Engine:
         groups = self.optimizer.param_groups
         momentum = [g.get("betas", g.get("momentum")) for g in groups if "betas" in g or "momentum" in g]
         self._monitor.finish(
-            StepSummary(self.global_steps, self.global_samples, loss, self._grad_norm, self.get_lr(), momentum)
+            StepSummary(
+                self.global_steps,
+                self.global_samples,
+                loss,
+                self._update.grad_norm,
+                self.get_lr(),
+                momentum,
+                self.skipped_steps,
+            )
         )
         if not self._monitor.prints(self.global_steps):
             return
@@ -294,16 +315,6 @@ class Engine:
             self.memory_report()
         if self.config.activation_checkpointing.profile and self._groups.rank == 0:
             print(f"activation checkpointing on rank 0: {self._checkpointer.times()}", flush=True)
-
-    def _dump_state(self) -> None:
-        """Print, on rank 0, what is in force and what it was made into. Collective."""
-        own = {owners: [b.numel for b in buckets] for owners, buckets in self._reducer.buckets.items()}
-        buckets = all_gather_object(own, self._groups.control)
-        if self._groups.rank == 0:
-            shards = self._groups.data.size if self._policy.stage > 0 else 1
-            program = self._programs.get(self._batch_sizes.num_micro_batches, training=True)
-            sizes, topology, partition = self._batch_sizes, self.module.topology(), self.module.partition_table()
-            print_tree(state_tree(self.config, sizes, topology, partition, buckets, shards, program))
 
     def profile_next_batch(self, what: Literal["time", "memory"] = "time") -> None:
         """Record of the next train_batch when each instruction runs, or what each holds of memory.
@@ -323,7 +334,7 @@ class Engine:
         """
         program, records = self._monitor.records()
         spans = [span for rank in self._groups.pipe.ranks for span in records[rank].spans]
-        return program, Timeline.of(spans, self.module.num_stages)
+        return program, Timeline.of(spans, self._model.num_stages)
 
     def time_breakdown(self) -> list[Breakdown]:
         """Where the time of the last recorded batch (see `timeline`) went, in seconds, of every rank.
@@ -342,71 +353,38 @@ class Engine:
         optimizer's operations need for themselves is measured (not predicted) in backward and step.
         Collective over all ranks.
         """
-        measured = replace(self._reducer.state_bytes(), optimizer=self._sharded.state_bytes())
-        moments = moments_of(self.optimizer)
-        predicted = predict_state(self.module.parameter_infos(), self._policy, self._groups.data.size, moments or 0)
-        if moments is None:
-            predicted = replace(predicted, optimizer=measured.optimizer)
-        activations, workspace, update = (0, 0), 0, measured.update
-        if self._memory_profile is not None:
-            activations = self._memory_profile.activations(self.module.stage_id)
-            workspace, update = self._memory_profile.batch.peak, self._memory_profile.step.peak
-        own = {f.name: (getattr(predicted, f.name), getattr(measured, f.name)) for f in fields(StateBytes)}
-        own["update"] = (predicted.update, update)
-        own["activations"] = activations
-        own["steady"] = (predicted.steady, measured.steady)
-        own["backward"] = (predicted.backward + activations[0], measured.backward + workspace)
-        own["step"] = (predicted.step, measured.steady + measured.transient + update)
+        own = memory_rows(self._model, self._update, self._memory_profile)
         everyone = all_gather_object(own, self._groups.control)
         if self._groups.rank == 0:
             print(memory_table(everyone), flush=True)
         return everyone
 
-    # What scripts ask for
+    # Data
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from `iterator` when train_batch gets none."""
         self._data_iterator = iterator
 
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the first chunk, and so needs inputs."""
-        return self.module.placement[0] == self.module.stage_id
+    def set_dataloader(self, loader: Any) -> None:
+        """Take micro-batches from `loader`, over and over, when train_batch gets no iterator."""
+        self._data_iterator = RepeatingLoader(loader)
 
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last chunk, and so needs labels and has the loss and the logits."""
-        return self.module.placement[-1] == self.module.stage_id
+    def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
+        """Make (inputs, labels) by function(what an iterator yields)."""
+        self._loader.batch_fn = function
 
-    def get_global_grad_norm(self) -> Tensor | None:
-        """2-norm of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all."""
-        return self._grad_norm
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on, so many samples a step, by another number of micro-batches of the same size.
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def train_batch_size(self) -> int:
-        """Samples of one step, over all replicas."""
-        return self._batch_sizes.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one micro-batch of one replica."""
-        return self._batch_sizes.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one step of one replica."""
-        return self._batch_sizes.num_micro_batches
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank in the world."""
-        return self._groups.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its host."""
-        return get_local_rank()
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.module.device
+        Raises ConfigError when micro-batches of all replicas don't add up to it.
+        """
+        sizes = self._batch_sizes
+        topology = self._model.topology()
+        self._batch_sizes = resolve_batch(
+            train_batch_size,
+            sizes.micro_batch_size,
+            None,
+            pipe=self._model.num_stages,
+            data=self._groups.data.size,
+            model=max(1, topology.get_dim("model")),
+        )

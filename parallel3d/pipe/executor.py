@@ -213,7 +213,9 @@ class Executor:
         if self._batch.training:
             outputs = [loss] if loss.requires_grad else []
             self._in_flight[i.chunk, m] = _InFlight(entry, outputs, None)
-            self._gradients[i.chunk, m] = [torch.full_like(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in outputs]
+            self._gradients[i.chunk, m] = [
+                torch.full_like(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in outputs
+            ]
 
     def _send_activation(self, i: Instruction) -> None:
         structure, tensors = self._outputs.pop((i.chunk, i.micro_batch))

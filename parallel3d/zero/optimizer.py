@@ -32,6 +32,9 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 # Norms of tensors, sums over rows and columns, products of matrices: of a shard they are others.
 _WHOLE_TENSOR = tuple(cls for cls in (getattr(torch.optim, name, None) for name in ("Adafactor", "Muon")) if cls)
+# Those whose fused kernels divide the gradients and look at a flag (torch's protocol with its GradScaler). Not SGD: when
+# its first step is skipped, the momentum is never initialized.
+_SCALING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 class ShardedOptimizer:
@@ -68,11 +71,26 @@ class ShardedOptimizer:
         """Bytes of the optimizer's state tensors on this rank."""
         return bytes_of(t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
 
-    def step(self, untouched: Set[nn.Parameter]) -> None:
-        """Update the pieces; the weights then wait to be gathered. Parameters in `untouched` got no gradient and stay."""
+    def takes_scale(self) -> bool:
+        """Whether the optimizer's kernels themselves divide gradients and skip an overflow, in the pass they make anyway."""
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        return fused and isinstance(self.optimizer, _SCALING) and hasattr(self.optimizer, "_step_supports_amp_scaling")
+
+    def step(self, untouched: Set[nn.Parameter], divisor: Tensor | None = None, overflow: Tensor | None = None) -> None:
+        """Update the pieces; the weights then wait to be gathered. Parameters in `untouched` got no gradient and stay.
+
+        Where `takes_scale`: divisor: of the gradients; overflow: whether to do nothing; both scalars on the device, or None.
+        """
         for bucket in self._buckets:
             bucket.assign_gradients(untouched)
-        self.optimizer.step()
+        optimizer: Any = self.optimizer
+        if divisor is not None:
+            optimizer.grad_scale = divisor.float()
+        if overflow is not None:
+            optimizer.found_inf = overflow.float()
+        optimizer.step()
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
         for bucket in self._buckets:
             bucket.drop_gradients()
             bucket.write_back()

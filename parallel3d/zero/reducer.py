@@ -276,6 +276,11 @@ class GradientReducer:
             transient=sum(buffers.nbytes() for buffers in self._transient.values()),
         )
 
+    def non_finite(self) -> list[ParameterInfo]:
+        """The parameters in whose gradients, as far as this rank holds them, there is an inf or NaN: the last layers first."""
+        pieces = (piece for bucket in self.all_buckets() for piece in bucket.pieces)
+        return [piece.info for piece in pieces if not torch.isfinite(piece.gradient).all()]
+
     def scale(self, factor: Tensor) -> None:
         """Multiply the gradients of this rank's shards by `factor`, a scalar on the device."""
         for bucket in self.all_buckets():
@@ -287,6 +292,6 @@ def check_precision(parameters: Sequence[ParameterInfo], policy: ZeroPolicy) -> 
     for info in parameters:
         if info.parameter.dtype not in (torch.float32, torch.float64) and policy.weight_dtype is None:
             raise ConfigError(
-                f"parameter {info.name} is {info.parameter.dtype}: half-precision weights need fp32 masters; set bf16.enabled or fp16.enabled, "
-                "or build the layers in torch.float32"
+                f"parameter {info.name} is {info.parameter.dtype}: half-precision weights need fp32 masters; set "
+                "bf16.enabled or fp16.enabled, or build the layers in torch.float32"
             )

@@ -83,12 +83,12 @@ LAYER_SIZE = HIDDEN * HIDDEN + 2 * HIDDEN
 
 def train(items: list[Item], pipeline: dict[str, Any], bucket_size: int) -> tuple[Run, list[Any], dict[int, list[int]]]:
     """On one rank: the numbers of two steps, the second step's events, and each bucket's layers by its address."""
-    with mock.patch("parallel3d.engine.GradientReducer", partial(GradientReducer, all_reduce=note_all_reduce)):
+    with mock.patch("parallel3d.engine.update.GradientReducer", partial(GradientReducer, all_reduce=note_all_reduce)):
         zero = {"reduce_bucket_size": bucket_size}
         engine = make_engine(items, squares, accumulation=ACCUMULATION, pipeline=pipeline, zero_optimization=zero)
     layers_of = {
         bucket.gradients.data_ptr(): sorted({int(info.name.split(".")[1]) for info in bucket.infos})
-        for buckets in engine._reducer.buckets.values()
+        for buckets in engine._update.reducer.buckets.values()
         for bucket in buckets
     }
     iterator = own_iterator(engine, BATCHES)
@@ -152,7 +152,7 @@ def test_replicas_launch_the_same_buckets_in_the_same_order(run_ranks, pipeline:
 
 def train_tied() -> tuple[Run, list[Any], list[int]]:
     """The numbers of two steps, the second's launches, and the replica buckets, by address."""
-    with mock.patch("parallel3d.engine.GradientReducer", partial(GradientReducer, all_reduce=note_all_reduce)):
+    with mock.patch("parallel3d.engine.update.GradientReducer", partial(GradientReducer, all_reduce=note_all_reduce)):
         engine = make_engine(toy.model(tied=True), accumulation=ACCUMULATION, pipeline={"stages": 2})
     batches = own_iterator(engine, [toy.micro_batch(g) for g in range(2 * ACCUMULATION * DP)])
     run_steps(engine, batches, 1)
@@ -160,7 +160,7 @@ def train_tied() -> tuple[Run, list[Any], list[int]]:
     run = run_steps(engine, batches, 1)
     replicas = [
         b.gradients.data_ptr()
-        for owners, buckets in engine._reducer.buckets.items()
+        for owners, buckets in engine._update.reducer.buckets.items()
         if len(owners) > 1
         for b in buckets
     ]

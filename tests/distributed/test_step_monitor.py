@@ -104,8 +104,8 @@ def timed_engine(stack: ExitStack, costs: Sequence[float], schedule: str, **conf
     """One layer a stage, with these costs."""
     global CLOCK
     CLOCK = VirtualClock()
-    stack.enter_context(mock.patch("parallel3d.engine.DistributedTransport", TimedTransport))
-    stack.enter_context(mock.patch("parallel3d.engine.all_reduce", timed_all_reduce))
+    stack.enter_context(mock.patch("parallel3d.engine.engine.DistributedTransport", TimedTransport))
+    stack.enter_context(mock.patch("parallel3d.engine.update.all_reduce", timed_all_reduce))
     stack.enter_context(mock.patch("parallel3d.monitor.steps.clock_of", return_value=CLOCK))
     pipeline = {"stages": len(costs), "schedule": schedule, "partition": "uniform"}
     items = [Item(Timed, (cost,)) for cost in costs]

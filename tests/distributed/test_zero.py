@@ -378,12 +378,12 @@ def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
     @contextmanager
     def sample(_: Instruction) -> Iterator[None]:
         yield
-        samples.append(engine._reducer.state_bytes().backward + engine._sharded.state_bytes())
+        samples.append(engine._update.reducer.state_bytes().backward + engine._update.sharded.state_bytes())
 
-    with mock.patch("parallel3d.engine.no_record", sample):
+    with mock.patch("parallel3d.engine.engine.no_record", sample):
         for _ in range(2):
             engine.train_batch(iter([(torch.randn(2, WIDE), torch.randn(2, WIDE))] * 2))
-    predicted = predict_state(engine.module.parameter_infos(), engine._policy, data_size=4)
+    predicted = predict_state(engine.module.parameter_infos(), engine._update.policy, data_size=4)
     return max(samples), predicted.backward, len(samples)
 
 

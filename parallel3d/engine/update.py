@@ -1,0 +1,133 @@
+"""From a batch's gradients to new weights: reduction, norm, clipping, loss scale, optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.collectives import all_gather_integers, all_gather_object, all_reduce
+from parallel3d.config import Config
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.precision import LossScaler, Precision
+from parallel3d.zero.optimizer import ShardedOptimizer, TouchedParameters
+from parallel3d.zero.policy import make_policy
+from parallel3d.zero.reducer import GradientReducer, check_precision
+
+# Names of overflowed parameters that a message lists.
+_MOST_NAMES = 3
+
+
+class WeightUpdate:
+    """This rank's part of the model's gradients, masters and optimizer: flat buckets, into which the parameters move.
+
+    grad_norm: of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all.
+    """
+
+    def __init__(self, model: PipelineModule, optimizer: torch.optim.Optimizer, config: Config, precision: Precision):
+        infos, groups = model.parameter_infos(), model.groups
+        self._model, self._groups = model, groups
+        self._clipping = config.gradient_clipping
+        self.optimizer = optimizer
+        mine = make_policy(config, infos, model.device, precision.weights)
+        # One rank that runs short of memory decides for all: the program is one.
+        anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
+        self.policy = replace(mine, reduce_per_micro_batch=anywhere)
+        check_precision(infos, self.policy)
+        self.reducer = GradientReducer(infos, self.policy, groups.rank, groups.data, model.replica_groups)
+        if precision.weights is not None:
+            model.to(precision.weights)
+        self.sharded = ShardedOptimizer(
+            optimizer, self.reducer.all_buckets(), model.parameters(), config.zero_allow_untested_optimizer
+        )
+        names = all_gather_object([info.name for info in infos], groups.control)
+        self._touched = TouchedParameters(infos, names, groups.control)
+        model.wait_for_weights = self.sharded.wait_for_module
+        self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
+        self._checks_overflow = precision.checks_overflow
+        self.grad_norm: Tensor | None = None
+        self.skipped_steps = 0
+
+    @property
+    def loss_scale(self) -> float:
+        """By which the losses of the batch under way are multiplied."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @torch.no_grad()
+    def reduce_scalars(self, own_loss: Tensor) -> Tensor:
+        """The batch's mean loss, of the last chunks' shares [] in float64, and grad_norm: one all-reduce for both."""
+
+        def counts(owners: tuple[int, ...]) -> bool:
+            return self._model.placement[owners[0]] == self._model.stage_id
+
+        scalars = torch.stack([own_loss, self.reducer.norm_squared(counts).to(own_loss.device)])
+        all_reduce(scalars, self._groups.world).wait()
+        self.grad_norm = scalars[1].sqrt() / self.loss_scale
+        return scalars[0].to(torch.get_default_dtype())
+
+    @torch.no_grad()
+    def step(self, number: int) -> bool:
+        """Take the optimizer's step, the `number`-th, unless gradients overflowed: whether it was taken.
+
+        The gradients are divided by the loss scale and clipped on the way. Where overflows are looked for, the host waits
+        for the device once, if it can after all is enqueued. Raises PrecisionError at an overflow at the lowest scale.
+        """
+        assert self.grad_norm is not None
+        finite = torch.isfinite(self.grad_norm) if self._checks_overflow else None
+        divisor = self._divisor(self.grad_norm, finite)
+        untouched = self._touched.untouched(self.reducer.touched())
+        overflow = False
+        if self.sharded.takes_scale():
+            self.sharded.step(untouched, divisor, None if finite is None else ~finite)
+            overflow = finite is not None and not bool(finite)
+        else:
+            overflow = finite is not None and not bool(finite)
+            if not overflow:
+                if divisor is not None:
+                    self.reducer.scale(divisor.reciprocal())
+                self.sharded.step(untouched)
+        self.sharded.gather()
+        self._settle(number, overflow)
+        return not overflow
+
+    def _divisor(self, norm: Tensor, finite: Tensor | None) -> Tensor | None:
+        """What the gradients have to be divided by, a scalar on the device; None for nothing."""
+        if self._clipping == 0 and self.scaler is None:
+            return None
+        divisor = torch.full_like(norm, self.loss_scale)
+        if self._clipping > 0:
+            divisor *= ((norm + 1e-6) / self._clipping).clamp(min=1.0)
+        # Of an overflow nothing is taken; but the gradients stay, to be looked at.
+        return divisor if finite is None else torch.where(finite, divisor, 1.0)
+
+    def _settle(self, number: int, overflow: bool) -> None:
+        if not self._checks_overflow:
+            return
+        scale = self.loss_scale
+        if overflow:
+            self.skipped_steps += 1
+        try:
+            if self.scaler is not None:
+                self.scaler.update(overflow)
+        finally:
+            if overflow:
+                self._tell_overflow(number, scale)
+
+    def _tell_overflow(self, number: int, scale: float) -> None:
+        """On rank 0, say where gradients overflowed, the last layers first: there the backward met it first.
+
+        Collective: every rank has seen the same norm.
+        """
+        infos, stage = self.reducer.non_finite()[:_MOST_NAMES], self._model.stage_id
+        places = all_gather_object([(i.owners[0], i.name, stage) for i in infos], self._groups.control)
+        if self._groups.rank != 0:
+            return
+        found: dict[str, str] = {}
+        everywhere = [(chunk, name, stage, rank) for rank, own in enumerate(places) for chunk, name, stage in own]
+        for _, name, stage, rank in sorted(everywhere, key=lambda place: -place[0]):
+            found.setdefault(name, f"{name} (stage {stage}, rank {rank})")
+        change = f"; loss scale {scale:g} -> {self.loss_scale:g}" if self.scaler is not None else ""
+        listed = ", ".join(list(found.values())[:_MOST_NAMES])
+        warnings.warn(f"step {number} skipped: gradients overflow, first in {listed}{change}", stacklevel=2)
