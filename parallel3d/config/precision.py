@@ -66,13 +66,16 @@ class Bf16Config(Section):
 
 
 class TorchAutocastConfig(Section):
-    """Layers run under torch.autocast; the gradients of lower_precision_safe_modules are reduced in its dtype."""
+    """Layers and loss run under torch.autocast; with float16 the loss is scaled by the other keys of `fp16`."""
+
+    known_keys: ClassVar[Mapping[str, KnownKey]] = known(
+        Support.WITHOUT_EFFECT,
+        "torch.autocast itself chooses the operations; communication_data_type is the dtype of reductions",
+        "lower_precision_safe_modules",
+    )
 
     enabled: bool = Field(False, description=_BOOL)
     dtype: HalfDtype = Field("bf16", description='"bfloat16" or "float16"')
-    lower_precision_safe_modules: tuple[str, ...] | None = Field(
-        None, strict=False, description='a list of class names such as ["torch.nn.Linear"], or null for the default'
-    )
 
 
 class AmpConfig(Section):

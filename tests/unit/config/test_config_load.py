@@ -55,7 +55,6 @@ configurations = section(
     bf16=section(enabled=st.just(False), check_grad_overflow=flag),
     torch_autocast=section(
         dtype=st.sampled_from(["bfloat16", "fp16"]),
-        lower_precision_safe_modules=st.lists(st.text(max_size=4), max_size=2),
     ),
     amp=section(opt_level=st.sampled_from(["O0", "O1", "O2", "O3"])),
     communication_data_type=dtypes | st.none(),

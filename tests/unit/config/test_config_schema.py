@@ -146,7 +146,7 @@ def test_defaults_of_precision_are_deepspeeds():
         min_loss_scale=1.0,
     )
     assert config.bf16 == Bf16Config(enabled=False, check_grad_overflow=False)
-    assert config.torch_autocast == TorchAutocastConfig(enabled=False, dtype="bf16", lower_precision_safe_modules=None)
+    assert config.torch_autocast == TorchAutocastConfig(enabled=False, dtype="bf16")
     assert config.amp == AmpConfig(enabled=False, opt_level="O1")
     assert config.activation_checkpointing == ActivationCheckpointingConfig(
         partition_activations=False,
@@ -175,11 +175,10 @@ def test_defaults_of_precision_are_deepspeeds():
                 "torch_autocast": {
                     "enabled": True,
                     "dtype": "float16",
-                    "lower_precision_safe_modules": ["torch.nn.Linear"],
                 }
             },
             "torch_autocast",
-            TorchAutocastConfig(enabled=True, dtype="fp16", lower_precision_safe_modules=("torch.nn.Linear",)),
+            TorchAutocastConfig(enabled=True, dtype="fp16"),
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_num_steps": 10}}},

@@ -116,10 +116,6 @@ WRONG = [
     ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is not yet supported"),
     ({"torch_autocast": {"dtype": "fp8"}}, 'torch_autocast.dtype is \'fp8\': give "bfloat16" or "float16"'),
     ({"torch_autocast": {"dtype": "float32"}}, "torch_autocast.dtype is 'float32': give"),
-    (
-        {"torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear", 3]}},
-        "torch_autocast.lower_precision_safe_modules is 3: give a list of class names",
-    ),
     ({"amp": {"opt_level": "o1"}}, 'amp.opt_level is \'o1\': give "O0", "O1", "O2" or "O3"'),
     ({"amp": {"optlevel": "O1"}}, "unknown key 'amp.optlevel'. Did you mean 'opt_level'?"),
     ({"communication_data_type": "int8"}, 'communication_data_type is \'int8\': give "fp32", "bf16" or "fp16"'),
