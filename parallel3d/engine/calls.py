@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError, ExecutionError
+from parallel3d.pipe.executor import Recorder, no_record
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import Precision
 from parallel3d.schedule.instructions import Instruction, Op
@@ -24,6 +25,8 @@ class StepByCalls:
 
     def __init__(self, model: PipelineModule, module: nn.Module, update: WeightUpdate, precision: Precision):
         self._model, self._module = model, module
+        # Wraps each forward and backward of the step under way.
+        self.record: Recorder = no_record
         self._update, self._precision = update, precision
         self.micro_steps = 0
         self._boundary: bool | None = None
@@ -55,8 +58,11 @@ class StepByCalls:
             )
         self._model.wait_for_weights(self._model)
         args, kwargs = self._precision.cast((args, kwargs))
-        with self._precision.autocasting(self._model.device):
+        with self.record(self._now(Op.FORWARD)), self._precision.autocasting(self._model.device):
             return self._module(*args, **kwargs)
+
+    def _now(self, op: Op) -> Instruction:
+        return Instruction(op, 0, self.num_backwards)
 
     def backward(self, loss: Tensor, weight: float, last: bool) -> None:
         """Gradients of `loss` times `weight`; reduced now if it is the step's last, or in every micro-batch."""
@@ -66,7 +72,7 @@ class StepByCalls:
         if not self._losses:
             self._update.reducer.start_step()
         reduces = self._reduces(last)
-        with self._update.reducer.backward(reduces):
+        with self.record(self._now(Op.BACKWARD)), self._update.reducer.backward(reduces):
             torch.autograd.backward(loss, torch.full_like(loss, weight * self._update.loss_scale))
         self._losses.append(loss.detach().double().reshape(()) * weight)
 

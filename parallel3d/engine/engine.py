@@ -244,6 +244,8 @@ class Engine(Answers):
         """
         if not self._calls.num_backwards and torch.is_grad_enabled():
             self._monitor.begin(self.global_steps + 1, self.global_samples)
+            recorder = self._monitor.recorder_of(self._program())
+            self._calls.record = recorder.running if recorder is not None else no_record
         return self._calls.forward(*args, **kwargs)
 
     forward = __call__

@@ -261,3 +261,24 @@ def split_by_calls() -> None:
 def test_a_model_in_stages_is_not_called(run_ranks):
     with pytest.raises(RankError, match=r"cut into 2 chunks, which run by engine\.train_batch"):
         run_ranks(2, split_by_calls)
+
+
+def time_by_calls() -> tuple[list[str], list[dict[str, float]]]:
+    engine = make(2)
+    for step in range(2):
+        if step == 1:
+            engine.profile_next_batch()
+        for g in range(2):
+            engine.backward(engine(**micro_batch(g)))
+            engine.step()
+    _, timeline = engine.timeline()
+    return [str(span.instruction) for span in timeline.spans], [vars(parts) for parts in engine.time_breakdown()]
+
+
+def test_time_by_calls_is_broken_down_as_a_batchs(run_ranks):
+    for instructions, ranks in run_ranks(2, time_by_calls):
+        assert instructions == ["F0@0", "B0@0", "F1@0", "B1@0"]
+        for parts in ranks:
+            assert parts["forward"] > 0
+            assert parts["backward"] > 0
+            assert parts["step"] > 0

@@ -359,7 +359,7 @@ def report_memory(zero: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
     return engine.memory_report()
 
 
-@pytest.mark.parametrize(("zero", "per_parameter"), zip(STAGES, (18, 9, 9, 6), strict=True), ids=str)
+@pytest.mark.parametrize(("zero", "per_parameter"), list(zip(STAGES, (18, 9, 9, 6), strict=True)), ids=str)
 def test_predicted_state_is_what_is_held_and_what_the_paper_has(run_ranks, zero: dict[str, Any], per_parameter: float):
     """arXiv:1910.02054 on 4 ranks: 2 + 4 + 12, 2 + 4 + 12/4, the same, 2 + 16/4 bytes, with buckets counted."""
     parameters = 16 * (WIDE * WIDE + WIDE)
