@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.engine.update import WeightUpdate
+from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError, ExecutionError
-from parallel3d.pipe.executor import Recorder, no_record
+from parallel3d.pipe.executor import Recorder, no_record, split_loss
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import Precision
 from parallel3d.schedule.instructions import Instruction, Op
@@ -33,6 +33,8 @@ class StepByCalls:
         self._synchronizes = True
         self._reduced = False
         self._losses: list[Tensor] = []
+        self._counts: list[Tensor] = []
+        self._weight = 0.0
 
     @property
     def num_backwards(self) -> int:
@@ -64,17 +66,21 @@ class StepByCalls:
     def _now(self, op: Op) -> Instruction:
         return Instruction(op, 0, self.num_backwards)
 
-    def backward(self, loss: Tensor, weight: float, last: bool) -> None:
+    def backward(self, loss: Any, weight: float, last: bool) -> None:
         """Gradients of `loss` times `weight`; reduced now if it is the step's last, or in every micro-batch."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(f"engine.backward needs a loss of one element, not {shape}; average it first")
+        try:
+            total, count = split_loss(loss)
+        except ValueError as error:
+            raise ConfigError(f"engine.backward: {error}") from None
         if not self._losses:
             self._update.reducer.start_step()
         reduces = self._reduces(last)
         with self.record(self._now(Op.BACKWARD)), self._update.reducer.backward(reduces):
-            torch.autograd.backward(loss, torch.full_like(loss, weight * self._update.loss_scale))
-        self._losses.append(loss.detach().double().reshape(()) * weight)
+            torch.autograd.backward(total, torch.full_like(total, weight * self._update.loss_scale))
+        self._losses.append(total.detach())
+        self._weight = weight
+        if count is not None:
+            self._counts.append(count)
 
     def _reduces(self, last: bool) -> list[Instruction]:
         every_time = self._update.policy.reduce_per_micro_batch
@@ -92,8 +98,8 @@ class StepByCalls:
             for bucket in range(len(self._update.reducer.buckets.get((0,), ())))
         ]
 
-    def finish(self) -> Tensor:
-        """At a boundary: this rank's share of the batch's mean loss, [] in float64."""
+    def finish(self) -> LossShare:
+        """At a boundary: this rank's share of the batch's loss."""
         if not self._losses:
             raise ExecutionError("engine.step() found no gradient: call engine.backward(loss) before it")
         if not self._reduced:
@@ -101,13 +107,14 @@ class StepByCalls:
                 "engine.step() found gradients that are not reduced over the replicas: the last engine.backward(loss) ran "
                 "inside no_sync, or not at an accumulation boundary; run the last one outside, at the boundary"
             )
-        loss = torch.stack(self._losses).sum()
-        self._losses.clear()
-        return loss
+        share = LossShare.of(self._losses, self._counts, self._weight, self._model.device)
+        self.forget()
+        return share
 
     def forget(self) -> None:
         """Drop the gradients since the last step."""
         self._losses.clear()
+        self._counts.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

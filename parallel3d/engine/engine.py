@@ -20,7 +20,7 @@ from parallel3d.engine.answers import Answers
 from parallel3d.engine.calls import StepByCalls
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.report import dump_state, memory_rows
-from parallel3d.engine.update import WeightUpdate
+from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import Breakdown
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
@@ -125,10 +125,10 @@ class Engine(Answers):
         self._calls.forget()
         self._update.reducer.start_step()
         result = self._run(batch)
-        return self._finish_step(self._own_loss(result, batch), len(batch.signatures))
+        return self._finish_step(self._share(result, batch), len(batch.signatures))
 
-    def _finish_step(self, own_loss: Tensor, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
-        """From the last backward on. own_loss: this rank's share of the batch's mean loss, [] in float64.
+    def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
+        """From the last backward on.
 
         lr_kwargs: what the learning-rate schedule's `step` takes.
         """
@@ -218,20 +218,20 @@ class Engine(Answers):
         record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
         return self._executor.run(program, owners, batch, record, wait)
 
-    def _own_loss(self, result: BatchResult, batch: Batch) -> Tensor:
-        """This rank's share of the mean loss: 0 but on the last chunk's ranks."""
-        zero = torch.zeros((), dtype=torch.float64, device=self._model.device)
-        return sum((loss.double().reshape(()) for loss in result.losses.values()), zero) * batch.loss_weight
+    def _share(self, result: BatchResult, batch: Batch) -> LossShare:
+        losses, counts = list(result.losses.values()), list(result.counts.values())
+        return LossShare.of(losses, counts, batch.loss_weight, self._model.device)
 
     def _average_loss(self, result: BatchResult, batch: Batch) -> Tensor:
-        loss = self._own_loss(result, batch)
-        all_reduce(loss, self._groups.world).wait()
-        return loss.to(torch.get_default_dtype())
+        own = self._share(result, batch)
+        both = torch.stack([own.total, own.count])
+        all_reduce(both, self._groups.world).wait()
+        return (both[0] / both[1]).to(torch.get_default_dtype())
 
     def _all_losses(self, result: BatchResult, batch: Batch) -> list[Tensor]:
         losses = torch.zeros(len(batch.signatures), dtype=torch.float64, device=self._model.device)
         for m, loss in result.losses.items():
-            losses[m] = loss
+            losses[m] = loss.double() / result.counts[m] if m in result.counts else loss
         all_reduce(losses, self._groups.pipe).wait()
         return list(losses.to(torch.get_default_dtype()).unbind())
 
@@ -250,10 +250,11 @@ class Engine(Answers):
 
     forward = __call__
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def backward(self, loss: Any) -> Any:
         """Add the gradients of a micro-batch's loss, a tensor of one element, to the step's; returns the loss.
 
         The step takes their mean over gradient_accumulation_steps micro-batches and all replicas: don't divide the loss.
+        Of losses (sum, count) it divides the sums' gradient by the count of all of them.
         """
         weight = 1.0 / (self._batch_sizes.num_micro_batches * self._groups.data.size)
         self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary())
@@ -269,6 +270,11 @@ class Engine(Answers):
             num_micro_batches = self._calls.num_backwards
             self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
         self._calls.micro_steps += 1
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step` so far, one a micro-batch."""
+        return self._calls.micro_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""

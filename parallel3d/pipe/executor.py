@@ -43,9 +43,13 @@ class Batch:
 
 @dataclass
 class BatchResult:
-    """On the stage of the last chunk: each micro-batch's loss, detached, and output where asked for; else empty."""
+    """On the stage of the last chunk: each micro-batch's loss, detached, and output where asked for; else empty.
+
+    counts: where the loss function returned (sum, count), these counts.
+    """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
@@ -206,10 +210,10 @@ class Executor:
             return
         with self._precision.autocasting(self._module.device):
             loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"the loss must be a tensor with one element, not {shape}; average it in loss_fn")
+        loss, count = split_loss(loss)
         self._result.losses[m] = loss.detach()
+        if count is not None:
+            self._result.counts[m] = count
         if self._batch.training:
             outputs = [loss] if loss.requires_grad else []
             self._in_flight[i.chunk, m] = _InFlight(entry, outputs, None)
@@ -266,6 +270,25 @@ class Executor:
         assert i.bucket is not None
         owners = self._owners[i.bucket]
         self._reducer.reduce_replicas(owners, i.bucket - self._owners.index(owners))
+
+
+def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
+    """(loss, count): a loss function returns a mean, whose count is None, or (sum, count).
+
+    Raises ValueError for what is no tensor of one element.
+    """
+    total, count = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, None)
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise ValueError(
+            f"the loss must be a tensor with one element, or (sum, count), not {shape}; average it in loss_fn"
+        )
+    if count is None:
+        return total, None
+    counted = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
+    if counted.numel() != 1:
+        raise ValueError(f"the count of a loss (sum, count) must be one number, not {list(counted.shape)}")
+    return total, counted.reshape(())
 
 
 def no_record(_: Instruction) -> AbstractContextManager[None]:

@@ -198,9 +198,9 @@ def misuse(kind: str) -> str:
         ("no backward", "call engine.backward(loss) before"),
         ("not reduced", "run the last one outside"),
         ("no_sync, never held", "reduce_per_micro_batch to false"),
-        ("many losses", "a loss of one element, not [3, 5, 11]"),
+        ("many losses", "one element, or (sum, count), not [3, 5, 11]"),
         ("plateau", "engine.step({'metrics': ...})"),
-        ("no loss", "the loss must be a tensor with one element, not [3, 5, 11]"),
+        ("no loss", "one element, or (sum, count), not [3, 5, 11]"),
     ],
 )
 def test_misuse_is_explained(run_ranks, kind: str, message: str):
