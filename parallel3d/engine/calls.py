@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.pipe.executor import Recorder, no_record, split_loss
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import Precision
+from parallel3d.rng import EnterLayer
 from parallel3d.schedule.instructions import Instruction, Op
 
 
@@ -51,8 +52,11 @@ class StepByCalls:
         """Say so for the micro-batches to come, instead of counting."""
         self._boundary = is_boundary
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output for these inputs. Raises ConfigError where it is split over stages or chunks."""
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], enter: EnterLayer) -> Any:
+        """The module's output for these inputs; enter: called before each layer.
+
+        Raises ConfigError where it is split over stages or chunks.
+        """
         if len(self._model.placement) > 1:
             raise ConfigError(
                 f"the model is cut into {len(self._model.placement)} chunks, which run by engine.train_batch(data_iter) and "
@@ -61,6 +65,9 @@ class StepByCalls:
         self._model.wait_for_weights(self._model)
         args, kwargs = self._precision.cast((args, kwargs))
         with self.record(self._now(Op.FORWARD)), self._precision.autocasting(self._model.device):
+            if self._module is self._model:
+                return self._model(*args, **kwargs, enter=enter)
+            enter(0)
             return self._module(*args, **kwargs)
 
     def _now(self, op: Op) -> Instruction:

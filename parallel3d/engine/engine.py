@@ -32,6 +32,7 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
 from parallel3d.pipe.whole import WholeModel
 from parallel3d.precision import make_precision
+from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.simulate import Timeline
 
@@ -74,6 +75,9 @@ class Engine(Answers):
         self._precision = make_precision(config)
         self._update = WeightUpdate(model, optimizer, config, self._precision)
         self._calls = StepByCalls(model, self.module, self._update, self._precision)
+        # Of the first rank, so that scripts which seed each rank differently draw the same in every layout.
+        torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
+        self._streams = RandomStreams((config.seed, torch_seed), model.device)
         self._set_up_pipeline(transport or DistributedTransport(self._groups))
         if config.dump_state:
             dump_state(self.config, self._batch_sizes, model, self._update, self._program())
@@ -203,10 +207,19 @@ class Engine(Answers):
         micro_batches, signatures = self._loader.next(iterator, most)
         weight = 1.0 / (len(signatures) * self._groups.data.size)
         scale = self._update.loss_scale
-        return Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss)
+        streams = [self._stream(m) for m in range(len(signatures))] if training else []
+        return Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss, streams)
+
+    def _stream(self, micro_batch: int) -> EnterLayer:
+        """Of this replica's micro-batches of the step under way."""
+        number = micro_batch * self._groups.data.size + self._groups.coordinate("data")
+        return self._streams.of(self.global_steps, number)
 
     def _run(self, batch: Batch) -> BatchResult:
-        program = self._programs.get(len(batch.signatures), batch.training)
+        with self._streams.kept():
+            return self._run_program(self._programs.get(len(batch.signatures), batch.training), batch)
+
+    def _run_program(self, program: Program, batch: Batch) -> BatchResult:
         owners = self._programs.replica_owners
         if batch.training and self._memory_next:
             memory = MemoryRecorder(self._model.device)
@@ -246,7 +259,10 @@ class Engine(Answers):
             self._monitor.begin(self.global_steps + 1, self.global_samples)
             recorder = self._monitor.recorder_of(self._program())
             self._calls.record = recorder.running if recorder is not None else no_record
-        return self._calls.forward(*args, **kwargs)
+        if not self._model.training:
+            return self._calls.forward(args, kwargs, same_stream)
+        with self._streams.kept():
+            return self._calls.forward(args, kwargs, self._stream(self._calls.num_backwards))
 
     forward = __call__
 

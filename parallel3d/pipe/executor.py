@@ -16,6 +16,7 @@ from parallel3d.pipe.entry import Entry
 from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import Precision
+from parallel3d.rng import EnterLayer, same_stream
 from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_behind
 from parallel3d.zero.reducer import GradientReducer
 
@@ -29,7 +30,7 @@ class Batch:
 
     micro_batches: (inputs, labels) each, empty on a rank that holds neither the first nor the last chunk; signatures:
     one a micro-batch, the same on all ranks of the pipeline; loss_weight: of one micro-batch in the batch's mean;
-    loss_scale: of the gradients.
+    loss_scale: of the gradients; streams: the random stream of each micro-batch's layers, empty in evaluation.
     """
 
     micro_batches: Sequence[tuple[Any, Any]]
@@ -39,6 +40,7 @@ class Batch:
     loss_scale: float = 1.0
     keep_outputs: bool = False
     compute_loss: bool = True
+    streams: Sequence[EnterLayer] = ()
 
 
 @dataclass
@@ -178,7 +180,8 @@ class Executor:
         place = (i.chunk, i.micro_batch)
         inputs, entry = self._inputs.pop(place), self._entries.pop(place, None)
         with self._precision.autocasting(self._module.device):
-            output = self._module.forward_chunk(i.chunk, inputs)
+            stream = self._batch.streams[i.micro_batch] if self._batch.streams else same_stream
+            output = self._module.forward_chunk(i.chunk, inputs, stream)
         if i.chunk == self._last_chunk:
             self._finish_micro_batch(i, output, entry)
             return

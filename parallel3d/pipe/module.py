@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,19 @@ from parallel3d.pipe.specs import (
     layer_name,
 )
 from parallel3d.pipe.ties import TieIndex, replace_parameter, tied_parameters
-from parallel3d.rng import layer_seed, seeded
+from parallel3d.rng import EnterLayer, layer_seed, same_stream, seeded
 from parallel3d.schedule.builders import placement_of
 from parallel3d.topology import PipeDataParallelTopology, ProcessTopology
 
 T = TypeVar("T")
-# A layer's module, None for a plain function, and what runs it.
-_Call = tuple[nn.Module | None, Callable[[Any], Any]]
+
+
+class _Call(NamedTuple):
+    """A layer: its place in the list, its module, None for a plain function, and what runs it."""
+
+    layer: int
+    module: nn.Module | None
+    function: Callable[[Any], Any]
 
 
 class PipelineModule(nn.Module):
@@ -120,10 +126,7 @@ class PipelineModule(nn.Module):
         }
         rule = checkpointable_rule(self.checkpointable_layers, self._names)
         self._recomputed = {
-            c: [
-                rule(k, call if m is None else m)
-                for k, (m, call) in zip(self.partition.layers(c), self._calls[c], strict=True)
-            ]
+            c: [rule(call.layer, call.function if call.module is None else call.module) for call in self._calls[c]]
             for c in self.own_chunks
         }
         self._share_attributes()
@@ -160,10 +163,10 @@ class PipelineModule(nn.Module):
             elif isinstance(source, nn.Module):
                 self.layers[str(builder)] = source
             else:
-                return None, source
+                return _Call(k, None, source)
         module = self.layers[str(builder)]
         forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
-        return module, partial(forward_fn, module) if forward_fn is not None else module
+        return _Call(k, module, partial(forward_fn, module) if forward_fn is not None else module)
 
     def _share_attributes(self) -> None:
         """Make parameters tied by attribute one object where this rank holds several of their modules."""
@@ -240,24 +243,28 @@ class PipelineModule(nn.Module):
         """Recompute layers through this, unless the module was built with an activation_checkpoint_func."""
         self.activation_checkpoint_func = self._own_checkpoint_func or checkpointer
 
-    def forward_chunk(self, chunk: int, x: Any) -> Any:
-        """Run the layers of one of this rank's chunks on `x`, whatever the first of them takes."""
+    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
+        """Run the layers of one of this rank's chunks on `x`, whatever the first of them takes.
+
+        enter: called before each layer, and again before its recomputation.
+        """
         calls, interval = self._calls[chunk], self.activation_checkpoint_interval
         if not interval or not torch.is_grad_enabled():
-            return self._run(calls, x)
+            return self._run(calls, enter, x)
         for recomputed, group in groupby(zip(self._recomputed[chunk], calls, strict=True), key=lambda pair: pair[0]):
             run = [call for _, call in group]
             if not recomputed:
-                x = self._run(run, x)
+                x = self._run(run, enter, x)
                 continue
             for start in range(0, len(run), interval):
-                x = self.activation_checkpoint_func(partial(self._run, run[start : start + interval]), x)
+                x = self.activation_checkpoint_func(partial(self._run, run[start : start + interval], enter), x)
         return x
 
-    def _run(self, calls: Sequence[_Call], x: Any) -> Any:
-        for module, function in calls:
+    def _run(self, calls: Sequence[_Call], enter: EnterLayer, x: Any) -> Any:
+        for layer, module, function in calls:
             if module is not None:
                 self.wait_for_weights(module)
+            enter(layer)
             x = function(x)
         return x
 
@@ -271,10 +278,10 @@ class PipelineModule(nn.Module):
         self.wait_for_weights(self)
         return super().state_dict(*args, **kwargs)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any, enter: EnterLayer = same_stream) -> Any:
         """Run this rank's layers in order: the whole model on a single stage, otherwise what the rank holds of it."""
         for chunk in self.own_chunks:
-            x = self.forward_chunk(chunk, x)
+            x = self.forward_chunk(chunk, x, enter)
         return x
 
 

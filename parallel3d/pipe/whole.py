@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.rng import EnterLayer, same_stream
 
 
 class WholeModel(PipelineModule):
@@ -30,9 +31,10 @@ class WholeModel(PipelineModule):
         """The whole micro-batch is the input."""
         return micro_batch, None
 
-    def forward_chunk(self, chunk: int, x: Any) -> Any:
+    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
         """The module on a micro-batch."""
         self.wait_for_weights(self)
+        enter(0)
         if isinstance(x, Mapping):
             return self.model(**x)
         return self.model(*x) if isinstance(x, (tuple, list)) else self.model(x)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import CONFIG_SEED, TORCH_SEED
 from ranks import RankError
 from reference import distance
 from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.engine import Engine
+from parallel3d.rng import stream_seed
 
 STEPS, SAMPLES, WIDTH, CLIPPING = 4, 3, 16, 0.05
 ZERO = [
@@ -24,12 +26,12 @@ ZERO = [
 
 
 class Model(nn.Module):
-    """Shared, frozen and unused parameters, a buffer, and a loss of its own."""
+    """Shared, frozen and unused parameters, a buffer, dropout, and a loss of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
-        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.unused = nn.Linear(WIDTH, 2)
         self.head = nn.Linear(WIDTH, 11, bias=False)
@@ -64,7 +66,9 @@ def make(accumulation: int, **config: Any) -> Engine:
         **config,
     }
     whole["zero_optimization"] = {"reduce_bucket_size": 300, **config.get("zero_optimization", {})}
-    engine, *_ = parallel3d.initialize(model=model(), config=whole)
+    trained = model()
+    torch.manual_seed(TORCH_SEED)
+    engine, *_ = parallel3d.initialize(model=trained, config=whole)
     return engine
 
 
@@ -109,6 +113,7 @@ def on_one_process(per_step: int) -> Result:
         optimizer.zero_grad()
         total = 0.0
         for g in range(step * per_step, (step + 1) * per_step):
+            torch.manual_seed(stream_seed(CONFIG_SEED, TORCH_SEED, step, g - step * per_step, 0))
             loss = reference(**micro_batch(g))
             (loss / per_step).backward()
             total += loss.item() / per_step
@@ -216,6 +221,7 @@ def ask() -> dict[str, Any]:
     engine.zero_grad()
     engine.backward(engine(**micro_batch(1)))
     engine.zero_grad()  # forgets that micro-batch
+    engine.eval()  # no dropout
     for g in (0, 0):
         engine.backward(engine(**micro_batch(g)))
         engine.step()
@@ -235,7 +241,7 @@ def ask() -> dict[str, Any]:
 
 def test_what_scripts_ask_of_an_engine(run_ranks):
     (found,) = run_ranks(1, ask)
-    reference = model()
+    reference = model().eval()
     reference(**micro_batch(0)).backward()
     norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm().item()
     assert found["eval"]
