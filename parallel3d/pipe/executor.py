@@ -126,6 +126,7 @@ class Executor:
         """
         self._batch, self._result, self._owners = batch, BatchResult(), owners
         instructions = program.instructions[self._module.stage_id]
+        self._messages.begin(batch.signatures, batch.training)
         with torch.set_grad_enabled(batch.training):
             for position, i in enumerate(instructions):
                 if i.op is Op.REDUCE_GRADS:
