@@ -133,7 +133,11 @@ class GradientReducer:
         make_splittable(module, self._sink)
 
     def start_step(self) -> None:
-        """Empty the accumulators for the next batch."""
+        """Empty the accumulators for the next batch, whatever a batch that failed has left."""
+        # Before anything is cleared: what a reduction under way writes into belongs to it until it is waited for.
+        self.finish_step()
+        self._to_launch.clear()
+        self._missing.clear()
         for bucket, (flat, _) in self._filling.items():
             if bucket.gradients is None:  # left by a batch that failed
                 self._transient[bucket.gradient_dtype].release(flat, DONE)
