@@ -285,11 +285,6 @@ class GradientReducer:
         pieces = (piece for bucket in self.all_buckets() for piece in bucket.pieces)
         return [piece.info for piece in pieces if not torch.isfinite(piece.gradient).all()]
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients of this rank's shards by `factor`, a scalar on the device."""
-        for bucket in self.all_buckets():
-            bucket.gradient_shard.mul_(factor)
-
 
 def check_precision(parameters: Sequence[ParameterInfo], policy: ZeroPolicy) -> None:
     """Raise ConfigError for weights built in half precision that nobody asked to train with fp32 masters."""
