@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ from parallel3d.schedule.instructions import Instruction, Op
 class StepByCalls:
     """The micro-batches of one step, as far as the user has come. module: what forward calls, the model or what it wraps.
 
-    micro_steps: calls of `step` so far, one a micro-batch.
+    micro_steps: calls of `step` so far, one a micro-batch; record: wraps each forward and backward of the step under way,
+    None before it has begun.
     """
 
     def __init__(self, model: PipelineModule, module: nn.Module, update: WeightUpdate, precision: Precision):
         self._model, self._module = model, module
-        # Wraps each forward and backward of the step under way.
-        self.record: Recorder = no_record
         self._update, self._precision = update, precision
         self.micro_steps = 0
+        self.record: Recorder | None = None
+        self._first = 0  # micro_steps at the step's beginning
         self._boundary: bool | None = None
         self._synchronizes = True
         self._reduced = False
@@ -46,7 +47,7 @@ class StepByCalls:
         """Whether the micro-batch under way is the last of its step: as set, or by counting."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % num_micro_batches == 0
+        return self.micro_steps - self._first + 1 >= num_micro_batches
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Say so for the micro-batches to come, instead of counting."""
@@ -64,26 +65,35 @@ class StepByCalls:
             )
         self._model.wait_for_weights(self._model)
         args, kwargs = self._precision.cast((args, kwargs))
-        with self.record(self._now(Op.FORWARD)), self._precision.autocasting(self._model.device):
+        with self._recording(Op.FORWARD), self._precision.autocasting(self._model.device):
             if self._module is self._model:
                 return self._model(*args, **kwargs, enter=enter)
             enter(0)
             return self._module(*args, **kwargs)
 
-    def _now(self, op: Op) -> Instruction:
-        return Instruction(op, 0, self.num_backwards)
+    def _recording(self, op: Op) -> AbstractContextManager[None]:
+        return (self.record or no_record)(Instruction(op, 0, self.num_backwards))
 
-    def backward(self, loss: Any, weight: float, last: bool) -> None:
-        """Gradients of `loss` times `weight`; reduced now if it is the step's last, or in every micro-batch."""
+    def backward(self, loss: Any, weight: float, last: bool, retain_graph: bool = False) -> None:
+        """Gradients of `loss` times `weight`; reduced now if it is the step's last, or in every micro-batch.
+
+        Where it fails, the step begins anew: nobody knows which of its gradients have been added.
+        """
         try:
             total, count = split_loss(loss)
         except ValueError as error:
             raise ConfigError(f"engine.backward: {error}") from None
         if not self._losses:
+            self._reduced = False
             self._update.reducer.start_step()
         reduces = self._reduces(last)
-        with self.record(self._now(Op.BACKWARD)), self._update.reducer.backward(reduces):
-            torch.autograd.backward(total, torch.full_like(total, weight * self._update.loss_scale))
+        seed = torch.full_like(total, weight * self._update.loss_scale)
+        try:
+            with self._recording(Op.BACKWARD), self._update.reducer.backward(reduces):
+                torch.autograd.backward(total, seed, retain_graph=retain_graph)
+        except BaseException:
+            self.restart()
+            raise
         self._losses.append(total.detach())
         self._weight = weight
         if count is not None:
@@ -96,7 +106,11 @@ class StepByCalls:
                 "no_sync holds gradients back, but they are reduced in every micro-batch and never held whole; set "
                 "zero_optimization.reduce_per_micro_batch to false, or leave no_sync out"
             )
-        self._reduced = False
+        if self._reduced and not every_time:
+            raise ExecutionError(
+                "engine.backward: the gradients of this step are already summed over the replicas, and would be summed once "
+                "more; give one call the sum of a micro-batch's losses, or run all but the step's last inside engine.no_sync()"
+            )
         if not self._synchronizes or not (last or every_time):
             return []
         self._reduced = True
@@ -115,13 +129,24 @@ class StepByCalls:
                 "inside no_sync, or not at an accumulation boundary; run the last one outside, at the boundary"
             )
         share = LossShare.of(self._losses, self._counts, self._weight, self._model.device)
-        self.forget()
+        self.restart()
         return share
 
+    def advance(self, boundary: bool) -> None:
+        """A micro-batch is done; at a boundary, its step is too."""
+        self.micro_steps += 1
+        if boundary:
+            self._first = self.micro_steps
+
     def forget(self) -> None:
-        """Drop the gradients since the last step."""
+        """Drop the gradients since the last step; its micro-batches stay counted."""
         self._losses.clear()
         self._counts.clear()
+
+    def restart(self) -> None:
+        """The micro-batch to come is the first of a step."""
+        self.forget()
+        self.record, self._first = None, self.micro_steps
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

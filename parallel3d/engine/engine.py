@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -126,7 +126,7 @@ class Engine(Answers):
         self._monitor.begin(self.global_steps + 1, self.global_samples)
         batch = self._next_batch(iterator, self._batch_sizes.num_micro_batches, training=True)
         self._model.train()
-        self._calls.forget()
+        self._calls.restart()
         self._update.reducer.start_step()
         result = self._run(batch)
         return self._finish_step(self._share(result, batch), len(batch.signatures))
@@ -140,10 +140,8 @@ class Engine(Answers):
         self._update.reducer.finish_step()
         self._monitor.reduced()
         loss = self._update.reduce_scalars(own_loss)
-        if self._memory_next and self._memory_profile is not None:
-            with self._memory_profile.step.running():
-                taken = self._update.step(self.global_steps + 1)
-        else:
+        profile = self._memory_profile if self._memory_next else None
+        with profile.step.running() if profile is not None else nullcontext():
             taken = self._update.step(self.global_steps + 1)
         self._memory_next = False
         if self.module is not self._model:
@@ -255,10 +253,8 @@ class Engine(Answers):
 
         Raises ConfigError for a model that is split over stages.
         """
-        if not self._calls.num_backwards and torch.is_grad_enabled():
-            self._monitor.begin(self.global_steps + 1, self.global_samples)
-            recorder = self._monitor.recorder_of(self._program())
-            self._calls.record = recorder.running if recorder is not None else no_record
+        if self._calls.record is None and self._model.training and torch.is_grad_enabled():
+            self._begin_calls()
         if not self._model.training:
             return self._calls.forward(args, kwargs, same_stream)
         with self._streams.kept():
@@ -266,14 +262,23 @@ class Engine(Answers):
 
     forward = __call__
 
-    def backward(self, loss: Any) -> Any:
+    def _begin_calls(self) -> None:
+        self._monitor.begin(self.global_steps + 1, self.global_samples)
+        recorder = self._monitor.recorder_of(self._program())
+        self._calls.record = recorder.running if recorder is not None else no_record
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Add the gradients of a micro-batch's loss, a tensor of one element, to the step's; returns the loss.
 
         The step takes their mean over gradient_accumulation_steps micro-batches and all replicas: don't divide the loss.
-        Of losses (sum, count) it divides the sums' gradient by the count of all of them.
+        scale_wrt_gas: False for their sum over micro-batches. retain_graph: as torch's. Of losses (sum, count) the step
+        divides the sums' gradient by the count of all of them. After an exception the step begins anew, with the next
+        micro-batch. Raises ExecutionError when the step's gradients are already reduced.
         """
-        weight = 1.0 / (self._batch_sizes.num_micro_batches * self._groups.data.size)
-        self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary())
+        if self._calls.record is None:
+            self._begin_calls()
+        weight = 1.0 / ((self._batch_sizes.num_micro_batches if scale_wrt_gas else 1) * self._groups.data.size)
+        self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -282,10 +287,11 @@ class Engine(Answers):
         lr_kwargs: for the learning-rate schedule's `step`, as {"metrics": loss} for ReduceLROnPlateau. Raises
         ExecutionError when there are no gradients that all replicas have reduced, PrecisionError.
         """
-        if self.is_gradient_accumulation_boundary():
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
             num_micro_batches = self._calls.num_backwards
             self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
-        self._calls.micro_steps += 1
+        self._calls.advance(boundary)
 
     @property
     def micro_steps(self) -> int:
@@ -400,8 +406,10 @@ class Engine(Answers):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """From the next step on, so many samples a step, by another number of micro-batches of the same size.
 
-        Raises ConfigError when micro-batches of all replicas don't add up to it.
+        Raises ConfigError when micro-batches of all replicas don't add up to it, and between the micro-batches of a step.
         """
+        if done := self._calls.num_backwards:
+            raise ConfigError(f"{done} micro-batches of a step are done; set the batch size behind the step's last")
         sizes = self._batch_sizes
         topology = self._model.topology()
         self._batch_sizes = resolve_batch(

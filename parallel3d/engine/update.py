@@ -61,7 +61,9 @@ class WeightUpdate:
         check_precision(infos, self.policy)
         self.reducer = GradientReducer(infos, self.policy, groups.rank, groups.data, model.replica_groups)
         if precision.weights is not None:
-            model.to(precision.weights)
+            # Not `to`, which would drop the imaginary part of complex buffers.
+            cast = model.half if precision.weights is torch.float16 else model.bfloat16
+            cast()
         self.sharded = ShardedOptimizer(
             optimizer, self.reducer.all_buckets(), model.parameters(), config.zero_allow_untested_optimizer
         )
@@ -112,9 +114,7 @@ class WeightUpdate:
         else:
             overflow = finite is not None and not bool(finite)
             if not overflow:
-                if divisor is not None:
-                    self.reducer.scale(divisor.reciprocal())
-                self.sharded.step(untouched)
+                self.sharded.step(untouched, divisor)
         self.sharded.gather()
         self._settle(number, overflow)
         return not overflow

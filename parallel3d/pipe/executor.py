@@ -141,6 +141,7 @@ class Executor:
                         else:
                             self._run[i.op](i)
                 except Exception as error:
+                    self._clear()
                     raise ExecutionError(self._explain(i, error)) from error
         self._messages.finish()
         self._clear()

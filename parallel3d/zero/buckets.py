@@ -162,12 +162,20 @@ class Bucket:
         """Whether the masters are a copy, in a wider dtype than the weights."""
         return self.weights is not None and self.master is not None and self.weights.dtype != self.master.dtype
 
-    def assign_gradients(self, untouched: Set[nn.Parameter]) -> None:
-        """Give the optimizer each piece's gradient; None for parameters that got none, which it then leaves alone."""
+    def assign_gradients(self, untouched: Set[nn.Parameter], factor: Tensor | None = None) -> None:
+        """Give the optimizer each piece's gradient; None for parameters that got none, which it then leaves alone.
+
+        factor: of the gradients, a scalar on the device. It multiplies them in the masters' dtype: in fp16, what the loss
+        scale has kept from underflow would be lost.
+        """
+        in_place = all(piece.gradient.dtype == piece.master.dtype for piece in self.pieces)
+        if factor is not None and in_place:
+            self.gradient_shard.mul_(factor)  # in one pass
         for piece in self.pieces:
             piece.master.grad = None  # where the parameter is its own master, the accumulator is there
             if piece.info.parameter not in untouched:
-                piece.master.grad = piece.gradient.to(piece.master.dtype)
+                gradient = piece.gradient.to(piece.master.dtype)
+                piece.master.grad = gradient if factor is None or in_place else gradient.mul_(factor)
 
     def drop_gradients(self) -> None:
         """Take the gradients back from the optimizer: in the masters' dtype, they may be copies."""

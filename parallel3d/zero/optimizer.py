@@ -79,15 +79,18 @@ class ShardedOptimizer:
     def step(self, untouched: Set[nn.Parameter], divisor: Tensor | None = None, overflow: Tensor | None = None) -> None:
         """Update the pieces; the weights then wait to be gathered. Parameters in `untouched` got no gradient and stay.
 
-        Where `takes_scale`: divisor: of the gradients; overflow: whether to do nothing; both scalars on the device, or None.
+        divisor: of the gradients, or None; overflow: whether to do nothing, where `takes_scale`; scalars on the device.
         """
-        for bucket in self._buckets:
-            bucket.assign_gradients(untouched)
         optimizer: Any = self.optimizer
-        if divisor is not None:
+        factor = None
+        if divisor is not None and self.takes_scale():
             optimizer.grad_scale = divisor.float()
+        elif divisor is not None:
+            factor = divisor.reciprocal()
         if overflow is not None:
             optimizer.found_inf = overflow.float()
+        for bucket in self._buckets:
+            bucket.assign_gradients(untouched, factor)
         optimizer.step()
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)

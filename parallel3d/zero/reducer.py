@@ -133,7 +133,11 @@ class GradientReducer:
         make_splittable(module, self._sink)
 
     def start_step(self) -> None:
-        """Empty the accumulators for the next batch."""
+        """Empty the accumulators for the next batch, whatever a batch that failed has left."""
+        # Before anything is cleared: what a reduction under way writes into belongs to it until it is waited for.
+        self.finish_step()
+        self._to_launch.clear()
+        self._missing.clear()
         for bucket, (flat, _) in self._filling.items():
             if bucket.gradients is None:  # left by a batch that failed
                 self._transient[bucket.gradient_dtype].release(flat, DONE)
@@ -280,11 +284,6 @@ class GradientReducer:
         """The parameters in whose gradients, as far as this rank holds them, there is an inf or NaN: the last layers first."""
         pieces = (piece for bucket in self.all_buckets() for piece in bucket.pieces)
         return [piece.info for piece in pieces if not torch.isfinite(piece.gradient).all()]
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients of this rank's shards by `factor`, a scalar on the device."""
-        for bucket in self.all_buckets():
-            bucket.gradient_shard.mul_(factor)
 
 
 def check_precision(parameters: Sequence[ParameterInfo], policy: ZeroPolicy) -> None:
