@@ -231,6 +231,8 @@ class Engine(Answers):
 
     def _share(self, result: BatchResult, batch: Batch) -> LossShare:
         losses, counts = list(result.losses.values()), list(result.counts.values())
+        if self._groups.coordinate("model") > 0:
+            losses, counts = [], []  # the first slice's is the same
         return LossShare.of(losses, counts, batch.loss_weight, self._model.device)
 
     def _average_loss(self, result: BatchResult, batch: Batch) -> Tensor:

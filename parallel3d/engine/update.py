@@ -59,7 +59,10 @@ class WeightUpdate:
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
-        self.reducer = GradientReducer(infos, self.policy, groups.rank, groups.data, model.replica_groups)
+        first_slice = groups.coordinate("model") == 0
+        self.reducer = GradientReducer(
+            infos, self.policy, groups.rank, groups.data, model.replica_groups, is_first_slice=first_slice
+        )
         if precision.weights is not None:
             # Not `to`, which would drop the imaginary part of complex buffers.
             cast = model.half if precision.weights is torch.float16 else model.bfloat16

@@ -15,9 +15,9 @@ from parallel3d.checkpointing import Checkpointable, Checkpointer, checkpointabl
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.config import Config, load_pipeline
+from parallel3d.config import Config, load_layout
 from parallel3d.errors import ConfigError, DataError, PartitionError
-from parallel3d.parameters import ParameterInfo
+from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method, Partition, resolve_partition
 from parallel3d.pipe.specs import (
     BuildContext,
@@ -31,7 +31,7 @@ from parallel3d.pipe.specs import (
 from parallel3d.pipe.ties import TieIndex, replace_parameter, tied_parameters
 from parallel3d.rng import EnterLayer, layer_seed, same_stream, seeded
 from parallel3d.schedule.builders import placement_of
-from parallel3d.topology import PipeDataParallelTopology, ProcessTopology
+from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class PipelineModule(nn.Module):
         self.wait_for_weights: Callable[[nn.Module], None] = lambda module: None
         layers = list(layers)
         check_layers(layers)
-        pipeline = load_pipeline(config)
+        pipeline, tensor_parallel = load_layout(config)
         _refuse_trained_loss(loss_fn)
         self.loss_fn = loss_fn
         self.num_chunks = _choose("num_chunks", num_chunks, pipeline.num_chunks, 1)
@@ -100,7 +100,7 @@ class PipelineModule(nn.Module):
         self._own_checkpoint_func = activation_checkpoint_func
         self.use_checkpointer(Checkpointer())
         stages = _choose("num_stages", num_stages, pipeline.stages, None)
-        self._topology = topology or _pipe_data_topology(stages)
+        self._topology = topology or _make_topology(stages, tensor_parallel.size or 1)
         self.num_stages = _choose("num_stages", stages, max(1, self._topology.get_dim("pipe")), 1)
         self.placement = placement_of(self.placement_kind, self.num_stages, self.num_chunks)
         self.groups = ProcessGroups(self._topology)
@@ -108,7 +108,8 @@ class PipelineModule(nn.Module):
         self.stage_id = self.groups.coordinate("pipe")
         self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
 
-        context = BuildContext(self.groups, self.device)
+        self.sequence_parallel = tensor_parallel.sequence_parallel
+        context = BuildContext(self.groups, self.device, self.sequence_parallel)
         self.seed_layers = _choose("seed_layers", seed_layers, pipeline.seed_layers, False)
         seed = base_seed if self.seed_layers else torch.initial_seed() % 2**62
         method: Method = "parameters"
@@ -217,6 +218,8 @@ class PipelineModule(nn.Module):
         Raises PartitionError on all ranks when a copy is missing, or differs in shape, dtype or requires_grad.
         """
         for tensor in (*self.parameters(), *self.buffers()):
+            if slicing_of(tensor) is None:
+                broadcast(tensor.data, self.groups.model.ranks[0], self.groups.model)
             broadcast(tensor.data, self.groups.data.ranks[0], self.groups.data)
         replicas = {info.name: info for info in self._all_infos() if info.shared}
         mine = {name: (info.owners, _kind(info.parameter)) for name, info in replicas.items()}
@@ -318,19 +321,24 @@ def _refuse_trained_loss(loss_fn: object) -> None:
         )
 
 
-def _pipe_data_topology(num_stages: int | None) -> ProcessTopology:
+def _make_topology(num_stages: int | None, num_slices: int) -> ProcessTopology:
     world_size = get_world_size()
     if num_stages is None:
         raise PartitionError("PipelineModule needs num_stages, a topology, or pipeline.stages in its configuration")
     if num_stages < 1:
         raise PartitionError(f"num_stages is {num_stages}; a pipeline has at least 1")
-    if world_size % num_stages:
-        fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if world_size % (num_stages * num_slices):
+        fitting = [n for n in range(1, world_size + 1) if world_size % (n * num_slices) == 0]
+        sliced = f" x {num_slices} tensor slices" if num_slices > 1 else ""
+        remedy = f"use one of {fitting} stages" if fitting else f"set tensor_parallel.size to a divisor of {world_size}"
         raise PartitionError(
-            f"{num_stages} stages don't divide a world of {world_size} processes; use one of {fitting} stages, or start "
-            f"a multiple of {num_stages} processes"
+            f"{num_stages} stages{sliced} don't divide a world of {world_size} processes; {remedy}, or start a multiple of "
+            f"{num_stages * num_slices} processes"
         )
-    return PipeDataParallelTopology(num_stages, world_size // num_stages)
+    num_replicas = world_size // (num_stages * num_slices)
+    if num_slices == 1:
+        return PipeDataParallelTopology(num_stages, num_replicas)
+    return PipeModelDataParallelTopology(num_pp=num_stages, num_mp=num_slices, num_dp=num_replicas)
 
 
 def _kind(parameter: nn.Parameter) -> str:

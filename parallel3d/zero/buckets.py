@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
-from parallel3d.parameters import ParameterInfo
+from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.zero.policy import ZeroPolicy
 
 # Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
@@ -82,6 +82,7 @@ class Bucket:
         self.numel = layout.numel
         self.partition = partition
         built = self.infos[0].parameter.dtype
+        self.kind = kind_of(self.infos[0])
         self.device = self.infos[0].parameter.device
         self.gradient_dtype = policy.accumulator_dtype(built)
         size = layout.numel // partition.size
@@ -197,11 +198,30 @@ class Bucket:
         return all_gather_into(self.weights, self.weights[self.shard], self.partition)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a bucket have in common. dtype: as built; sliced: each rank of a slice group holds another part.
+
+    partial_over: of copies, the group over which their gradients are summed, None where they are whole on every rank.
+    """
+
+    dtype: torch.dtype
+    sliced: bool
+    partial_over: Group | None
+
+
+def kind_of(info: ParameterInfo) -> Kind:
+    """Buckets hold parameters of one kind."""
+    partial_over = getattr(info.parameter, "partial_over", None)
+    return Kind(info.parameter.dtype, slicing_of(info.parameter) is not None, partial_over)
+
+
 def make_buckets(infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int) -> list[Bucket]:
-    """Buckets of parameters in the order given, one dtype to a bucket."""
+    """Buckets of parameters in the order given, one kind to a bucket."""
     buckets = []
-    for dtype in dict.fromkeys(info.parameter.dtype for info in infos):
-        same = [info for info in infos if info.parameter.dtype == dtype]
+    kinds = [kind_of(info) for info in infos]
+    for kind in dict.fromkeys(kinds):
+        same = [info for info, its in zip(infos, kinds, strict=True) if its == kind]
         layouts = cut_buckets([info.parameter.numel() for info in same], policy.bucket_size, partition.size)
         buckets += [Bucket(same, layout, policy, partition, rank) for layout in layouts]
     return buckets
