@@ -281,6 +281,11 @@ class PipelineModule(nn.Module):
         self.wait_for_weights(self)
         return super().state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, once the weights that the last step updated are here: they would replace what is loaded."""
+        self.wait_for_weights(self)
+        return super().load_state_dict(*args, **kwargs)
+
     def forward(self, x: Any, enter: EnterLayer = same_stream) -> Any:
         """Run this rank's layers in order: the whole model on a single stage, otherwise what the rank holds of it."""
         for chunk in self.own_chunks:

@@ -28,8 +28,8 @@ class WholeModel(PipelineModule):
         return self.layers["0"]
 
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
-        """The whole micro-batch is the input."""
-        return micro_batch, None
+        """The whole micro-batch is the input. A mapping of another class than dict would hide its tensors: a dict of it."""
+        return dict(micro_batch) if isinstance(micro_batch, Mapping) else micro_batch, None
 
     def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
         """The module on a micro-batch."""

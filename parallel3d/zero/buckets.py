@@ -99,6 +99,8 @@ class Bucket:
         else:
             self.gradient_shard = torch.zeros(size, dtype=self.gradient_dtype, device=self.device)
         self.pieces = self._cut_pieces()
+        # How often each parameter has been written to: our own writes go into the flat buffer and don't count.
+        self._versions = {piece: piece.info.parameter._version for piece in self.pieces}
 
     def view(self, flat: Tensor, k: int) -> Tensor:
         """Parameter k's part of a flat buffer of the bucket, in its shape."""
@@ -182,6 +184,21 @@ class Bucket:
         """Take the gradients back from the optimizer: in the masters' dtype, they may be copies."""
         for piece in self.pieces:
             piece.master.grad = None
+
+    @torch.no_grad()
+    def follow_weights(self) -> None:
+        """Take over what others have written into the weights, as load_state_dict does: the next step would undo it."""
+        if not self.has_own_master:
+            return
+        assert self.weights is not None
+        assert self.master is not None
+        for piece in self.pieces:
+            version = piece.info.parameter._version
+            if self._versions[piece] != version:
+                self._versions[piece] = version
+                start = self.shard.start + piece.master.storage_offset() - self.master.storage_offset()
+                written = self.weights[start : start + piece.master.numel()]
+                piece.master.copy_(written.view(piece.master.shape))
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -90,6 +90,7 @@ class ShardedOptimizer:
         if overflow is not None:
             optimizer.found_inf = overflow.float()
         for bucket in self._buckets:
+            bucket.follow_weights()
             bucket.assign_gradients(untouched, factor)
         optimizer.step()
         for name in ("grad_scale", "found_inf"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -288,3 +289,33 @@ def test_time_by_calls_is_broken_down_as_a_batchs(run_ranks):
             assert parts["forward"] > 0
             assert parts["backward"] > 0
             assert parts["step"] > 0
+
+
+class Encoding(UserDict[str, Tensor]):
+    """As tokenizers return: a mapping that is no dict."""
+
+
+class Features(dict[str, Tensor]):
+    pass
+
+
+class Squares(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def of_a_mapping(kind: type) -> list[float]:
+    torch.manual_seed(0)
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "steps_per_print": None}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine, *_ = parallel3d.initialize(model=Squares(WIDTH, WIDTH), config=config)
+    batch = kind({"x": torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)})
+    return [engine.eval_batch(iter([batch])).item(), engine.train_batch(iter([batch])).item()]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Features, Encoding])
+def test_a_micro_batch_may_be_any_mapping(run_ranks, kind: type):
+    torch.manual_seed(0)
+    alone = Squares(WIDTH, WIDTH).bfloat16()
+    loss = alone(torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.bfloat16).view(2, WIDTH)).item()
+    assert run_ranks(1, of_a_mapping, kind)[0] == [loss, loss]
