@@ -11,6 +11,7 @@ TEST = [
     "import-linter>=2.0",
     "types-PyYAML",
     "types-networkx",
+    "transformers>=4.56",
 ]
 
 setup(
@@ -31,6 +32,7 @@ setup(
         "pydantic>=2.7",
         "hjson>=3.1",
         "rich>=13",
+        "safetensors>=0.4.3",
     ],
     extras_require={"plot": PLOT, "test": TEST + PLOT},
     entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:main"]},

@@ -38,6 +38,10 @@ class ExecutionError(Parallel3DError, RuntimeError):
     """An exception inside an instruction; says rank, stage, micro-batch and instruction, and keeps the cause."""
 
 
+class CheckpointError(Parallel3DError, RuntimeError):
+    """A checkpoint that is incomplete, damaged, of another model, or cannot be written."""
+
+
 class PrecisionError(Parallel3DError, ArithmeticError):
     """Gradients that no loss scale keeps finite."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -121,3 +122,15 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     gathered: list[Any] = [None] * group.size
     dist.all_gather_object(gathered, value, group=group.handle)
     return gathered
+
+
+def send_bytes(tensor: Tensor, rank: int, group: Group) -> None:
+    """Send a tensor's bytes to a global rank, from the host, over a CPU group; for export, not for a step."""
+    dist.send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), rank, group=group.handle)
+
+
+def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Group) -> Tensor:
+    """A tensor, on the host, whose bytes a global rank sends over a CPU group."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle)
+    return tensor

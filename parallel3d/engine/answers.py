@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.comm.environment import get_local_rank
 from parallel3d.comm.groups import ProcessGroups
@@ -96,6 +96,18 @@ class Answers(ConfigAnswers):
     def get_global_grad_norm(self) -> Tensor | None:
         """2-norm of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all."""
         return self._update.grad_norm
+
+    def master_weights(self) -> dict[nn.Parameter, Tensor]:
+        """What the optimizer updates, whole, in fp32 or wider, of this rank's trainable parameters; on the host.
+
+        Of the first replica's ranks alone, empty elsewhere. Collective over all ranks.
+        """
+        masters: dict[nn.Parameter, Tensor] = {}
+        for bucket in self._update.reducer.all_buckets():
+            whole = bucket.whole_masters()
+            if self._groups.coordinate("data") == 0:
+                masters.update({parameter: master.cpu() for parameter, master in whole.items()})
+        return masters
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""

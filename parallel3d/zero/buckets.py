@@ -208,6 +208,15 @@ class Bucket:
             assert self.master is not None
             self.weights[self.shard].copy_(self.master)
 
+    @torch.no_grad()
+    def whole_masters(self) -> dict[nn.Parameter, Tensor]:
+        """What the optimizer updates, of each parameter in its shape. Collective over the partition."""
+        if self.master is None:
+            return {info.parameter: info.parameter.detach() for info in self.infos}
+        flat = torch.empty(self.numel, dtype=self.master.dtype, device=self.device)
+        all_gather_into(flat, self.master, self.partition).wait()
+        return {info.parameter: self.view(flat, k) for k, info in enumerate(self.infos)}
+
     def gather(self) -> Work:
         """Start to fill the weights with every rank's shard; wait before they are read."""
         if self.weights is None:

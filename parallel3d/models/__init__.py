@@ -1,0 +1,9 @@
+"""Decoder language models as layer specs, and Hugging Face's checkpoints in and out."""
+
+from parallel3d.models.config import DecoderConfig, Rope
+from parallel3d.models.decoder import decoder
+from parallel3d.models.huggingface.export import save_hf
+from parallel3d.models.huggingface.load import from_hf
+from parallel3d.models.loss import CausalLMLoss, causal_lm_loss
+
+__all__ = ["CausalLMLoss", "DecoderConfig", "Rope", "causal_lm_loss", "decoder", "from_hf", "save_hf"]

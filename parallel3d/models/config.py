@@ -1,0 +1,102 @@
+"""The switches of a decoder: what Llama, Qwen2, Mistral and GPT-2 differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from parallel3d.errors import ConfigError
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding (arXiv:2104.09864) and how its frequencies are scaled for longer contexts.
+
+    linear: all by 1 / factor; dynamic: theta grows with a sequence longer than the decoder's max_positions; llama3: only
+    the long wavelengths; yarn: by a ramp over the dimensions, with a temperature (arXiv:2309.00071).
+    original_max_positions: of the model before its context was extended, which llama3 and yarn start from.
+    """
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder-only transformer with pre-normalization, [batch, seq] token ids in, logits out.
+
+    num_kv_heads None: num_heads, otherwise grouped queries; head_dim None: hidden_size / num_heads. norm "rms" (arXiv:
+    1910.07467) or "layer". gated: down(act(gate(x)) * up(x)) (arXiv:2002.05202), else down(act(up(x))). rope None: learned
+    positions, max_positions of them. windows: for each layer, how many positions back, its own included, a position
+    attends to, None for all; empty for all layers. tied: the head's weight is the embedding's. Dropouts act in training.
+    depth_scaled_init: projections back into the residual stream start smaller by sqrt(2 * num_layers), as GPT-2's.
+    huggingface: the config.json it came from. Raises ConfigError for sizes that don't fit each other.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_positions: int = 2048
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    gated: bool = True
+    rope: Rope | None = field(default_factory=Rope)
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int | None, ...] = ()
+    tied: bool = False
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    init_std: float = 0.02
+    depth_scaled_init: bool = False
+    huggingface: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"{self.num_heads} heads don't divide hidden_size {self.hidden_size}; give head_dim, or another num_heads"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ConfigError(f"{self.kv_heads} key-value heads don't divide {self.num_heads} heads")
+        if self.rope is not None and self.dim_of_head % 2:
+            raise ConfigError(
+                f"rotary positions turn pairs of numbers, but head_dim is {self.dim_of_head}; make it even"
+            )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(f"{len(self.windows)} windows for {self.num_layers} layers; give one for each, or none")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ConfigError(f"windows are {self.windows}; a position attends to 1 position, itself, or more")
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def dim_of_head(self) -> int:
+        """Numbers of one head."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        """Of block `layer`, from 0 on."""
+        return self.windows[layer] if self.windows else None

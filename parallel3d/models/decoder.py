@@ -1,0 +1,35 @@
+"""A decoder as a list of layer specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parallel3d.models.config import DecoderConfig
+from parallel3d.models.huggingface.weights import Weights
+from parallel3d.models.layers import Block, FinalNorm, Head, TokenEmbedding
+from parallel3d.models.tables import Tables
+from parallel3d.pipe.specs import LayerSpec, TiedLayerSpec
+
+
+def decoder(config: DecoderConfig, dtype: torch.dtype | None = None, weights: Weights | None = None) -> list[LayerSpec]:
+    """Embedding, blocks, final norm and head, for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
+
+    dtype: of the weights, torch's default one for None. weights: read by the layers that a rank builds, instead of drawn.
+    The inputs may also be a dict, see TokenEmbedding.
+    """
+    tables = Tables(config)
+    given: dict[str, Any] = {"weights": weights, "dtype": dtype}
+    blocks = [LayerSpec(Block, config, k, tables, **given) for k in range(config.num_layers)]
+    norm = LayerSpec(FinalNorm, config, **given)
+    if not config.tied:
+        return [LayerSpec(TokenEmbedding, config, **given), *blocks, norm, LayerSpec(Head, config, **given)]
+    # Tied by the weight, not as a module: learned positions are the embedding's alone.
+    embedding = TiedLayerSpec("embedding", TokenEmbedding, config, tied_weight_attr="tokens.weight", **given)
+    return [
+        embedding,
+        *blocks,
+        norm,
+        TiedLayerSpec("embedding", Head, config, tied_weight_attr="logits.weight", **given),
+    ]

@@ -1,0 +1,109 @@
+"""`from_hf`: a Hugging Face causal language model as a list of layer specs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.models.config import DecoderConfig
+from parallel3d.models.decoder import decoder
+from parallel3d.models.huggingface.config import family_of, parse
+from parallel3d.models.huggingface.names import layer_names, num_places
+from parallel3d.models.huggingface.weights import Safetensors, StateDict, Weights, check_weights
+from parallel3d.models.huggingface.wrap import wrap
+from parallel3d.pipe.specs import LayerSpec
+
+
+def from_hf(
+    source: str | Path | nn.Module,
+    dtype: torch.dtype | Literal["auto"] | None = None,
+    tied: bool | None = None,
+    weights: bool = True,
+    ignore: Collection[str] = (),
+) -> list[LayerSpec]:
+    """Layers for a PipelineModule; token ids [batch, seq] -> logits [batch, seq, vocab]. Inputs: see TokenEmbedding.
+
+    source: a directory with config.json and safetensors, of which each rank reads what it builds and no more; or a model
+    made by transformers. Llama, Qwen2, Mistral and GPT-2 become the native decoder; any other model keeps its own layers,
+    along its config's base_model_pp_plan (`wrap`). dtype: of the weights, torch's default one for None, the stored one for
+    "auto". tied: whether the head shares the embedding's weight, as the config says for None. weights False: start from
+    fresh weights, a directory then needs config.json alone. ignore: keys of the config that may be there unknown.
+    Raises ConfigError for an unknown architecture or key, CheckpointError for tensors that are missing, too many or misshapen.
+    """
+    if isinstance(source, nn.Module):
+        raw = _config_of(source)
+        if family_of(raw) is None:
+            _refuse_for_wrapping(dtype, tied, weights, ignore)
+            return wrap(source)
+        family, config = parse(raw, ignore)
+        stored: Weights | None = StateDict(source.state_dict()) if weights else None
+        where = type(source).__name__
+    else:
+        raw = _read_json(Path(source) / "config.json")
+        family, config = parse(raw, ignore)
+        stored = Safetensors(Path(source), family.base) if weights else None
+        where = str(source)
+    config = replace(_tie(config, tied, stored, where), huggingface=raw)
+    if stored is not None:
+        wanted = [tensors for k in range(num_places(config)) for tensors in layer_names(config, k).values()]
+        check_weights(stored, wanted, config.tied, where)
+    return decoder(config, _dtype(raw) if dtype == "auto" else dtype, stored)
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise ConfigError(
+            f"{type(model).__name__} has no config of transformers; give a Hugging Face model, or a directory"
+        )
+    raw = dict(config.to_dict())
+    raw["architectures"] = [type(model).__name__]
+    return json.loads(json.dumps(raw, default=lambda value: str(value).removeprefix("torch.")))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be read: {error.strerror}; give the directory of a Hugging Face model"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds a {type(raw).__name__}, not a mapping")
+    return raw
+
+
+def _tie(config: DecoderConfig, tied: bool | None, weights: Weights | None, where: str) -> DecoderConfig:
+    """The decoder, tied or not as the user asks."""
+    head = "lm_head.weight"
+    if tied is None or tied == config.tied:
+        return config
+    if tied and weights is not None and head in weights.shapes():
+        raise ConfigError(f"{where} has a head of its own, {head}, which tied=True would drop; leave tied out")
+    if weights is not None:
+        (embedding,) = layer_names(config, 0)["tokens.weight"].names
+        weights.alias(head, embedding)
+    return replace(config, tied=tied)
+
+
+def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _refuse_for_wrapping(dtype: object, tied: bool | None, weights: bool, ignore: Collection[str]) -> None:
+    given = [n for n, v in {"dtype": dtype, "tied": tied, "ignore": ignore or None}.items() if v is not None]
+    if given or not weights:
+        raise ConfigError(
+            f"{', '.join(given or ['weights'])} can't be given for a model that keeps its own layers; change the model itself"
+        )

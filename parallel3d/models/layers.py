@@ -1,0 +1,233 @@
+"""The layers of a decoder, each an entry in the list: embedding, blocks, final norm, head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d.errors import DataError
+from parallel3d.models.config import DecoderConfig
+from parallel3d.models.huggingface.names import LayerNames, layer_names
+from parallel3d.models.huggingface.weights import Weights, load_layer
+from parallel3d.models.sliced import column_linear, fill_whole, heads_of, row_linear, token_embedding
+from parallel3d.models.tables import Tables
+from parallel3d.pipe.specs import BuildContext
+
+
+class Stream(NamedTuple):
+    """What travels between layers where the input has more than token ids.
+
+    hidden: [batch, seq, hidden]; attention_mask: see Tables.mask; position_ids: [batch or 1, seq].
+    """
+
+    hidden: Tensor
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+
+
+# Without mask and positions the hidden states alone.
+Travels = Tensor | Stream
+
+
+def _open(x: Travels) -> Stream:
+    return x if isinstance(x, Stream) else Stream(x)
+
+
+def _close(x: Stream) -> Travels:
+    return x.hidden if x.attention_mask is None and x.position_ids is None else x
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class DecoderLayer(nn.Module):
+    """A layer of a decoder at its place in the list, which knows how Hugging Face stores its parameters."""
+
+    def __init__(self, config: DecoderConfig, place: int):
+        super().__init__()
+        self.config = config
+        self._place = place
+
+    def stored(self) -> LayerNames:
+        """How each parameter is stored in a Hugging Face checkpoint."""
+        return layer_names(self.config, self._place)
+
+    def _finish(self, weights: Weights | None, dtype: torch.dtype | None) -> None:
+        """Last in a constructor: the weights are read, or drawn anew; counted on the meta device, neither."""
+        if dtype is not None:
+            self.to(dtype)
+        if any(parameter.is_meta for parameter in self.parameters()):
+            return
+        if weights is not None:
+            load_layer(self, self.stored(), weights)
+        else:
+            self._draw()
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        """Matrices are normal with init_std, biases zero, the weights of norms one."""
+        config = self.config
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                into_stream = config.depth_scaled_init and name.startswith(("attention_out", "down"))
+                std = config.init_std / math.sqrt(2 * config.num_layers) if into_stream else config.init_std
+                fill_whole(parameter, partial(torch.Tensor.normal_, std=std))
+
+
+def _make_norm(config: DecoderConfig) -> nn.Module:
+    make = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
+    return make(config.hidden_size, eps=config.norm_eps)
+
+
+class TokenEmbedding(DecoderLayer):
+    """Token ids [batch, seq], or {"input_ids", "attention_mask", "position_ids"} -> hidden states, a Stream with the others."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights | None = None,
+        dtype: torch.dtype | None = None,
+        context: BuildContext | None = None,
+    ):
+        super().__init__(config, 0)
+        self.tokens = token_embedding(config.vocab_size, config.hidden_size, context)
+        self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.rope is None else None
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self._finish(weights, dtype)
+
+    def forward(self, inputs: Tensor | dict[str, Tensor | None]) -> Travels:
+        """See the class. Raises DataError for other keys, and for more positions than there are learned ones."""
+        given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        ids, mask, positions = (given.pop(key, None) for key in ("input_ids", "attention_mask", "position_ids"))
+        if given or ids is None:
+            raise DataError(
+                f"the inputs of a decoder are token ids, or a dict of input_ids, attention_mask and position_ids, "
+                f"not {inputs!r}"
+            )
+        hidden = self.tokens(ids)
+        if self.positions is not None:
+            if ids.shape[1] > self.config.max_positions:
+                raise DataError(f"{ids.shape[1]} tokens in a row, but max_positions is {self.config.max_positions}")
+            where = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+            hidden, positions = hidden + self.positions(where), None
+        return _close(Stream(self.dropout(hidden), mask, positions))
+
+
+class Block(DecoderLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x)), on the hidden states [batch, seq, hidden] of what travels."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        tables: Tables,
+        weights: Weights | None = None,
+        dtype: torch.dtype | None = None,
+        context: BuildContext | None = None,
+    ):
+        super().__init__(config, layer + 1)
+        self._tables, self._window = tables, config.window(layer)
+        self._heads = heads_of(config.num_heads, config.kv_heads, context)
+        self._activation = _ACTIVATIONS[config.activation]
+        hidden, ffn, head = config.hidden_size, config.ffn_size, config.dim_of_head
+        query, key = config.num_heads * head, config.kv_heads * head
+        self.attention_norm = _make_norm(config)
+        self.qkv = column_linear(hidden, (query, key, key), config.qkv_bias, context)
+        self.attention_out = row_linear(query, hidden, config.attention_out_bias, context)
+        self.mlp_norm = _make_norm(config)
+        self.up = column_linear(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias, context)
+        self.down = row_linear(ffn, hidden, config.mlp_bias, context)
+        self.dropout = nn.Dropout(config.residual_dropout)
+        self._finish(weights, dtype)
+
+    def forward(self, x: Travels) -> Travels:
+        """See the class."""
+        stream = _open(x)
+        hidden = stream.hidden
+        hidden = hidden + self.dropout(self._attend(stream._replace(hidden=self.attention_norm(hidden))))
+        hidden = hidden + self.dropout(self._mlp(self.mlp_norm(hidden)))
+        return _close(stream._replace(hidden=hidden))
+
+    def _attend(self, stream: Stream) -> Tensor:
+        heads, tables = self._heads, self._tables
+        qkv = self.qkv(stream.hidden).unflatten(-1, (-1, self.config.dim_of_head))
+        query, key, value = qkv.split([heads.queries, heads.keys, heads.keys], dim=-2)
+        if self.config.rope is not None:
+            cos, sin = tables.rotary(qkv, stream.position_ids)
+            query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        mask = tables.mask(qkv, self._window, stream.attention_mask)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=self.config.attention_dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=heads.queries != heads.keys,
+        )
+        return self.attention_out(mixed.transpose(1, 2).flatten(2))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        if not self.config.gated:
+            return self.down(self._activation(self.up(x)))
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(self._activation(gate) * up)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs (i, i + head_dim / 2) of x [batch, seq, heads, head_dim] by their positions' angles."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class FinalNorm(DecoderLayer):
+    """The last norm; from here on hidden states travel alone."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(config, config.num_layers + 1)
+        self.norm = _make_norm(config)
+        self._finish(weights, dtype)
+
+    def forward(self, x: Travels) -> Tensor:
+        """[batch, seq, hidden] -> the same."""
+        return self.norm(_open(x).hidden)
+
+
+class Head(DecoderLayer):
+    """[batch, seq, hidden] -> logits [batch, seq, vocab]."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights | None = None,
+        dtype: torch.dtype | None = None,
+        context: BuildContext | None = None,
+    ):
+        super().__init__(config, config.num_layers + 2)
+        self.logits = column_linear(config.hidden_size, (config.vocab_size,), False, context)
+        self._finish(weights, dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """See the class."""
+        return self.logits(hidden)

@@ -1,0 +1,130 @@
+"""What all blocks of a decoder on a rank compute attention with: rotary tables and causal masks, each made once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from parallel3d.models.config import DecoderConfig, Rope
+
+
+def rotary_frequencies(rope: Rope, dim: int, max_positions: int, seq: int = 0) -> tuple[Tensor, float]:
+    """(radians a position of each pair of a head's numbers, [dim / 2] in fp32; factor of cosines and sines).
+
+    max_positions: of the model; seq: length of the sequence, for kind "dynamic" alone.
+    """
+    theta, factor = rope.theta, rope.factor
+    if rope.kind == "dynamic":
+        longer = factor * max(seq, max_positions) / max_positions - (factor - 1)
+        theta *= longer ** (dim / (dim - 2))
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, device="cpu", dtype=torch.float32) / dim)
+    original = rope.original_max_positions or max_positions
+    if rope.kind == "linear":
+        frequencies = frequencies / factor
+    elif rope.kind == "llama3":
+        frequencies = _llama3(rope, frequencies, original)
+    elif rope.kind == "yarn":
+        return _yarn(rope, frequencies, dim, original), _yarn_temperature(rope)
+    return frequencies, 1.0
+
+
+def _llama3(rope: Rope, frequencies: Tensor, original: int) -> Tensor:
+    """Wavelengths above original / low_freq_factor are stretched, those below original / high_freq_factor are not."""
+    turns = original * frequencies / (2 * math.pi)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rope.factor)
+
+
+def _yarn(rope: Rope, frequencies: Tensor, dim: int, original: int) -> Tensor:
+    """Pairs that turn more than beta_fast times within the original context are kept, those under beta_slow stretched."""
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    pairs = torch.arange(dim // 2, device="cpu", dtype=torch.float32)
+    stretched = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
+    return frequencies * (1 - stretched) + frequencies / rope.factor * stretched
+
+
+def _yarn_temperature(rope: Rope) -> float:
+    def of(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return of(rope.mscale) / of(rope.mscale_all_dim)
+    return of(1.0)
+
+
+class Tables:
+    """Shared by the blocks of one list of specs; grown to the longest sequence seen, for each device.
+
+    Not buffers: a buffer a block would be a copy a block, and would be rounded with the weights.
+    """
+
+    def __init__(self, config: DecoderConfig):
+        self._config = config
+        self._rotary: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[torch.device, int | None], Tensor] = {}
+
+    def rotary(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [seq, head_dim / 2], or [batch, seq, head_dim / 2] by position_ids [batch or 1, seq].
+
+        x: [batch, seq, ...], for its device and dtype. For positions 0, 1, ... without position_ids.
+        """
+        rope, seq = self._config.rope, x.shape[1]
+        assert rope is not None
+        if position_ids is not None:
+            # Kind "dynamic" looks at the largest position: only there does the host wait for the device.
+            longest = int(position_ids.max()) + 1 if rope.kind == "dynamic" else 0
+            cos, sin = self._angles(position_ids, longest)
+            return cos.to(x.dtype), sin.to(x.dtype)
+        key = (x.device, seq if rope.kind == "dynamic" and seq > self._config.max_positions else 0)
+        if key not in self._rotary or self._rotary[key][0].shape[0] < seq:
+            # Not an inference tensor, which a later training step could not use.
+            with torch.inference_mode(False):
+                self._rotary[key] = self._angles(torch.arange(seq, device=x.device), seq)
+        cos, sin = self._rotary[key]
+        return cos[:seq].to(x.dtype), sin[:seq].to(x.dtype)
+
+    def _angles(self, positions: Tensor, seq: int) -> tuple[Tensor, Tensor]:
+        rope = self._config.rope
+        assert rope is not None
+        frequencies, scale = rotary_frequencies(rope, self._config.dim_of_head, self._config.max_positions, seq)
+        angles = positions[..., None].float() * frequencies.to(positions.device)
+        return angles.cos() * scale, angles.sin() * scale
+
+    def mask(self, x: Tensor, window: int | None, attention_mask: Tensor | None) -> Tensor | None:
+        """Which position attends to which, True where it does, [seq, seq] or [batch, 1, seq, seq]; None for causal.
+
+        x: [batch, seq, ...]; attention_mask: [batch, seq], 0 at padding, or [batch or 1, heads or 1, seq, seq], which then
+        says it all but for the window. A padding position attends to itself, so that no row is empty.
+        """
+        seq = x.shape[1]
+        window = None if window is None or window >= seq else window
+        if attention_mask is None and window is None:
+            return None
+        causal = self._causal(seq, window, x.device)
+        if attention_mask is None:
+            return causal
+        if attention_mask.dim() == 2:
+            return (causal & attention_mask[:, None, None, :].bool()) | torch.eye(
+                seq, dtype=torch.bool, device=x.device
+            )
+        return attention_mask.bool() if window is None else attention_mask.bool() & causal
+
+    def _causal(self, seq: int, window: int | None, device: torch.device) -> Tensor:
+        known = self._masks.get((device, window))
+        if known is None or known.shape[0] < seq:
+            with torch.inference_mode(False):
+                back = torch.arange(seq, device=device)[:, None] - torch.arange(seq, device=device)
+                known = (back >= 0) & (back < (seq if window is None else window))
+            self._masks[device, window] = known
+        return known[:seq, :seq]
