@@ -84,9 +84,9 @@ class Engine(Answers):
 
     def _set_up_pipeline(self, transport: Transport) -> None:
         model, config, update = self._model, self.config, self._update
-        num_buckets: dict[tuple[int, ...], int] = {}
-        for theirs in all_gather_object(update.reducer.num_buckets(), self._groups.control):
-            num_buckets.update(theirs)
+        everyone = all_gather_object(update.reducer.num_buckets(), self._groups.control)
+        # Of this rank's pipeline: slices of unlike sizes may be cut in other numbers of buckets.
+        num_buckets = {owners: n for rank in self._groups.pipe.ranks for owners, n in everyone[rank].items()}
         partitioned = update.policy.stage > 0 and self._groups.data.size > 1
         self._programs = Programs(
             model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel3d.checkpointing import Checkpointable, Checkpointer, checkpointable_rule
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
@@ -48,7 +48,8 @@ class PipelineModule(nn.Module):
     """A model as a list of layers, each called with the result of the one before.
 
     layers: LayerSpec, TiedLayerSpec, modules, or functions of one argument. num_stages or topology: the pipeline's
-    length; the rest of the world is data parallel. loss_fn(outputs, labels) -> scalar; without one the last layer's
+    length; the rest of the world is data parallel. loss_fn(outputs, labels) -> a mean, or (sum, count), by whose total the
+    gradient is divided once; a LayerSpec of a module without parameters that wants a context; without one the last layer's
     result is the loss. partition_method ("parameters"): see partition.resolve_partition. num_chunks (1) a stage;
     placement ("loop") or "v". What is None is taken from the `pipeline` section of `config`, or is the default in brackets.
 
@@ -67,7 +68,7 @@ class PipelineModule(nn.Module):
         layers: Sequence[Layer],
         num_stages: int | None = None,
         topology: ProcessTopology | None = None,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | LayerSpec | None = None,
         seed_layers: bool | None = None,
         base_seed: int = 1234,
         partition_method: Method | None = None,
@@ -84,8 +85,6 @@ class PipelineModule(nn.Module):
         layers = list(layers)
         check_layers(layers)
         pipeline, tensor_parallel = load_layout(config)
-        _refuse_trained_loss(loss_fn)
-        self.loss_fn = loss_fn
         self.num_chunks = _choose("num_chunks", num_chunks, pipeline.num_chunks, 1)
         self.placement_kind = _choose("placement", placement, pipeline.placement, "loop")
         self.checkpointable_layers = _choose(
@@ -112,6 +111,8 @@ class PipelineModule(nn.Module):
         context = BuildContext(self.groups, self.device, self.sequence_parallel)
         self.seed_layers = _choose("seed_layers", seed_layers, pipeline.seed_layers, False)
         seed = base_seed if self.seed_layers else torch.initial_seed() % 2**62
+        self.loss_fn = loss_fn.build(context) if isinstance(loss_fn, LayerSpec) else loss_fn
+        _refuse_trained_loss(self.loss_fn)
         method: Method = "parameters"
         self.partition_method = _choose(
             "partition_method", _as_configured(partition_method), pipeline.partition, method
