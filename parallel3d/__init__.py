@@ -1,6 +1,7 @@
 """parallel3d: trains neural networks across pipeline stages, ZeRO data parallelism and tensor slices at once."""
 
-from parallel3d import checkpointing, comm, pipe, utils
+from parallel3d import accelerator, checkpointing, comm, pipe, runtime, utils
+from parallel3d.accelerator import get_accelerator
 from parallel3d.arguments import add_config_arguments
 from parallel3d.comm import init_distributed
 from parallel3d.data import RepeatingLoader
@@ -8,21 +9,31 @@ from parallel3d.engine import Engine
 from parallel3d.errors import Parallel3DError
 from parallel3d.initialization import initialize
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from parallel3d.utils import log_dist, logger
 
 __version__ = "0.1.0"
 
+# DeepSpeed's name, for scripts that ask what an engine is.
+DeepSpeedEngine = Engine
+
 __all__ = [
+    "DeepSpeedEngine",
     "Engine",
     "LayerSpec",
     "Parallel3DError",
     "PipelineModule",
     "RepeatingLoader",
     "TiedLayerSpec",
+    "accelerator",
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
     "pipe",
+    "runtime",
     "utils",
 ]

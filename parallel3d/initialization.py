@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from parallel3d.arguments import find_config, known_values
-from parallel3d.comm.environment import init_distributed, is_initialized
+from parallel3d.comm.environment import init_distributed
 from parallel3d.config import BatchSizes, Config, load, resolve_batch
 from parallel3d.data import RepeatingLoader, make_loader
 from parallel3d.engine import Engine
@@ -52,9 +51,9 @@ def initialize(
     micro-batches. lr_scheduler: stepped after each step that isn't skipped, or a callable of the optimizer; one that the
     configuration names goes before it. dist_init_required: False where the script has joined the world itself;
     distributed_port: the MASTER_PORT, where no launcher set one. mpu: another library's process groups, which may not
-    slice tensors. Raises ConfigError. Collective: every rank calls it at the same place.
+    slice tensors. Raises ConfigError, CommunicationError. Collective: every rank calls it at the same place.
     """
-    _join(distributed_port, dist_init_required)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _check_mpu(mpu)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a PipelineModule")
@@ -77,17 +76,6 @@ def initialize(
     iterator = RepeatingLoader(loader) if loader is not None else None
     engine = Engine(pipeline, settings, sizes, built, scheduler, iterator)
     return engine, built, loader, scheduler
-
-
-def _join(port: int | None, required: bool | None) -> None:
-    if required is False and not is_initialized():
-        raise ConfigError(
-            "dist_init_required is False, but this process has joined no world; call parallel3d.init_distributed() before, or "
-            "leave the argument out"
-        )
-    if port is not None:
-        os.environ.setdefault("MASTER_PORT", str(port))
-    init_distributed()
 
 
 def _check_mpu(mpu: Any) -> None:

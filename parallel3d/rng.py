@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import numpy
 import torch
 
 # Called before a layer runs, with its place in the list.
 EnterLayer = Callable[[int], None]
+# numpy's legacy generator takes seeds of 32 bits.
+_NUMPY_SEEDS = 2**32
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy (by the seed's lower 32 bits) and torch on every device."""
+    random.seed(seed)
+    numpy.random.seed(seed % _NUMPY_SEEDS)
+    torch.manual_seed(seed)
 
 
 @contextmanager

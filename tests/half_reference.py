@@ -31,9 +31,10 @@ class HalfReference:
         self.masters, self.weights = list(masters.parameters()), list(self.layers.parameters())
         self.names = [f"layers.{name}" for name, _ in masters.named_parameters()]
         self.optimizer = optimizer(self.masters)
+        self.grad_norm = 0.0  # of the last step, before clipping
 
     def loss(self, inputs: Any, labels: Any) -> Tensor:
-        x = inputs
+        x = inputs.to(self.weights[0].dtype) if inputs.is_floating_point() else inputs
         with torch.autocast("cpu", dtype=self.autocast) if self.autocast is not None else nullcontext():
             for item, layer in zip(self.items, self.layers, strict=True):
                 x = item.make(x) if item.is_function else layer(x)
@@ -54,16 +55,15 @@ class HalfReference:
         if update:
             for master, gradient in zip(self.masters, sums, strict=True):
                 master.grad = gradient / scale
-            if self.clipping:
-                nn.utils.clip_grad_norm_(self.masters, self.clipping)
+            self.grad_norm = float(nn.utils.clip_grad_norm_(self.masters, self.clipping or float("inf")))
             self.optimizer.step()
             with torch.no_grad():
                 for weight, master in zip(self.weights, self.masters, strict=True):
                     weight.copy_(master)
         return total
 
-    def named_masters(self) -> Mapping[str, Tensor]:
-        return {name: master.detach().clone() for name, master in zip(self.names, self.masters, strict=True)}
+    def named_weights(self) -> Mapping[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in zip(self.names, self.weights, strict=True)}
 
 
 def distance_of_models(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

@@ -1,11 +1,30 @@
 """Process groups, collectives and transports: all communication of the package goes through here.
 
-The names below are those that scripts use, as in `deepspeed.comm`.
+The names below are those that scripts use, as in `deepspeed.comm`: over torch's process groups, and torch's own but for
+those about the world.
 """
 
-from parallel3d.comm.environment import (
+from torch.distributed import (
+    ReduceOp,
+    all_gather,
+    all_gather_object,
+    all_reduce,
     barrier,
     broadcast,
+    broadcast_object_list,
+    destroy_process_group,
+    gather,
+    get_global_rank,
+    irecv,
+    isend,
+    new_group,
+    recv,
+    reduce,
+    scatter,
+    send,
+)
+
+from parallel3d.comm.environment import (
     destroy,
     get_local_rank,
     get_rank,
@@ -16,13 +35,28 @@ from parallel3d.comm.environment import (
 )
 
 __all__ = [
+    "ReduceOp",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
     "barrier",
     "broadcast",
+    "broadcast_object_list",
     "destroy",
+    "destroy_process_group",
+    "gather",
+    "get_global_rank",
     "get_local_rank",
     "get_rank",
     "get_world_size",
     "init_distributed",
+    "irecv",
     "is_initialized",
+    "isend",
     "local_device",
+    "new_group",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import threading
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,6 +17,7 @@ from parallel3d.errors import CommunicationError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _SLURM_PORTS = range(20000, 50000)
+_LEAVE_TIMEOUT_S = 5.0
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -64,20 +67,61 @@ def _load_kernels_eagerly() -> None:
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
+def _leave_at_exit() -> None:
+    """Have a process that ends leave the world while Python still runs.
+
+    A thread of gloo's that lets go of a tensor after that aborts the process ("terminate called without an active
+    exception"), of a script that went well too. But no longer than _LEAVE_TIMEOUT_S: where a rank ends early, a
+    collective that the others never join would keep such a thread for good. Python starts no thread at exit, so now.
+    """
+    leaving, left = threading.Event(), threading.Event()
+
+    def leave() -> None:
+        leaving.wait()
+        destroy()
+        left.set()
+
+    def at_exit() -> None:
+        leaving.set()
+        left.wait(_LEAVE_TIMEOUT_S)
+
+    threading.Thread(target=leave, name="parallel3d leaves", daemon=True).start()
+    atexit.register(at_exit)
+
+
 def init_distributed(
     dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
     timeout: timedelta = DEFAULT_TIMEOUT,
     init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
     """Join the world that the launcher describes; a process that none started is a world of one.
 
-    dist_backend: "nccl", "gloo", or None for NCCL where CUDA is there. A second call does nothing.
+    dist_backend: "nccl", "gloo", or None for NCCL where CUDA is there. distributed_port: the MASTER_PORT, where no
+    launcher set one. dist_init_required: False where the script has joined the world itself. A second call does nothing.
+    auto_mpi_discovery, verbose and config are DeepSpeed's, and change nothing here.
     Raises CommunicationError when a launcher's variables are there in part.
     """
     if dist.is_initialized():
         return
+    if dist_init_required is False:
+        raise CommunicationError(
+            "dist_init_required is False, but this process has joined no world; call parallel3d.init_distributed() before, or "
+            "leave the argument out"
+        )
+    if distributed_port is not None:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    _join(dist_backend, timeout, init_method, rank, world_size)
+    _leave_at_exit()
+
+
+def _join(dist_backend: str | None, timeout: timedelta, init_method: str | None, rank: int, world_size: int) -> None:
     _adopt_slurm()
     _load_kernels_eagerly()
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -104,15 +148,15 @@ def is_initialized() -> bool:
     return dist.is_initialized()
 
 
-def get_rank() -> int:
-    """This process's rank in the world; 0 before init_distributed, for scripts that print on rank 0."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in the world, or in a group of torch's; before init_distributed the launcher's, or 0."""
+    return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
-def get_world_size() -> int:
-    """Number of processes in the world; joins it first where that hasn't happened."""
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of processes in the world, or in a group of torch's; joins the world first where that hasn't happened."""
     init_distributed()
-    return dist.get_world_size()
+    return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
@@ -131,17 +175,6 @@ def local_device(backend: str | None = None) -> torch.device:
             "processes on this host, or pass dist_backend='gloo' to train on the CPU"
         )
     return torch.device("cuda", local_rank)
-
-
-def broadcast(tensor: torch.Tensor, src: int) -> None:
-    """Copy `tensor` from world rank `src` to every rank, in place."""
-    if dist.get_world_size() > 1:
-        dist.broadcast(tensor, src)
-
-
-def barrier() -> None:
-    """Wait until every rank of the world is here."""
-    dist.barrier()
 
 
 def destroy() -> None:

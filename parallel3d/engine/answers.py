@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.environment import get_local_rank
-from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.groups import PipelineParallelGrid, ProcessGroups
 from parallel3d.config import BatchSizes, Config
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.pipe.module import PipelineModule
@@ -78,10 +78,10 @@ class ConfigAnswers:
         return self.config.scheduler.type if self.config.scheduler is not None else None
 
 
-class Answers(ConfigAnswers):
-    """How far the training is, and where this rank is."""
+class PlaceAnswers:
+    """Where this rank is."""
 
-    optimizer: torch.optim.Optimizer
+    grid: PipelineParallelGrid
     _model: PipelineModule
     _groups: ProcessGroups
 
@@ -92,6 +92,60 @@ class Answers(ConfigAnswers):
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last chunk, and so needs labels and has the loss and the logits."""
         return self._model.placement[-1] == self._model.stage_id
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self._groups.coordinate("pipe")
+
+    def get_data_parallel_rank(self) -> int:
+        """Position along data parallelism."""
+        return self._groups.coordinate("data")
+
+    def get_model_parallel_rank(self) -> int:
+        """Position along tensor slicing."""
+        return self._groups.coordinate("model")
+
+    @property
+    def mpu(self) -> PipelineParallelGrid:
+        """The process groups of this rank, by DeepSpeed's names."""
+        return self.grid
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._groups.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel replicas."""
+        return self._groups.data.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of tensor slices."""
+        return self._groups.model.size
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the world."""
+        return self._groups.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its host."""
+        return get_local_rank()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._model.device
+
+
+class Answers(ConfigAnswers, PlaceAnswers):
+    """How far the training is."""
+
+    optimizer: torch.optim.Optimizer
+    _step_applied: bool
 
     def get_global_grad_norm(self) -> Tensor | None:
         """2-norm of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all."""
@@ -126,27 +180,6 @@ class Answers(ConfigAnswers):
         """Steps that overflowed, so that nothing moved."""
         return self._update.skipped_steps
 
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self._groups.world.size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of data-parallel replicas."""
-        return self._groups.data.size
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank in the world."""
-        return self._groups.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its host."""
-        return get_local_rank()
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._model.device
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step`, or of train_batch, moved the weights: neither between boundaries, nor skipped."""
+        return self._step_applied

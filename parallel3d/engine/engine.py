@@ -67,6 +67,7 @@ class Engine(Answers):
         self._groups = model.groups
         self._loader = BatchLoader(model)
         self._data_iterator = data_iterator
+        self._step_applied = False
         self._memory_next = False
         self._memory_profile: MemoryProfile | None = None
         self._monitor = StepMonitor(config, model.groups, model.device)
@@ -91,7 +92,8 @@ class Engine(Answers):
         self._programs = Programs(
             model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch
         )
-        messages = Messages(transport, model.device, dynamic=config.pipeline.shapes == "dynamic")
+        dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
+        messages = Messages(transport, model.device, dynamic)
         self._executor = Executor(model, messages, update.reducer, update.sharded.gather, self._precision)
         # A schedule that can't run is an error now, not at the first batch.
         splits = any(i.op is Op.BACKWARD_WEIGHT for i in self._program().instructions[model.stage_id])
@@ -144,6 +146,7 @@ class Engine(Answers):
         with profile.step.running() if profile is not None else nullcontext():
             taken = self._update.step(self.global_steps + 1)
         self._memory_next = False
+        self._step_applied = taken
         if self.module is not self._model:
             # The weights of a module that isn't ours are read at any place; on CUDA only the stream waits.
             self._update.sharded.wait_for_module(self._model)
@@ -289,6 +292,7 @@ class Engine(Answers):
         lr_kwargs: for the learning-rate schedule's `step`, as {"metrics": loss} for ReduceLROnPlateau. Raises
         ExecutionError when there are no gradients that all replicas have reduced, PrecisionError.
         """
+        self._step_applied = False
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
             num_micro_batches = self._calls.num_backwards

@@ -59,7 +59,8 @@ class PipelineModule(nn.Module):
     activation_checkpoint_func(function, x): runs such a group; a Checkpointer of `config` by default.
 
     Initial weights depend on the seed and on the layer's place in the list, never on the layout: layer k is built with
-    seed base_seed + k (seed_layers=True), or torch's own seed + k (False). Ties (see TiedLayerSpec) hold across stages.
+    seed base_seed + k (seed_layers=True; seed_fn is called with it too), or torch's own seed + k (False). Ties (see
+    TiedLayerSpec) hold across stages. dynamic_shape: as the configuration's pipeline.shapes "dynamic".
     Raises PartitionError, ConfigError, TopologyError. Collective: every rank builds it at the same place.
     """
 
@@ -70,13 +71,15 @@ class PipelineModule(nn.Module):
         topology: ProcessTopology | None = None,
         loss_fn: Callable[[Any, Any], Any] | LayerSpec | None = None,
         seed_layers: bool | None = None,
+        seed_fn: Callable[[int], object] | None = None,
         base_seed: int = 1234,
         partition_method: Method | None = None,
         activation_checkpoint_interval: int | None = None,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Checkpointable | None = None,
+        dynamic_shape: bool = False,
         num_chunks: int | None = None,
         placement: str | None = None,
-        checkpointable_layers: Checkpointable | None = None,
-        activation_checkpoint_func: Callable[..., Any] | None = None,
         config: str | Path | Mapping[str, Any] | Config | None = None,
     ):
         super().__init__()
@@ -113,6 +116,8 @@ class PipelineModule(nn.Module):
         seed = base_seed if self.seed_layers else torch.initial_seed() % 2**62
         self.loss_fn = loss_fn.build(context) if isinstance(loss_fn, LayerSpec) else loss_fn
         _refuse_trained_loss(self.loss_fn)
+        self.dynamic_shape = dynamic_shape
+        self._seed_fn = seed_fn if self.seed_layers else None
         method: Method = "parameters"
         self.partition_method = _choose(
             "partition_method", _as_configured(partition_method), pipeline.partition, method
@@ -161,6 +166,8 @@ class PipelineModule(nn.Module):
         if str(builder) not in self.layers:
             if isinstance(source, LayerSpec):
                 with seeded(layer_seed(seed, builder), self.device), self.device:
+                    if self._seed_fn is not None:
+                        self._seed_fn(layer_seed(seed, builder))
                     self.layers[str(builder)] = source.build(context)
             elif isinstance(source, nn.Module):
                 self.layers[str(builder)] = source

@@ -18,9 +18,9 @@ def environment(**variables: str) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": str(ROOT), **variables}
 
 
-def run(**variables: str) -> subprocess.Popen[str]:
+def run(script: str = SCRIPT, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -43,3 +43,29 @@ def test_half_of_a_launchers_variables_is_an_error_that_names_the_rest():
     _, errors = process.communicate(timeout=100)
     assert process.returncode != 0
     assert "MASTER_ADDR, MASTER_PORT" in errors
+
+
+# At its end the main thread holds on to the interpreter while gloo's threads want it, to let go of their tensors.
+BUSY_AT_ITS_END = """
+import sys, time, torch, parallel3d as p
+p.init_distributed("gloo")
+sys.setswitchinterval(1000)
+for _ in range(50):
+    p.comm.all_reduce(torch.ones(8), async_op=True)
+end = time.monotonic() + 0.5
+while time.monotonic() < end:
+    pass
+"""
+
+
+def test_a_script_that_leaves_the_world_to_us_ends_well():
+    processes = [run(BUSY_AT_ITS_END) for _ in range(3)]
+    assert [(p.communicate(timeout=100)[1], p.returncode) for p in processes] == [("", 0)] * 3
+
+
+def test_dist_init_required_says_who_joins():
+    process = run("import parallel3d as p; p.init_distributed('gloo', dist_init_required=False)")
+    assert "this process has joined no world; call parallel3d.init_distributed()" in process.communicate(timeout=100)[1]
+    both = "p.init_distributed('gloo', True, 23456); p.init_distributed('gloo', dist_init_required=False)"
+    process = run(f"import os, parallel3d as p; {both}; print(os.environ['MASTER_PORT'])")
+    assert process.communicate(timeout=100)[0].strip() == "23456"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,7 @@ ZERO: list[dict[str, Any]] = [
     {"stage": 2, "reduce_per_micro_batch": True},
 ]
 ADAM = {"lr": 5e-3, "eps": 1e-6, "weight_decay": 0.1}
+UNSPLIT = ("plain", "calls")
 ITEMS = toy.model(tied=False, num_blocks=1)
 
 
@@ -39,6 +40,15 @@ def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
 
 def micro_batches(steps: int) -> list[Any]:
     return [toy.micro_batch(g % 24) for g in range(steps * ACCUMULATION * DP)]
+
+
+def world_of(kind: str) -> int:
+    return DP if kind in UNSPLIT else 2 * DP
+
+
+def in_single(value: float) -> float:
+    """Rounded to single precision."""
+    return torch.tensor(value, dtype=torch.float64).float().item()
 
 
 class Whole(nn.Module):
@@ -56,10 +66,10 @@ class Whole(nn.Module):
 
 
 def engine_of(kind: str, zero: dict[str, Any], items: Sequence[Item] = ITEMS, **config: Any) -> Engine:
-    """kind: a schedule of two stages, or "plain"."""
+    """kind: a schedule of two stages; or a plain module, by train_batch ("plain") or by the user's own calls ("calls")."""
     config["zero_optimization"] = {"reduce_bucket_size": 500, **zero}
     params = {**ADAM, **config.pop("adam", {})}
-    if kind != "plain":
+    if kind not in UNSPLIT:
         return make_engine(
             items,
             loss_fn,
@@ -81,6 +91,19 @@ def engine_of(kind: str, zero: dict[str, Any], items: Sequence[Item] = ITEMS, **
     return parallel3d.initialize(model=Whole(items), config=whole)[0]
 
 
+def step(engine: Engine, kind: str, data: Iterator[Any] | None) -> float:
+    """One step; its mean loss, over this rank's micro-batches alone where the user calls."""
+    if kind != "calls":
+        return engine.train_batch(data).item()
+    losses = []
+    for _ in range(ACCUMULATION):
+        loss = engine(*next(data))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return sum(losses) / ACCUMULATION
+
+
 def weights_of(engine: Engine) -> dict[str, Tensor]:
     return {info.name: info.parameter.detach().clone() for info in engine._model.parameter_infos()}
 
@@ -88,7 +111,7 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
 def train(kind: str, zero: dict[str, Any], config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor]]:
     engine = engine_of(kind, zero, **config)
     data = own_iterator(engine, micro_batches(steps))
-    return [engine.train_batch(data).item() for _ in range(steps)], weights_of(engine)
+    return [step(engine, kind, data) for _ in range(steps)], weights_of(engine)
 
 
 @cache
@@ -101,17 +124,19 @@ def reference(dtype: torch.dtype | None, autocast: torch.dtype | None = None, st
 
 
 @pytest.mark.parametrize("zero", ZERO, ids=str)
-@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "plain"])
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", *UNSPLIT])
 @pytest.mark.parametrize("name", DTYPES)
 def test_half_precision_is_as_near_to_fp32_as_one_process(run_ranks, name: str, kind: str, zero: dict[str, Any]):
     config = {"fp16": SCALING} if name == "fp16" else {"bf16": {"enabled": True}}
-    ranks = run_ranks(DP if kind == "plain" else 2 * DP, train, kind, zero, config, STEPS)
+    ranks = run_ranks(world_of(kind), train, kind, zero, config, STEPS)
     losses, weights = reference(DTYPES[name])
     _, exact = reference(None)
+    # The mean over micro-batches and replicas, in double precision, of losses that are equal to the bit.
+    first = sum(own_losses[0] for own_losses, _ in ranks) / len(ranks)
+    assert in_single(first) == in_single(losses[0])
     got: dict[str, Tensor] = {}
     for own_losses, own_weights in ranks:
-        # The mean over micro-batches and replicas, in double precision, of losses that are equal to the bit.
-        assert own_losses[0] == torch.tensor(losses[0], dtype=torch.float64).float().item()
+        assert kind == "calls" or own_losses == ranks[0][0]
         for key, weight in own_weights.items():
             assert weight.dtype == DTYPES[name]
             assert torch.equal(weight, got.setdefault(key, weight))
@@ -132,11 +157,11 @@ AUTOCASTS = {
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "plain"])
 @pytest.mark.parametrize("name", AUTOCASTS)
 def test_autocast_is_torchs(run_ranks, name: str, kind: str):
-    ranks = run_ranks(DP if kind == "plain" else 2 * DP, train, kind, ZERO[1], AUTOCASTS[name], 5)
+    ranks = run_ranks(world_of(kind), train, kind, ZERO[1], AUTOCASTS[name], 5)
     dtype = torch.bfloat16 if name == "bf16" else torch.float16
     losses, weights = reference(None, dtype, 5)
     for own_losses, own_weights in ranks:
-        assert own_losses[0] == torch.tensor(losses[0], dtype=torch.float64).float().item()
+        assert own_losses[0] == in_single(losses[0])
         assert own_losses == pytest.approx(losses, rel=2e-3)
         for key, weight in own_weights.items():
             assert weight.dtype == torch.float32
@@ -202,22 +227,24 @@ def train_planted(kind: str, zero: dict[str, Any], config: dict[str, Any]) -> di
     data = own_iterator(engine, micro_batches(TOTAL))
     last_replica = engine.grid.get_data_parallel_rank() == engine.dp_world_size - 1
     planted = [m for m in engine._model.modules() if isinstance(m, Planted)]
-    scales, rates, kept = [], [], []
+    scales, rates, kept, applied = [], [], [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(TOTAL):
+        for number in range(TOTAL):
             for module in planted:
-                module.factor = float("inf") if step in OVERFLOWS and last_replica else 1.0
+                module.factor = float("inf") if number in OVERFLOWS and last_replica else 1.0
             before = weights_of(engine)
-            engine.train_batch(data)
+            step(engine, kind, data)
             after = weights_of(engine)
             kept.append(all(torch.equal(before[name], after[name]) for name in before))
+            applied.append(engine.was_step_applied())
             scales.append(engine.loss_scale())
             rates.append(engine.get_lr()[0])
     messages = [str(w.message) for w in caught if "skipped" in str(w.message)]
     return {
         "scales": scales,
         "kept": kept,
+        "applied": applied,
         "rates": rates,
         "messages": messages,
         "skipped": engine.skipped_steps,
@@ -230,6 +257,7 @@ KINDS = [
     ("1f1b", {}),
     ("zb-h1", {}),
     ("plain", {}),
+    ("calls", {}),
     ("plain", {"adam": {"fused": True}}),
     ("1f1b", {"adam": {"fused": True}}),
 ]
@@ -244,7 +272,7 @@ def test_a_planted_overflow_skips_the_step_on_every_rank(
     fp16 = {**SCALING, "hysteresis": 2}
     schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
     config = {"fp16": fp16, "scheduler": schedule, **extra}
-    ranks = run_ranks(DP if kind == "plain" else 2 * DP, train_planted, kind, zero, config)
+    ranks = run_ranks(world_of(kind), train_planted, kind, zero, config)
     alone = HalfReference(PLANTED, loss_fn, lambda p: torch.optim.AdamW(p, **ADAM), torch.float16, CLIPPING, BASE_SEED)
     scales, rates, scale = [], [], 2.0**12
     batches = micro_batches(TOTAL)
@@ -262,11 +290,12 @@ def test_a_planted_overflow_skips_the_step_on_every_rank(
         assert found["scales"] == scales
         assert found["rates"] == pytest.approx(rates)
         assert found["kept"] == [step in OVERFLOWS for step in range(TOTAL)]
+        assert found["applied"] == [step not in OVERFLOWS for step in range(TOTAL)]
         assert (found["skipped"], found["steps"]) == (len(OVERFLOWS), TOTAL)
         for name, weight in found["weights"].items():
             assert float((weight.float() - names[name].float()).norm() / names[name].float().norm()) < 2e-3, name
         assert len(found["messages"]) == (len(OVERFLOWS) if rank == 0 else 0)
-    stage = 0 if kind == "plain" else next(s for s, r in enumerate(ranks[::DP]) if "layers.3.weight" in r["weights"])
+    stage = 0 if kind in UNSPLIT else next(s for s, r in enumerate(ranks[::DP]) if "layers.3.weight" in r["weights"])
     assert ranks[0]["messages"][1].startswith("step 3 skipped: gradients overflow, first in layers.3.")
     assert f"(stage {stage}, rank" in ranks[0]["messages"][1]
     assert "loss scale 4096 -> 2048" in ranks[0]["messages"][1]

@@ -1,0 +1,64 @@
+"""`get_accelerator`: the device that this process trains on, as DeepSpeed scripts ask about it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from parallel3d.comm.environment import is_initialized, local_device
+
+
+class Accelerator:
+    """CUDA or the CPU: what its torch module (torch.cuda, torch.cpu) offers, and DeepSpeed's own questions besides.
+
+    The device is that of the backend once this process has joined a world: the CPU under gloo, also where CUDA is there.
+    """
+
+    @property
+    def _type(self) -> str:
+        if is_initialized():
+            return local_device().type
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def _module(self) -> ModuleType:
+        return torch.cuda if self._type == "cuda" else torch.cpu
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """ "cuda", or "cuda:1" of an index; "cpu" of any."""
+        return self._type if device_index is None or self._type == "cpu" else f"{self._type}:{device_index}"
+
+    def current_device_name(self) -> str:
+        """The device in use, such as "cuda:1"."""
+        return "cpu" if self._type == "cpu" else f"cuda:{torch.cuda.current_device()}"
+
+    def communication_backend_name(self) -> str:
+        """The torch.distributed backend for tensors on this device."""
+        return "gloo" if self._type == "cpu" else "nccl"
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed torch's generators of every device."""
+        torch.manual_seed(seed)
+
+    manual_seed = manual_seed_all
+
+    def is_bf16_supported(self) -> bool:
+        """Whether layers can compute in bfloat16."""
+        return self._type == "cpu" or torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        """Whether layers can compute in float16."""
+        return True
+
+
+_ACCELERATOR = Accelerator()
+
+
+def get_accelerator() -> Accelerator:
+    """The device that this process trains on."""
+    return _ACCELERATOR

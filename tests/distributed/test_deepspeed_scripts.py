@@ -1,0 +1,135 @@
+"""Scripts written for DeepSpeed run with another import line, under both launchers, and learn as plain PyTorch does."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+OURS = [sys.executable, "-m", "parallel3d.launcher", "--num_procs"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+SCRIPT_SEED, ORDER_SEED = 1138, 1234  # the scripts' --seed; the configuration's own default
+
+
+def run(command: list[str], name: str, config: Path, *arguments: str) -> str:
+    command = [*command, str(EXAMPLES / f"{name}.py"), "--deepspeed_config", str(config), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def batches(data: Any, size: int, epochs: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each step of the world sees."""
+    shuffle = torch.Generator()
+    orders = [torch.randperm(len(data), generator=shuffle.manual_seed(ORDER_SEED + epoch)) for epoch in range(epochs)]
+    return [(data.images[part], data.labels[part]) for order in orders for part in order.split(size)]
+
+
+@pytest.mark.parametrize("name", ["deepspeed_pipeline", "deepspeed_plain"])
+def test_only_the_import_line_tells_it_from_a_deepspeed_script(name: str):
+    tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
+    tree.body = tree.body[1:]  # the docstring says how to start it
+    lines = [line for line in ast.unparse(tree).splitlines() if "parallel3d" in line]
+    assert lines == ["import parallel3d as deepspeed"]
+
+
+STEPS = 40
+
+
+def pipeline_losses() -> list[float]:
+    """Plain PyTorch's, of whole batches."""
+    module, config = example("deepspeed_pipeline"), json.loads((EXAMPLES / "deepspeed_pipeline.json").read_text())
+    torch.manual_seed(SCRIPT_SEED)
+    net = module.SmallAlexNet()
+    optimizer = torch.optim.Adam(net.parameters(), **config["optimizer"]["params"])
+    losses = []
+    for images, labels in batches(module.Pictures(2048), config["train_batch_size"], 2)[:STEPS]:
+        loss = nn.functional.cross_entropy(net(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("command", "stages"),
+    [([*OURS, "2"], 2), ([*TORCHRUN, "2"], 2), ([*OURS, "2"], 0), ([*TORCHRUN, "1"], 1)],
+    ids=["parallel3d pipe", "torchrun pipe", "parallel3d base line", "torchrun one stage"],
+)
+def test_a_script_of_the_pipeline_tutorial(command: list[str], stages: int):
+    config = EXAMPLES / "deepspeed_pipeline.json"
+    out = run(command, "deepspeed_pipeline", config, "-s", str(STEPS), "-p", str(stages), "--backend", "gloo")
+    found = [float(loss) for loss in re.findall(rf"step: +\d+ / +{STEPS} loss: ([\d.]+)", out)]
+    assert found == pytest.approx(pipeline_losses(), abs=2e-3)
+    assert sum(found[-5:]) < 0.9 * sum(found[:5])
+
+
+EPOCHS, INTERVAL, SCALE = 2, 10, 2.0**10
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def plain_losses(config: dict[str, Any], replicas: int, dtype: torch.dtype) -> list[float]:
+    """Plain PyTorch's, over fp32 masters: of the micro-batches of replica 0, the means over INTERVAL steps."""
+    module = example("deepspeed_plain")
+    torch.manual_seed(SCRIPT_SEED)
+    net = module.Net()
+    masters = [weight.detach().clone() for weight in net.parameters()]
+    optimizer = torch.optim.AdamW(masters, **config["optimizer"]["params"])
+    net.to(dtype)
+    warmup = config["scheduler"]["params"]
+    micro = config["train_micro_batch_size_per_gpu"]
+    losses: list[float] = []
+    for step, (images, labels) in enumerate(batches(module.Pictures(1280, 2), config["train_batch_size"], EPOCHS)):
+        part = min(1.0, math.log(max(1, step), warmup["warmup_num_steps"]))
+        optimizer.param_groups[0]["lr"] = warmup["warmup_max_lr"] * part
+        each = nn.functional.cross_entropy(net(images.to(dtype)), labels, reduction="none")
+        net.zero_grad()
+        (each.mean() * SCALE).backward()
+        for master, weight in zip(masters, net.parameters(), strict=True):
+            master.grad = weight.grad.float() / SCALE
+        nn.utils.clip_grad_norm_(masters, config["gradient_clipping"])
+        optimizer.step()
+        with torch.no_grad():
+            for master, weight in zip(masters, net.parameters(), strict=True):
+                weight.copy_(master)
+        losses.append(each.detach().unflatten(0, (-1, replicas, micro))[:, 0].float().mean().item())
+    return [sum(losses[k : k + INTERVAL]) / INTERVAL for k in range(0, len(losses), INTERVAL)]
+
+
+@pytest.mark.parametrize(
+    ("command", "replicas", "dtype", "stage"),
+    [([*OURS, "2"], 2, "fp16", 1), ([*TORCHRUN, "2"], 2, "bf16", 2), ([*TORCHRUN, "1"], 1, "fp32", 0)],
+    ids=["parallel3d fp16", "torchrun bf16", "torchrun fp32"],
+)
+def test_a_script_of_the_plain_engine(tmp_path: Path, command: list[str], replicas: int, dtype: str, stage: int):
+    config = json.loads((EXAMPLES / "deepspeed_plain.json").read_text())
+    config["fp16"]["enabled"], config["bf16"]["enabled"] = dtype == "fp16", dtype == "bf16"
+    config["zero_optimization"]["stage"] = stage
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    out = run(command, "deepspeed_plain", path, "--deepspeed", "-e", str(EPOCHS), "--log-interval", str(INTERVAL))
+    found = [float(loss) for loss in re.findall(r"loss: ([\d.]+) lr", out)]
+    assert found == pytest.approx(plain_losses(config, replicas, DTYPES[dtype]), rel=1e-3 if dtype == "fp32" else 2e-2)
+    assert found[-1] < 0.9 * found[0]
+    assert float(re.search(r"Accuracy of the network on the 512 test images: ([\d.]+) %", out)[1]) > 30
