@@ -13,6 +13,7 @@ from parallel3d.config.files import decode, read_mapping
 from parallel3d.config.pipeline import PipelineConfig
 from parallel3d.config.review import Review, warnings_of
 from parallel3d.config.schema import Config
+from parallel3d.config.training import ActivationCheckpointingConfig
 from parallel3d.errors import ConfigError
 
 Source = str | Path | Mapping[str, Any] | Config | None
@@ -53,11 +54,19 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
 
 def load_pipeline(source: Source) -> PipelineConfig:
     """The pipeline section alone, read without looking at the others, which may have an "auto" that is filled later."""
+    return _load_section(source, "pipeline").pipeline
+
+
+def load_activation_checkpointing(source: Source) -> ActivationCheckpointingConfig:
+    """The activation_checkpointing section alone, as `load_pipeline` reads its own."""
+    return _load_section(source, "activation_checkpointing").activation_checkpointing
+
+
+def _load_section(source: Source, section: str) -> Config:
     if isinstance(source, Config):
-        return source.pipeline
+        return source
     name, given = read_source(source)
-    section = {key: value for key, value in given.items() if key == "pipeline"}
-    return _checked(name, section, {}, {}).config.pipeline
+    return _checked(name, {key: value for key, value in given.items() if key == section}, {}, {}).config
 
 
 def read(source: str | Path | Mapping[str, Any] | None, auto: Any = None, known: Any = None) -> Reading:
