@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallel3d.clock import Clock, clock_of
-from parallel3d.config import ActivationCheckpointingConfig, Config, load
+from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_activation_checkpointing
 from parallel3d.errors import ConfigError, ExecutionError, nearest
 
 # Marks kept before they are read: with `profile` and nobody who asks, the device is waited for once in so many regions.
@@ -343,7 +343,7 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    section = load(deepspeed_config).activation_checkpointing.model_dump(exclude_none=True)
+    section = load_activation_checkpointing(deepspeed_config).model_dump(exclude_none=True)
     section.update({key: value for key, value in given.items() if value is not None})
     _shared = Checkpointer(load({"activation_checkpointing": section}).activation_checkpointing)
     _configured = True

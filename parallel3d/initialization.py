@@ -104,12 +104,15 @@ def _check_module(model: PipelineModule, config: Config) -> None:
         "checkpointable_layers": (config.pipeline.checkpointable_layers, model.checkpointable_layers),
         "seed_layers": (config.pipeline.seed_layers, model.seed_layers),
     }
+    what, remedy = "the PipelineModule was built with", "pass the same config= to PipelineModule"
+    if isinstance(model, WholeModel):
+        what, remedy = (
+            f"the model is a {type(model.model).__name__}, for which it is",
+            "build a PipelineModule of its layers",
+        )
     for key, (wanted, built) in pairs.items():
         if wanted is not None and wanted != built:
-            raise ConfigError(
-                f"pipeline.{key} is {wanted!r}, but the PipelineModule was built with {built!r}; pass the same config= to "
-                "PipelineModule, or drop the key"
-            )
+            raise ConfigError(f"pipeline.{key} is {wanted!r}, but {what} {built!r}; {remedy}, or drop the key")
     if config.pipeline.schedule == "1f1b" and model.num_chunks > 1:
         raise ConfigError(
             f"the PipelineModule has {model.num_chunks} chunks a stage, which schedule '1f1b' can't run; set "

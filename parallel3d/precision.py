@@ -21,12 +21,14 @@ class Precision:
     """weights: the dtype that layers hold and compute with, over fp32 masters; None as they were built. autocast: the
     dtype of torch.autocast's region around the layers and the loss, None without. scaling: how the loss is scaled, None
     without. checks_overflow: a step whose gradients aren't finite is skipped, for which the host reads one flag a step.
+    casts_inputs: to the weights' dtype.
     """
 
     weights: torch.dtype | None = None
     autocast: torch.dtype | None = None
     scaling: Fp16Config | None = None
     checks_overflow: bool = False
+    casts_inputs: bool = True
 
     def autocasting(self, device: torch.device) -> AbstractContextManager[Any]:
         """For layers and loss."""
@@ -35,8 +37,8 @@ class Precision:
         return torch.autocast(device.type, dtype=self.autocast)
 
     def cast(self, tree: Any) -> Any:
-        """A pytree with its floating-point tensors in the weights' dtype."""
-        if self.weights is None:
+        """A pytree of inputs with its floating-point tensors in the weights' dtype, unless they are to stay."""
+        if self.weights is None or not self.casts_inputs:
             return tree
         return tree_map(self._cast, tree)
 
@@ -60,7 +62,8 @@ def make_precision(config: Config) -> Precision:
         weights = torch.float16 if level in ("O2", "O3") else None
         autocast = torch.float16 if level in ("O1", "O2") else None
         scaling = {"O0": None, "O3": Fp16Config(loss_scale=1.0)}.get(level, Fp16Config())
-    return Precision(weights, autocast, scaling, checks_overflow=scaling is not None or config.bf16.check_grad_overflow)
+    checks = scaling is not None or config.bf16.check_grad_overflow
+    return Precision(weights, autocast, scaling, checks, casts_inputs=config.fp16.auto_cast or not config.fp16.enabled)
 
 
 class LossScaler:

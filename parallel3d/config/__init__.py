@@ -1,7 +1,7 @@
 """The typed, immutable configuration: DeepSpeed's keys from JSON, YAML or a dict, and batch-size arithmetic."""
 
 from parallel3d.config.batch import BatchSizes, resolve_batch
-from parallel3d.config.load import load, load_layout, read, read_source
+from parallel3d.config.load import load, load_activation_checkpointing, load_layout, read, read_source
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.schema import Config
@@ -23,6 +23,7 @@ __all__ = [
     "TorchAutocastConfig",
     "ZeroConfig",
     "load",
+    "load_activation_checkpointing",
     "load_layout",
     "read",
     "read_source",

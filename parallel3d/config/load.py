@@ -13,6 +13,7 @@ from parallel3d.config.files import decode, read_mapping
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.review import Review, warnings_of
 from parallel3d.config.schema import Config
+from parallel3d.config.training import ActivationCheckpointingConfig
 from parallel3d.errors import ConfigError
 
 Source = str | Path | Mapping[str, Any] | Config | None
@@ -53,11 +54,20 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
 
 def load_layout(source: Source) -> tuple[PipelineConfig, TensorParallelConfig]:
     """The sections pipeline and tensor_parallel, read without looking at others, whose "auto"s may be filled later."""
-    if isinstance(source, Config):
-        return source.pipeline, source.tensor_parallel
-    name, given = read_source(source)
-    config = _checked(name, {key: given[key] for key in ("pipeline", "tensor_parallel") if key in given}, {}, {}).config
+    config = _load_sections(source, ("pipeline", "tensor_parallel"))
     return config.pipeline, config.tensor_parallel
+
+
+def load_activation_checkpointing(source: Source) -> ActivationCheckpointingConfig:
+    """The activation_checkpointing section alone, as `load_layout` reads its own."""
+    return _load_sections(source, ("activation_checkpointing",)).activation_checkpointing
+
+
+def _load_sections(source: Source, sections: tuple[str, ...]) -> Config:
+    if isinstance(source, Config):
+        return source
+    name, given = read_source(source)
+    return _checked(name, {key: value for key, value in given.items() if key in sections}, {}, {}).config
 
 
 def read(source: str | Path | Mapping[str, Any] | None, auto: Any = None, known: Any = None) -> Reading:

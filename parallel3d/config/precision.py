@@ -36,7 +36,13 @@ class Fp16Config(Section):
     }
 
     enabled: bool = Field(False, description=_BOOL)
-    auto_cast: bool = Field(False, description=_BOOL)
+    auto_cast: bool = Field(
+        True,
+        description=_BOOL,
+        json_schema_extra=differs(
+            "true by default: floating-point inputs are cast to fp16; false leaves them as they are"
+        ),
+    )
     loss_scale: float = Field(0.0, ge=0, description="a number >= 0, where 0 lets the scale adapt")
     initial_scale_power: NonNegative = Field(16, le=127, description="a whole number of powers of two from 0 to 127")
     loss_scale_window: Positive = Field(1000, description="a whole number of steps >= 1")

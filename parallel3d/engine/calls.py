@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError, ExecutionError
@@ -16,6 +17,15 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import Precision
 from parallel3d.rng import EnterLayer
 from parallel3d.schedule.instructions import Instruction, Op
+
+
+def check_metrics(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError, before a step changes anything, if the schedule's own step will lack what it steps on."""
+    if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs:
+        raise ConfigError(
+            "ReduceLROnPlateau steps on a metric, which engine.step({'metrics': ...}) alone can give it: call that after "
+            "engine.backward(loss), or give another schedule"
+        )
 
 
 class StepByCalls:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from parallel3d.checkpointing import Checkpointer
 from parallel3d.comm.collectives import all_gather_object, all_reduce
@@ -17,7 +16,7 @@ from parallel3d.comm.transport import DistributedTransport, Transport
 from parallel3d.config import BatchSizes, Config, resolve_batch
 from parallel3d.data import RepeatingLoader
 from parallel3d.engine.answers import Answers
-from parallel3d.engine.calls import StepByCalls
+from parallel3d.engine.calls import StepByCalls, check_metrics
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.report import dump_state, memory_rows
 from parallel3d.engine.update import LossShare, WeightUpdate
@@ -119,11 +118,7 @@ class Engine(Answers):
         and replicas, the same on every rank, on the device and without waiting for it. Raises StopIteration on all
         ranks when no micro-batch is left, DataError on all when one can't load, ExecutionError.
         """
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau steps on a metric, which train_batch has none of; give another schedule, or step by "
-                "engine.backward(loss) and engine.step({'metrics': ...})"
-            )
+        check_metrics(self.lr_scheduler, {})
         iterator = data_iter if data_iter is not None else self._data_iterator
         self._monitor.begin(self.global_steps + 1, self.global_samples)
         batch = self._next_batch(iterator, self._batch_sizes.num_micro_batches, training=True)
@@ -290,11 +285,12 @@ class Engine(Answers):
         """At an accumulation boundary, update the weights; between two, only count.
 
         lr_kwargs: for the learning-rate schedule's `step`, as {"metrics": loss} for ReduceLROnPlateau. Raises
-        ExecutionError when there are no gradients that all replicas have reduced, PrecisionError.
+        ExecutionError when there are no gradients that all replicas have reduced, ConfigError without metrics, PrecisionError.
         """
         self._step_applied = False
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
+            check_metrics(self.lr_scheduler, lr_kwargs or {})
             num_micro_batches = self._calls.num_backwards
             self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
         self._calls.advance(boundary)

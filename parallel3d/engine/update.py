@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel3d.comm.collectives import all_gather_integers, all_gather_object, all_reduce
 from parallel3d.config import Config
+from parallel3d.errors import ConfigError
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import LossScaler, Precision
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
@@ -70,6 +71,7 @@ class WeightUpdate:
         self.sharded = ShardedOptimizer(
             optimizer, self.reducer.all_buckets(), model.parameters(), config.zero_allow_untested_optimizer
         )
+        self._frozen = model.frozen_infos()
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)
         model.wait_for_weights = self.sharded.wait_for_module
@@ -104,8 +106,10 @@ class WeightUpdate:
         """Take the optimizer's step, the `number`-th, unless gradients overflowed: whether it was taken.
 
         The gradients are divided by the loss scale and clipped on the way. Where overflows are looked for, the host waits
-        for the device once, if it can after all is enqueued. Raises PrecisionError at an overflow at the lowest scale.
+        for the device once, if it can after all is enqueued. Raises PrecisionError at an overflow at the lowest scale,
+        ConfigError for a parameter that was frozen at `initialize` and isn't any longer.
         """
+        self._refuse_thawed()
         assert self.grad_norm is not None
         finite = torch.isfinite(self.grad_norm) if self._checks_overflow else None
         untouched, counted = self._agreement.reach(self.reducer.touched(), self._counted)
@@ -121,6 +125,14 @@ class WeightUpdate:
         self.sharded.gather()
         self._settle(number, overflow)
         return not overflow
+
+    def _refuse_thawed(self) -> None:
+        for info in self._frozen:
+            if info.parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter {info.name} was frozen when initialize was called, so it has no gradient buffer or optimizer "
+                    "state, but now requires a gradient; freeze it after initialize (what gets no gradient is left alone)"
+                )
 
     def _divisor(self, norm: Tensor, finite: Tensor | None, counted: bool) -> Tensor | None:
         """What the gradients have to be divided by, a scalar on the device; None for nothing."""

@@ -203,6 +203,10 @@ class PipelineModule(nn.Module):
         self.wait_for_weights(self)
         return [info for info in self._all_infos() if info.parameter.requires_grad]
 
+    def frozen_infos(self) -> list[ParameterInfo]:
+        """This rank's other parameters, in the same order."""
+        return [info for info in self._all_infos() if not info.parameter.requires_grad]
+
     def _all_infos(self) -> list[ParameterInfo]:
         infos: dict[nn.Parameter, ParameterInfo] = {}
         for layer, module in self._modules_in_order():

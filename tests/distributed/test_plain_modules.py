@@ -190,6 +190,20 @@ def misuse(kind: str) -> str:
         elif kind == "plateau":
             engine.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer)
             engine.train_batch(iter([micro_batch(0)] * 2))
+        elif kind == "no metrics":
+            engine.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer)
+            engine.set_gradient_accumulation_boundary(True)
+            before = engine.block[0].weight.clone()
+            engine.backward(engine(**micro_batch(0)))
+            try:
+                engine.step()
+            finally:
+                assert torch.equal(engine.block[0].weight, before)
+        elif kind == "thawed":
+            engine.frozen.requires_grad_(True)
+            engine.train_batch(iter([micro_batch(0)] * 2))
+        elif kind == "stages":
+            make(1, pipeline={"stages": 2})
         elif kind == "no loss":
             engine.module.forward = engine.module.logits
             engine.train_batch(iter([(micro_batch(0)["ids"],)] * 2))
@@ -206,6 +220,9 @@ def misuse(kind: str) -> str:
         ("no_sync, never held", "reduce_per_micro_batch to false"),
         ("many losses", "one element, or (sum, count), not [3, 5, 11]"),
         ("plateau", "engine.step({'metrics': ...})"),
+        ("no metrics", "engine.step({'metrics': ...}) alone"),
+        ("thawed", "parameter frozen.weight was frozen when initialize was called"),
+        ("stages", "the model is a Model, for which it is 1; build a PipelineModule of its layers, or drop the key"),
         ("no loss", "one element, or (sum, count), not [3, 5, 11]"),
     ],
 )

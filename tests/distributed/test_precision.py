@@ -367,3 +367,33 @@ def test_gradients_below_fp16_survive_unscaling(run_ranks, dtype: str, zero: dic
 def test_complex_buffers_stay_as_they_were_built(run_ranks):
     ((_, turns),) = run_ranks(1, train_faint, "fp32", ZERO[0])
     assert torch.equal(turns, Faint().turns)
+
+
+class Far(nn.Module):
+    """Knows its positions to the digit, if it gets them so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.weight.float() * (positions.float() - 4096).sum()
+
+
+def look_far(fp16: dict[str, Any]) -> tuple[float, float]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": True, "loss_scale": 1, **fp16},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "steps_per_print": None,
+    }
+    engine = parallel3d.initialize(model=Far(), config=config)[0]
+    positions = torch.tensor([4097.0])  # 4096 in fp16
+    return engine(positions).item(), engine.train_batch(iter([(positions,)])).item()
+
+
+@pytest.mark.parametrize(
+    ("fp16", "seen"), [({}, 0.0), ({"auto_cast": True}, 0.0), ({"auto_cast": False}, 1.0)], ids=str
+)
+def test_inputs_are_cast_unless_auto_cast_is_false(run_ranks, fp16: dict[str, Any], seen: float):
+    assert run_ranks(1, look_far, fp16) == [(seen, seen)]

@@ -214,6 +214,16 @@ def test_configure_reads_the_section_and_arguments_override_it():
     )
     gradients(checkpointing.checkpoint)
     assert checkpointing.times().num_recomputations == 4
+    # Of a file whose "auto"s another call fills, only the section counts.
+    checkpointing.configure(
+        None,
+        deepspeed_config={
+            "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
+            "activation_checkpointing": {"profile": True},
+        },
+    )
+    checkpointing.checkpoint(torch.exp, torch.ones(1, requires_grad=True))
+    assert checkpointing.times().num_forwards == 1
     checkpointing.configure(None)
     with pytest.raises(ConfigError, match="number_checkpoints is 0"):
         checkpointing.configure(None, num_checkpoints=0)

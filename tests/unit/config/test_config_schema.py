@@ -133,11 +133,11 @@ def test_direct_construction_is_checked_too():
         PipelineConfig(num_chunks=2)
 
 
-def test_defaults_of_precision_are_deepspeeds():
+def test_defaults_of_precision_are_deepspeeds_but_for_two():
     config = load({"fp16": {"enabled": True}})
     assert config.fp16 == Fp16Config(
         enabled=True,
-        auto_cast=False,
+        auto_cast=True,  # DeepSpeed's: false
         loss_scale=0.0,
         initial_scale_power=16,
         loss_scale_window=1000,
@@ -145,7 +145,7 @@ def test_defaults_of_precision_are_deepspeeds():
         consecutive_hysteresis=False,
         min_loss_scale=1.0,
     )
-    assert config.bf16 == Bf16Config(enabled=False, check_grad_overflow=False)
+    assert config.bf16 == Bf16Config(enabled=False, check_grad_overflow=False)  # DeepSpeed's: true
     assert config.torch_autocast == TorchAutocastConfig(enabled=False, dtype="bf16")
     assert config.amp == AmpConfig(enabled=False, opt_level="O1")
     assert config.activation_checkpointing == ActivationCheckpointingConfig(
