@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Group, Work, all_gather_object
+from parallel3d.comm.differentiable import reduce_from_region_
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.split_backward import make_splittable
@@ -577,3 +578,21 @@ def check_parallelize(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_a_users_module_sliced_by_a_plan_equals_itself(run_ranks, tp: int, sequence_parallel: bool) -> None:
     run_ranks(tp, check_parallelize, sequence_parallel)
+
+
+def check_reduction_in_place() -> None:
+    """Of results that are views, and of such that are not; the gradient of each is the sum's."""
+    group, x = world(), torch.arange(6.0).view(2, 3)
+    for result in (lambda x: 2 * x, lambda x: (2 * x).t(), lambda x: (2 * x).view(6), lambda x: (2 * x)[:, 1:]):
+        mine = (x + group.index).requires_grad_()
+        expected = sum(result(x + rank) for rank in range(group.size))
+        y = reduce_from_region_(result(mine), group)
+        assert torch.equal(y, expected)
+        (y * expected).sum().backward()
+        theirs = x.clone().requires_grad_()
+        (result(theirs) * expected).sum().backward()
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_reduction_in_place_of_any_result(run_ranks) -> None:
+    run_ranks(2, check_reduction_in_place)
