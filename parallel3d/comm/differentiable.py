@@ -170,8 +170,9 @@ def reduce_from_region(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from_region_(x: Tensor, group: Group) -> Tensor:
-    """As reduce_from_region, in the memory of `x`: contiguous, a result that no backward needs."""
-    y: Tensor = x if group.size == 1 else _Reduce.apply(x, group, True)
+    """As reduce_from_region, in the memory of `x` unless that is a view; for a result that no backward needs."""
+    # Which of its results F.linear makes a view is its own affair; autograd forbids to change such a one in place.
+    y: Tensor = x if group.size == 1 else _Reduce.apply(x, group, x.is_contiguous() and not x._is_view())
     return y
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.comm.collectives import Group, all_gather_object
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Group, Work, all_gather_object
+from parallel3d.comm.differentiable import reduce_from_region_
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.split_backward import make_splittable
@@ -49,6 +52,7 @@ class Layers(NamedTuple):
 
     group: Group | None = None
     sequence_parallel: bool = False
+    seq: int = SEQ
 
     @property
     def tp(self) -> int:
@@ -79,7 +83,7 @@ class Layers(NamedTuple):
         return norm
 
     def whole_sequence(self) -> dict[str, int]:
-        return {"length": SEQ} if self.sequence_parallel else {}
+        return {"length": self.seq} if self.sequence_parallel else {}
 
 
 class Mlp(nn.Module):
@@ -304,11 +308,9 @@ def check_decoder(sequence_parallel: bool) -> None:
     torch.manual_seed(2)
     ids, labels = torch.randint(WORDS, (2, BATCH, SEQ))
     labels[0, 2:4] = -100
-    for heads in (AttentionHeads(4, 4, HEAD_DIM), AttentionHeads(6, 3, HEAD_DIM), AttentionHeads(4, 2, HEAD_DIM)):
-        layers = Layers(world(), sequence_parallel)
-        make = partial(Decoder, heads=heads, fused=heads.num_kv_heads >= layers.tp)
-        model, reference = build(make, layers), build(make, Layers())
-        compare(model, reference, lambda m, ids: m(ids, labels), ids)
+    layers, heads = Layers(world(), sequence_parallel), AttentionHeads(6, 3, HEAD_DIM)
+    make = partial(Decoder, heads=heads, fused=heads.num_kv_heads >= layers.tp)
+    compare(build(make, layers), build(make, Layers()), lambda m, ids: m(ids, labels), ids)
 
 
 def check_gradient_penalty(sequence_parallel: bool) -> None:
@@ -415,18 +417,14 @@ class Collectives(TorchDispatchMode):
 
 def count_block(sequence_parallel: bool, fused: bool, seq: int) -> tuple[dict[Any, int], dict[Any, int]]:
     """Of a transformer layer: forward, backward."""
-    layers = Layers(world(), sequence_parallel)
+    layers = Layers(world(), sequence_parallel, seq)
     block = build(lambda layers: Block(layers, AttentionHeads(4, 4, HEAD_DIM), fused), layers)
     shard = seq // layers.tp if sequence_parallel else seq
     x = torch.randn(BATCH, shard, HIDDEN, dtype=torch.float64, requires_grad=True)
-    Layers.whole_sequence, restore = (lambda self: {}), Layers.whole_sequence
-    try:
-        with Collectives() as forward:
-            y = block(x)
-        with Collectives() as backward:
-            y.sum().backward()
-    finally:
-        Layers.whole_sequence = restore
+    with Collectives() as forward:
+        y = block(x)
+    with Collectives() as backward:
+        y.sum().backward()
     return dict(forward.counts), dict(backward.counts)
 
 
@@ -443,6 +441,57 @@ def test_a_transformer_layer_communicates_as_in_the_papers(run_ranks, tp: int, f
     for forward, backward in run_ranks(tp, count_block, True, fused, 8):
         assert forward == {("_allgather_base_", whole // tp): 2, ("_reduce_scatter_base_", whole): 2}
         assert backward == {("_allgather_base_", whole // tp): gathers, ("_reduce_scatter_base_", whole): 2}
+
+
+class Products(TorchDispatchMode):
+    """Adds "product" to a list for each matrix product."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def note_order(sequence_parallel: bool) -> list[str]:
+    """What the backward of a column layer does, in order."""
+    events: list[str] = []
+
+    def noting(name: str, start: Callable[..., Work]) -> Callable[..., Work]:
+        def noted(*args: Any) -> Work:
+            events.append(f"start {name}")
+            work = start(*args)
+            return mock.Mock(wait=lambda: (work.wait(), events.append(f"wait for {name}")))
+
+        return noted
+
+    layer = ColumnParallelLinear(HIDDEN, FFN, sequence_parallel=sequence_parallel, group=world())
+    y = layer(torch.randn(BATCH, 4, HIDDEN, requires_grad=True))
+    names = {
+        name: noting(name, getattr(collectives, name))
+        for name in ("all_reduce", "all_gather_into", "reduce_scatter_into")
+    }
+    with mock.patch.multiple(collectives, **names), Products(events):
+        y.sum().backward()
+    return events
+
+
+def test_the_backward_of_a_column_layer_hides_its_communication(run_ranks) -> None:
+    """The input gradient's reduction behind the weight's product, the gathering done again behind the input's."""
+    for events in run_ranks(2, note_order, False):
+        assert events == ["product", "start all_reduce", "product", "wait for all_reduce"]
+    for events in run_ranks(2, note_order, True):
+        assert events == [
+            "start all_gather_into",
+            "product",
+            "start reduce_scatter_into",
+            "wait for all_gather_into",
+            "product",
+            "wait for reduce_scatter_into",
+        ]
 
 
 def count_ends() -> list[dict[Any, int]]:
@@ -507,28 +556,43 @@ class Users(nn.Module):
 
 
 def check_parallelize(sequence_parallel: bool) -> None:
-    for heads in (AttentionHeads(4, 4, HEAD_DIM), AttentionHeads(6, 3, HEAD_DIM), AttentionHeads(4, 1, HEAD_DIM)):
-        torch.manual_seed(0)
-        reference = Users(heads).double()
-        torch.manual_seed(0)
-        model = Users(heads).double()
-        plan = {
-            "*.q_proj": Column(segments=[heads.query]),
-            "*.[kv]_proj": Column(segments=[heads.key_value]),
-            "*.o_proj": Row(segments=[heads.query]),
-            "layers.*.gate_up_proj": "packed_colwise",
-            "layers.*.down_proj": "rowwise",
-            "*.q_norm": "replicated_with_grad_allreduce",
-            "embed_tokens": "rowwise",
-            "lm_head": "colwise_gather_output",
-        }
-        assert parallelize(model, plan, world(), sequence_parallel=sequence_parallel) is model
-        assert model.lm_head.weight is model.embed_tokens.weight
-        ids = torch.randint(WORDS, (BATCH, 12), generator=torch.Generator().manual_seed(0))
-        compare(model, reference, lambda m, ids: m(ids), ids)
+    heads = AttentionHeads(6, 3, HEAD_DIM)
+    reference, model = (build(lambda _: Users(heads), Layers()) for _ in range(2))
+    plan = {
+        "*.q_proj": Column(segments=[heads.query]),
+        "*.[kv]_proj": Column(segments=[heads.key_value]),
+        "*.o_proj": Row(segments=[heads.query]),
+        "layers.*.gate_up_proj": "packed_colwise",
+        "layers.*.down_proj": "rowwise",
+        "*.q_norm": "replicated_with_grad_allreduce",
+        "embed_tokens": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+    assert parallelize(model, plan, world(), sequence_parallel=sequence_parallel) is model
+    assert model.lm_head.weight is model.embed_tokens.weight
+    ids = torch.randint(WORDS, (BATCH, 12), generator=torch.Generator().manual_seed(0))
+    compare(model, reference, lambda m, ids: m(ids), ids)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_a_users_module_sliced_by_a_plan_equals_itself(run_ranks, tp: int, sequence_parallel: bool) -> None:
     run_ranks(tp, check_parallelize, sequence_parallel)
+
+
+def check_reduction_in_place() -> None:
+    """Of results that are views, and of such that are not; the gradient of each is the sum's."""
+    group, x = world(), torch.arange(6.0).view(2, 3)
+    for result in (lambda x: 2 * x, lambda x: (2 * x).t(), lambda x: (2 * x).view(6), lambda x: (2 * x)[:, 1:]):
+        mine = (x + group.index).requires_grad_()
+        expected = sum(result(x + rank) for rank in range(group.size))
+        y = reduce_from_region_(result(mine), group)
+        assert torch.equal(y, expected)
+        (y * expected).sum().backward()
+        theirs = x.clone().requires_grad_()
+        (result(theirs) * expected).sum().backward()
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_reduction_in_place_of_any_result(run_ranks) -> None:
+    run_ranks(2, check_reduction_in_place)
