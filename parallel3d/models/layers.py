@@ -15,7 +15,7 @@ from parallel3d.errors import DataError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.names import LayerNames, layer_names
 from parallel3d.models.huggingface.weights import Weights, load_layer
-from parallel3d.models.sliced import column_linear, fill_whole, heads_of, row_linear, token_embedding
+from parallel3d.models.sliced import Slices, fill_whole
 from parallel3d.models.tables import Tables
 from parallel3d.pipe.specs import BuildContext
 
@@ -105,7 +105,7 @@ class TokenEmbedding(DecoderLayer):
         context: BuildContext | None = None,
     ):
         super().__init__(config, 0)
-        self.tokens = token_embedding(config.vocab_size, config.hidden_size, context)
+        self.tokens = Slices(context).embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.rope is None else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self._finish(weights, dtype)
@@ -142,16 +142,15 @@ class Block(DecoderLayer):
     ):
         super().__init__(config, layer + 1)
         self._tables, self._window = tables, config.window(layer)
-        self._heads = heads_of(config.num_heads, config.kv_heads, context)
+        self._slices = Slices(context)
         self._activation = _ACTIVATIONS[config.activation]
-        hidden, ffn, head = config.hidden_size, config.ffn_size, config.dim_of_head
-        query, key = config.num_heads * head, config.kv_heads * head
+        hidden, ffn = config.hidden_size, config.ffn_size
         self.attention_norm = _make_norm(config)
-        self.qkv = column_linear(hidden, (query, key, key), config.qkv_bias, context)
-        self.attention_out = row_linear(query, hidden, config.attention_out_bias, context)
+        # Three layers and not one: where ranks share a key and value head, they don't share queries.
+        self.query, self.key, self.value, self.attention_out = self._slices.attention(config)
         self.mlp_norm = _make_norm(config)
-        self.up = column_linear(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias, context)
-        self.down = row_linear(ffn, hidden, config.mlp_bias, context)
+        self.up = self._slices.column(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias)
+        self.down = self._slices.row(ffn, hidden, config.mlp_bias)
         self.dropout = nn.Dropout(config.residual_dropout)
         self._finish(weights, dtype)
 
@@ -164,13 +163,15 @@ class Block(DecoderLayer):
         return _close(stream._replace(hidden=hidden))
 
     def _attend(self, stream: Stream) -> Tensor:
-        heads, tables = self._heads, self._tables
-        qkv = self.qkv(stream.hidden).unflatten(-1, (-1, self.config.dim_of_head))
-        query, key, value = qkv.split([heads.queries, heads.keys, heads.keys], dim=-2)
+        x, tables = self._slices.enter(stream.hidden), self._tables
+        # [batch, seq, heads, head_dim]
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.config.dim_of_head)) for layer in (self.query, self.key, self.value)
+        )
         if self.config.rope is not None:
-            cos, sin = tables.rotary(qkv, stream.position_ids)
+            cos, sin = tables.rotary(query, stream.position_ids)
             query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-        mask = tables.mask(qkv, self._window, stream.attention_mask)
+        mask = tables.mask(query, self._window, stream.attention_mask)
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -178,14 +179,15 @@ class Block(DecoderLayer):
             attn_mask=mask,
             dropout_p=self.config.attention_dropout if self.training else 0.0,
             is_causal=mask is None,
-            enable_gqa=heads.queries != heads.keys,
+            enable_gqa=query.shape[2] != key.shape[2],
         )
         return self.attention_out(mixed.transpose(1, 2).flatten(2))
 
     def _mlp(self, x: Tensor) -> Tensor:
+        up = self.up(self._slices.enter(x))
         if not self.config.gated:
-            return self.down(self._activation(self.up(x)))
-        gate, up = self.up(x).chunk(2, dim=-1)
+            return self.down(self._activation(up))
+        gate, up = up.chunk(2, dim=-1)
         return self.down(self._activation(gate) * up)
 
 
@@ -225,9 +227,10 @@ class Head(DecoderLayer):
         context: BuildContext | None = None,
     ):
         super().__init__(config, config.num_layers + 2)
-        self.logits = column_linear(config.hidden_size, (config.vocab_size,), False, context)
+        self._slices = Slices(context)
+        self.logits = self._slices.column(config.hidden_size, (config.vocab_size,), False)
         self._finish(weights, dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """See the class."""
-        return self.logits(hidden)
+        return self.logits(self._slices.enter(hidden))

@@ -10,46 +10,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError
+from parallel3d.models.config import DecoderConfig
 from parallel3d.pipe.specs import BuildContext
 
 
-@dataclass(frozen=True)
-class Heads:
-    """A rank's heads: of queries, and of keys and values."""
+class Slices:
+    """A rank's slices of the layers that it builds: makes their linears and embeddings, and stands at their borders.
 
-    queries: int
-    keys: int
+    context: of the build, None for whole layers. Raises ConfigError for more than one rank in its group.
+    """
 
+    def __init__(self, context: BuildContext | None):
+        if context is not None and context.groups.model.size > 1:
+            raise ConfigError(
+                f"tensor slicing over {context.groups.model.size} ranks is not yet supported by the decoder; give the axis "
+                "'model' 1 rank"
+            )
 
-def _check(context: BuildContext | None) -> None:
-    if context is not None and context.groups.model.size > 1:
-        raise ConfigError(
-            f"tensor slicing over {context.groups.model.size} ranks is not yet supported by the decoder; give 'model' 1 rank"
+    def embedding(self, vocab_size: int, size: int) -> nn.Module:
+        """[...] token ids -> [..., size]."""
+        return nn.Embedding(vocab_size, size)
+
+    def attention(self, config: DecoderConfig) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
+        """Query, key and value, [..., hidden] as `enter` gave it -> [..., a rank's heads], and the way back from the heads."""
+        hidden, query, key = (
+            config.hidden_size,
+            config.num_heads * config.dim_of_head,
+            config.kv_heads * config.dim_of_head,
         )
+        inwards = [nn.Linear(hidden, size, config.qkv_bias) for size in (query, key, key)]
+        return inwards[0], inwards[1], inwards[2], nn.Linear(query, hidden, config.attention_out_bias)
 
+    def column(self, size: int, segments: Sequence[int], bias: bool) -> nn.Module:
+        """[..., size] as `enter` gave it -> [..., a rank's part of each segment]."""
+        return nn.Linear(size, sum(segments), bias)
 
-def heads_of(num_heads: int, num_kv_heads: int, context: BuildContext | None) -> Heads:
-    """What a rank holds of the heads."""
-    _check(context)
-    return Heads(num_heads, num_kv_heads)
+    def row(self, size: int, out: int, bias: bool) -> nn.Module:
+        """[..., a rank's part of size] -> [..., out], summed over the ranks."""
+        return nn.Linear(size, out, bias)
 
-
-def column_linear(size: int, segments: Sequence[int], bias: bool, context: BuildContext | None) -> nn.Module:
-    """[..., size] -> [..., a rank's part of each segment]."""
-    _check(context)
-    return nn.Linear(size, sum(segments), bias)
-
-
-def row_linear(size: int, out: int, bias: bool, context: BuildContext | None) -> nn.Module:
-    """[..., a rank's part of size] -> [..., out], summed over the ranks."""
-    _check(context)
-    return nn.Linear(size, out, bias)
-
-
-def token_embedding(vocab_size: int, size: int, context: BuildContext | None) -> nn.Module:
-    """[...] token ids -> [..., size]."""
-    _check(context)
-    return nn.Embedding(vocab_size, size)
+    def enter(self, x: Tensor) -> Tensor:
+        """What column layers take of replicated hidden states, for all layers of one input."""
+        return x
 
 
 def token_losses(

@@ -154,13 +154,15 @@ def load_layer(module: nn.Module, names: LayerNames, weights: Weights) -> None:
 def _read_range(target: Tensor, stored: Stored, dim: int, start: int, stop: int, weights: Weights) -> None:
     """Fill target with elements start to stop, along dim, of the parameter."""
     begin = 0
-    for name, size in zip(stored.names, stored.sizes, strict=True):
+    for section in stored.sections:
         if dim == 0:
-            low, high = max(start, begin) - begin, min(stop, begin + size) - begin
-            here = target.narrow(0, begin + low - start, max(0, high - low)) if low < high else None
+            low, high = max(start, begin) - begin, min(stop, begin + section.size) - begin
+            here = target.narrow(0, begin + low - start, high - low) if low < high else None
+            low, high = low + section.start, high + section.start
         else:
-            low, high, here = start, stop, target.narrow(0, begin, size)
+            # Of all the section's rows, a range of columns: the rows are cut after reading, where they are not all.
+            low, high, here = start, stop, target.narrow(0, begin, section.size)
         if here is not None:
-            read = weights.read(name, 1 - dim if stored.transposed else dim, low, high)
-            here.copy_(read.t() if stored.transposed else read)
-        begin += size
+            read = weights.read(section.name, 1 - dim if stored.transposed else dim, low, high)
+            here.copy_((read.t() if stored.transposed else read) if dim == 0 else stored.rows_of(read, section))
+        begin += section.size
