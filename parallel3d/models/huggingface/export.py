@@ -138,7 +138,11 @@ class _Plan:
         self.tensors: dict[Key, dict[int, Piece]] = {}
         written: dict[Stored, Key] = {}
         for key in sorted({key for pieces in everyone for key in pieces}):
-            held = {rank: pieces[key] for rank, pieces in enumerate(everyone) if key in pieces}
+            held: dict[int, Piece] = {}
+            for rank, pieces in enumerate(everyone):
+                # Of ranks that hold the same, the first is enough.
+                if key in pieces and all(pieces[key].part != piece.part for piece in held.values()):
+                    held[rank] = pieces[key]
             if written.setdefault(next(iter(held.values())).stored, key) == key:
                 self.tensors[key] = held
 
