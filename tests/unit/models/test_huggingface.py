@@ -96,7 +96,9 @@ def test_all_tensors_at_fault_are_listed(tmp_path):
         (lambda path: (path / "pytorch_model.bin").touch(), "pytorch_model.bin is a pickle"),
         (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 20), "can't be read as safetensors"),
         (
-            lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}'),
+            lambda path: (path / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "gone.safetensors"}}'
+            ),
             "not there: gone.safetensors",
         ),
     ],
@@ -157,7 +159,9 @@ class Recording(StateDict):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("dim", "ranges"), [(0, ((1, 3), (5, 9))), (0, ((4, 6),)), (1, ((0, 2), (3, 4))), (1, ((2, 2),))])
+@pytest.mark.parametrize(
+    ("dim", "ranges"), [(0, ((1, 3), (5, 9))), (0, ((4, 6),)), (1, ((0, 2), (3, 4))), (1, ((2, 2),))]
+)
 def test_a_slice_reads_its_own_numbers_alone(dim: int, ranges: tuple[tuple[int, int], ...], transposed: bool):
     """A parameter [10, 5], its rows 0 to 3 in one tensor, 4 to 9 in another behind two rows of something else."""
     whole = torch.arange(50.0).view(10, 5)
@@ -179,7 +183,7 @@ def test_a_wrapped_model_needs_a_pipeline_plan_and_weights_shared_by_embedding_a
     with pytest.raises(ConfigError, match="dtype can't be given"):
         from_hf(model, dtype=torch.float64)
     model.model.layers[0].mlp.fc1.weight = model.model.layers[1].mlp.fc1.weight
-    with pytest.raises(ConfigError, match="shares its weight layer.mlp.fc1.weight"):
+    with pytest.raises(ConfigError, match=r"shares its weight layer\.mlp\.fc1\.weight"):
         from_hf(model)
     model.config.base_model_pp_plan = None
     with pytest.raises(ConfigError, match="no base_model_pp_plan"):
