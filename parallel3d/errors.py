@@ -19,7 +19,7 @@ class TopologyError(Parallel3DError, ValueError):
 
 
 class PartitionError(Parallel3DError, ValueError):
-    """Layers that can't be split into the stages asked for."""
+    """Layers that can't be split into the stages or tensor slices asked for."""
 
 
 class ScheduleError(Parallel3DError, ValueError):

@@ -188,6 +188,10 @@ class GradientSink:
         # ...and the parameters that it leaves incomplete.
         self._deferred: set[nn.Parameter] = set()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or pickle of a sink is a new one: it takes no parameter, least of all that of a copied layer."""
+        return GradientSink, ()
+
     def attach(self, parameter: nn.Parameter, accumulator: Accumulator) -> None:
         """Gradients of `parameter` (it must require them) are added to `accumulator` from the next `open` on.
 

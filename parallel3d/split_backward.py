@@ -7,6 +7,7 @@ split (norms, convolutions, bare parameters, compiled regions) runs whole at BAC
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,30 +17,54 @@ from torch import Tensor, nn
 from parallel3d.gradient_sink import GradientSink, Product, RowSum, Scatter
 
 
+class Border:
+    """What lies between a linear layer and its input: here nothing.
+
+    Tensor slicing has communication there. Both methods start it and return what waits for its result, so that a backward
+    hides it behind the layer's products. Under torch.is_grad_enabled() the result must be differentiable.
+    """
+
+    def enter(self, x: Tensor) -> Callable[[], Tensor]:
+        """The input as it came -> as it is multiplied."""
+        return lambda: x
+
+    def leave(self, gradient: Tensor) -> Callable[[], Tensor]:
+        """The transpose of `enter`: the gradient of what is multiplied, which may be overwritten -> of what came."""
+        return lambda: gradient
+
+
+NO_BORDER = Border()
+
+
 class _Linear(torch.autograd.Function):
-    """F.linear. x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
+    """F.linear behind a border. x: what enters as [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
 
     @staticmethod
-    def forward(ctx: Any, sink: GradientSink, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None, border: Border) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.sink, ctx.weight, ctx.bias = sink, weight, bias
-        ctx.save_for_backward(x, weight if x.requires_grad else None)
-        return F.linear(x, weight, bias)
+        ctx.sink, ctx.weight, ctx.bias, ctx.border = sink, weight, bias, border
+        _, needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return F.linear(border.enter(x)(), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            return None, None, None, None
+            return None, None, None, None, None
         x, weight = ctx.saved_tensors
         rows, dx, dweight, dbias = _rows(gradient), None, None, None
-        _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        if needs_x:
-            dx = rows.mm(weight).reshape(x.shape)
+        _, needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if needs_weight:
-            dweight = ctx.sink.route(ctx.weight, ctx.next_functions[1], Product(rows, _rows(x)))
+            entering = ctx.border.enter(x)
+        if needs_x:
+            leaving = ctx.border.leave(rows.mm(weight).reshape(*gradient.shape[:-1], weight.shape[1]))
+        if needs_weight:
+            dweight = ctx.sink.route(ctx.weight, ctx.next_functions[1], Product(rows, _rows(entering())))
         if needs_bias:
             dbias = ctx.sink.route(ctx.bias, ctx.next_functions[2], RowSum(rows))
-        return None, dx, dweight, dbias
+        if needs_x:
+            dx = leaving()
+        return None, dx, dweight, dbias, None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -51,7 +76,7 @@ class _Embedding(torch.autograd.Function):
     """F.embedding, dense. indices: [...], weight: [num_embeddings, dim] -> [..., dim]."""
 
     @staticmethod
-    def forward(ctx: Any, sink: GradientSink, indices: Tensor, weight: nn.Parameter, padding_idx: int) -> Tensor:
+    def forward(ctx: Any, sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.weight, ctx.padding_idx = sink, weight, padding_idx
         ctx.save_for_backward(indices)
@@ -66,6 +91,44 @@ class _Embedding(torch.autograd.Function):
         return None, None, ctx.sink.route(ctx.weight, ctx.next_functions[1], scatter), None
 
 
+_COMPILE_REASON = "parallel3d splits the backward of this layer; compile without fullgraph"
+
+
+@torch.compiler.disable(reason=_COMPILE_REASON)
+def linear(
+    sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None = None, border: Border = NO_BORDER
+) -> Tensor:
+    """F.linear of what `border` makes of x; gradients of weight and bias go to `sink` where it takes them.
+
+    x: what enters as [..., in], weight: [out, in], bias: [out] -> [..., out]. Follows autocast.
+    """
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = _narrowed(x, dtype), _narrowed(weight, dtype)
+        bias = None if bias is None else _narrowed(bias, dtype)
+    y: Tensor = _Linear.apply(sink, x, weight, bias, border)
+    return y
+
+
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(dtype)
+
+
+@torch.compiler.disable(reason=_COMPILE_REASON)
+def embedding(sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
+    """F.embedding, dense; the gradient of weight goes to `sink` where it takes it. padding_idx -1: none."""
+    y: Tensor = _Embedding.apply(sink, indices, weight, padding_idx)
+    return y
+
+
+class SplittableLayer(nn.Module):
+    """A layer that computes by this module's `linear` and `embedding` with its `sink`, which make_splittable sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = GradientSink()
+
+
 class _SplitForward:
     """What stands in for the `forward` of one layer.
 
@@ -76,12 +139,10 @@ class _SplitForward:
         self._layer, self._sink = layer, sink
         self._ordinary = type(layer).forward
         # torch.compile breaks its graph here: inside one, the whole backward would run at BACKWARD_INPUT.
-        self._outside_graph = torch.compiler.disable(
-            self._split, reason="parallel3d splits the backward of this layer; compile without fullgraph"
-        )
+        self._outside_graph = torch.compiler.disable(self._split, reason=_COMPILE_REASON)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._layer, GradientSink())
+        return type(self), (self._layer, self._sink)
 
     def __call__(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and _splits(self._layer, input):
@@ -93,7 +154,7 @@ class _SplitForward:
         if not self._sink.takes(layer.weight) or torch._C._are_functorch_transforms_active():
             return self._ordinary(layer, x)
         if isinstance(layer, nn.Linear):
-            return _Linear.apply(self._sink, x, layer.weight, layer.bias)
+            return _Linear.apply(self._sink, x, layer.weight, layer.bias, NO_BORDER)
         return _Embedding.apply(self._sink, x, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)
 
 
@@ -124,12 +185,15 @@ def _can_split(layer: nn.Module) -> bool:
 def make_splittable(module: nn.Module, sink: GradientSink) -> None:
     """Let `sink` take the weight and bias gradients of the linears and embeddings inside `module`, itself included.
 
-    Those are the instances whose class has the `forward` of nn.Linear or nn.Embedding (dense, without max_norm and
-    scale_grad_by_freq) and that have no `forward` of their own. Outside of `sink.deferring` and `sink.fusing` they compute
-    what they did. A call runs the ordinary, whole way if its weight is frozen, parametrized or in no sink, under autocast
-    and under torch.func. torch.compile breaks its graph at a call that doesn't. Idempotent; another sink replaces the first.
+    Those are SplittableLayers, and the instances without a `forward` of their own whose class has that of nn.Linear or
+    nn.Embedding (dense, without max_norm and scale_grad_by_freq). Outside of `sink.deferring` and `sink.fusing` they
+    compute what they did. A call of the latter runs the ordinary, whole way if its weight is frozen, parametrized or in no
+    sink, under autocast and under torch.func. torch.compile breaks its graph at a call that doesn't. Idempotent; another
+    sink replaces the first.
     """
     for layer in module.modules():
+        if isinstance(layer, SplittableLayer):
+            layer.sink = sink
         own = vars(layer).get("forward")
         if _can_split(layer) and (own is None or isinstance(own, _SplitForward)):
             layer.forward = _SplitForward(layer, sink)

@@ -23,6 +23,15 @@ class Group:
         """Number of ranks."""
         return len(self.ranks)
 
+    @property
+    def index(self) -> int:
+        """This process's place in the group."""
+        return 0 if self.handle is None else dist.get_rank(self.handle)
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        """The same group: a copy of a layer communicates with the same ranks."""
+        return self
+
 
 class Work(Protocol):
     """A collective under way."""
@@ -47,9 +56,18 @@ DONE: Work = _Done()
 
 def all_reduce(tensor: Tensor, group: Group) -> Work:
     """Start to sum `tensor` over the group, in place; the caller waits and keeps `tensor` alive until then."""
+    return _all_reduce(tensor, group, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(tensor: Tensor, group: Group) -> Work:
+    """Start to replace `tensor` by its largest values over the group, in place."""
+    return _all_reduce(tensor, group, dist.ReduceOp.MAX)
+
+
+def _all_reduce(tensor: Tensor, group: Group, op: Any) -> Work:
     if group.handle is None:
         return DONE
-    work = dist.all_reduce(tensor, group=group.handle, async_op=True)
+    work = dist.all_reduce(tensor, op=op, group=group.handle, async_op=True)
     assert work is not None
     return work
 

@@ -1,0 +1,199 @@
+"""Collectives that autograd follows, in three pairs, each the other's backward.
+
+The ranks of a tensor-slicing group compute one function together. A tensor is *replicated* (the same on every rank, and
+its gradient too), a *shard* (rank r has part r along a dim) or *partial* (the ranks' tensors add up to it). With y the
+result, L the loss, n the group's size and [x_r] the concatenation over ranks:
+
+| forward                                                | backward                                         |
+|--------------------------------------------------------|--------------------------------------------------|
+| copy_to_region       y = x, used by sliced layers      | dL/dx = sum_r dL/dy_r           (all-reduce)     |
+| reduce_from_region   y = sum_r x_r       (all-reduce)  | dL/dx_r = dL/dy                                  |
+| gather_from_region   y = [x_r]           (all-gather)  | dL/dx_r = part r of dL/dy                        |
+| scatter_to_region    y_r = part r of x                 | dL/dx = [dL/dy_r]               (all-gather)     |
+| all_gather           y = [x_r], used by sliced layers  | dL/dx_r = part r of sum_s dL/dy_s (reduce-scatter) |
+| reduce_scatter       y_r = part r of sum_s x_s         | dL/dx_s = [dL/dy_r]             (all-gather)     |
+
+copy and reduce are f and g of arXiv:1909.08053, all_gather and reduce_scatter g and g-bar of arXiv:2205.05198.
+Parts along a dim are equally long; CommunicationError where the group's size doesn't divide it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Group, Work
+from parallel3d.errors import CommunicationError
+
+# A collective under way: waits (CUDA: makes the current stream wait) and returns the result.
+Started = Callable[[], Tensor]
+
+
+def _finish(work: Work, operand: Tensor, result: Started) -> Tensor:
+    """operand: held until here, for the allocator would reuse its memory during the collective."""
+    work.wait()
+    return result()
+
+
+def start_all_reduce(x: Tensor, group: Group) -> Started:
+    """The sum over the group, in the memory of `x`, which must be contiguous. Not differentiable."""
+    return partial(_finish, collectives.all_reduce(x, group), x, lambda: x)
+
+
+def start_all_gather(x: Tensor, group: Group, dim: int) -> Started:
+    """x: [..., n, ...] -> [..., n * group.size, ...], every rank's along `dim` in group order. Not differentiable."""
+    if group.size == 1:
+        return lambda: x
+    shard = x.contiguous()
+    blocks = shard.new_empty(group.size, *shard.shape)
+    work = collectives.all_gather_into(blocks.view(-1), shard.view(-1), group)
+    return partial(_finish, work, shard, lambda: _join(blocks, dim))
+
+
+def start_reduce_scatter(x: Tensor, group: Group, dim: int) -> Started:
+    """x: [..., n * group.size, ...] -> [..., n, ...], this rank's part of the sum over the group. Not differentiable.
+
+    Raises CommunicationError where the group's size doesn't divide x.shape[dim].
+    """
+    if group.size == 1:
+        return lambda: x
+    blocks = _cut(x, group, dim).contiguous()
+    shard = torch.empty_like(blocks[0])
+    work = collectives.reduce_scatter_into(shard.view(-1), blocks.view(-1), group)
+    return partial(_finish, work, blocks, lambda: shard)
+
+
+def _cut(x: Tensor, group: Group, dim: int) -> Tensor:
+    """[..., n * size, ...] -> [size, ..., n, ...]."""
+    dim = dim % x.dim()
+    if x.shape[dim] % group.size:
+        raise CommunicationError(
+            f"dim {dim} of {list(x.shape)} can't be cut into {group.size} equal parts; pad it to a multiple of {group.size}"
+        )
+    return x.unflatten(dim, (group.size, x.shape[dim] // group.size)).movedim(dim, 0)
+
+
+def _join(blocks: Tensor, dim: int) -> Tensor:
+    """[size, ..., n, ...] -> [..., n * size, ...], a view where nothing lies before `dim`."""
+    shape = blocks.shape[1:]
+    dim = dim % len(shape)
+    if math.prod(shape[:dim]) == 1:
+        return blocks.view(*shape[:dim], -1, *shape[dim + 1 :]) if blocks.numel() else blocks.flatten(0, dim + 1)
+    return blocks.movedim(0, dim).flatten(dim, dim + 1)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return reduce_from_region(gradient, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
+        ctx.group = group
+        if in_place:
+            ctx.mark_dirty(x)
+        # A gradient that arrives here may be another consumer's too.
+        return start_all_reduce(x if in_place else x.clone(memory_format=torch.contiguous_format), group)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return copy_to_region(gradient, ctx.group), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_all_gather(x, group, dim)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return scatter_to_region(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _cut(x, group, dim)[group.index].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gather_from_region(gradient, ctx.group, ctx.dim), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_all_gather(x, group, dim)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return reduce_scatter(gradient, ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_reduce_scatter(x, group, dim)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather(gradient, ctx.group, ctx.dim), None, None
+
+
+def copy_to_region(x: Tensor, group: Group) -> Tensor:
+    """x: [...], replicated -> itself, whose gradients from sliced layers are partial: the backward all-reduces them."""
+    y: Tensor = x if group.size == 1 else _Copy.apply(x, group)
+    return y
+
+
+def reduce_from_region(x: Tensor, group: Group) -> Tensor:
+    """x: [...], partial -> the sum over the group, replicated."""
+    y: Tensor = x if group.size == 1 else _Reduce.apply(x, group, False)
+    return y
+
+
+def reduce_from_region_(x: Tensor, group: Group) -> Tensor:
+    """As reduce_from_region, in the memory of `x`: contiguous, a result that no backward needs."""
+    y: Tensor = x if group.size == 1 else _Reduce.apply(x, group, True)
+    return y
+
+
+def gather_from_region(x: Tensor, group: Group, dim: int) -> Tensor:
+    """x: [..., n, ...], a shard along `dim` -> [..., n * group.size, ...], replicated, as are its gradients."""
+    y: Tensor = x if group.size == 1 else _Gather.apply(x, group, dim)
+    return y
+
+
+def scatter_to_region(x: Tensor, group: Group, dim: int) -> Tensor:
+    """x: [..., n * group.size, ...], replicated -> [..., n, ...], this rank's shard along `dim`."""
+    y: Tensor = x if group.size == 1 else _Scatter.apply(x, group, dim)
+    return y
+
+
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """x: [..., n, ...], a shard -> [..., n * group.size, ...], whose gradients from sliced layers are partial."""
+    y: Tensor = x if group.size == 1 else _AllGather.apply(x, group, dim)
+    return y
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    """x: [..., n * group.size, ...], partial -> [..., n, ...], this rank's shard of the sum along `dim`."""
+    y: Tensor = x if group.size == 1 else _ReduceScatter.apply(x, group, dim)
+    return y

@@ -1,0 +1,37 @@
+"""Tensor slicing: layers whose weights are split over the ranks of a group, and the borders between their regions."""
+
+from parallel3d.parameters import Slicing, slicing_of
+from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
+from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor_parallel.parallelize import Column, Row, Vocabulary, Whole, parallelize
+from parallel3d.tensor_parallel.regions import (
+    enter_region,
+    gather_sequence,
+    reduce_scatter_sequence,
+    scatter_sequence,
+    slicing_group,
+    sum_gradients_over,
+)
+from parallel3d.tensor_parallel.slicing import AttentionHeads
+
+__all__ = [
+    "AttentionHeads",
+    "Column",
+    "ColumnParallelLinear",
+    "Row",
+    "RowParallelLinear",
+    "Slicing",
+    "VocabParallelEmbedding",
+    "Vocabulary",
+    "Whole",
+    "enter_region",
+    "gather_sequence",
+    "parallelize",
+    "reduce_scatter_sequence",
+    "scatter_sequence",
+    "slicing_group",
+    "slicing_of",
+    "sum_gradients_over",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,102 @@
+"""An embedding sliced over ranks by the vocabulary, and the output layer that shares its weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm import differentiable
+from parallel3d.comm.collectives import Group
+from parallel3d.errors import PartitionError
+from parallel3d.parameters import sliced
+from parallel3d.split_backward import embedding, linear
+from parallel3d.tensor_parallel.linear import SlicedLayer
+from parallel3d.tensor_parallel.regions import Context, border, reduce_scatter_sequence, slicing_group
+from parallel3d.tensor_parallel.slicing import cut
+
+
+class VocabParallelEmbedding(SlicedLayer):
+    """Row r of the table lies on the rank whose part of the vocabulary has r: indices [...] -> [..., dim], replicated.
+
+    y = sum_r E_r[i - start_r], a rank adding zeros for the words that it doesn't have: an all-reduce, or, with
+    sequence_parallel, a reduce-scatter to [..., ceil(seq / tp), dim]. The table is the one that nn.Embedding would have
+    drawn. Raises PartitionError where there are fewer words than ranks; an index outside of the vocabulary is an error as
+    in nn.Embedding, found on the device.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+        group: Group | None = None,
+        context: Context | None = None,
+    ):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sequence_parallel = sequence_parallel
+        self.group = slicing_group(group, context)
+        if num_embeddings < self.group.size:
+            raise PartitionError(
+                f"a vocabulary of {num_embeddings} can't be split over {self.group.size} ranks; use nn.Embedding"
+            )
+        self.cut = cut(num_embeddings, None, self.group.size)
+        ((self.start, self.stop),) = self.cut.ranges[self.group.index]
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx)
+        self.padding_idx = whole.padding_idx
+        self.take(whole.weight)
+
+    @classmethod
+    def from_embedding(cls, whole: nn.Embedding, *, sequence_parallel: bool, group: Group) -> VocabParallelEmbedding:
+        """The layer that holds this rank's part of `whole`'s table."""
+        with torch.device("meta"):
+            layer = cls(
+                whole.num_embeddings,
+                whole.embedding_dim,
+                padding_idx=whole.padding_idx,
+                sequence_parallel=sequence_parallel,
+                group=group,
+            )
+        layer.take(whole.weight)
+        return layer.train(whole.training)
+
+    def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """See SlicedLayer; there is no bias."""
+        assert bias is None
+        self._hold(sliced(weight, self.cut.slicing(0, self.group.index)), None)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """See the class."""
+        here = (indices >= self.start) & (indices < self.stop)
+        check_indices(indices, self.num_embeddings)
+        padded = self.padding_idx is not None and self.start <= self.padding_idx < self.stop
+        padding = self.padding_idx - self.start if padded and self.padding_idx is not None else -1
+        rows = embedding(self.sink, (indices - self.start).where(here, 0), self.weight, padding)
+        y = rows.masked_fill(~here.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            return reduce_scatter_sequence(y, self.group)
+        return differentiable.reduce_from_region_(y, self.group)
+
+    def logits(self, x: Tensor, length: int | None = None) -> Tensor:
+        """x E_r^T, the output layer of tied embeddings: [..., dim] -> [..., this rank's part of the vocabulary].
+
+        With sequence_parallel x is a shard of the sequence, length as in ColumnParallelLinear.
+        """
+        return linear(self.sink, x, self.weight, None, border(self.group, self.sequence_parallel, length))
+
+    def extra_repr(self) -> str:
+        """As nn.Embedding's, and the slice."""
+        sequence = ", sequence_parallel" if self.sequence_parallel else ""
+        slice_ = f"slice {self.group.index} of {self.group.size}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{sequence}, {slice_}"
+
+
+def check_indices(indices: Tensor, size: int, valid: Tensor | None = None) -> None:
+    """Raise RuntimeError (CUDA: stop the device, without the host waiting) for an index outside of 0 to size - 1.
+
+    valid: which are to be right, all by default.
+    """
+    right = (indices >= 0) & (indices < size)
+    torch._assert_async((right if valid is None else right | ~valid).all(), f"an index is not in [0, {size})")

@@ -1,0 +1,186 @@
+"""Linear layers sliced over ranks: by their outputs (column) and by their inputs (row). arXiv:1909.08053, section 3.
+
+y = f(x A) B with A cut by columns and B by rows needs no communication between the two: rank r computes f(x A_r) B_r, and
+the sum over r, an all-reduce, is y. Backward, dL/dx = sum_r dL/d(x A_r) A_r^T, another all-reduce, runs while dL/dA_r is
+computed. With sequence parallelism x and y are shards of the sequence: an all-gather before A and a reduce-scatter after
+B, and their transposes backward, move the same bytes as the two all-reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm import differentiable
+from parallel3d.comm.collectives import Group
+from parallel3d.errors import PartitionError
+from parallel3d.parameters import sliced
+from parallel3d.split_backward import NO_BORDER, SplittableLayer, linear
+from parallel3d.tensor_parallel.regions import (
+    Context,
+    border,
+    gather_features,
+    reduce_scatter_sequence,
+    scatter_features,
+    slicing_group,
+    sum_gradients_over,
+)
+from parallel3d.tensor_parallel.slicing import Segments, cut
+
+
+class SlicedLayer(SplittableLayer):
+    """A layer of which each rank of `group` holds a part; its parameters say so by their attributes."""
+
+    group: Group
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Hold this rank's part of a whole layer's parameters: weight [out, in] or [words, dim], bias [out] or None."""
+        raise NotImplementedError
+
+    def _hold(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.register_parameter("weight", cast(nn.Parameter, weight))
+        self.register_parameter("bias", cast("nn.Parameter | None", bias))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SlicedLayer:
+        """As nn.Module's, for `to`, `cuda`, `to_empty`; what parameters say of themselves outlasts their replacement."""
+        said = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
+        super()._apply(fn, recurse)
+        for name, attributes in said.items():
+            vars(self._parameters[name]).update(attributes)
+        return self
+
+
+class ColumnParallelLinear(SlicedLayer):
+    """y = x W^T + b, rank r computing the outputs of its rows of W and b: x: [..., in] -> [..., this rank's out].
+
+    x is replicated; with sequence_parallel it is a shard [..., ceil(seq / tp), in], and y has the whole sequence. With
+    gather_output y is the whole [..., out]. Several layers of one input save communication with in_region: x is then what
+    `enter_region` returned. segments: sizes of the fused parts of out (q, k, v or gate, up), or Segments
+    (AttentionHeads(...).query), each sliced by itself; a rank's output has its parts of them in that order. Where ranks
+    share rows (fewer kv heads than ranks) each keeps the whole weight and uses the rows of its own. Weight and bias are
+    those that nn.Linear would have drawn. Raises PartitionError.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        in_region: bool = False,
+        segments: Segments | None = None,
+        group: Group | None = None,
+        context: Context | None = None,
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output, self.sequence_parallel, self.in_region = gather_output, sequence_parallel, in_region
+        self.group = slicing_group(group, context)
+        self.cut = cut(out_features, segments, self.group.size)
+        if self.cut.shared and len(self.cut.ranges[0]) > 1:
+            raise PartitionError(
+                f"fused segments in which {self.group.size} ranks share heads can't be sliced; use separate query, key and "
+                "value layers, or as many key and value heads as ranks"
+            )
+        whole = nn.Linear(in_features, out_features, bias)
+        self.take(whole.weight, whole.bias)
+
+    def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """See SlicedLayer; where ranks share rows, the whole parameters."""
+        if self.cut.shared:
+            self._hold(weight, bias)
+            sum_gradients_over(self.parameters(), self.group)
+            return
+        slicing = self.cut.slicing(0, self.group.index)
+        self._hold(sliced(weight, slicing), None if bias is None else sliced(bias, slicing))
+
+    def forward(self, x: Tensor, length: int | None = None) -> Tensor:
+        """length: of the whole sequence, with sequence_parallel where it may be padded; see regions.py."""
+        entry = NO_BORDER if self.in_region else border(self.group, self.sequence_parallel, length)
+        y = linear(self.sink, x, self.weight, self.bias, entry)
+        if self.cut.shared:
+            ((start, stop),) = self.cut.ranges[self.group.index]
+            y = y.narrow(-1, start, stop - start)
+        return gather_features(y, self.cut, self.group) if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's, and the slice."""
+        return _repr(self, ", gather_output" if self.gather_output else "")
+
+
+class RowParallelLinear(SlicedLayer):
+    """y = sum_r x_r W_r^T + b, W_r being rank r's columns of W: x: [..., this rank's in] -> [..., out], replicated.
+
+    With sequence_parallel y is a shard [..., ceil(seq / tp), out] of the sequence. The bias is added once, after the sum.
+    With input_is_parallel=False x is the whole [..., in], replicated. segments: as those of the column layer before it.
+    Weight and bias are those that nn.Linear would have drawn. Raises PartitionError.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        segments: Segments | None = None,
+        group: Group | None = None,
+        context: Context | None = None,
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
+        self.group = slicing_group(group, context)
+        self.cut = cut(in_features, segments, self.group.size)
+        if self.cut.shared:
+            raise PartitionError(
+                "a row layer's inputs can't be shared by ranks; slice it as the query heads: AttentionHeads(...).query"
+            )
+        whole = nn.Linear(in_features, out_features, bias)
+        self.take(whole.weight, whole.bias)
+
+    def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """See SlicedLayer; the bias is whole."""
+        self._hold(sliced(weight, self.cut.slicing(1, self.group.index)), bias)
+        if bias is not None and self.sequence_parallel:
+            sum_gradients_over([bias], self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        if not self.input_is_parallel:
+            x = scatter_features(x, self.cut, self.group)
+        y = linear(self.sink, x, self.weight)
+        if self.sequence_parallel:
+            y = reduce_scatter_sequence(y, self.group)
+        else:
+            y = differentiable.reduce_from_region_(y, self.group)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's, and the slice."""
+        return _repr(self, "" if self.input_is_parallel else ", input_is_parallel=False")
+
+
+L = TypeVar("L", ColumnParallelLinear, RowParallelLinear)
+
+
+def from_linear(cls: type[L], whole: nn.Linear, **options: Any) -> L:
+    """A sliced layer that holds this rank's part of `whole`'s weights. options: those of the class."""
+    with torch.device("meta"):
+        layer = cls(whole.in_features, whole.out_features, whole.bias is not None, **options)
+    layer.take(whole.weight, whole.bias)
+    return layer.train(whole.training)
+
+
+def _repr(layer: ColumnParallelLinear | RowParallelLinear, options: str) -> str:
+    text = f"in_features={layer.in_features}, out_features={layer.out_features}, bias={layer.bias is not None}{options}"
+    sequence = ", sequence_parallel" if layer.sequence_parallel else ""
+    return f"{text}{sequence}, slice {layer.group.index} of {layer.group.size}"

@@ -1,0 +1,217 @@
+"""Tensor slicing for a module that knows nothing of it: its layers are replaced by sliced ones, after a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from parallel3d.comm.collectives import Group
+from parallel3d.errors import PartitionError, nearest
+from parallel3d.parameters import slicing_of
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
+from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, SlicedLayer, from_linear
+from parallel3d.tensor_parallel.regions import sum_gradients_over
+from parallel3d.tensor_parallel.slicing import Segments
+
+
+@dataclass(frozen=True)
+class Column:
+    """A linear layer becomes a ColumnParallelLinear. fused: number of equal segments; or the segments themselves."""
+
+    gather_output: bool = False
+    segments: Segments | None = None
+    fused: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A linear layer becomes a RowParallelLinear; an embedding is sliced by its rows, the vocabulary."""
+
+    input_is_parallel: bool = True
+    segments: Segments | None = None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """An embedding becomes a VocabParallelEmbedding."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A module stays as it is. partial: it works inside a sliced region, so that its gradients are summed over ranks."""
+
+    partial: bool = False
+
+
+Style = Column | Row | Vocabulary | Whole
+
+# This package's words, then those of base_model_tp_plan in Hugging Face configurations.
+STYLES: dict[str, Style] = {
+    "column": Column(),
+    "column_gather_output": Column(gather_output=True),
+    "row": Row(),
+    "row_split_input": Row(input_is_parallel=False),
+    "vocab": Vocabulary(),
+    "partial": Whole(partial=True),
+    "whole": Whole(),
+    "colwise": Column(),
+    "local_colwise": Column(),
+    "colwise_rep": Column(gather_output=True),
+    "colwise_gather_output": Column(gather_output=True),
+    "packed_colwise": Column(fused=2),
+    "local_packed_colwise": Column(fused=2),
+    "rowwise": Row(),
+    "local_rowwise": Row(),
+    "rowwise_rep": Row(input_is_parallel=False),
+    "rowwise_split_input": Row(input_is_parallel=False),
+    "embedding_rowwise": Vocabulary(),
+    "replicated_with_grad_allreduce": Whole(partial=True),
+    # There, each rank has a part of a mixture's sum, which "gather" adds up; here each row layer adds up its own.
+    "local": Whole(),
+    "isolated": Whole(),
+    "gather": Whole(),
+    # There, of a norm: a matter of its own. Here, of the whole module: parallelize(..., sequence_parallel=True).
+    "sequence_parallel": Whole(),
+    "replicate": Whole(),
+}
+
+
+def parallelize(
+    module: nn.Module, plan: Mapping[str, str | Style], group: Group, *, sequence_parallel: bool = False
+) -> nn.Module:
+    """Replace the layers inside `module` that the plan names by sliced ones with this rank's part of the same weights.
+
+    plan: pattern of dotted names ("*.q_proj", "layers.*.mlp.up_proj") -> a word of STYLES, or a Column, Row... Every pattern
+    must match; what none matches stays whole. Layers are nn.Linear and nn.Embedding, or subclasses with their forward.
+    Weights that were one object (tied embeddings) still are. Every rank must begin with the same weights.
+
+    The module's code must take the sizes of what a column layer returns from the tensor, as in view(*shape, -1, head_dim);
+    where a head must not be cut, the plan says Column(segments=[AttentionHeads(...).query]). sequence_parallel: what the
+    module gets and passes on between row and column layers are shards of sequences that the group's size divides; all
+    parameters not sliced are then partial. Returns the module, changed in place (a lone layer: its replacement).
+    Raises PartitionError, with the names, before anything is changed.
+    """
+    styles = _match(module, plan)
+    replacements = {
+        layer: _replace(name, layer, style, group, sequence_parallel)
+        for layer, (name, style) in styles.items()
+        if not isinstance(style, Whole)
+    }
+    _keep_ties(module, replacements)
+    if module in replacements:
+        return replacements[module]
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if layer in replacements:
+            parent, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(parent), attribute, replacements[layer])
+    for layer, (_, style) in styles.items():
+        if isinstance(style, Whole) and style.partial:
+            sum_gradients_over(layer.parameters(), group)
+    if sequence_parallel:
+        sum_gradients_over((p for p in module.parameters() if slicing_of(p) is None), group)
+    return module
+
+
+def _match(module: nn.Module, plan: Mapping[str, str | Style]) -> dict[nn.Module, tuple[str, Style]]:
+    """Which module is to become what, and by what name."""
+    found: dict[nn.Module, tuple[str, Style]] = {}
+    modules = list(module.named_modules(remove_duplicate=False))
+    for pattern, word in plan.items():
+        style = _style(pattern, word)
+        # "*.q_proj" is meant for a q_proj at the top, too.
+        matching = [(name, m) for name, m in modules if fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)]
+        if not matching:
+            leaves = sorted({name.rpartition(".")[2] for name, _ in modules} - {""})
+            raise PartitionError(
+                f"plan pattern {pattern!r} matches no module of {type(module).__name__}."
+                f"{nearest(pattern.rpartition('.')[2], leaves)} Its modules are called {', '.join(leaves)}"
+            )
+        for name, layer in matching:
+            other, before = found.setdefault(layer, (name, style))
+            if before != style:
+                raise PartitionError(
+                    f"{other} is {before} and, by plan pattern {pattern!r}, {style}; leave one pattern"
+                )
+    return found
+
+
+def _style(pattern: str, word: str | Style) -> Style:
+    if not isinstance(word, str):
+        return word
+    if word not in STYLES:
+        raise PartitionError(
+            f"plan pattern {pattern!r}: {word!r} is no way to slice a layer.{nearest(word, STYLES)} There are "
+            f"{', '.join(STYLES)}"
+        )
+    return STYLES[word]
+
+
+def _replace(name: str, layer: nn.Module, style: Style, group: Group, sequence_parallel: bool) -> SlicedLayer:
+    """The sliced layer, or PartitionError where there is none like it."""
+    forward = type(layer).forward
+    why = _unsuitable(layer)
+    if why is None and isinstance(layer, nn.Linear) and forward is nn.Linear.forward:
+        if isinstance(style, Column):
+            fused = [layer.out_features // style.fused] * style.fused if style.fused > 1 else None
+            return from_linear(
+                ColumnParallelLinear,
+                layer,
+                gather_output=style.gather_output,
+                segments=style.segments or fused,
+                sequence_parallel=sequence_parallel,
+                group=group,
+            )
+        if isinstance(style, Row):
+            return from_linear(
+                RowParallelLinear,
+                layer,
+                input_is_parallel=style.input_is_parallel,
+                segments=style.segments,
+                sequence_parallel=sequence_parallel,
+                group=group,
+            )
+        why = "is a linear layer"
+    elif why is None and isinstance(layer, nn.Embedding) and forward is nn.Embedding.forward:
+        if isinstance(style, (Row, Vocabulary)):
+            return VocabParallelEmbedding.from_embedding(layer, sequence_parallel=sequence_parallel, group=group)
+        why = "is an embedding"
+    raise PartitionError(
+        f"{name or type(layer).__name__} can't be sliced as {style}: it {why or 'is a ' + type(layer).__name__}; columns and "
+        "rows are of layers with nn.Linear's forward, vocabularies of those with nn.Embedding's"
+    )
+
+
+def _unsuitable(layer: nn.Module) -> str | None:
+    """What about a linear layer or embedding a sliced one does not do."""
+    if type(layer._parameters.get("weight")) is not nn.Parameter:
+        return "has no weight of its own (parametrized?)"
+    if "forward" in vars(layer) or any(
+        (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    ):
+        return "has a forward or hooks of its own, set after it was made; set them after parallelize"
+    if isinstance(layer, nn.Embedding) and (layer.sparse or layer.max_norm is not None or layer.scale_grad_by_freq):
+        return "has sparse, max_norm or scale_grad_by_freq"
+    return None
+
+
+def _keep_ties(module: nn.Module, replacements: Mapping[nn.Module, SlicedLayer]) -> None:
+    """Make one again of the slices of one parameter. Raises PartitionError where its layers are not sliced alike."""
+    uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for path, layer in module.named_modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                uses.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), layer, name))
+    for parameter, places in uses.items():
+        parts = [replacements[m]._parameters[name] if m in replacements else parameter for _, m, name in places]
+        if len({None if part is None else slicing_of(part) for part in parts}) > 1:
+            names = " and ".join(name for name, _, _ in places)
+            raise PartitionError(
+                f"{names} are one parameter, which the plan slices in different ways; slice all by the vocabulary (an "
+                "embedding as 'vocab', its output layer as 'column') or none"
+            )
+        for _, layer, name in places:
+            if layer in replacements:
+                replacements[layer]._parameters[name] = parts[0]

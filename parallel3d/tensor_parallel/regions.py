@@ -1,0 +1,181 @@
+"""The borders of sliced regions: features split over ranks, and sequences split over ranks.
+
+Sequence parallelism (arXiv:2205.05198): between a row layer and the next column layer, activations are shards of the
+sequence, [batch, ceil(seq / tp), hidden]: dim -2 is the sequence. A sequence that tp does not divide is padded at its
+end; whoever gathers it again gives its length. Norms and dropout work on the shard; what they give at padded places
+goes nowhere, and the gradient that comes from there is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d.comm import differentiable
+from parallel3d.comm.collectives import Group
+from parallel3d.comm.differentiable import Started
+from parallel3d.comm.environment import get_rank
+from parallel3d.errors import CommunicationError
+from parallel3d.split_backward import Border
+from parallel3d.tensor_parallel.slicing import Cut
+
+SEQUENCE_DIM = -2
+
+
+class HasModelGroup(Protocol):
+    """Process groups with one of tensor slices."""
+
+    @property
+    def model(self) -> Group:
+        """The ranks that slice one layer."""
+
+
+class Context(Protocol):
+    """What LayerSpec.build passes, as far as a sliced layer reads it."""
+
+    @property
+    def groups(self) -> Any:
+        """HasModelGroup."""
+
+
+def slicing_group(group: Group | None, context: Context | None) -> Group:
+    """The group that slices a layer: the one given, else the context's, else this rank alone."""
+    if group is not None:
+        return group
+    if context is not None:
+        groups: HasModelGroup = context.groups
+        return groups.model
+    return Group((get_rank(),), None)
+
+
+def sum_gradients_over(parameters: Iterable[Tensor], group: Group) -> None:
+    """Say that each rank of the group computes only a part of these parameters' gradients (`partial_over`).
+
+    So it is for norms on shards of a sequence, and for what heads of several ranks share.
+    """
+    for parameter in parameters:
+        vars(parameter)["partial_over"] = group
+
+
+def gather_features(x: Tensor, cut: Cut, group: Group) -> Tensor:
+    """x: [..., this rank's part of the last dim] -> [..., cut.size], replicated, as are its gradients."""
+    if cut.plain:
+        return differentiable.gather_from_region(x, group, -1)
+    block = max(cut.lengths)
+    blocks = differentiable.gather_from_region(F.pad(x, (0, block - x.shape[-1])), group, -1)
+    pieces = [blocks.narrow(-1, rank * block + start, length) for rank, start, length in cut.sources()]
+    return torch.cat(pieces, -1)
+
+
+def scatter_features(x: Tensor, cut: Cut, group: Group) -> Tensor:
+    """x: [..., cut.size], replicated -> [..., this rank's part of the last dim]."""
+    if cut.plain:
+        return differentiable.scatter_to_region(x, group, -1)
+    block, pieces = max(cut.lengths), []
+    for ranges, length in zip(cut.ranges, cut.lengths, strict=True):
+        pieces += [x.narrow(-1, start, stop - start) for start, stop in ranges]
+        pieces.append(x.new_zeros(*x.shape[:-1], block - length))
+    shard = differentiable.scatter_to_region(torch.cat(pieces, -1), group, -1)
+    return shard.narrow(-1, 0, cut.lengths[group.index])
+
+
+def scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """x: [..., seq, hidden], replicated -> this rank's [..., ceil(seq / tp), hidden], zeros where the sequence has ended."""
+    return differentiable.scatter_to_region(_pad(x, group), group, SEQUENCE_DIM)
+
+
+def gather_sequence(x: Tensor, group: Group, length: int | None = None) -> Tensor:
+    """x: [..., shard, hidden] -> [..., length, hidden], replicated, as are its gradients; by default with the padding."""
+    return _cut_off(differentiable.gather_from_region(x, group, SEQUENCE_DIM), length)
+
+
+def enter_region(x: Tensor, group: Group, sequence_parallel: bool = False, length: int | None = None) -> Tensor:
+    """What column layers built with in_region take: one all-reduce, or one gathering, for several layers of one input.
+
+    x: [..., hidden], replicated; with sequence_parallel a shard [..., shard, hidden] -> [..., length, hidden].
+    """
+    if sequence_parallel:
+        return _cut_off(differentiable.all_gather(x, group, SEQUENCE_DIM), length)
+    return differentiable.copy_to_region(x, group)
+
+
+def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """x: [..., seq, hidden], partial -> this rank's [..., ceil(seq / tp), hidden] of the sum over the group."""
+    return differentiable.reduce_scatter(_pad(x, group), group, SEQUENCE_DIM)
+
+
+def _pad(x: Tensor, group: Group) -> Tensor:
+    if x.dim() < 2:
+        raise CommunicationError(
+            f"sequence parallelism needs [..., sequence, hidden], not {list(x.shape)}; add a dim, or build without it"
+        )
+    missing = -x.shape[SEQUENCE_DIM] % group.size
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _cut_off(x: Tensor, length: int | None) -> Tensor:
+    if length is None or length == x.shape[SEQUENCE_DIM]:
+        return x
+    if length > x.shape[SEQUENCE_DIM]:
+        raise CommunicationError(
+            f"the shards of a sequence add up to {x.shape[SEQUENCE_DIM]} places, not {length}; give the length of the whole "
+            "sequence before it was scattered"
+        )
+    return x.narrow(SEQUENCE_DIM, 0, length)
+
+
+@dataclass(frozen=True)
+class ReplicatedBorder(Border):
+    """copy_to_region before a column layer: the input's gradient is all-reduced behind the weight's product."""
+
+    group: Group
+
+    def leave(self, gradient: Tensor) -> Started:
+        """[..., hidden], partial -> the sum."""
+        if torch.is_grad_enabled():
+            total = differentiable.reduce_from_region(gradient, self.group)
+            return lambda: total
+        return differentiable.start_all_reduce(gradient, self.group)
+
+
+@dataclass(frozen=True)
+class SequenceBorder(Border):
+    """all_gather before a column layer. The layer keeps the shard; its backward gathers it again, while the input's
+    gradient is multiplied, and reduce-scatters that one behind the weight's product.
+
+    length: of the whole sequence; by default the padding stays.
+    """
+
+    group: Group
+    length: int | None
+
+    def enter(self, x: Tensor) -> Started:
+        """[..., shard, hidden] -> [..., length, hidden]."""
+        if torch.is_grad_enabled():
+            whole = _cut_off(differentiable.all_gather(x, self.group, SEQUENCE_DIM), self.length)
+            return lambda: whole
+        gathered = differentiable.start_all_gather(x, self.group, SEQUENCE_DIM)
+        return lambda: _cut_off(gathered(), self.length)
+
+    def leave(self, gradient: Tensor) -> Started:
+        """[..., length, hidden], partial -> [..., shard, hidden] of the sum."""
+        if torch.is_grad_enabled():
+            shard = reduce_scatter_sequence(gradient, self.group)
+            return lambda: shard
+        return differentiable.start_reduce_scatter(_pad(gradient, self.group), self.group, SEQUENCE_DIM)
+
+
+def border(group: Group, sequence_parallel: bool, length: int | None) -> Border:
+    """What lies before a column layer. Raises CommunicationError for a length without sequence parallelism."""
+    if sequence_parallel:
+        return SequenceBorder(group, length)
+    if length is not None:
+        raise CommunicationError(
+            f"length={length} is the length of a sequence split over ranks; build the layer with sequence_parallel=True"
+        )
+    return ReplicatedBorder(group)
