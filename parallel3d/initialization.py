@@ -100,9 +100,10 @@ def _check_mpu(mpu: Any) -> None:
 def _check_module(model: PipelineModule, config: Config) -> None:
     """The module was built before this configuration was read: what both say must agree."""
     topology = model.topology()
-    others = {a: topology.get_dim(a) for a in topology.get_axis_names() if a not in ("pipe", "data")}
+    others = {a: topology.get_dim(a) for a in topology.get_axis_names() if a not in ("pipe", "data", "model")}
     if any(dim > 1 for dim in others.values()):
-        raise ConfigError(f"the topology has axes {others} besides pipe and data: not yet supported; give them 1 rank")
+        raise ConfigError(f"the topology has axes {others} besides pipe, data and model; give them 1 rank")
+    _check_slices(model, config)
     pairs = {
         "stages": (config.pipeline.stages, model.num_stages),
         "num_chunks": (config.pipeline.num_chunks, model.num_chunks),
@@ -125,6 +126,15 @@ def _check_module(model: PipelineModule, config: Config) -> None:
         raise ConfigError(
             f"the PipelineModule has {model.num_chunks} chunks a stage, which schedule '1f1b' can't run; set "
             "pipeline.schedule to 'interleaved' or 'gpipe'"
+        )
+
+
+def _check_slices(model: PipelineModule, config: Config) -> None:
+    wanted, built = config.tensor_parallel, model.groups.model.size
+    if wanted.size not in (None, built) or wanted.sequence_parallel != model.sequence_parallel:
+        raise ConfigError(
+            f"tensor_parallel asks for size {wanted.size} and sequence_parallel {wanted.sequence_parallel}, but the "
+            f"PipelineModule was built with {built} and {model.sequence_parallel}; pass the same config= to PipelineModule"
         )
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+
+# Called before a layer runs, with its place in the list.
+EnterLayer = Callable[[int], None]
 
 
 @contextmanager
@@ -20,3 +25,46 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def layer_seed(base_seed: int, layer: int) -> int:
     """Seed of a layer's initial weights, from its place in the list alone."""
     return base_seed + layer
+
+
+def stream_seed(*coordinates: int) -> int:
+    """A seed of 63 bits for a stream with these coordinates: unlike ones give unrelated streams."""
+    text = ",".join(map(str, coordinates))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class RandomStreams:
+    """What layers draw in training, such as dropout masks: a stream for each (seed, step, micro-batch, layer).
+
+    Micro-batches are numbered over all replicas, so that a mask depends on no layout. seed: a tuple of integers, the same on
+    all ranks; device: whose generator is seeded besides the CPU's.
+    """
+
+    def __init__(self, seed: tuple[int, ...], device: torch.device):
+        self._seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+
+    def of(self, step: int, micro_batch: int) -> EnterLayer:
+        """What begins the stream of each layer for one micro-batch of a step."""
+        return partial(self._enter, step, micro_batch)
+
+    def _enter(self, step: int, micro_batch: int, layer: int) -> None:
+        seed = stream_seed(*self._seed, step, micro_batch, layer)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards the generators go on as if nothing inside had been drawn: a script's own numbers depend on no layout."""
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+
+def same_stream(layer: int) -> None:
+    """An EnterLayer that leaves the generators alone, as in evaluation."""

@@ -46,12 +46,16 @@ def report(schedule: str) -> list[dict[str, tuple[int, int]]]:
 
 
 def check_report(schedule: str, ranks: list[dict[str, tuple[int, int]]], messages: int) -> None:
-    """Activations are held as the program predicts and as the paper counts, give or take so many messages."""
+    """Activations are held as the program predicts and as the paper counts, give or take so many messages.
+
+    On CUDA each micro-batch in flight has its inputs or labels on the device too, one message more.
+    """
     for rank in ranks:
         predicted, measured = rank["activations"]
-        assert abs(predicted - measured) <= messages * MESSAGE
+        assert abs(predicted - measured) <= messages * MESSAGE, f"{predicted} predicted, {measured} measured"
         assert rank["backward"][1] >= rank["steady"][1] + measured
     micro_batches = SCHEDULES[schedule][2]
     if micro_batches is not None:
         saved = micro_batches * LAYERS * MESSAGE
-        assert saved <= ranks[0]["activations"][1] <= saved + (messages + 1) * MESSAGE
+        most = saved + (messages + 1 + micro_batches) * MESSAGE
+        assert saved <= ranks[0]["activations"][1] <= most

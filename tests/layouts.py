@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import parallel3d
 from parallel3d.engine import Engine
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from parallel3d.rng import stream_seed
 
 # Losses and gradient norms of each step, and final weights by name.
 Run = tuple[list[float], list[float], dict[str, Tensor]]
@@ -24,6 +25,7 @@ Run = tuple[list[float], list[float], dict[str, Tensor]]
 STEPS = 5
 BASE_SEED = 77
 CLIPPING = 0.05
+TORCH_SEED, CONFIG_SEED = 5, 1234
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Layout:
     clipping: bool = False
     optimizer: str = "SGD"
     zero: str = "0"
+    dropout: float = 0.0
 
     @property
     def is_valid(self) -> bool:
@@ -65,7 +68,9 @@ class Layout:
             f"{self.chunks}{self.placement}",
         ]
         words += [f"ckpt{self.checkpointing}", "tied" if self.tied else "untied", self.data, self.shapes]
-        return "-".join([*words, "clip" if self.clipping else "noclip", self.optimizer, f"zero{self.zero}"])
+        return "-".join(
+            [*words, "clip" if self.clipping else "noclip", self.optimizer, f"zero{self.zero}", f"drop{self.dropout}"]
+        )
 
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -82,12 +87,13 @@ AXES: dict[str, tuple[Any, ...]] = {
     "clipping": (False, True),
     "optimizer": ("SGD", "AdamW"),
     "zero": ("0", "1", "2", "2 per micro-batch"),
+    "dropout": (0.0, 0.2),
 }
 
 
 def issue_layouts() -> list[Layout]:
     """The whole product of the axes that issues 2 and 3 name, with the combinations of the other axes taken in turn."""
-    in_turn = ("shapes", "optimizer", "placement", "checkpointing")
+    in_turn = ("shapes", "optimizer", "placement", "checkpointing", "dropout")
     others = list(product(*(AXES[axis] for axis in in_turn)))
     named = [axis for axis in AXES if axis not in in_turn]
     layouts = []
@@ -243,8 +249,9 @@ def train(layout: Layout) -> Run:
     if schedule in ("written", "split"):
         write = written_schedule if schedule == "written" else split_schedule
         schedule = write(layout.pp, layout.accumulation, layout.chunks, layout.placement)
+    torch.manual_seed(TORCH_SEED)
     engine = make_engine(
-        toy.model(layout.tied),
+        toy.model(layout.tied, dropout=layout.dropout),
         optimizer=layout.optimizer,
         accumulation=layout.accumulation,
         clipping=CLIPPING if layout.clipping else 0.0,
@@ -266,22 +273,30 @@ def train(layout: Layout) -> Run:
     return run_steps(engine, own_iterator(engine, [toy.micro_batch(g, layout.data) for g in range(total)]), STEPS)
 
 
+def enter_layer(step: int, micro_batch: int, layer: int) -> None:
+    """Seeds what the reference draws."""
+    torch.manual_seed(stream_seed(CONFIG_SEED, TORCH_SEED, step, micro_batch, layer))
+
+
 def run_reference(reference: Reference, micro_batches: Sequence[Any], per_step: int) -> Run:
     steps = [reference.step(micro_batches[k : k + per_step]) for k in range(0, len(micro_batches), per_step)]
     return [loss for loss, _ in steps], [norm for _, norm in steps], reference.weights()
 
 
 @cache
-def reference_run(per_step: int, tied: bool, data: str, clipping: bool, optimizer: str) -> Run:
+def reference_run(per_step: int, tied: bool, data: str, clipping: bool, optimizer: str, dropout: float) -> Run:
     """What `train` must return for any layout of `per_step` micro-batches a step."""
     clip = CLIPPING if clipping else 0.0
-    reference = Reference(toy.model(tied), toy.cross_entropy, make_optimizer(optimizer), clip, BASE_SEED)
+    model = toy.model(tied, dropout=dropout)
+    reference = Reference(model, toy.cross_entropy, make_optimizer(optimizer), clip, BASE_SEED, enter=enter_layer)
     return run_reference(reference, [toy.micro_batch(g, data) for g in range(STEPS * per_step)], per_step)
 
 
 def check_layout(layout: Layout, ranks: Sequence[Run]) -> None:
     """`check` of what `train` returned on all ranks."""
-    wanted = reference_run(layout.dp * layout.accumulation, layout.tied, layout.data, layout.clipping, layout.optimizer)
+    wanted = reference_run(
+        layout.dp * layout.accumulation, layout.tied, layout.data, layout.clipping, layout.optimizer, layout.dropout
+    )
     assert not layout.clipping or min(wanted[1]) > CLIPPING, "clipping must have an effect to be tested"
     check(ranks, wanted, layout.dp)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,10 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 class Reference:
-    """Trains a list of items on one process: `step` on all micro-batches of the world, in their global order."""
+    """Trains a list of items on one process: `step` on all micro-batches of the world, in their global order.
+
+    enter(step, micro_batch, layer): called before each layer in training, to seed what it draws.
+    """
 
     def __init__(
         self,
@@ -76,7 +80,9 @@ class Reference:
         clipping: float = 0.0,
         base_seed: int = 1234,
         prepare: Callable[[Sequence[nn.Module | None]], None] = lambda modules: None,
+        enter: Callable[[int, int, int], None] = lambda step, micro_batch, layer: None,
     ):
+        self.enter, self.steps = enter, 0
         self.items, self.loss_fn, self.clipping = items, loss_fn, clipping
         self.modules = build(items, base_seed)
         prepare(self.modules)
@@ -90,8 +96,9 @@ class Reference:
         self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = optimizer(self.trained)
 
-    def forward(self, x: Any) -> Any:
-        for item, module in zip(self.items, self.modules, strict=True):
+    def forward(self, x: Any, enter: Callable[[int], None] = lambda layer: None) -> Any:
+        for layer, (item, module) in enumerate(zip(self.items, self.modules, strict=True)):
+            enter(layer)
             if module is None:
                 x = item.make(x)
             else:
@@ -102,8 +109,8 @@ class Reference:
         """One optimizer step; returns the mean loss and the gradient norm before clipping."""
         self.optimizer.zero_grad()
         total = 0.0
-        for inputs, labels in micro_batches:
-            loss = self.loss_fn(self.forward(inputs), labels)
+        for g, (inputs, labels) in enumerate(micro_batches):
+            loss = self.loss_fn(self.forward(inputs, partial(self.enter, self.steps, g)), labels)
             (loss / len(micro_batches)).backward()
             total += loss.item() / len(micro_batches)
         squares = [p.grad.double().square().sum() for p in self.trained if p.grad is not None]
@@ -111,6 +118,7 @@ class Reference:
         if self.clipping:
             nn.utils.clip_grad_norm_(self.trained, self.clipping)
         self.optimizer.step()
+        self.steps += 1
         return total, norm
 
     @torch.no_grad()

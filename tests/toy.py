@@ -80,8 +80,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, hidden: int):
+    def __init__(self, hidden: int, dropout: float = 0.0):
         super().__init__()
+        self.dropout = dropout
         self.up = nn.Linear(hidden, 2 * hidden)
         self.down = nn.Linear(2 * hidden, hidden)
 
@@ -92,7 +93,7 @@ class MLP(nn.Module):
             shift, nothing = state["more"]
             assert nothing is None
             y = y + shift / state["depth"]
-        return with_hidden(state, x + self.down(F.gelu(y)))
+        return with_hidden(state, x + self.down(F.dropout(F.gelu(y), self.dropout, self.training)))
 
 
 class Norm(nn.LayerNorm):
@@ -104,9 +105,10 @@ def halve(state: Any) -> Any:
     return with_hidden(state, hidden_of(state) / 2)
 
 
-def model(tied: bool, num_blocks: int = 5) -> list[Item]:
+def model(tied: bool, num_blocks: int = 5, dropout: float = 0.0) -> list[Item]:
     """2 * num_blocks + 4 layers."""
-    blocks = [Item(cls, (HIDDEN,)) for _ in range(num_blocks) for cls in (Attention, MLP)]
+    pair = [Item(Attention, (HIDDEN,)), Item(MLP, (HIDDEN, dropout))]
+    blocks = pair * num_blocks
     body = [*blocks, Item(halve), Item(Norm, (HIDDEN,))]
     if tied:
         embed = {"make": TiedEmbed, "args": (VOCABULARY, HIDDEN), "tie": "embed"}

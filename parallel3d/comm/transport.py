@@ -10,6 +10,7 @@ import os
 import pickle
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.groups import ProcessGroups
 
-_HEADER_TAG = 1
+_HEADER_TAG, _HOST_TAG = 1, 2
 # A receive posted early spins on the multiprocessors it takes until its message comes, beside the kernels that compute:
 # with NCCL's own choice, 1F1B of the 7b model on 4 stages took 4% longer. One is too slow for the message itself.
 _CHANNEL_CTAS = 2
@@ -40,12 +41,31 @@ class Transport(Protocol):
     def receive_header(self, stage: int) -> Any:
         """The next value that `stage` sent by send_header; blocks the host."""
 
+    def use_host(self, use: bool) -> None:
+        """Let tensors travel through host memory from now on, or no longer; the same on both ends of every message."""
+
     def finish(self) -> None:
         """Return when all that was posted here has left."""
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+@dataclass
+class _ThroughHost:
+    """A receive into host memory, to be copied to its buffer."""
+
+    work: Work
+    staging: Tensor
+    buffer: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.buffer.copy_(self.staging)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
 
 
 class DistributedTransport:
@@ -59,6 +79,7 @@ class DistributedTransport:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._stage = groups.coordinate("pipe")
+        self._by_host = False
         if groups.backend == "nccl" and groups.pipe.size > 1:
             self._open_channels()
 
@@ -87,24 +108,37 @@ class DistributedTransport:
         """See Transport."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
-        group = self._channels.get((self._stage, stage), self._groups.pipe.handle)
+        group, tag = self._channels.get((self._stage, stage), self._groups.pipe.handle), 0
+        if self._by_host:
+            group, tag = self._groups.control.handle, _HOST_TAG
         for tensor in tensors:
             if tensor.numel():
                 data = _bytes(tensor.detach().contiguous())
-                work = dist.isend(data, self._groups.pipe.ranks[stage], group=group)
+                data = data.cpu() if self._by_host else data
+                work = dist.isend(data, self._groups.pipe.ranks[stage], group=group, tag=tag)
                 assert work is not None
                 self._sent.append((work, data))
 
     def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
         """See Transport."""
+        source = self._groups.pipe.ranks[stage]
         group = self._channels.get((stage, self._stage), self._groups.pipe.handle)
-        works = []
+        works: list[Work] = []
         for buffer in buffers:
-            if buffer.numel():
-                work = dist.irecv(_bytes(buffer), self._groups.pipe.ranks[stage], group=group)
+            if buffer.numel() and self._by_host:
+                staging = torch.empty(_bytes(buffer).shape, dtype=torch.uint8)
+                work = dist.irecv(staging, source, group=self._groups.control.handle, tag=_HOST_TAG)
+                assert work is not None
+                works.append(_ThroughHost(work, staging, _bytes(buffer)))
+            elif buffer.numel():
+                work = dist.irecv(_bytes(buffer), source, group=group)
                 assert work is not None
                 works.append(work)
         return works
+
+    def use_host(self, use: bool) -> None:
+        """See Transport."""
+        self._by_host = use
 
     def send_header(self, header: Any, stage: int) -> None:
         """See Transport."""

@@ -1,8 +1,8 @@
 """The typed, immutable configuration: DeepSpeed's keys from JSON, YAML or a dict, and batch-size arithmetic."""
 
 from parallel3d.config.batch import BatchSizes, resolve_batch
-from parallel3d.config.load import load, load_pipeline, read, read_source
-from parallel3d.config.pipeline import PipelineConfig
+from parallel3d.config.load import load, load_layout, read, read_source
+from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.schema import Config
 from parallel3d.config.training import ActivationCheckpointingConfig, OptimizerConfig, SchedulerConfig
@@ -19,10 +19,11 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "SchedulerConfig",
+    "TensorParallelConfig",
     "TorchAutocastConfig",
     "ZeroConfig",
     "load",
-    "load_pipeline",
+    "load_layout",
     "read",
     "read_source",
     "resolve_batch",

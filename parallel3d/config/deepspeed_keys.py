@@ -99,16 +99,10 @@ _REDUCTIONS = {
 _PARALLELISM = {
     **known(
         Support.REFUSED,
-        "layers are not yet sliced",
-        "tensor_parallel",
-        keys=tuple(
-            "autotp_size dtype tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend tp tensor_parallel "
-            "injection_policy_tuple partition_config preset_model keep_module_on_host kernel_inject "
-            "replace_with_kernel_inject".split()
-        ),
-        switch=("autotp_size", (0, 1, None)),
+        "tensor_parallel.sequence_parallel shares the sequences of norms; attention is not yet cut along them",
+        "sequence_parallel_size",
+        same=(1,),
     ),
-    **known(Support.REFUSED, "sequences are not yet sliced", "sequence_parallel_size", same=(1,)),
     **known(Support.REFUSED, "experts are not yet distributed", "expert_parallel"),
     **known(Support.WITHOUT_EFFECT, "experts are not yet distributed", "use_data_before_expert_parallelism"),
     **known(Support.REFUSED, "batch sizes don't follow the number of ranks: give them", "elasticity"),

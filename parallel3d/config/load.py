@@ -10,7 +10,7 @@ from typing import Any
 
 from parallel3d.config.auto import fill
 from parallel3d.config.files import decode, read_mapping
-from parallel3d.config.pipeline import PipelineConfig
+from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.review import Review, warnings_of
 from parallel3d.config.schema import Config
 from parallel3d.errors import ConfigError
@@ -51,13 +51,13 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
     return reading.config
 
 
-def load_pipeline(source: Source) -> PipelineConfig:
-    """The pipeline section alone, read without looking at the others, which may have an "auto" that is filled later."""
+def load_layout(source: Source) -> tuple[PipelineConfig, TensorParallelConfig]:
+    """The sections pipeline and tensor_parallel, read without looking at others, whose "auto"s may be filled later."""
     if isinstance(source, Config):
-        return source.pipeline
+        return source.pipeline, source.tensor_parallel
     name, given = read_source(source)
-    section = {key: value for key, value in given.items() if key == "pipeline"}
-    return _checked(name, section, {}, {}).config.pipeline
+    config = _checked(name, {key: given[key] for key in ("pipeline", "tensor_parallel") if key in given}, {}, {}).config
+    return config.pipeline, config.tensor_parallel
 
 
 def read(source: str | Path | Mapping[str, Any] | None, auto: Any = None, known: Any = None) -> Reading:

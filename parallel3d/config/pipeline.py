@@ -1,4 +1,4 @@
-"""The pipeline section: stages, schedule and partition."""
+"""The sections pipeline (stages, schedule, partition) and tensor_parallel."""
 
 from __future__ import annotations
 
@@ -156,5 +156,37 @@ class PipelineConfig(Section):
             raise ValueError(
                 f"schedule lists instructions for {len(self.schedule)} stages, but stages is {self.stages}; give one "
                 "list a stage"
+            )
+        return self
+
+
+class TensorParallelConfig(Section):
+    """Over how many ranks each layer is sliced that can be, and whether what lies between is shared along the sequence."""
+
+    known_keys: ClassVar[Mapping[str, KnownKey]] = {
+        **known(
+            Support.REFUSED,
+            "give size, and layers that slice themselves or parallel3d.tensor_parallel.parallelize",
+            "autotp_size",
+            same=(0, 1),
+        ),
+        **known(
+            Support.WITHOUT_EFFECT,
+            "layers say themselves how they are sliced",
+            "dtype tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend tp tensor_parallel injection_policy_tuple "
+            "partition_config preset_model keep_module_on_host kernel_inject replace_with_kernel_inject",
+        ),
+    }
+    unset_by_auto = frozenset({"size"})
+
+    size: Positive | None = Field(None, description="a whole number of ranks >= 1", json_schema_extra=OWN)
+    sequence_parallel: bool = Field(False, description="true or false", json_schema_extra=OWN)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TensorParallelConfig:
+        if self.sequence_parallel and self.size == 1:
+            raise ValueError(
+                "sequence_parallel shares sequences over the ranks of a slice group, but size is 1; set size, or "
+                "sequence_parallel to false"
             )
         return self

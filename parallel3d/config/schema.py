@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from parallel3d.config.deepspeed_keys import TOP_LEVEL
-from parallel3d.config.pipeline import PipelineConfig
+from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.section import OWN, Dtype, KnownKey, NonNegative, Positive, Section, differs
 from parallel3d.config.training import ActivationCheckpointingConfig, OptimizerConfig, SchedulerConfig
@@ -61,6 +61,7 @@ class Config(Section):
         ActivationCheckpointingConfig(), description='a mapping such as {"cpu_checkpointing": true}'
     )
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
+    tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), description='a mapping such as {"size": 2}')
     dataloader_drop_last: bool = Field(False, description=_BOOL)
     seed: NonNegative = Field(
         1234, description="a whole number >= 0, which fixes the order of the training data", json_schema_extra=OWN

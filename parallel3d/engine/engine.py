@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from parallel3d.engine.answers import Answers
 from parallel3d.engine.calls import StepByCalls
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.report import dump_state, memory_rows
-from parallel3d.engine.update import WeightUpdate
+from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import Breakdown
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
@@ -32,6 +32,7 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
 from parallel3d.pipe.whole import WholeModel
 from parallel3d.precision import make_precision
+from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.simulate import Timeline
 
@@ -74,6 +75,9 @@ class Engine(Answers):
         self._precision = make_precision(config)
         self._update = WeightUpdate(model, optimizer, config, self._precision)
         self._calls = StepByCalls(model, self.module, self._update, self._precision)
+        # Of the first rank, so that scripts which seed each rank differently draw the same in every layout.
+        torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
+        self._streams = RandomStreams((config.seed, torch_seed), model.device)
         self._set_up_pipeline(transport or DistributedTransport(self._groups))
         if config.dump_state:
             dump_state(self.config, self._batch_sizes, model, self._update, self._program())
@@ -122,13 +126,13 @@ class Engine(Answers):
         self._monitor.begin(self.global_steps + 1, self.global_samples)
         batch = self._next_batch(iterator, self._batch_sizes.num_micro_batches, training=True)
         self._model.train()
-        self._calls.forget()
+        self._calls.restart()
         self._update.reducer.start_step()
         result = self._run(batch)
-        return self._finish_step(self._own_loss(result, batch), len(batch.signatures))
+        return self._finish_step(self._share(result, batch), len(batch.signatures))
 
-    def _finish_step(self, own_loss: Tensor, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
-        """From the last backward on. own_loss: this rank's share of the batch's mean loss, [] in float64.
+    def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
+        """From the last backward on.
 
         lr_kwargs: what the learning-rate schedule's `step` takes.
         """
@@ -136,10 +140,8 @@ class Engine(Answers):
         self._update.reducer.finish_step()
         self._monitor.reduced()
         loss = self._update.reduce_scalars(own_loss)
-        if self._memory_next and self._memory_profile is not None:
-            with self._memory_profile.step.running():
-                taken = self._update.step(self.global_steps + 1)
-        else:
+        profile = self._memory_profile if self._memory_next else None
+        with profile.step.running() if profile is not None else nullcontext():
             taken = self._update.step(self.global_steps + 1)
         self._memory_next = False
         if self.module is not self._model:
@@ -203,10 +205,19 @@ class Engine(Answers):
         micro_batches, signatures = self._loader.next(iterator, most)
         weight = 1.0 / (len(signatures) * self._groups.data.size)
         scale = self._update.loss_scale
-        return Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss)
+        streams = [self._stream(m) for m in range(len(signatures))] if training else []
+        return Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss, streams)
+
+    def _stream(self, micro_batch: int) -> EnterLayer:
+        """Of this replica's micro-batches of the step under way."""
+        number = micro_batch * self._groups.data.size + self._groups.coordinate("data")
+        return self._streams.of(self.global_steps, number)
 
     def _run(self, batch: Batch) -> BatchResult:
-        program = self._programs.get(len(batch.signatures), batch.training)
+        with self._streams.kept():
+            return self._run_program(self._programs.get(len(batch.signatures), batch.training), batch)
+
+    def _run_program(self, program: Program, batch: Batch) -> BatchResult:
         owners = self._programs.replica_owners
         if batch.training and self._memory_next:
             memory = MemoryRecorder(self._model.device)
@@ -218,20 +229,22 @@ class Engine(Answers):
         record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
         return self._executor.run(program, owners, batch, record, wait)
 
-    def _own_loss(self, result: BatchResult, batch: Batch) -> Tensor:
-        """This rank's share of the mean loss: 0 but on the last chunk's ranks."""
-        zero = torch.zeros((), dtype=torch.float64, device=self._model.device)
-        return sum((loss.double().reshape(()) for loss in result.losses.values()), zero) * batch.loss_weight
+    def _share(self, result: BatchResult, batch: Batch) -> LossShare:
+        losses, counts = list(result.losses.values()), list(result.counts.values())
+        if self._groups.coordinate("model") > 0:
+            losses, counts = [], []  # the first slice's is the same
+        return LossShare.of(losses, counts, batch.loss_weight, self._model.device)
 
     def _average_loss(self, result: BatchResult, batch: Batch) -> Tensor:
-        loss = self._own_loss(result, batch)
-        all_reduce(loss, self._groups.world).wait()
-        return loss.to(torch.get_default_dtype())
+        own = self._share(result, batch)
+        both = torch.stack([own.total, own.count])
+        all_reduce(both, self._groups.world).wait()
+        return (both[0] / both[1]).to(torch.get_default_dtype())
 
     def _all_losses(self, result: BatchResult, batch: Batch) -> list[Tensor]:
         losses = torch.zeros(len(batch.signatures), dtype=torch.float64, device=self._model.device)
         for m, loss in result.losses.items():
-            losses[m] = loss
+            losses[m] = loss.double() / result.counts[m] if m in result.counts else loss
         all_reduce(losses, self._groups.pipe).wait()
         return list(losses.to(torch.get_default_dtype()).unbind())
 
@@ -242,21 +255,32 @@ class Engine(Answers):
 
         Raises ConfigError for a model that is split over stages.
         """
-        if not self._calls.num_backwards and torch.is_grad_enabled():
-            self._monitor.begin(self.global_steps + 1, self.global_samples)
-            recorder = self._monitor.recorder_of(self._program())
-            self._calls.record = recorder.running if recorder is not None else no_record
-        return self._calls.forward(*args, **kwargs)
+        if self._calls.record is None and self._model.training and torch.is_grad_enabled():
+            self._begin_calls()
+        if not self._model.training:
+            return self._calls.forward(args, kwargs, same_stream)
+        with self._streams.kept():
+            return self._calls.forward(args, kwargs, self._stream(self._calls.num_backwards))
 
     forward = __call__
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def _begin_calls(self) -> None:
+        self._monitor.begin(self.global_steps + 1, self.global_samples)
+        recorder = self._monitor.recorder_of(self._program())
+        self._calls.record = recorder.running if recorder is not None else no_record
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Add the gradients of a micro-batch's loss, a tensor of one element, to the step's; returns the loss.
 
         The step takes their mean over gradient_accumulation_steps micro-batches and all replicas: don't divide the loss.
+        scale_wrt_gas: False for their sum over micro-batches. retain_graph: as torch's. Of losses (sum, count) the step
+        divides the sums' gradient by the count of all of them. After an exception the step begins anew, with the next
+        micro-batch. Raises ExecutionError when the step's gradients are already reduced.
         """
-        weight = 1.0 / (self._batch_sizes.num_micro_batches * self._groups.data.size)
-        self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary())
+        if self._calls.record is None:
+            self._begin_calls()
+        weight = 1.0 / ((self._batch_sizes.num_micro_batches if scale_wrt_gas else 1) * self._groups.data.size)
+        self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -265,10 +289,16 @@ class Engine(Answers):
         lr_kwargs: for the learning-rate schedule's `step`, as {"metrics": loss} for ReduceLROnPlateau. Raises
         ExecutionError when there are no gradients that all replicas have reduced, PrecisionError.
         """
-        if self.is_gradient_accumulation_boundary():
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
             num_micro_batches = self._calls.num_backwards
             self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
-        self._calls.micro_steps += 1
+        self._calls.advance(boundary)
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step` so far, one a micro-batch."""
+        return self._calls.micro_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""
@@ -378,8 +408,10 @@ class Engine(Answers):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """From the next step on, so many samples a step, by another number of micro-batches of the same size.
 
-        Raises ConfigError when micro-batches of all replicas don't add up to it.
+        Raises ConfigError when micro-batches of all replicas don't add up to it, and between the micro-batches of a step.
         """
+        if done := self._calls.num_backwards:
+            raise ConfigError(f"{done} micro-batches of a step are done; set the batch size behind the step's last")
         sizes = self._batch_sizes
         topology = self._model.topology()
         self._batch_sizes = resolve_batch(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,12 +13,34 @@ from parallel3d.comm.collectives import all_gather_integers, all_gather_object, 
 from parallel3d.config import Config
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import LossScaler, Precision
-from parallel3d.zero.optimizer import ShardedOptimizer, TouchedParameters
+from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 
 # Names of overflowed parameters that a message lists.
 _MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """This rank's part of a batch's loss, scalars in float64: 0 but on the last chunk's ranks.
+
+    total / count, each summed over all ranks, is the mean loss. counted: whether the loss function counts, as tokens do;
+    else the counts add up to 1.
+    """
+
+    total: Tensor
+    count: Tensor
+    counted: bool
+
+    @staticmethod
+    def of(losses: Sequence[Tensor], counts: Sequence[Tensor], weight: float, device: torch.device) -> LossShare:
+        """Of micro-batches with these losses, each of which `weight` was the gradient's."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        total = sum((loss.double().reshape(()) for loss in losses), zero) * weight
+        if counts:
+            return LossShare(total, sum(counts, zero) * weight, True)
+        return LossShare(total, torch.full_like(zero, len(losses) * weight), False)
 
 
 class WeightUpdate:
@@ -36,18 +59,26 @@ class WeightUpdate:
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
-        self.reducer = GradientReducer(infos, self.policy, groups.rank, groups.data, model.replica_groups)
+        first_slice = groups.coordinate("model") == 0
+        self.reducer = GradientReducer(
+            infos, self.policy, groups.rank, groups.data, model.replica_groups, is_first_slice=first_slice
+        )
         if precision.weights is not None:
-            model.to(precision.weights)
+            # Not `to`, which would drop the imaginary part of complex buffers.
+            cast = model.half if precision.weights is torch.float16 else model.bfloat16
+            cast()
         self.sharded = ShardedOptimizer(
             optimizer, self.reducer.all_buckets(), model.parameters(), config.zero_allow_untested_optimizer
         )
         names = all_gather_object([info.name for info in infos], groups.control)
-        self._touched = TouchedParameters(infos, names, groups.control)
+        self._agreement = StepAgreement(infos, names, groups.control)
         model.wait_for_weights = self.sharded.wait_for_module
         self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._checks_overflow = precision.checks_overflow
         self.grad_norm: Tensor | None = None
+        # Of the losses that the last batch averages over, as a share of the weights that its gradients had.
+        self._count = torch.ones((), dtype=torch.float64, device=model.device)
+        self._counted = False
         self.skipped_steps = 0
 
     @property
@@ -56,16 +87,17 @@ class WeightUpdate:
         return self.scaler.scale if self.scaler is not None else 1.0
 
     @torch.no_grad()
-    def reduce_scalars(self, own_loss: Tensor) -> Tensor:
-        """The batch's mean loss, of the last chunks' shares [] in float64, and grad_norm: one all-reduce for both."""
+    def reduce_scalars(self, own: LossShare) -> Tensor:
+        """The batch's mean loss, of the last chunks' shares, and grad_norm: one all-reduce for both."""
 
         def counts(owners: tuple[int, ...]) -> bool:
             return self._model.placement[owners[0]] == self._model.stage_id
 
-        scalars = torch.stack([own_loss, self.reducer.norm_squared(counts).to(own_loss.device)])
+        scalars = torch.stack([own.total, own.count, self.reducer.norm_squared(counts).to(own.total.device)])
         all_reduce(scalars, self._groups.world).wait()
-        self.grad_norm = scalars[1].sqrt() / self.loss_scale
-        return scalars[0].to(torch.get_default_dtype())
+        self._counted, self._count = own.counted, scalars[1].clamp(min=torch.finfo(scalars.dtype).tiny)
+        self.grad_norm = scalars[2].sqrt() / (self.loss_scale * self._count)
+        return (scalars[0] / self._count).to(torch.get_default_dtype())
 
     @torch.no_grad()
     def step(self, number: int) -> bool:
@@ -76,8 +108,8 @@ class WeightUpdate:
         """
         assert self.grad_norm is not None
         finite = torch.isfinite(self.grad_norm) if self._checks_overflow else None
-        divisor = self._divisor(self.grad_norm, finite)
-        untouched = self._touched.untouched(self.reducer.touched())
+        untouched, counted = self._agreement.reach(self.reducer.touched(), self._counted)
+        divisor = self._divisor(self.grad_norm, finite, counted)
         overflow = False
         if self.sharded.takes_scale():
             self.sharded.step(untouched, divisor, None if finite is None else ~finite)
@@ -85,18 +117,16 @@ class WeightUpdate:
         else:
             overflow = finite is not None and not bool(finite)
             if not overflow:
-                if divisor is not None:
-                    self.reducer.scale(divisor.reciprocal())
-                self.sharded.step(untouched)
+                self.sharded.step(untouched, divisor)
         self.sharded.gather()
         self._settle(number, overflow)
         return not overflow
 
-    def _divisor(self, norm: Tensor, finite: Tensor | None) -> Tensor | None:
+    def _divisor(self, norm: Tensor, finite: Tensor | None, counted: bool) -> Tensor | None:
         """What the gradients have to be divided by, a scalar on the device; None for nothing."""
-        if self._clipping == 0 and self.scaler is None:
+        if self._clipping == 0 and self.scaler is None and not counted:
             return None
-        divisor = torch.full_like(norm, self.loss_scale)
+        divisor = self._count * self.loss_scale
         if self._clipping > 0:
             divisor *= ((norm + 1e-6) / self._clipping).clamp(min=1.0)
         # Of an overflow nothing is taken; but the gradients stay, to be looked at.

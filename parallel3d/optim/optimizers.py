@@ -135,9 +135,12 @@ def _has_fused_kernel(cls: type[torch.optim.Optimizer], tensors: Sequence[Tensor
         return False
     if "fused" not in inspect.signature(cls).parameters:
         return False
-    # Adagrad had a fused kernel for the CPU before it had one for CUDA.
-    operator = f"aten::_fused_{cls.__name__.lower()}_"
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CUDA")
+    make: Any = cls
+    try:
+        make([torch.zeros(1, dtype=tensors[0].dtype, device=tensors[0].device)], fused=True)
+    except RuntimeError:  # Adagrad had a fused kernel for the CPU before it had one for CUDA
+        return False
+    return True
 
 
 def _is_dampened(groups: Sequence[Any], params: Mapping[str, Any]) -> bool:

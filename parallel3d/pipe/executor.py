@@ -16,6 +16,7 @@ from parallel3d.pipe.entry import Entry
 from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import Precision
+from parallel3d.rng import EnterLayer, same_stream
 from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_behind
 from parallel3d.zero.reducer import GradientReducer
 
@@ -29,7 +30,7 @@ class Batch:
 
     micro_batches: (inputs, labels) each, empty on a rank that holds neither the first nor the last chunk; signatures:
     one a micro-batch, the same on all ranks of the pipeline; loss_weight: of one micro-batch in the batch's mean;
-    loss_scale: of the gradients.
+    loss_scale: of the gradients; streams: the random stream of each micro-batch's layers, empty in evaluation.
     """
 
     micro_batches: Sequence[tuple[Any, Any]]
@@ -39,13 +40,18 @@ class Batch:
     loss_scale: float = 1.0
     keep_outputs: bool = False
     compute_loss: bool = True
+    streams: Sequence[EnterLayer] = ()
 
 
 @dataclass
 class BatchResult:
-    """On the stage of the last chunk: each micro-batch's loss, detached, and output where asked for; else empty."""
+    """On the stage of the last chunk: each micro-batch's loss, detached, and output where asked for; else empty.
+
+    counts: where the loss function returned (sum, count), these counts.
+    """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
@@ -120,6 +126,7 @@ class Executor:
         """
         self._batch, self._result, self._owners = batch, BatchResult(), owners
         instructions = program.instructions[self._module.stage_id]
+        self._messages.begin(batch.signatures, batch.training)
         with torch.set_grad_enabled(batch.training):
             for position, i in enumerate(instructions):
                 if i.op is Op.REDUCE_GRADS:
@@ -134,6 +141,7 @@ class Executor:
                         else:
                             self._run[i.op](i)
                 except Exception as error:
+                    self._clear()
                     raise ExecutionError(self._explain(i, error)) from error
         self._messages.finish()
         self._clear()
@@ -174,7 +182,8 @@ class Executor:
         place = (i.chunk, i.micro_batch)
         inputs, entry = self._inputs.pop(place), self._entries.pop(place, None)
         with self._precision.autocasting(self._module.device):
-            output = self._module.forward_chunk(i.chunk, inputs)
+            stream = self._batch.streams[i.micro_batch] if self._batch.streams else same_stream
+            output = self._module.forward_chunk(i.chunk, inputs, stream)
         if i.chunk == self._last_chunk:
             self._finish_micro_batch(i, output, entry)
             return
@@ -206,10 +215,10 @@ class Executor:
             return
         with self._precision.autocasting(self._module.device):
             loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"the loss must be a tensor with one element, not {shape}; average it in loss_fn")
+        loss, count = split_loss(loss)
         self._result.losses[m] = loss.detach()
+        if count is not None:
+            self._result.counts[m] = count
         if self._batch.training:
             outputs = [loss] if loss.requires_grad else []
             self._in_flight[i.chunk, m] = _InFlight(entry, outputs, None)
@@ -266,6 +275,25 @@ class Executor:
         assert i.bucket is not None
         owners = self._owners[i.bucket]
         self._reducer.reduce_replicas(owners, i.bucket - self._owners.index(owners))
+
+
+def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
+    """(loss, count): a loss function returns a mean, whose count is None, or (sum, count).
+
+    Raises ValueError for what is no tensor of one element.
+    """
+    total, count = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, None)
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise ValueError(
+            f"the loss must be a tensor with one element, or (sum, count), not {shape}; average it in loss_fn"
+        )
+    if count is None:
+        return total, None
+    counted = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
+    if counted.numel() != 1:
+        raise ValueError(f"the count of a loss (sum, count) must be one number, not {list(counted.shape)}")
+    return total, counted.reshape(())
 
 
 def no_record(_: Instruction) -> AbstractContextManager[None]:

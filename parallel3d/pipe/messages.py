@@ -80,6 +80,9 @@ def _spec(tensor: Tensor) -> TensorSpec:
 # (chunk that sends, signature of the micro-batch's inputs, training)
 Key = tuple[int, int, bool]
 
+# Batches with inputs of a new structure whose messages go through the host.
+_MOST_CAREFUL = 8
+
 # Structures kept for each chunk: inputs that carry an ever-changing value have ever-new signatures.
 _MOST_STRUCTURES = 4096
 
@@ -140,6 +143,23 @@ class Messages:
         self._dynamic = dynamic
         self._structures = _Structures(most_structures)
         self._unposted: dict[int, deque[Receipt]] = {}
+        self._met: set[tuple[int, bool]] = set()
+        self._careful = 0
+
+    def begin(self, signatures: Sequence[int], training: bool) -> None:
+        """A batch of these micro-batches begins.
+
+        With inputs of a structure not met before, libraries load kernels of theirs that were not needed until then, and
+        loading one may wait for all that run on the device. One that receives runs until its message comes, which may wait
+        for a kernel that another rank loads: so the messages of such a batch go through the host. (Not forever, should
+        every batch have a structure of its own: then the kernels are there by and by.)
+        """
+        new = {(signature, training) for signature in signatures} - self._met
+        careful = bool(new) and self._careful < _MOST_CAREFUL
+        if careful:
+            self._careful += 1
+            self._met |= new
+        self._transport.use_host(careful)
 
     def send_activation(self, key: Key, structure: Structure, tensors: Sequence[Tensor], stage: int) -> None:
         """Send a chunk's output to the next chunk's stage.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ from parallel3d.checkpointing import Checkpointable, Checkpointer, checkpointabl
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.config import Config, load_pipeline
+from parallel3d.config import Config, load_layout
 from parallel3d.errors import ConfigError, DataError, PartitionError
-from parallel3d.parameters import ParameterInfo
+from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method, Partition, resolve_partition
 from parallel3d.pipe.specs import (
     BuildContext,
@@ -29,13 +29,19 @@ from parallel3d.pipe.specs import (
     layer_name,
 )
 from parallel3d.pipe.ties import TieIndex, replace_parameter, tied_parameters
-from parallel3d.rng import layer_seed, seeded
+from parallel3d.rng import EnterLayer, layer_seed, same_stream, seeded
 from parallel3d.schedule.builders import placement_of
-from parallel3d.topology import PipeDataParallelTopology, ProcessTopology
+from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 T = TypeVar("T")
-# A layer's module, None for a plain function, and what runs it.
-_Call = tuple[nn.Module | None, Callable[[Any], Any]]
+
+
+class _Call(NamedTuple):
+    """A layer: its place in the list, its module, None for a plain function, and what runs it."""
+
+    layer: int
+    module: nn.Module | None
+    function: Callable[[Any], Any]
 
 
 class PipelineModule(nn.Module):
@@ -77,7 +83,7 @@ class PipelineModule(nn.Module):
         self.wait_for_weights: Callable[[nn.Module], None] = lambda module: None
         layers = list(layers)
         check_layers(layers)
-        pipeline = load_pipeline(config)
+        pipeline, tensor_parallel = load_layout(config)
         _refuse_trained_loss(loss_fn)
         self.loss_fn = loss_fn
         self.num_chunks = _choose("num_chunks", num_chunks, pipeline.num_chunks, 1)
@@ -94,7 +100,7 @@ class PipelineModule(nn.Module):
         self._own_checkpoint_func = activation_checkpoint_func
         self.use_checkpointer(Checkpointer())
         stages = _choose("num_stages", num_stages, pipeline.stages, None)
-        self._topology = topology or _pipe_data_topology(stages)
+        self._topology = topology or _make_topology(stages, tensor_parallel.size or 1)
         self.num_stages = _choose("num_stages", stages, max(1, self._topology.get_dim("pipe")), 1)
         self.placement = placement_of(self.placement_kind, self.num_stages, self.num_chunks)
         self.groups = ProcessGroups(self._topology)
@@ -102,7 +108,8 @@ class PipelineModule(nn.Module):
         self.stage_id = self.groups.coordinate("pipe")
         self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
 
-        context = BuildContext(self.groups, self.device)
+        self.sequence_parallel = tensor_parallel.sequence_parallel
+        context = BuildContext(self.groups, self.device, self.sequence_parallel)
         self.seed_layers = _choose("seed_layers", seed_layers, pipeline.seed_layers, False)
         seed = base_seed if self.seed_layers else torch.initial_seed() % 2**62
         method: Method = "parameters"
@@ -120,10 +127,7 @@ class PipelineModule(nn.Module):
         }
         rule = checkpointable_rule(self.checkpointable_layers, self._names)
         self._recomputed = {
-            c: [
-                rule(k, call if m is None else m)
-                for k, (m, call) in zip(self.partition.layers(c), self._calls[c], strict=True)
-            ]
+            c: [rule(call.layer, call.function if call.module is None else call.module) for call in self._calls[c]]
             for c in self.own_chunks
         }
         self._share_attributes()
@@ -160,10 +164,10 @@ class PipelineModule(nn.Module):
             elif isinstance(source, nn.Module):
                 self.layers[str(builder)] = source
             else:
-                return None, source
+                return _Call(k, None, source)
         module = self.layers[str(builder)]
         forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
-        return module, partial(forward_fn, module) if forward_fn is not None else module
+        return _Call(k, module, partial(forward_fn, module) if forward_fn is not None else module)
 
     def _share_attributes(self) -> None:
         """Make parameters tied by attribute one object where this rank holds several of their modules."""
@@ -214,6 +218,8 @@ class PipelineModule(nn.Module):
         Raises PartitionError on all ranks when a copy is missing, or differs in shape, dtype or requires_grad.
         """
         for tensor in (*self.parameters(), *self.buffers()):
+            if slicing_of(tensor) is None:
+                broadcast(tensor.data, self.groups.model.ranks[0], self.groups.model)
             broadcast(tensor.data, self.groups.data.ranks[0], self.groups.data)
         replicas = {info.name: info for info in self._all_infos() if info.shared}
         mine = {name: (info.owners, _kind(info.parameter)) for name, info in replicas.items()}
@@ -240,24 +246,28 @@ class PipelineModule(nn.Module):
         """Recompute layers through this, unless the module was built with an activation_checkpoint_func."""
         self.activation_checkpoint_func = self._own_checkpoint_func or checkpointer
 
-    def forward_chunk(self, chunk: int, x: Any) -> Any:
-        """Run the layers of one of this rank's chunks on `x`, whatever the first of them takes."""
+    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
+        """Run the layers of one of this rank's chunks on `x`, whatever the first of them takes.
+
+        enter: called before each layer, and again before its recomputation.
+        """
         calls, interval = self._calls[chunk], self.activation_checkpoint_interval
         if not interval or not torch.is_grad_enabled():
-            return self._run(calls, x)
+            return self._run(calls, enter, x)
         for recomputed, group in groupby(zip(self._recomputed[chunk], calls, strict=True), key=lambda pair: pair[0]):
             run = [call for _, call in group]
             if not recomputed:
-                x = self._run(run, x)
+                x = self._run(run, enter, x)
                 continue
             for start in range(0, len(run), interval):
-                x = self.activation_checkpoint_func(partial(self._run, run[start : start + interval]), x)
+                x = self.activation_checkpoint_func(partial(self._run, run[start : start + interval], enter), x)
         return x
 
-    def _run(self, calls: Sequence[_Call], x: Any) -> Any:
-        for module, function in calls:
+    def _run(self, calls: Sequence[_Call], enter: EnterLayer, x: Any) -> Any:
+        for layer, module, function in calls:
             if module is not None:
                 self.wait_for_weights(module)
+            enter(layer)
             x = function(x)
         return x
 
@@ -271,10 +281,15 @@ class PipelineModule(nn.Module):
         self.wait_for_weights(self)
         return super().state_dict(*args, **kwargs)
 
-    def forward(self, x: Any) -> Any:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, once the weights that the last step updated are here: they would replace what is loaded."""
+        self.wait_for_weights(self)
+        return super().load_state_dict(*args, **kwargs)
+
+    def forward(self, x: Any, enter: EnterLayer = same_stream) -> Any:
         """Run this rank's layers in order: the whole model on a single stage, otherwise what the rank holds of it."""
         for chunk in self.own_chunks:
-            x = self.forward_chunk(chunk, x)
+            x = self.forward_chunk(chunk, x, enter)
         return x
 
 
@@ -311,19 +326,24 @@ def _refuse_trained_loss(loss_fn: object) -> None:
         )
 
 
-def _pipe_data_topology(num_stages: int | None) -> ProcessTopology:
+def _make_topology(num_stages: int | None, num_slices: int) -> ProcessTopology:
     world_size = get_world_size()
     if num_stages is None:
         raise PartitionError("PipelineModule needs num_stages, a topology, or pipeline.stages in its configuration")
     if num_stages < 1:
         raise PartitionError(f"num_stages is {num_stages}; a pipeline has at least 1")
-    if world_size % num_stages:
-        fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    if world_size % (num_stages * num_slices):
+        fitting = [n for n in range(1, world_size + 1) if world_size % (n * num_slices) == 0]
+        sliced = f" x {num_slices} tensor slices" if num_slices > 1 else ""
+        remedy = f"use one of {fitting} stages" if fitting else f"set tensor_parallel.size to a divisor of {world_size}"
         raise PartitionError(
-            f"{num_stages} stages don't divide a world of {world_size} processes; use one of {fitting} stages, or start "
-            f"a multiple of {num_stages} processes"
+            f"{num_stages} stages{sliced} don't divide a world of {world_size} processes; {remedy}, or start a multiple of "
+            f"{num_stages * num_slices} processes"
         )
-    return PipeDataParallelTopology(num_stages, world_size // num_stages)
+    num_replicas = world_size // (num_stages * num_slices)
+    if num_slices == 1:
+        return PipeDataParallelTopology(num_stages, num_replicas)
+    return PipeModelDataParallelTopology(num_pp=num_stages, num_mp=num_slices, num_dp=num_replicas)
 
 
 def _kind(parameter: nn.Parameter) -> str:

@@ -16,10 +16,15 @@ from parallel3d.errors import PartitionError
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a layer may want to know of where it is built; passed as `context=` to classes that declare it."""
+    """What a layer may want to know of where it is built; passed as `context=` to classes that declare it.
+
+    groups: `groups.model` are the ranks over which it may slice itself; sequence_parallel: whether what lies between sliced
+    layers is shared along the sequence.
+    """
 
     groups: ProcessGroups
     device: torch.device
+    sequence_parallel: bool = False
 
 
 class LayerSpec:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.rng import EnterLayer, same_stream
 
 
 class WholeModel(PipelineModule):
@@ -27,12 +28,13 @@ class WholeModel(PipelineModule):
         return self.layers["0"]
 
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
-        """The whole micro-batch is the input."""
-        return micro_batch, None
+        """The whole micro-batch is the input. A mapping of another class than dict would hide its tensors: a dict of it."""
+        return dict(micro_batch) if isinstance(micro_batch, Mapping) else micro_batch, None
 
-    def forward_chunk(self, chunk: int, x: Any) -> Any:
+    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
         """The module on a micro-batch."""
         self.wait_for_weights(self)
+        enter(0)
         if isinstance(x, Mapping):
             return self.model(**x)
         return self.model(*x) if isinstance(x, (tuple, list)) else self.model(x)

@@ -13,21 +13,23 @@ from parallel3d.schedule.instructions import Instruction, Op, Program
 class ChunkBytes:
     """Bytes of one micro-batch on one chunk.
 
-    saved: what the forward holds until the backward, its output included, without an input that came as a message;
-    received: that input; output_gradient: what the backward is given; input_gradient: what it makes for the chunk before;
-    deferred: what a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT.
+    saved: what the forward holds until the backward, its output included, without an input that came as a message or from
+    the loader; received, loaded: these (labels too); output_gradient: what the backward is given; input_gradient: what it
+    makes for the chunk before; deferred: what a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT.
     """
 
     saved: int = 0
     received: int = 0
+    loaded: int = 0
     output_gradient: int = 0
     input_gradient: int = 0
     deferred: int = 0
 
     def change(self, i: Instruction) -> int:
         """By how much the bytes in flight grow over `i`, an instruction of this chunk."""
-        freed = self.saved + self.received + self.output_gradient
+        freed = self.saved + self.received + self.loaded + self.output_gradient
         changes = {
+            Op.LOAD_MICRO_BATCH: self.loaded,
             Op.RECV_ACTIVATION: self.received,
             Op.FORWARD: self.saved,
             Op.RECV_GRADIENT: self.output_gradient,
@@ -64,7 +66,7 @@ def _learn(change: Mapping[tuple[Op, int], int], chunk: int) -> ChunkBytes:
     def of(op: Op) -> int:
         return change.get((op, chunk), 0)
 
-    saved, received, output_gradient = of(Op.FORWARD), of(Op.RECV_ACTIVATION), of(Op.RECV_GRADIENT)
-    deferred = -of(Op.BACKWARD_WEIGHT)
-    left = of(Op.BACKWARD) + of(Op.BACKWARD_INPUT) + saved + received + output_gradient
-    return ChunkBytes(saved, received, output_gradient, left - deferred, deferred)
+    saved, received, loaded = of(Op.FORWARD), of(Op.RECV_ACTIVATION), of(Op.LOAD_MICRO_BATCH)
+    output_gradient, deferred = of(Op.RECV_GRADIENT), -of(Op.BACKWARD_WEIGHT)
+    left = of(Op.BACKWARD) + of(Op.BACKWARD_INPUT) + saved + received + loaded + output_gradient
+    return ChunkBytes(saved, received, loaded, output_gradient, left - deferred, deferred)

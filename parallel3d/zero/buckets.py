@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
-from parallel3d.parameters import ParameterInfo
+from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.zero.policy import ZeroPolicy
 
 # Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
@@ -82,6 +82,7 @@ class Bucket:
         self.numel = layout.numel
         self.partition = partition
         built = self.infos[0].parameter.dtype
+        self.kind = kind_of(self.infos[0])
         self.device = self.infos[0].parameter.device
         self.gradient_dtype = policy.accumulator_dtype(built)
         size = layout.numel // partition.size
@@ -98,6 +99,8 @@ class Bucket:
         else:
             self.gradient_shard = torch.zeros(size, dtype=self.gradient_dtype, device=self.device)
         self.pieces = self._cut_pieces()
+        # How often each parameter has been written to: our own writes go into the flat buffer and don't count.
+        self._versions = {piece: piece.info.parameter._version for piece in self.pieces}
 
     def view(self, flat: Tensor, k: int) -> Tensor:
         """Parameter k's part of a flat buffer of the bucket, in its shape."""
@@ -162,17 +165,40 @@ class Bucket:
         """Whether the masters are a copy, in a wider dtype than the weights."""
         return self.weights is not None and self.master is not None and self.weights.dtype != self.master.dtype
 
-    def assign_gradients(self, untouched: Set[nn.Parameter]) -> None:
-        """Give the optimizer each piece's gradient; None for parameters that got none, which it then leaves alone."""
+    def assign_gradients(self, untouched: Set[nn.Parameter], factor: Tensor | None = None) -> None:
+        """Give the optimizer each piece's gradient; None for parameters that got none, which it then leaves alone.
+
+        factor: of the gradients, a scalar on the device. It multiplies them in the masters' dtype: in fp16, what the loss
+        scale has kept from underflow would be lost.
+        """
+        in_place = all(piece.gradient.dtype == piece.master.dtype for piece in self.pieces)
+        if factor is not None and in_place:
+            self.gradient_shard.mul_(factor)  # in one pass
         for piece in self.pieces:
             piece.master.grad = None  # where the parameter is its own master, the accumulator is there
             if piece.info.parameter not in untouched:
-                piece.master.grad = piece.gradient.to(piece.master.dtype)
+                gradient = piece.gradient.to(piece.master.dtype)
+                piece.master.grad = gradient if factor is None or in_place else gradient.mul_(factor)
 
     def drop_gradients(self) -> None:
         """Take the gradients back from the optimizer: in the masters' dtype, they may be copies."""
         for piece in self.pieces:
             piece.master.grad = None
+
+    @torch.no_grad()
+    def follow_weights(self) -> None:
+        """Take over what others have written into the weights, as load_state_dict does: the next step would undo it."""
+        if not self.has_own_master:
+            return
+        assert self.weights is not None
+        assert self.master is not None
+        for piece in self.pieces:
+            version = piece.info.parameter._version
+            if self._versions[piece] != version:
+                self._versions[piece] = version
+                start = self.shard.start + piece.master.storage_offset() - self.master.storage_offset()
+                written = self.weights[start : start + piece.master.numel()]
+                piece.master.copy_(written.view(piece.master.shape))
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -198,11 +224,30 @@ class Bucket:
         return all_gather_into(self.weights, self.weights[self.shard], self.partition)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a bucket have in common. dtype: as built; sliced: each rank of a slice group holds another part.
+
+    partial_over: of copies, the group over which their gradients are summed, None where they are whole on every rank.
+    """
+
+    dtype: torch.dtype
+    sliced: bool
+    partial_over: Group | None
+
+
+def kind_of(info: ParameterInfo) -> Kind:
+    """Buckets hold parameters of one kind."""
+    partial_over = getattr(info.parameter, "partial_over", None)
+    return Kind(info.parameter.dtype, slicing_of(info.parameter) is not None, partial_over)
+
+
 def make_buckets(infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int) -> list[Bucket]:
-    """Buckets of parameters in the order given, one dtype to a bucket."""
+    """Buckets of parameters in the order given, one kind to a bucket."""
     buckets = []
-    for dtype in dict.fromkeys(info.parameter.dtype for info in infos):
-        same = [info for info in infos if info.parameter.dtype == dtype]
+    kinds = [kind_of(info) for info in infos]
+    for kind in dict.fromkeys(kinds):
+        same = [info for info, its in zip(infos, kinds, strict=True) if its == kind]
         layouts = cut_buckets([info.parameter.numel() for info in same], policy.bucket_size, partition.size)
         buckets += [Bucket(same, layout, policy, partition, rank) for layout in layouts]
     return buckets

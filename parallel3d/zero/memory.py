@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import cut_buckets
+from parallel3d.zero.buckets import Kind, cut_buckets, kind_of
 from parallel3d.zero.policy import ZeroPolicy
 
 
@@ -56,10 +56,11 @@ def predict_state(
     P parameters that is 2P + 4P + 12P/d for stage 1, and 2P + 16P/d for stage 2 with a reduction per micro-batch.
     """
     total = StateBytes()
-    kinds = dict.fromkeys((info.owners, info.parameter.dtype) for info in parameters)
-    for owners, built in kinds:
-        sizes = [i.parameter.numel() for i in parameters if (i.owners, i.parameter.dtype) == (owners, built)]
-        total += _predict_alike(sizes[::-1], built, len(owners) > 1, policy, data_size, moments)
+    alike: dict[tuple[tuple[int, ...], Kind], list[int]] = {}
+    for info in reversed(parameters):
+        alike.setdefault((info.owners, kind_of(info)), []).append(info.parameter.numel())
+    for (owners, kind), sizes in alike.items():
+        total += _predict_alike(sizes, kind.dtype, len(owners) > 1, policy, data_size, moments)
     return total
 
 

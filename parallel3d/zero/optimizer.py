@@ -79,15 +79,19 @@ class ShardedOptimizer:
     def step(self, untouched: Set[nn.Parameter], divisor: Tensor | None = None, overflow: Tensor | None = None) -> None:
         """Update the pieces; the weights then wait to be gathered. Parameters in `untouched` got no gradient and stay.
 
-        Where `takes_scale`: divisor: of the gradients; overflow: whether to do nothing; both scalars on the device, or None.
+        divisor: of the gradients, or None; overflow: whether to do nothing, where `takes_scale`; scalars on the device.
         """
-        for bucket in self._buckets:
-            bucket.assign_gradients(untouched)
         optimizer: Any = self.optimizer
-        if divisor is not None:
+        factor = None
+        if divisor is not None and self.takes_scale():
             optimizer.grad_scale = divisor.float()
+        elif divisor is not None:
+            factor = divisor.reciprocal()
         if overflow is not None:
             optimizer.found_inf = overflow.float()
+        for bucket in self._buckets:
+            bucket.follow_weights()
+            bucket.assign_gradients(untouched, factor)
         optimizer.step()
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
@@ -176,7 +180,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_u
     )
 
 
-class TouchedParameters:
+class StepAgreement:
     """Agrees, on the host, which parameters got a gradient anywhere: the others are left alone, as torch leaves them.
 
     names: of this rank's parameters, gathered from every rank of `control` once.
@@ -190,12 +194,14 @@ class TouchedParameters:
         self._shared = [[(bit, place[n]) for bit, n in enumerate(names) if n in place] for names in everyone]
         self._words = max(1, *((len(names) + 62) // 63 for names in everyone))
 
-    def untouched(self, touched: Set[nn.Parameter]) -> set[nn.Parameter]:
-        """This rank's parameters that no rank has touched. Collective over `control`."""
+    def reach(self, touched: Set[nn.Parameter], flag: bool) -> tuple[set[nn.Parameter], bool]:
+        """This rank's parameters that no rank has touched, and whether any rank set the flag. Collective over `control`."""
         bits = sum(1 << k for k, info in enumerate(self._infos) if info.parameter in touched)
         words = [bits >> (63 * w) & (1 << 63) - 1 for w in range(self._words)]
         anywhere: set[int] = set()
-        for row, shared in zip(all_gather_integers(words, self._control), self._shared, strict=True):
+        rows = all_gather_integers([int(flag), *words], self._control)
+        for (_, *row), shared in zip(rows, self._shared, strict=True):
             bits = sum(word << (63 * w) for w, word in enumerate(row))
             anywhere |= {here for bit, here in shared if bits >> bit & 1}
-        return {info.parameter for k, info in enumerate(self._infos) if k not in anywhere}
+        untouched = {info.parameter for k, info in enumerate(self._infos) if k not in anywhere}
+        return untouched, any(row[0] for row in rows)

@@ -50,8 +50,8 @@ class GradientReducer:
     """Accumulators of all parameters of this rank, reduced bucket by bucket to the rank that updates each part.
 
     parameters: in the order of the layers; data_group: the ranks that hold the same parameters; replica_groups: owners
-    (see ParameterInfo) -> the ranks that hold a copy of those parameters. Raises ConfigError for half-precision weights
-    without masters.
+    (see ParameterInfo) -> the ranks that hold a copy of those parameters; is_first_slice: whether this rank answers for what
+    tensor slices hold in common. Raises ConfigError for half-precision weights without masters.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class GradientReducer:
         rank: int,
         data_group: Group,
         replica_groups: Mapping[tuple[int, ...], Group],
+        is_first_slice: bool = True,
         all_reduce: AllReduce = all_reduce,
         reduce_scatter: ReduceScatter = reduce_scatter_into,
     ):
@@ -69,6 +70,7 @@ class GradientReducer:
         self._replica_groups = replica_groups
         self._all_reduce, self._reduce_scatter = all_reduce, reduce_scatter
         self._partition = data_group if policy.stage > 0 else Group((rank,), None)
+        self._is_first_slice = is_first_slice
         self._is_first_replica = data_group.ranks[0] == rank
         self._sink = GradientSink()
         # The backward reaches the last layer first: its gradients fill the first bucket.
@@ -133,7 +135,11 @@ class GradientReducer:
         make_splittable(module, self._sink)
 
     def start_step(self) -> None:
-        """Empty the accumulators for the next batch."""
+        """Empty the accumulators for the next batch, whatever a batch that failed has left."""
+        # Before anything is cleared: what a reduction under way writes into belongs to it until it is waited for.
+        self.finish_step()
+        self._to_launch.clear()
+        self._missing.clear()
         for bucket, (flat, _) in self._filling.items():
             if bucket.gradients is None:  # left by a batch that failed
                 self._transient[bucket.gradient_dtype].release(flat, DONE)
@@ -245,10 +251,16 @@ class GradientReducer:
         self._reductions[bucket] = _Reduction(self._all_reduce(bucket.gradient_shard, self._replica_groups[owners]))
 
     def finish_step(self) -> None:
-        """Wait for every reduction launched: the shards hold the gradient of the global batch."""
+        """Wait for every reduction launched: the shards hold the gradient of the global batch.
+
+        Of copies whose gradients are partial over tensor slices (few and small: norms, biases) the sum is made here.
+        """
         for reduction in self._reductions.values():
             reduction.wait()
         self._reductions.clear()
+        partial = [b for b in self.all_buckets() if b.kind.partial_over is not None]
+        for work in [self._all_reduce(b.gradient_shard, b.kind.partial_over) for b in partial if b.kind.partial_over]:
+            work.wait()
 
     def touched(self) -> set[nn.Parameter]:
         """The parameters that got a gradient on this rank since start_step."""
@@ -257,10 +269,12 @@ class GradientReducer:
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool]) -> Tensor:
         """Squared 2-norm of the gradients this rank answers for, in float64, shape []: all ranks' add up to the model's.
 
-        counts: which owners' parameters this rank answers for. Unpartitioned ones are the first replica's.
+        counts: which owners' parameters this rank answers for. Unpartitioned ones are the first replica's, copies over
+        tensor slices the first slice's.
         """
         answers = self._partition.size > 1 or self._is_first_replica
-        shards = [b.gradient_shard for o, buckets in self.buckets.items() if answers and counts(o) for b in buckets]
+        own = [b for o, buckets in self.buckets.items() if answers and counts(o) for b in buckets]
+        shards = [b.gradient_shard for b in own if b.kind.sliced or self._is_first_slice]
         if not shards:
             return torch.zeros((), dtype=torch.float64)
         norms = [torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards]
@@ -280,11 +294,6 @@ class GradientReducer:
         """The parameters in whose gradients, as far as this rank holds them, there is an inf or NaN: the last layers first."""
         pieces = (piece for bucket in self.all_buckets() for piece in bucket.pieces)
         return [piece.info for piece in pieces if not torch.isfinite(piece.gradient).all()]
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients of this rank's shards by `factor`, a scalar on the device."""
-        for bucket in self.all_buckets():
-            bucket.gradient_shard.mul_(factor)
 
 
 def check_precision(parameters: Sequence[ParameterInfo], policy: ZeroPolicy) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from layouts import CONFIG_SEED, TORCH_SEED
 from ranks import RankError
 from reference import distance
 from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.engine import Engine
+from parallel3d.rng import stream_seed
 
 STEPS, SAMPLES, WIDTH, CLIPPING = 4, 3, 16, 0.05
 ZERO = [
@@ -24,12 +27,12 @@ ZERO = [
 
 
 class Model(nn.Module):
-    """Shared, frozen and unused parameters, a buffer, and a loss of its own."""
+    """Shared, frozen and unused parameters, a buffer, dropout, and a loss of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
-        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.unused = nn.Linear(WIDTH, 2)
         self.head = nn.Linear(WIDTH, 11, bias=False)
@@ -64,7 +67,9 @@ def make(accumulation: int, **config: Any) -> Engine:
         **config,
     }
     whole["zero_optimization"] = {"reduce_bucket_size": 300, **config.get("zero_optimization", {})}
-    engine, *_ = parallel3d.initialize(model=model(), config=whole)
+    trained = model()
+    torch.manual_seed(TORCH_SEED)
+    engine, *_ = parallel3d.initialize(model=trained, config=whole)
     return engine
 
 
@@ -109,6 +114,7 @@ def on_one_process(per_step: int) -> Result:
         optimizer.zero_grad()
         total = 0.0
         for g in range(step * per_step, (step + 1) * per_step):
+            torch.manual_seed(stream_seed(CONFIG_SEED, TORCH_SEED, step, g - step * per_step, 0))
             loss = reference(**micro_batch(g))
             (loss / per_step).backward()
             total += loss.item() / per_step
@@ -198,9 +204,9 @@ def misuse(kind: str) -> str:
         ("no backward", "call engine.backward(loss) before"),
         ("not reduced", "run the last one outside"),
         ("no_sync, never held", "reduce_per_micro_batch to false"),
-        ("many losses", "a loss of one element, not [3, 5, 11]"),
+        ("many losses", "one element, or (sum, count), not [3, 5, 11]"),
         ("plateau", "engine.step({'metrics': ...})"),
-        ("no loss", "the loss must be a tensor with one element, not [3, 5, 11]"),
+        ("no loss", "one element, or (sum, count), not [3, 5, 11]"),
     ],
 )
 def test_misuse_is_explained(run_ranks, kind: str, message: str):
@@ -216,6 +222,7 @@ def ask() -> dict[str, Any]:
     engine.zero_grad()
     engine.backward(engine(**micro_batch(1)))
     engine.zero_grad()  # forgets that micro-batch
+    engine.eval()  # no dropout
     for g in (0, 0):
         engine.backward(engine(**micro_batch(g)))
         engine.step()
@@ -235,7 +242,7 @@ def ask() -> dict[str, Any]:
 
 def test_what_scripts_ask_of_an_engine(run_ranks):
     (found,) = run_ranks(1, ask)
-    reference = model()
+    reference = model().eval()
     reference(**micro_batch(0)).backward()
     norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm().item()
     assert found["eval"]
@@ -282,3 +289,33 @@ def test_time_by_calls_is_broken_down_as_a_batchs(run_ranks):
             assert parts["forward"] > 0
             assert parts["backward"] > 0
             assert parts["step"] > 0
+
+
+class Encoding(UserDict[str, Tensor]):
+    """As tokenizers return: a mapping that is no dict."""
+
+
+class Features(dict[str, Tensor]):
+    pass
+
+
+class Squares(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def of_a_mapping(kind: type) -> list[float]:
+    torch.manual_seed(0)
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "steps_per_print": None}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine, *_ = parallel3d.initialize(model=Squares(WIDTH, WIDTH), config=config)
+    batch = kind({"x": torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)})
+    return [engine.eval_batch(iter([batch])).item(), engine.train_batch(iter([batch])).item()]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Features, Encoding])
+def test_a_micro_batch_may_be_any_mapping(run_ranks, kind: type):
+    torch.manual_seed(0)
+    alone = Squares(WIDTH, WIDTH).bfloat16()
+    loss = alone(torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.bfloat16).view(2, WIDTH)).item()
+    assert run_ranks(1, of_a_mapping, kind)[0] == [loss, loss]

@@ -296,3 +296,45 @@ def overflow_in_bf16(checks: bool) -> tuple[int, bool]:
 @pytest.mark.parametrize("checks", [True, False])
 def test_bf16_skips_an_overflow_where_asked_to(run_ranks, checks: bool):
     assert run_ranks(2, overflow_in_bf16, checks) == [(int(checks), checks)] * 2
+
+
+# --- gradients and buffers that half precision would spoil
+
+
+class Faint(nn.Module):
+    """Its weights' gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def train_faint(dtype: str, zero: dict[str, Any]) -> tuple[list[float], Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": True, "loss_scale": 2.0**12},
+        "data_types": {"grad_accum_dtype": dtype},
+        "zero_optimization": zero,
+        "optimizer": {"type": "SGD", "params": {"lr": 2.0**26}},
+        "steps_per_print": None,
+    }
+    engine = parallel3d.initialize(model=Faint(), config=config)[0]
+    engine.backward(engine(torch.full((4,), 2.0**-14) * torch.tensor([1.0, 0.5, 0.25, 0.125])) * 2.0**-12)
+    engine.step()
+    return engine.module.weight.tolist(), engine.module.turns
+
+
+@pytest.mark.parametrize("zero", ZERO[:2], ids=str)
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_gradients_below_fp16_survive_unscaling(run_ranks, dtype: str, zero: dict[str, Any]):
+    for weights, _ in run_ranks(2, train_faint, dtype, zero):
+        assert weights == [-1.0, -0.5, -0.25, -0.125]
+
+
+def test_complex_buffers_stay_as_they_were_built(run_ranks):
+    ((_, turns),) = run_ranks(1, train_faint, "fp32", ZERO[0])
+    assert torch.equal(turns, Faint().turns)

@@ -13,6 +13,7 @@ from layouts import (
     Run,
     all_pairs,
     check,
+    enter_layer,
     make_optimizer,
     run_reference,
     train,
@@ -34,7 +35,12 @@ def reference_on_gpu(layout: Layout) -> Run:
     with torch.device("cuda"):
         clipping = CLIPPING if layout.clipping else 0.0
         reference = Reference(
-            toy.model(layout.tied), toy.cross_entropy, make_optimizer(layout.optimizer), clipping, BASE_SEED
+            toy.model(layout.tied, dropout=layout.dropout),
+            toy.cross_entropy,
+            make_optimizer(layout.optimizer),
+            clipping,
+            BASE_SEED,
+            enter=enter_layer,
         )
         losses, norms, weights = run_reference(reference, micro_batches, per_step)
     return losses, norms, {name: weight.cpu() for name, weight in weights.items()}

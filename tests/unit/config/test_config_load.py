@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel3d.config import Config, load, load_pipeline
+from parallel3d.config import Config, load, load_layout
 from parallel3d.errors import ConfigError
 
 # Busy machines are slow: time is no part of these properties.
@@ -266,7 +266,7 @@ def test_known_keys_that_are_off_are_silent():
         "sequence_parallel_size": 1,
         "sparse_attention": {},
         "tensorboard": None,
-        "tensor_parallel": {"autotp_size": 1, "preset_model": "llama"},
+        "tensor_parallel": {"autotp_size": 1, "preset_model": None},
         "wandb": {"project": "off without enabled"},
         "zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}, "overlap_comm": True},
     }
@@ -322,8 +322,8 @@ def test_a_malformed_json_in_base64_is_explained():
 
 def test_a_pipeline_is_read_before_autos_elsewhere_are_filled():
     raw = {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "pipeline": {"stages": 3}}
-    assert load_pipeline(raw).stages == 3
-    assert load_pipeline(None) == Config().pipeline
-    assert load_pipeline(Config()) == Config().pipeline
+    assert load_layout(raw)[0].stages == 3
+    assert load_layout(None) == (Config().pipeline, Config().tensor_parallel)
+    assert load_layout(Config()) == (Config().pipeline, Config().tensor_parallel)
     with pytest.raises(ConfigError, match=r"unknown key 'pipeline.stage'"):
-        load_pipeline({"pipeline": {"stage": 3}})
+        load_layout({"pipeline": {"stage": 3}})

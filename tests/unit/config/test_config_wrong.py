@@ -141,8 +141,14 @@ WRONG = [
         "zero_optimization.zero_quantized_gradients is not yet supported (weights and gradients are never quantized), and "
         "without it the results would differ: remove it",
     ),
-    ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel is not yet supported (layers are not yet sliced)"),
-    ({"tensor_parallel": {"autotp_size": 4}}, "remove it or set tensor_parallel.autotp_size to 0"),
+    (
+        {"tensor_parallel": {"autotp_size": 4}},
+        "tensor_parallel.autotp_size is not yet supported (give size, and layers that",
+    ),
+    (
+        {"tensor_parallel": {"size": 1, "sequence_parallel": True}},
+        "but size is 1; set size, or sequence_parallel to false",
+    ),
     ({"sequence_parallel_size": 2}, "remove it or set it to 1"),
     ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation is not yet supported"),
     # activation checkpointing and logging

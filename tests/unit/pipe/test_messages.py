@@ -166,6 +166,9 @@ class End:
     def receive_header(self, stage: int) -> Any:
         return pickle.loads(self.wire.headers[self.stage].popleft())
 
+    def use_host(self, use: bool) -> None:
+        self.by_host = use
+
     def finish(self) -> None:
         pass
 
@@ -323,3 +326,25 @@ def test_sparse_tensors_do_not_travel():
 def test_a_spec_makes_its_buffer():
     buffer = TensorSpec((2, 0), torch.bfloat16, True).empty(CPU)
     assert (tuple(buffer.shape), buffer.dtype, buffer.requires_grad) == ((2, 0), torch.bfloat16, False)
+
+
+def test_a_batch_with_inputs_of_a_new_structure_goes_through_the_host():
+    end = Wire().end(0)
+    messages = Messages(end, CPU, dynamic=False)
+    for signatures, training, through_host in [
+        ([7, 7], True, True),
+        ([7], True, False),
+        ([7, 8], True, True),
+        ([8, 7], True, False),
+        ([7], False, True),
+        ([7], False, False),
+    ]:
+        messages.begin(signatures, training)
+        assert end.by_host is through_host
+    # But not for ever, should every batch be unlike all before.
+    found = []
+    for unlike in range(100, 130):
+        messages.begin([unlike], True)
+        found.append(end.by_host)
+    assert found == sorted(found, reverse=True)
+    assert 0 < sum(found) < 10

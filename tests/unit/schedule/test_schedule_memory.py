@@ -23,18 +23,18 @@ def test_saved_activations_are_those_between_forward_and_backward(schedule, num_
 
 
 def test_each_kind_of_bytes_on_a_split_schedule():
-    """Stage 1 of 2, one micro-batch: the input 3 arrives, 10 are saved, all is freed for 2 of gradient and 5 deferred."""
+    """Stage 1 of 2, one micro-batch: 3 arrive, 1 is loaded, 10 are saved; all is freed for 2 of gradient and 5 deferred."""
     program = lower(build([["F0@0", "I0@0", "W0@0"], ["F0@1", "I0@1", "W0@1"]], 2, 1, 1, "loop", None))
     assert [str(i) for i in program.instructions[1]] == ["RA0@1", "L0@1", "F0@1", "I0@1", "SG0@1", "W0@1"]
-    chunk = ChunkBytes(saved=10, received=3, input_gradient=2, deferred=5)
-    assert bytes_in_flight(program, 1, {1: chunk}) == [3, 3, 13, 7, 5, 0]
+    chunk = ChunkBytes(saved=10, received=3, loaded=1, input_gradient=2, deferred=5)
+    assert bytes_in_flight(program, 1, {1: chunk}) == [3, 4, 14, 7, 5, 0]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_chunks_are_learnt_from_changes(schedule):
     program = lower(build(schedule, 2, 4, 1, "loop", None))
     deferred = 5 if schedule == "zb-h1" else 0
-    chunk = ChunkBytes(saved=10, received=3, input_gradient=2, deferred=deferred)
+    chunk = ChunkBytes(saved=10, received=3, loaded=1, input_gradient=2, deferred=deferred)
     held = bytes_in_flight(program, 1, {1: chunk})
     changes = [after - before for before, after in zip([0, *held[:-1]], held, strict=True)]
     # What was sent leaves later than its instruction.

@@ -1,0 +1,202 @@
+"""Steps by calls that don't go as planned: failures, several losses, another batch size; each against plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.engine import Engine
+from parallel3d.errors import ConfigError, ExecutionError
+
+WIDTH, SAMPLES, ACCUMULATION = 8, 4, 3
+ZERO = [
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 2, "reduce_per_micro_batch": True},
+]
+
+
+class Model(nn.Module):
+    """Its backward raises in the middle, on every rank, while `fails`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.fails = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.fails:
+            hidden.register_hook(self.fail)
+        return (self.second(hidden) - y).square().mean()
+
+    def fail(self, gradient: Tensor) -> None:
+        raise ArithmeticError("planted")
+
+
+def micro_batch(g: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(g)
+    return torch.randn(SAMPLES, WIDTH, generator=generator), torch.randn(SAMPLES, 1, generator=generator)
+
+
+def make(accumulation: int = ACCUMULATION, **config: Any) -> Engine:
+    whole = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "steps_per_print": None,
+        **config,
+    }
+    engine, *_ = parallel3d.initialize(model=Model(), config=whole)
+    return engine
+
+
+def norm_of_mean(micro_batches: list[int], divisor: int) -> float:
+    """Of the gradient of these micro-batches' losses' sum over `divisor`, on one process."""
+    model = Model()
+    (torch.stack([model(*micro_batch(g)) for g in micro_batches]).sum() / divisor).backward()
+    return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+
+
+def train(engine: Engine, micro_batches: range, by_calls: bool) -> None:
+    if not by_calls:
+        engine.train_batch(iter([micro_batch(g) for g in micro_batches]))
+        return
+    for g in micro_batches:
+        engine.backward(engine(*micro_batch(g)))
+        engine.step()
+
+
+def fail_and_go_on(zero: dict[str, Any], by_calls: bool, failing: int) -> tuple[int, float]:
+    """A backward fails in the failing-th micro-batch; what follows is a batch of its own."""
+    engine = make(zero_optimization=zero)
+    rank, dp = engine.global_rank, engine.dp_world_size
+    calls = 0
+
+    def before(model: Model, _: Any) -> None:
+        nonlocal calls
+        model.fails, calls = calls == failing, calls + 1
+
+    engine.module.register_forward_pre_hook(before)
+    with pytest.raises((ArithmeticError, ExecutionError), match="planted"):
+        train(engine, range(100, 100 + ACCUMULATION), by_calls)
+    train(engine, range(rank, ACCUMULATION * dp, dp), by_calls)
+    return engine.global_steps, engine.get_global_grad_norm().item()
+
+
+@pytest.mark.parametrize("zero", ZERO, ids=str)
+@pytest.mark.parametrize("by_calls", [True, False])
+@pytest.mark.parametrize("failing", [1, ACCUMULATION - 1])
+def test_a_failed_backward_leaves_nothing_to_the_next_batch(
+    run_ranks, zero: dict[str, Any], by_calls: bool, failing: int
+):
+    wanted = norm_of_mean(list(range(2 * ACCUMULATION)), 2 * ACCUMULATION)
+    for steps, norm in run_ranks(2, fail_and_go_on, zero, by_calls, failing):
+        assert steps == 1
+        assert norm == pytest.approx(wanted, rel=1e-6)
+
+
+def two_losses(zero: dict[str, Any], how: str) -> float | str:
+    engine = make(1, zero_optimization=zero)
+    rank = engine.global_rank
+    first, second = engine(*micro_batch(rank)), engine(*micro_batch(2 + rank))
+    try:
+        if how == "no_sync":
+            with engine.no_sync():
+                engine.backward(first)
+        elif how == "sum":
+            second = first + second
+        else:
+            engine.backward(first, retain_graph=how == "retained")
+        engine.backward(second)
+    except ExecutionError as error:
+        return str(error)
+    engine.step()
+    return engine.get_global_grad_norm().item()
+
+
+@pytest.mark.parametrize(
+    ("zero", "how"), [(ZERO[0], "no_sync"), (ZERO[1], "no_sync"), (ZERO[1], "sum"), (ZERO[2], "apart")]
+)
+def test_two_losses_of_a_micro_batch_add_up(run_ranks, zero: dict[str, Any], how: str):
+    wanted = norm_of_mean([0, 1, 2, 3], 2)
+    assert run_ranks(2, two_losses, zero, how) == pytest.approx([wanted] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("zero", ZERO[:2], ids=str)
+def test_gradients_are_not_reduced_twice(run_ranks, zero: dict[str, Any]):
+    for message in run_ranks(2, two_losses, zero, "apart"):
+        assert "summed once more; give one call the sum" in message
+
+
+def twice_through_one_graph() -> list[float]:
+    engine = make(2)
+    loss = engine(*micro_batch(0))
+    for retain in (True, False):
+        engine.backward(loss, retain_graph=retain, scale_wrt_gas=False)
+        engine.step()
+    return [engine.get_global_grad_norm().item(), norm_of_mean([0, 0], 1)]
+
+
+def test_a_graph_is_retained_and_losses_are_summed_if_asked(run_ranks):
+    found, wanted = run_ranks(1, twice_through_one_graph)[0]
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def resize() -> tuple[list[bool], str, list[float]]:
+    engine = make(2)
+    boundaries, message = [], ""
+    for g in range(4):
+        if g == 3:
+            try:
+                engine.set_train_batch_size(3 * SAMPLES)
+            except ConfigError as error:
+                message = str(error)
+        engine.backward(engine(*micro_batch(g)))
+        engine.step()
+    engine.set_train_batch_size(3 * SAMPLES)
+    model = Model()
+    model.load_state_dict(engine.module.state_dict())
+    (torch.stack([model(*micro_batch(g)) for g in range(3)]).mean()).backward()
+    wanted = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    for g in range(3):
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.backward(engine(*micro_batch(g)))
+        engine.step()
+    return boundaries, message, [engine.get_global_grad_norm().item(), wanted]
+
+
+def test_another_batch_size_counts_from_the_step_on_at_which_it_is_set(run_ranks):
+    boundaries, message, (found, wanted) = run_ranks(1, resize)[0]
+    assert boundaries == [False, False, True]
+    assert "1 micro-batches of a step are done" in message
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def timed(how: str) -> list[str]:
+    engine = make(2, wall_clock_breakdown=True, steps_per_print=1)
+    engine.eval()
+    engine(*micro_batch(9))  # outside of a step, though autograd records it
+    engine.train(how != "in eval mode")
+    for g in range(2):
+        engine.backward(engine.module(*micro_batch(g)) if how == "not called" else engine(*micro_batch(g)))
+        engine.step()
+    _, timeline = engine.timeline()
+    return [str(span.instruction) for span in timeline.spans]
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("called", ["F0@0", "B0@0", "F1@0", "B1@0"]),
+        ("not called", ["B0@0", "B1@0"]),
+        ("in eval mode", ["B0@0", "F1@0", "B1@0"]),
+    ],
+)
+def test_a_step_is_timed_wherever_its_losses_come_from(run_ranks, how: str, wanted: list[str]):
+    assert run_ranks(1, timed, how)[0] == wanted

@@ -1,0 +1,131 @@
+"""A loss function that returns (sum, count) is divided once, by the count of all ranks and micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import toy
+from layouts import BASE_SEED, CLIPPING, OPTIMIZERS, Run, check, copies, make_engine, own_iterator, specs
+from reference import Reference
+from torch import Tensor
+
+import parallel3d
+from parallel3d.pipe import PipelineModule
+
+STEPS, ACCUMULATION, DP = 3, 3, 2
+IGNORED = -100
+
+
+def token_loss(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    loss = F.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss, (labels != IGNORED).sum()
+
+
+def micro_batches() -> list[Any]:
+    """One to all of the ten labels of a micro-batch count; of one of them, none."""
+    batches = []
+    for g in range(STEPS * ACCUMULATION * DP):
+        ids, labels = toy.micro_batch(g)
+        labels.view(-1)[: (7 * g + 3) % 10] = IGNORED
+        if g == 4:
+            labels.fill_(IGNORED)
+        batches.append((ids, labels))
+    return batches
+
+
+def train(pipeline: dict[str, Any], zero: dict[str, Any], clipping: float) -> Run:
+    engine = make_engine(
+        toy.model(tied=True),
+        token_loss,
+        accumulation=ACCUMULATION,
+        clipping=clipping,
+        pipeline=pipeline,
+        zero_optimization={"reduce_bucket_size": 1500, **zero},
+    )
+    data, losses, norms = own_iterator(engine, micro_batches()), [], []
+    for _ in range(STEPS):
+        losses.append(engine.train_batch(data).item())
+        norms.append(engine.get_global_grad_norm().item())
+    return losses, norms, copies(engine.module)
+
+
+def by_calls(clipping: float) -> Run:
+    """On one stage, forward, backward and step by hand."""
+    module = PipelineModule(specs(toy.model(tied=True)), num_stages=1, seed_layers=True, base_seed=BASE_SEED)
+    config = {
+        "train_micro_batch_size_per_gpu": toy.SAMPLES,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": "SGD", "params": OPTIMIZERS["SGD"]},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": None,
+    }
+    engine, *_ = parallel3d.initialize(model=module, config=config)
+    norms, own = [], micro_batches()[engine.global_rank :: DP]
+    for ids, labels in own:
+        engine.backward(token_loss(engine(ids), labels))
+        engine.step()
+        if engine.micro_steps % ACCUMULATION == 0:
+            norms.append(engine.get_global_grad_norm().item())
+    return [], norms, copies(engine.module)
+
+
+def on_one_process(clipping: float) -> Run:
+    """All micro-batches of a step as one sum, divided by all its tokens."""
+    reference = Reference(
+        toy.model(tied=True), token_loss, lambda p: torch.optim.SGD(p, **OPTIMIZERS["SGD"]), clipping, BASE_SEED
+    )
+    losses, norms, batches = [], [], micro_batches()
+    for step in range(STEPS):
+        share = batches[step * ACCUMULATION * DP : (step + 1) * ACCUMULATION * DP]
+        parts = [token_loss(reference.forward(ids), labels) for ids, labels in share]
+        loss = sum(total for total, _ in parts) / sum(count for _, count in parts)
+        reference.optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.stack([p.grad.double().square().sum() for p in reference.trained]).sum().sqrt().item())
+        if clipping:
+            torch.nn.utils.clip_grad_norm_(reference.trained, clipping)
+        reference.optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, reference.weights()
+
+
+PIPELINES = [
+    {"stages": 1},
+    {"stages": 2, "schedule": "1f1b"},
+    {"stages": 2, "schedule": "zb-h1"},
+    {"stages": 2, "schedule": "interleaved", "num_chunks": 2},
+]
+
+
+@pytest.mark.parametrize("clipping", [0.0, CLIPPING])
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {"stage": 2, "reduce_per_micro_batch": True}], ids=str)
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
+def test_gradients_are_those_of_one_batch(run_ranks, pipeline: dict[str, Any], zero: dict[str, Any], clipping: float):
+    check(run_ranks(DP * pipeline["stages"], train, pipeline, zero, clipping), on_one_process(clipping), DP)
+
+
+def test_steps_by_calls_divide_by_all_tokens(run_ranks):
+    _, norms, weights = on_one_process(CLIPPING)
+    check(run_ranks(DP, by_calls, CLIPPING), ([], norms, weights), DP)
+
+
+def evaluate() -> tuple[float, list[float]]:
+    engine = make_engine(toy.model(tied=False), token_loss, accumulation=2, pipeline={"stages": 2})
+    average = engine.eval_batch(own_iterator(engine, micro_batches()[:4])).item()
+    each = engine.eval_batch(own_iterator(engine, micro_batches()[:4]), reduce_output=None)
+    return average, [loss.item() for loss in each]
+
+
+def test_evaluation_averages_over_tokens(run_ranks):
+    reference = Reference(toy.model(tied=False), token_loss, lambda p: torch.optim.SGD(p, lr=0.1), 0.0, BASE_SEED)
+    with torch.no_grad():
+        parts = [token_loss(reference.forward(ids), labels) for ids, labels in micro_batches()[:4]]
+    average = float(sum(total for total, _ in parts) / sum(count for _, count in parts))
+    each = [float(total / count) for total, count in parts]
+    for rank, (found, found_each) in enumerate(run_ranks(4, evaluate)):
+        assert found == pytest.approx(average, rel=1e-5)
+        assert found_each == pytest.approx(each[rank % 2 :: 2], rel=1e-5)

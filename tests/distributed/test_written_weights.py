@@ -1,0 +1,90 @@
+"""Weights that a script writes itself, between steps: the next step goes on from them, in every precision and stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.engine import Engine
+from parallel3d.pipe import LayerSpec, PipelineModule
+
+SIZE, LR = 6, 0.5
+
+
+class Weigh(nn.Module):
+    """Its weight's gradient is its input, whatever the weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((SIZE,), 8.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum(-1, keepdim=True)
+
+
+class Pass(nn.Module):
+    """Hands x to the next layer through a sum with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def total(output: Tensor, _: Any) -> Tensor:
+    return output.sum()
+
+
+X = torch.tensor([1.0, -2.0, 0.5, 4.0, -1.0, 0.25])
+
+
+def make(stages: int, precision: dict[str, Any], zero: dict[str, Any]) -> Engine:
+    specs = [LayerSpec(Pass), LayerSpec(Weigh)]
+    model = PipelineModule(specs, num_stages=stages, loss_fn=total) if stages else Weigh()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": zero,
+        "steps_per_print": None,
+        **precision,
+    }
+    return parallel3d.initialize(model=model, config=config)[0]
+
+
+def train_and_write(stages: int, precision: dict[str, Any], zero: dict[str, Any], how: str) -> list[float] | None:
+    engine = make(stages, precision, zero)
+    batch = (X, None) if stages else (X,)
+    state = {k: torch.full_like(v, 2.0 if "weight" in k else 0.0) for k, v in engine.module.state_dict().items()}
+    engine.train_batch(iter([batch]))
+    if how == "load":
+        engine.module.load_state_dict(state)  # maybe while the step's weights are on their way
+    else:
+        with torch.no_grad():
+            for name, parameter in engine.module.named_parameters():
+                if "weight" in name:
+                    parameter.clamp_(max=2.0, min=2.0)
+                else:
+                    parameter.zero_()
+    engine.train_batch(iter([batch]))
+    found = [p for n, p in engine.module.named_parameters() if n.endswith("weight")]
+    return found[0].float().tolist() if found else None
+
+
+@pytest.mark.parametrize("how", ["load", "clamp"])
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {"stage": 2}], ids=str)
+@pytest.mark.parametrize(
+    "precision", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 8}}], ids=str
+)
+@pytest.mark.parametrize("stages", [0, 2])
+def test_a_step_goes_on_from_what_was_written(
+    run_ranks, stages: int, precision: dict[str, Any], zero: dict[str, Any], how: str
+):
+    ranks = [r for r in run_ranks(4 if stages else 2, train_and_write, stages, precision, zero, how) if r is not None]
+    assert len(ranks) == 2
+    assert ranks == [(2.0 - LR * X).tolist()] * 2  # all exact in half precision
