@@ -25,7 +25,8 @@ from parallel3d.models.huggingface.names import LayerNames, Stored
 from parallel3d.models.huggingface.weights import INDEX, SINGLE
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.models.layers import DecoderLayer
-from parallel3d.models.sliced import Part, part_of, whole_shape
+from parallel3d.models.sliced import whole_shape
+from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.pipe.module import PipelineModule
 
 
@@ -46,7 +47,7 @@ class Piece:
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     dtype: torch.dtype
-    part: Part
+    slicing: Slicing | None
 
 
 def save_hf(
@@ -126,7 +127,7 @@ def _own_pieces(module: PipelineModule, values: Mapping[nn.Parameter, Tensor]) -
         names: LayerNames = layer.stored()
         for name, parameter in layer.named_parameters():
             value = values.get(parameter, parameter)
-            piece = Piece(names[name], tuple(value.shape), whole_shape(parameter), value.dtype, part_of(parameter))
+            piece = Piece(names[name], tuple(value.shape), whole_shape(parameter), value.dtype, slicing_of(parameter))
             own.pieces[int(place), name], own.values[int(place), name] = piece, value
     return own
 
@@ -141,7 +142,7 @@ class _Plan:
             held: dict[int, Piece] = {}
             for rank, pieces in enumerate(everyone):
                 # Of ranks that hold the same, the first is enough.
-                if key in pieces and all(pieces[key].part != piece.part for piece in held.values()):
+                if key in pieces and all(pieces[key].slicing != piece.slicing for piece in held.values()):
                     held[rank] = pieces[key]
             if written.setdefault(next(iter(held.values())).stored, key) == key:
                 self.tensors[key] = held
@@ -183,13 +184,9 @@ class _Gathering:
                 value = self._own[key].detach()
             else:
                 value = receive_bytes(piece.shape, piece.dtype, rank, self._groups.control)
-            if value.shape == whole.shape:
-                whole.copy_(value)
-                continue
-            offset, dim = 0, piece.part.dim
-            for start, stop in piece.part.ranges:
-                whole.narrow(dim, start, stop - start).copy_(value.narrow(dim, offset, stop - start))
-                offset += stop - start
+            if piece.slicing is None:
+                return value.cpu()
+            piece.slicing.write(whole, value)
         return whole
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.errors import CheckpointError
 from parallel3d.models.huggingface.names import LayerNames, Stored
-from parallel3d.models.sliced import part_of
+from parallel3d.parameters import slicing_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -140,15 +140,13 @@ def _listed(names: list[str]) -> str:
 
 @torch.no_grad()
 def load_layer(module: nn.Module, names: LayerNames, weights: Weights) -> None:
-    """Fill a layer's parameters, whole or sliced, in their dtype; padding becomes zero."""
+    """Fill a layer's parameters, whole or sliced, in their dtype."""
     for name, parameter in module.named_parameters():
-        part = part_of(parameter)
-        parameter.zero_()
-        offset = 0
-        for start, stop in part.ranges:
-            target = parameter.narrow(part.dim, offset, stop - start)
-            _read_range(target, names[name], part.dim, start, stop, weights)
-            offset += stop - start
+        slicing = slicing_of(parameter)
+        dim, ranges = (0, ((0, parameter.shape[0]),)) if slicing is None else (slicing.dim, slicing.ranges)
+        parts = parameter.split([stop - start for start, stop in ranges], dim)
+        for part, (start, stop) in zip(parts, ranges, strict=True):
+            _read_range(part, names[name], dim, start, stop, weights)
 
 
 def _read_range(target: Tensor, stored: Stored, dim: int, start: int, stop: int, weights: Weights) -> None:

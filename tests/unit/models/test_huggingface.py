@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models import from_hf, save_hf
 from parallel3d.models.huggingface.names import Section, Stored
 from parallel3d.models.huggingface.weights import StateDict, load_layer
+from parallel3d.parameters import Slicing
 from parallel3d.pipe import PipelineModule
 
 PLAIN = {
@@ -171,7 +171,7 @@ def test_a_slice_reads_its_own_numbers_alone(dim: int, ranges: tuple[tuple[int, 
     wanted = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
     layer = nn.Module()
     layer.weight = nn.Parameter(torch.full_like(wanted, -1.0))
-    layer.weight.slicing = SimpleNamespace(dim=dim, size=whole.shape[dim], ranges=ranges)
+    layer.weight.slicing = Slicing(dim, whole.shape[dim], ranges)
     load_layer(layer, {"weight": stored}, weights)
     assert torch.equal(layer.weight, wanted)
     if dim == 0:
