@@ -15,7 +15,7 @@ from parallel3d.errors import DataError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.names import LayerNames, layer_names
 from parallel3d.models.huggingface.weights import Weights, load_layer
-from parallel3d.models.sliced import column_linear, fill_whole, heads_of, row_linear, token_embedding
+from parallel3d.models.sliced import SlicedLogits, Slices, fill_whole
 from parallel3d.models.tables import Tables
 from parallel3d.pipe.specs import BuildContext
 
@@ -23,15 +23,17 @@ from parallel3d.pipe.specs import BuildContext
 class Stream(NamedTuple):
     """What travels between layers where the input has more than token ids.
 
-    hidden: [batch, seq, hidden]; attention_mask: see Tables.mask; position_ids: [batch or 1, seq].
+    hidden: [batch, seq, hidden]; attention_mask: see Tables.mask; position_ids: [batch or 1, seq]; length: of the sequence,
+    where hidden is a rank's shard of it.
     """
 
     hidden: Tensor
     attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
+    length: int | None = None
 
 
-# Without mask and positions the hidden states alone.
+# The hidden states alone where there is nothing else.
 Travels = Tensor | Stream
 
 
@@ -40,7 +42,7 @@ def _open(x: Travels) -> Stream:
 
 
 def _close(x: Stream) -> Travels:
-    return x.hidden if x.attention_mask is None and x.position_ids is None else x
+    return x.hidden if all(other is None for other in x[1:]) else x
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -105,8 +107,10 @@ class TokenEmbedding(DecoderLayer):
         context: BuildContext | None = None,
     ):
         super().__init__(config, 0)
-        self.tokens = token_embedding(config.vocab_size, config.hidden_size, context)
-        self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.rope is None else None
+        self._slices = Slices(context)
+        learned = config.rope is None
+        self.tokens = self._slices.embedding(config.vocab_size, config.hidden_size, scatters=not learned)
+        self.positions = nn.Embedding(config.max_positions, config.hidden_size) if learned else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self._finish(weights, dtype)
 
@@ -124,8 +128,8 @@ class TokenEmbedding(DecoderLayer):
             if ids.shape[1] > self.config.max_positions:
                 raise DataError(f"{ids.shape[1]} tokens in a row, but max_positions is {self.config.max_positions}")
             where = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
-            hidden, positions = hidden + self.positions(where), None
-        return _close(Stream(self.dropout(hidden), mask, positions))
+            hidden, positions = self._slices.scatter(hidden + self.positions(where)), None
+        return _close(Stream(self.dropout(hidden), mask, positions, self._slices.length(ids.shape[1])))
 
 
 class Block(DecoderLayer):
@@ -142,16 +146,15 @@ class Block(DecoderLayer):
     ):
         super().__init__(config, layer + 1)
         self._tables, self._window = tables, config.window(layer)
-        self._heads = heads_of(config.num_heads, config.kv_heads, context)
+        self._slices = Slices(context)
         self._activation = _ACTIVATIONS[config.activation]
-        hidden, ffn, head = config.hidden_size, config.ffn_size, config.dim_of_head
-        query, key = config.num_heads * head, config.kv_heads * head
-        self.attention_norm = _make_norm(config)
-        self.qkv = column_linear(hidden, (query, key, key), config.qkv_bias, context)
-        self.attention_out = row_linear(query, hidden, config.attention_out_bias, context)
-        self.mlp_norm = _make_norm(config)
-        self.up = column_linear(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias, context)
-        self.down = row_linear(ffn, hidden, config.mlp_bias, context)
+        hidden, ffn = config.hidden_size, config.ffn_size
+        self.attention_norm = self._slices.norm(_make_norm(config))
+        # Three layers and not one: where ranks share a key and value head, they don't share queries.
+        self.query, self.key, self.value, self.attention_out = self._slices.attention(config)
+        self.mlp_norm = self._slices.norm(_make_norm(config))
+        self.up = self._slices.column(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias)
+        self.down = self._slices.row(ffn, hidden, config.mlp_bias)
         self.dropout = nn.Dropout(config.residual_dropout)
         self._finish(weights, dtype)
 
@@ -160,17 +163,19 @@ class Block(DecoderLayer):
         stream = _open(x)
         hidden = stream.hidden
         hidden = hidden + self.dropout(self._attend(stream._replace(hidden=self.attention_norm(hidden))))
-        hidden = hidden + self.dropout(self._mlp(self.mlp_norm(hidden)))
+        hidden = hidden + self.dropout(self._mlp(self.mlp_norm(hidden), stream.length))
         return _close(stream._replace(hidden=hidden))
 
     def _attend(self, stream: Stream) -> Tensor:
-        heads, tables = self._heads, self._tables
-        qkv = self.qkv(stream.hidden).unflatten(-1, (-1, self.config.dim_of_head))
-        query, key, value = qkv.split([heads.queries, heads.keys, heads.keys], dim=-2)
+        x, tables = self._slices.enter(stream.hidden, stream.length), self._tables
+        # [batch, seq, heads, head_dim]
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.config.dim_of_head)) for layer in (self.query, self.key, self.value)
+        )
         if self.config.rope is not None:
-            cos, sin = tables.rotary(qkv, stream.position_ids)
+            cos, sin = tables.rotary(query, stream.position_ids)
             query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-        mask = tables.mask(qkv, self._window, stream.attention_mask)
+        mask = tables.mask(query, self._window, stream.attention_mask)
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -178,14 +183,15 @@ class Block(DecoderLayer):
             attn_mask=mask,
             dropout_p=self.config.attention_dropout if self.training else 0.0,
             is_causal=mask is None,
-            enable_gqa=heads.queries != heads.keys,
+            enable_gqa=query.shape[2] != key.shape[2],
         )
         return self.attention_out(mixed.transpose(1, 2).flatten(2))
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def _mlp(self, x: Tensor, length: int | None) -> Tensor:
+        up = self.up(x, length)
         if not self.config.gated:
-            return self.down(self._activation(self.up(x)))
-        gate, up = self.up(x).chunk(2, dim=-1)
+            return self.down(self._activation(up))
+        gate, up = up.chunk(2, dim=-1)
         return self.down(self._activation(gate) * up)
 
 
@@ -197,25 +203,27 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class FinalNorm(DecoderLayer):
-    """The last norm; from here on hidden states travel alone."""
+    """The last norm; from here on hidden states travel alone, but for the length of a sequence of which they are a shard."""
 
     def __init__(
         self,
         config: DecoderConfig,
         weights: Weights | None = None,
         dtype: torch.dtype | None = None,
+        context: BuildContext | None = None,
     ):
         super().__init__(config, config.num_layers + 1)
-        self.norm = _make_norm(config)
+        self.norm = Slices(context).norm(_make_norm(config))
         self._finish(weights, dtype)
 
-    def forward(self, x: Travels) -> Tensor:
-        """[batch, seq, hidden] -> the same."""
-        return self.norm(_open(x).hidden)
+    def forward(self, x: Travels) -> Travels:
+        """See the class."""
+        stream = _open(x)
+        return _close(Stream(self.norm(stream.hidden), length=stream.length))
 
 
 class Head(DecoderLayer):
-    """[batch, seq, hidden] -> logits [batch, seq, vocab]."""
+    """Hidden states -> logits [batch, seq, vocab]; under tensor slicing a rank's SlicedLogits, which CausalLMLoss takes too."""
 
     def __init__(
         self,
@@ -225,9 +233,12 @@ class Head(DecoderLayer):
         context: BuildContext | None = None,
     ):
         super().__init__(config, config.num_layers + 2)
-        self.logits = column_linear(config.hidden_size, (config.vocab_size,), False, context)
+        self._group = Slices(context).group
+        self.logits = Slices(context).column(config.hidden_size, (config.vocab_size,), False)
         self._finish(weights, dtype)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, x: Travels) -> Tensor | SlicedLogits:
         """See the class."""
-        return self.logits(hidden)
+        stream = _open(x)
+        logits = self.logits(stream.hidden, stream.length)
+        return logits if self._group.size == 1 else SlicedLogits(logits, self._group, self.config.vocab_size)

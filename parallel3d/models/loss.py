@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from parallel3d.errors import DataError
-from parallel3d.models.sliced import token_losses
+from parallel3d.models.sliced import SlicedLogits
+from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from parallel3d.tensor_parallel.regions import slicing_group
 
 
 @dataclass(frozen=True)
 class CausalLMLoss:
     """loss_fn(logits [batch, seq, vocab], labels [batch, seq]): cross entropy of each position's label, at least in fp32.
 
-    Computed `chunk` positions at a time, in the backward once more, so that no copy of all logits in fp32 exists. Labels
-    that are ignore_index don't count. shift: labels are the token ids themselves, as in transformers: each position
-    predicts the one after it. per_token: return (sum, number of labels that count), for a mean over all tokens of a batch;
-    otherwise the mean over this call's. z_loss: weight of logsumexp^2 (arXiv:2204.02311). Raises DataError.
+    Computed `chunk` positions at a time, so that no copy of all logits in fp32 exists; of SlicedLogits, each rank its own
+    words. Labels that are ignore_index don't count. shift: labels are the token ids themselves, as in transformers: each
+    position predicts the one after it. per_token: return (sum, number of labels that count), for a mean over all tokens of a
+    batch; otherwise the mean over this call's. z_loss: weight of logsumexp^2 (arXiv:2204.02311). Raises DataError.
     """
 
     shift: bool = False
@@ -29,33 +30,32 @@ class CausalLMLoss:
     ignore_index: int = -100
     chunk: int = 512
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor | SlicedLogits, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """See the class."""
-        if logits.shape[:-1] != labels.shape:
-            raise DataError(
-                f"labels are {list(labels.shape)}, but the logits {list(logits.shape)}; give one a position"
-            )
+        if isinstance(logits, Tensor):
+            logits = SlicedLogits(logits, slicing_group(None, None), logits.shape[-1])
+        local = logits.local
+        if local.shape[:-1] != labels.shape:
+            raise DataError(f"labels are {list(labels.shape)}, but the logits {list(local.shape)}; give one a position")
         if self.shift:
             labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], self.ignore_index)], dim=1)
         count = (labels != self.ignore_index).sum()
         # Not slices: the backward of each would make a gradient of all logits' size.
-        chunks = zip(logits.split(self.chunk, dim=1), labels.split(self.chunk, dim=1), strict=True)
-        total = torch.stack([self._sum(*chunk) for chunk in chunks]).sum()
+        chunks = zip(local.split(self.chunk, dim=1), labels.split(self.chunk, dim=1), strict=True)
+        sums = [self._losses(part, logits, wanted).sum() for part, wanted in chunks]
+        total = torch.stack(sums).sum()
         return (total, count) if self.per_token else total / count.clamp(min=1)
 
-    def _sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if logits.requires_grad and torch.is_grad_enabled():
-            return checkpoint(self._sum_of, logits, labels, use_reentrant=False, preserve_rng_state=False)
-        return self._sum_of(logits, labels)
-
-    def _sum_of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return token_losses(
-            logits.flatten(0, 1),
-            labels.flatten(),
+    def _losses(self, chunk: Tensor, logits: SlicedLogits, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(
+            chunk,
+            labels,
+            logits.group,
+            logits.vocab_size,
             label_smoothing=self.label_smoothing,
             ignore_index=self.ignore_index,
             z_loss=self.z_loss,
-        ).sum()
+        )
 
 
 causal_lm_loss = CausalLMLoss()

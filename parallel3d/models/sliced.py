@@ -1,4 +1,4 @@
-"""Where the decoder meets tensor slicing: the parts of its layers that are sliced over the ranks of a group."""
+"""Where the decoder meets tensor slicing: which of its layers are sliced over the ranks of a group, and their borders."""
 
 from __future__ import annotations
 
@@ -6,101 +6,123 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.errors import ConfigError
+from parallel3d.comm.collectives import Group
+from parallel3d.models.config import DecoderConfig
+from parallel3d.parameters import slicing_of
 from parallel3d.pipe.specs import BuildContext
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
+from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor_parallel.regions import (
+    enter_region,
+    gather_features,
+    scatter_sequence,
+    slicing_group,
+    sum_gradients_over,
+)
+from parallel3d.tensor_parallel.slicing import AttentionHeads, cut
 
 
-@dataclass(frozen=True)
-class Heads:
-    """A rank's heads: of queries, and of keys and values."""
+class Slices:
+    """A rank's slices of the layers that it builds: makes them, and stands at the borders of their regions.
 
-    queries: int
-    keys: int
+    context: of the build; without one, a group of this rank alone. With sequence parallelism hidden states between regions
+    are shards [batch, ceil(seq / tp), hidden], and what is behind a border is given the whole sequence's length.
+    """
 
+    def __init__(self, context: BuildContext | None):
+        self.group: Group = slicing_group(None, context)
+        self.sequence_parallel = context is not None and context.sequence_parallel and self.group.size > 1
 
-def _check(context: BuildContext | None) -> None:
-    if context is not None and context.groups.model.size > 1:
-        raise ConfigError(
-            f"tensor slicing over {context.groups.model.size} ranks is not yet supported by the decoder; give 'model' 1 rank"
+    def embedding(self, vocab_size: int, size: int, scatters: bool) -> VocabParallelEmbedding:
+        """[batch, seq] token ids -> hidden states; scatters: those between regions, else replicated ones."""
+        return VocabParallelEmbedding(
+            vocab_size, size, sequence_parallel=scatters and self.sequence_parallel, group=self.group
         )
 
+    def attention(self, config: DecoderConfig) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
+        """Query, key and value, of what `enter` gives -> [..., a rank's heads], and the way back from the heads."""
+        hidden, query, key = (
+            config.hidden_size,
+            config.num_heads * config.dim_of_head,
+            config.kv_heads * config.dim_of_head,
+        )
+        heads = AttentionHeads(config.num_heads, config.kv_heads, config.dim_of_head)
+        inwards = [
+            ColumnParallelLinear(hidden, size, config.qkv_bias, in_region=True, segments=[segment], group=self.group)
+            for size, segment in ((query, heads.query), (key, heads.key_value), (key, heads.key_value))
+        ]
+        out = RowParallelLinear(
+            query,
+            hidden,
+            config.attention_out_bias,
+            sequence_parallel=self.sequence_parallel,
+            segments=[heads.query],
+            group=self.group,
+        )
+        return inwards[0], inwards[1], inwards[2], out
 
-def heads_of(num_heads: int, num_kv_heads: int, context: BuildContext | None) -> Heads:
-    """What a rank holds of the heads."""
-    _check(context)
-    return Heads(num_heads, num_kv_heads)
+    def column(self, size: int, segments: Sequence[int], bias: bool) -> ColumnParallelLinear:
+        """(hidden states between regions, length) -> [..., a rank's part of each segment]."""
+        return ColumnParallelLinear(
+            size,
+            sum(segments),
+            bias,
+            sequence_parallel=self.sequence_parallel,
+            segments=tuple(segments),
+            group=self.group,
+        )
 
+    def row(self, size: int, out: int, bias: bool) -> RowParallelLinear:
+        """[..., a rank's part of size] -> hidden states between regions."""
+        return RowParallelLinear(size, out, bias, sequence_parallel=self.sequence_parallel, group=self.group)
 
-def column_linear(size: int, segments: Sequence[int], bias: bool, context: BuildContext | None) -> nn.Module:
-    """[..., size] -> [..., a rank's part of each segment]."""
-    _check(context)
-    return nn.Linear(size, sum(segments), bias)
+    def norm(self, norm: nn.Module) -> nn.Module:
+        """A norm of hidden states between regions."""
+        if self.sequence_parallel:
+            sum_gradients_over(norm.parameters(), self.group)
+        return norm
 
+    def enter(self, x: Tensor, length: int | None) -> Tensor:
+        """Hidden states between regions -> what several column layers share."""
+        return enter_region(x, self.group, self.sequence_parallel, length)
 
-def row_linear(size: int, out: int, bias: bool, context: BuildContext | None) -> nn.Module:
-    """[..., a rank's part of size] -> [..., out], summed over the ranks."""
-    _check(context)
-    return nn.Linear(size, out, bias)
+    def scatter(self, x: Tensor) -> Tensor:
+        """Replicated hidden states -> those between regions."""
+        return scatter_sequence(x, self.group) if self.sequence_parallel else x
 
-
-def token_embedding(vocab_size: int, size: int, context: BuildContext | None) -> nn.Module:
-    """[...] token ids -> [..., size]."""
-    _check(context)
-    return nn.Embedding(vocab_size, size)
-
-
-def token_losses(
-    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0
-) -> Tensor:
-    """Cross entropy of each token, at least in fp32; 0 where labels are ignore_index. logits: [n, vocab]; labels: [n]."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(
-        logits, labels, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
-    )
-    if z_loss:
-        losses = losses + z_loss * logits.logsumexp(-1).square() * (labels != ignore_index)
-    return losses
+    def length(self, seq: int) -> int | None:
+        """What travels with hidden states between regions."""
+        return seq if self.sequence_parallel else None
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which part of a whole tensor a rank's parameter is: these ranges of it along dim, in order, then padding."""
+class SlicedLogits:
+    """One rank's part, [batch, seq, its words], of the logits over a vocabulary that the ranks of `group` share."""
 
-    dim: int
-    size: int
-    ranges: tuple[tuple[int, int], ...]
+    local: Tensor
+    group: Group
+    vocab_size: int
 
-
-def part_of(parameter: Tensor) -> Part:
-    """What a parameter is of the whole one: all of it, unless it is sliced."""
-    slicing = getattr(parameter, "slicing", None)
-    if slicing is None:
-        size = parameter.shape[0] if parameter.dim() else 1
-        return Part(0, size, ((0, size),))
-    return Part(slicing.dim, slicing.size, tuple(tuple(r) for r in slicing.ranges))
+    def whole(self) -> Tensor:
+        """[batch, seq, vocab], on every rank. Collective over the group."""
+        return gather_features(self.local, cut(self.vocab_size, None, self.group.size), self.group)
 
 
 def fill_whole(parameter: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
     """parameter = its part of what `fill` makes of the whole tensor, so that random weights don't depend on the slicing."""
-    part = part_of(parameter)
-    if getattr(parameter, "slicing", None) is None:
+    slicing = slicing_of(parameter)
+    if slicing is None:
         fill(parameter)
-        return
-    whole = fill(torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device))
-    parameter.zero_()
-    offset = 0
-    for start, stop in part.ranges:
-        length = stop - start
-        parameter.narrow(part.dim, offset, length).copy_(whole.narrow(part.dim, start, length))
-        offset += length
+    else:
+        whole = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
+        parameter.copy_(slicing.part_of(fill(whole)))
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """Of the whole tensor that a parameter is a part of."""
-    if getattr(parameter, "slicing", None) is None:
+    slicing = slicing_of(parameter)
+    if slicing is None:
         return tuple(parameter.shape)
-    part = part_of(parameter)
-    return tuple(part.size if dim == part.dim else size for dim, size in enumerate(parameter.shape))
+    return tuple(slicing.size if dim == slicing.dim else size for dim, size in enumerate(parameter.shape))

@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.models.config import DecoderConfig, Rope
+from parallel3d.models.huggingface.rope import Json, RopeJson, refuse, rope_section
 
 # Keys that don't change what is computed, or only in generation.
 _NEUTRAL = frozenset(
@@ -31,72 +32,7 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
 }
 
 
-class _Json(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
-
-
-class RopeJson(_Json):
-    """`rope_parameters`, or `rope_scaling` beside a `rope_theta`."""
-
-    rope_theta: float | None = None
-    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def rope(self, theta: float) -> Rope:
-        """theta: where this has none."""
-        return Rope(
-            theta=theta if self.rope_theta is None else self.rope_theta,
-            kind=self.rope_type,
-            factor=self.factor,
-            original_max_positions=self.original_max_position_embeddings,
-            low_freq_factor=self.low_freq_factor,
-            high_freq_factor=self.high_freq_factor,
-            beta_fast=self.beta_fast or 32.0,
-            beta_slow=self.beta_slow or 1.0,
-            attention_factor=self.attention_factor,
-            mscale=self.mscale,
-            mscale_all_dim=self.mscale_all_dim,
-            truncate=self.truncate,
-        )
-
-    @classmethod
-    def of(cls, rope: Rope) -> dict[str, Any]:
-        """What is not the default; the values that each kind needs always."""
-        scaled = cls(
-            rope_theta=rope.theta,
-            rope_type=rope.kind,
-            factor=rope.factor,
-            original_max_position_embeddings=rope.original_max_positions,
-            low_freq_factor=rope.low_freq_factor,
-            high_freq_factor=rope.high_freq_factor,
-            beta_fast=rope.beta_fast,
-            beta_slow=rope.beta_slow,
-            attention_factor=rope.attention_factor,
-            mscale=rope.mscale,
-            mscale_all_dim=rope.mscale_all_dim,
-            truncate=rope.truncate,
-        )
-        needs = {
-            "default": (),
-            "linear": ("factor",),
-            "dynamic": ("factor",),
-            "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-            "yarn": tuple(name for name in cls.model_fields if not name.startswith(("low_", "high_", "rope_"))),
-        }[rope.kind]
-        values = {name: getattr(scaled, name) for name in ("rope_theta", "rope_type", *needs)}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-class Family(_Json):
+class Family(Json):
     """What every architecture here has; `decoder` gives its switches. Keys are those of config.json."""
 
     architecture: ClassVar[str]
@@ -348,11 +284,11 @@ def parse(raw: Mapping[str, Any], ignore: Collection[str] = ()) -> tuple[type[Fa
             f"{', '.join(f.architecture for f in FAMILIES)}; load the model with transformers and give from_hf the model itself"
         )
     unknown = [key for key in raw if key not in family.model_fields and key not in _NEUTRAL and key not in ignore]
-    _refuse(f"of a {family.architecture}", {key: raw[key] for key in unknown}, family.model_fields)
+    refuse(f"of a {family.architecture}", {key: raw[key] for key in unknown}, family.model_fields)
     given = dict(raw)
     for section in ("rope_scaling", "rope_parameters"):
         if section in family.model_fields and isinstance(raw.get(section), Mapping):
-            given[section] = _rope_section(section, raw[section])
+            given[section] = rope_section(section, raw[section])
     try:
         parsed = family.model_validate({key: value for key, value in given.items() if key in family.model_fields})
     except ValidationError as error:
@@ -363,25 +299,6 @@ def parse(raw: Mapping[str, Any], ignore: Collection[str] = ()) -> tuple[type[Fa
         ) from error
     config = parsed.decoder()
     return family, config
-
-
-def _rope_section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    given = {("rope_type" if key == "type" else key): value for key, value in section.items()}
-    if given.get("partial_rotary_factor") == 1.0:
-        del given["partial_rotary_factor"]
-    unknown = {key: value for key, value in given.items() if key not in RopeJson.model_fields}
-    _refuse(f"in {name}", unknown, RopeJson.model_fields)
-    return {key: value for key, value in given.items() if value is not None}
-
-
-def _refuse(where: str, unknown: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ConfigError for the first key that is switched on."""
-    for key, value in unknown.items():
-        if value is not None and value is not False:
-            raise ConfigError(
-                f"key {key!r} = {value!r} {where} is not known to the native decoder;{nearest(key, known)} if what is computed "
-                f"doesn't depend on it, pass from_hf(..., ignore=[{key!r}])"
-            )
 
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:

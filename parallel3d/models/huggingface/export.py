@@ -25,7 +25,8 @@ from parallel3d.models.huggingface.names import LayerNames, Stored
 from parallel3d.models.huggingface.weights import INDEX, SINGLE
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.models.layers import DecoderLayer
-from parallel3d.models.sliced import Part, part_of, whole_shape
+from parallel3d.models.sliced import whole_shape
+from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.pipe.module import PipelineModule
 
 
@@ -46,7 +47,7 @@ class Piece:
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     dtype: torch.dtype
-    part: Part
+    slicing: Slicing | None
 
 
 def save_hf(
@@ -126,7 +127,7 @@ def _own_pieces(module: PipelineModule, values: Mapping[nn.Parameter, Tensor]) -
         names: LayerNames = layer.stored()
         for name, parameter in layer.named_parameters():
             value = values.get(parameter, parameter)
-            piece = Piece(names[name], tuple(value.shape), whole_shape(parameter), value.dtype, part_of(parameter))
+            piece = Piece(names[name], tuple(value.shape), whole_shape(parameter), value.dtype, slicing_of(parameter))
             own.pieces[int(place), name], own.values[int(place), name] = piece, value
     return own
 
@@ -136,28 +137,32 @@ class _Plan:
 
     def __init__(self, everyone: Sequence[Mapping[Key, Piece]]):
         self.tensors: dict[Key, dict[int, Piece]] = {}
-        written: dict[tuple[str, ...], Key] = {}
+        written: dict[Stored, Key] = {}
         for key in sorted({key for pieces in everyone for key in pieces}):
-            held = {rank: pieces[key] for rank, pieces in enumerate(everyone) if key in pieces}
-            names = next(iter(held.values())).stored.names
-            if written.setdefault(names, key) == key:
+            held: dict[int, Piece] = {}
+            for rank, pieces in enumerate(everyone):
+                # Of ranks that hold the same, the first is enough.
+                if key in pieces and all(pieces[key].slicing != piece.slicing for piece in held.values()):
+                    held[rank] = pieces[key]
+            if written.setdefault(next(iter(held.values())).stored, key) == key:
                 self.tensors[key] = held
 
-    def files(self, dtype: torch.dtype | None, max_file_bytes: int) -> tuple[dict[str, str], int]:
-        """(name of a stored tensor -> its file, bytes of all)."""
+    def files(self, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, str]:
+        """Name of a stored tensor -> its file."""
         numbers: dict[str, int] = {}
-        number, size, total = 1, 0, 0
+        number, size = 1, 0
         for held in self.tensors.values():
             piece = next(iter(held.values()))
-            itemsize = (_dtype_of(piece, dtype)).itemsize
             for name, shape in piece.stored.shapes.items():
-                num_bytes = math.prod(shape) * itemsize
+                if name in numbers:
+                    continue
+                num_bytes = math.prod(shape) * _dtype_of(piece, dtype).itemsize
                 if size and size + num_bytes > max_file_bytes:
                     number, size = number + 1, 0
-                numbers[name], size, total = number, size + num_bytes, total + num_bytes
+                numbers[name], size = number, size + num_bytes
         if number == 1:
-            return dict.fromkeys(numbers, SINGLE), total
-        return {name: f"model-{k:05}-of-{number:05}.safetensors" for name, k in numbers.items()}, total
+            return dict.fromkeys(numbers, SINGLE)
+        return {name: f"model-{k:05}-of-{number:05}.safetensors" for name, k in numbers.items()}
 
 
 def _dtype_of(piece: Piece, dtype: torch.dtype | None) -> torch.dtype:
@@ -179,14 +184,42 @@ class _Gathering:
                 value = self._own[key].detach()
             else:
                 value = receive_bytes(piece.shape, piece.dtype, rank, self._groups.control)
-            if value.shape == whole.shape:
-                whole.copy_(value)
-                continue
-            offset, dim = 0, piece.part.dim
-            for start, stop in piece.part.ranges:
-                whole.narrow(dim, start, stop - start).copy_(value.narrow(dim, offset, stop - start))
-                offset += stop - start
+            if piece.slicing is None:
+                return value.cpu()
+            piece.slicing.write(whole, value)
         return whole
+
+
+class _Files:
+    """Stored tensors on their way to their files: each is written once all its tensors are there."""
+
+    def __init__(self, directory: Path, file_of: Mapping[str, str]):
+        self._directory, self._file_of = directory, file_of
+        self._tensors: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}
+        self._unwritten = Counter(file_of.values())
+        self.num_bytes = 0
+
+    def add(self, stored: Stored, parameter: Tensor) -> None:
+        """Put a whole parameter where it is stored. Raises OSError, SafetensorError."""
+        shapes = stored.shapes
+        parts = parameter.split([section.size for section in stored.sections]) if parameter.dim() else [parameter]
+        for section, part in zip(stored.sections, parts, strict=True):
+            name = section.name
+            if name not in self._tensors:
+                self._tensors[name] = torch.empty(shapes[name] if parameter.dim() else (), dtype=parameter.dtype)
+                self._missing[name] = section.rows
+            stored.rows_of(self._tensors[name], section).copy_(part)
+            self._missing[name] -= section.size
+            if not self._missing[name]:
+                self._complete(self._file_of[name])
+
+    def _complete(self, file: str) -> None:
+        self._unwritten[file] -= 1
+        if not self._unwritten[file]:
+            tensors = {name: self._tensors.pop(name) for name in list(self._tensors) if self._file_of[name] == file}
+            self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+            save_file(tensors, self._directory / file, metadata={"format": "pt"})
 
 
 def _write(
@@ -199,37 +232,31 @@ def _write(
 ) -> str | None:
     """Write all on rank 0; returns what went wrong, once all other ranks have been received from."""
     partial = directory.parent / f".{directory.name}.partial"
-    file_of, total = plan.files(dtype, max_file_bytes)
-    error: str | None = None
-    waiting: dict[str, Tensor] = {}
-    left = Counter(file_of.values())
+    file_of = plan.files(dtype, max_file_bytes)
+    files = _Files(partial, file_of)
+    error: Exception | None = None
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir(parents=True)
     except OSError as raised:
-        error = str(raised)
+        error = raised
     for key, held in plan.tensors.items():
         whole = gathering.whole(key, held)
-        if error is not None:
-            continue
-        piece = next(iter(held.values()))
-        try:
-            for name, tensor in piece.stored.split(whole.to(_dtype_of(piece, dtype))).items():
-                waiting[name] = tensor
-                left[file_of[name]] -= 1
-                if not left[file_of[name]]:
-                    full = [n for n in waiting if file_of[n] == file_of[name]]
-                    save_file({n: waiting.pop(n) for n in full}, partial / file_of[name], metadata={"format": "pt"})
-        except (OSError, SafetensorError) as raised:
-            error = str(raised)
+        if error is None:
+            piece = next(iter(held.values()))
+            try:
+                files.add(piece.stored, whole.to(_dtype_of(piece, dtype)))
+            except (OSError, SafetensorError) as raised:
+                error = raised
     if error is None:
         try:
-            _finish(partial, directory, file_of, total, _config_of(plan, config, dtype))
+            _finish(partial, directory, file_of, files.num_bytes, _config_of(plan, config, dtype))
         except OSError as raised:
-            error = str(raised)
-    if error is not None:
-        shutil.rmtree(partial, ignore_errors=True)
-    return None if error is None else f"{directory} can't be written: {error}"
+            error = raised
+    if error is None:
+        return None
+    shutil.rmtree(partial, ignore_errors=True)
+    return f"{directory} can't be written: {error}"
 
 
 def _config_of(plan: _Plan, config: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:

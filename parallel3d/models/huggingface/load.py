@@ -90,8 +90,8 @@ def _tie(config: DecoderConfig, tied: bool | None, weights: Weights | None, wher
     if tied and weights is not None and head in weights.shapes():
         raise ConfigError(f"{where} has a head of its own, {head}, which tied=True would drop; leave tied out")
     if weights is not None:
-        (embedding,) = layer_names(config, 0)["tokens.weight"].names
-        weights.alias(head, embedding)
+        (embedding,) = layer_names(config, 0)["tokens.weight"].sections
+        weights.alias(head, embedding.name)
     return replace(config, tied=tied)
 
 

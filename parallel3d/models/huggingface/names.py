@@ -11,29 +11,47 @@ from parallel3d.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)
-class Stored:
-    """How a parameter is stored: these tensors, one after the other along its dim 0, of these sizes there.
+class Section:
+    """Rows `start` to `start + size` of a stored tensor of `of` rows; all of it by default."""
 
-    rest: the parameter's other sizes. transposed: each is stored as [in, out] where the parameter is [out, in].
+    name: str
+    size: int
+    start: int = 0
+    of: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of the stored tensor."""
+        return self.size if self.of is None else self.of
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a parameter is stored: it is these sections, one behind the other along its dim 0.
+
+    rest: the parameter's other sizes. transposed: what is a row here is a column in the file, [in, out] for [out, in].
     """
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sections: tuple[Section, ...]
     rest: tuple[int, ...] = ()
     transposed: bool = False
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each tensor, as stored."""
-        whole = {name: (size, *self.rest) for name, size in zip(self.names, self.sizes, strict=True)}
+        whole = {section.name: (section.rows, *self.rest) for section in self.sections}
         return {name: shape[::-1] if self.transposed else shape for name, shape in whole.items()}
 
-    def split(self, whole: Tensor) -> dict[str, Tensor]:
-        """The tensors, as stored, of a whole parameter."""
-        if whole.dim() == 0:
-            return {self.names[0]: whole}
-        parts = zip(self.names, whole.split(list(self.sizes)), strict=True)
-        return {name: (part.t() if self.transposed else part).contiguous() for name, part in parts}
+    def rows_of(self, tensor: Tensor, section: Section) -> Tensor:
+        """The section of a stored tensor, as the parameter has it: a view."""
+        rows = tensor.t() if self.transposed else tensor
+        return rows.narrow(0, section.start, section.size) if rows.dim() else rows
+
+
+def all_of(name: str, *shape: int) -> Stored:
+    """A parameter of this shape that is stored as it is."""
+    size, *rest = shape or (1,)
+    return Stored((Section(name, size),), tuple(rest))
 
 
 # Of a parameter by its name in the layer.
@@ -55,11 +73,11 @@ def _llama(config: DecoderConfig, place: int) -> dict[str, Stored]:
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = "model.embed_tokens.weight"
     if place == 0:
-        return {"tokens.weight": Stored((embedding,), (vocab,), (hidden,))}
+        return {"tokens.weight": all_of(embedding, vocab, hidden)}
     if place == config.num_layers + 1:
         return _norm("norm", "model.norm", config)
     if place == config.num_layers + 2:
-        return {"logits.weight": Stored((embedding if config.tied else "lm_head.weight",), (vocab,), (hidden,))}
+        return {"logits.weight": all_of(embedding if config.tied else "lm_head.weight", vocab, hidden)}
     block = f"model.layers.{place - 1}."
     attention, mlp = block + "self_attn.", block + "mlp."
     query, key = config.num_heads * config.dim_of_head, config.kv_heads * config.dim_of_head
@@ -68,15 +86,17 @@ def _llama(config: DecoderConfig, place: int) -> dict[str, Stored]:
         **_norm("attention_norm", block + "input_layernorm", config),
         **_norm("mlp_norm", block + "post_attention_layernorm", config),
     }
-    for ours, theirs, outs, size, bias in [
-        ("qkv", [attention + f"{n}_proj" for n in "qkv"], (query, key, key), hidden, config.qkv_bias),
-        ("attention_out", [attention + "o_proj"], (hidden,), query, config.attention_out_bias),
-        ("up", [mlp + up for up in ups], (config.ffn_size,) * len(ups), hidden, config.mlp_bias),
-        ("down", [mlp + "down_proj"], (hidden,), config.ffn_size, config.mlp_bias),
+    for ours, theirs, out, size, bias in [
+        ("query", [attention + "q_proj"], query, hidden, config.qkv_bias),
+        ("key", [attention + "k_proj"], key, hidden, config.qkv_bias),
+        ("value", [attention + "v_proj"], key, hidden, config.qkv_bias),
+        ("attention_out", [attention + "o_proj"], hidden, query, config.attention_out_bias),
+        ("up", [mlp + up for up in ups], config.ffn_size, hidden, config.mlp_bias),
+        ("down", [mlp + "down_proj"], hidden, config.ffn_size, config.mlp_bias),
     ]:
-        names[f"{ours}.weight"] = Stored(tuple(n + ".weight" for n in theirs), outs, (size,))
+        names[f"{ours}.weight"] = Stored(tuple(Section(n + ".weight", out) for n in theirs), (size,))
         if bias:
-            names[f"{ours}.bias"] = Stored(tuple(n + ".bias" for n in theirs), outs)
+            names[f"{ours}.bias"] = Stored(tuple(Section(n + ".bias", out) for n in theirs))
     return names
 
 
@@ -84,25 +104,29 @@ def _gpt2(config: DecoderConfig, place: int) -> dict[str, Stored]:
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = "transformer.wte.weight"
     if place == 0:
-        positions = Stored(("transformer.wpe.weight",), (config.max_positions,), (hidden,))
-        return {"tokens.weight": Stored((embedding,), (vocab,), (hidden,)), "positions.weight": positions}
+        positions = all_of("transformer.wpe.weight", config.max_positions, hidden)
+        return {"tokens.weight": all_of(embedding, vocab, hidden), "positions.weight": positions}
     if place == config.num_layers + 1:
         return _norm("norm", "transformer.ln_f", config)
     if place == config.num_layers + 2:
-        return {"logits.weight": Stored((embedding if config.tied else "lm_head.weight",), (vocab,), (hidden,))}
+        return {"logits.weight": all_of(embedding if config.tied else "lm_head.weight", vocab, hidden)}
     block = f"transformer.h.{place - 1}."
     names = {**_norm("attention_norm", block + "ln_1", config), **_norm("mlp_norm", block + "ln_2", config)}
-    for ours, theirs, out, size in [
-        ("qkv", "attn.c_attn", 3 * hidden, hidden),
-        ("attention_out", "attn.c_proj", hidden, hidden),
-        ("up", "mlp.c_fc", config.ffn_size, hidden),
-        ("down", "mlp.c_proj", hidden, config.ffn_size),
+    for ours, theirs, out, size, start, of in [
+        ("query", "attn.c_attn", hidden, hidden, 0, 3 * hidden),
+        ("key", "attn.c_attn", hidden, hidden, hidden, 3 * hidden),
+        ("value", "attn.c_attn", hidden, hidden, 2 * hidden, 3 * hidden),
+        ("attention_out", "attn.c_proj", hidden, hidden, 0, hidden),
+        ("up", "mlp.c_fc", config.ffn_size, hidden, 0, config.ffn_size),
+        ("down", "mlp.c_proj", hidden, config.ffn_size, 0, hidden),
     ]:
-        names[f"{ours}.weight"] = Stored((block + theirs + ".weight",), (out,), (size,), transposed=True)
-        names[f"{ours}.bias"] = Stored((block + theirs + ".bias",), (out,))
+        names[f"{ours}.weight"] = Stored(
+            (Section(block + theirs + ".weight", out, start, of),), (size,), transposed=True
+        )
+        names[f"{ours}.bias"] = Stored((Section(block + theirs + ".bias", out, start, of),))
     return names
 
 
 def _norm(ours: str, theirs: str, config: DecoderConfig) -> dict[str, Stored]:
     parts = ("weight", "bias") if config.norm == "layer" else ("weight",)
-    return {f"{ours}.{part}": Stored((f"{theirs}.{part}",), (config.hidden_size,)) for part in parts}
+    return {f"{ours}.{part}": all_of(f"{theirs}.{part}", config.hidden_size) for part in parts}

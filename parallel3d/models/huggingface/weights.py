@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.errors import CheckpointError
 from parallel3d.models.huggingface.names import LayerNames, Stored
-from parallel3d.models.sliced import part_of
+from parallel3d.parameters import slicing_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -140,27 +140,27 @@ def _listed(names: list[str]) -> str:
 
 @torch.no_grad()
 def load_layer(module: nn.Module, names: LayerNames, weights: Weights) -> None:
-    """Fill a layer's parameters, whole or sliced, in their dtype; padding becomes zero."""
+    """Fill a layer's parameters, whole or sliced, in their dtype."""
     for name, parameter in module.named_parameters():
-        part = part_of(parameter)
-        parameter.zero_()
-        offset = 0
-        for start, stop in part.ranges:
-            target = parameter.narrow(part.dim, offset, stop - start)
-            _read_range(target, names[name], part.dim, start, stop, weights)
-            offset += stop - start
+        slicing = slicing_of(parameter)
+        dim, ranges = (0, ((0, parameter.shape[0]),)) if slicing is None else (slicing.dim, slicing.ranges)
+        parts = parameter.split([stop - start for start, stop in ranges], dim)
+        for part, (start, stop) in zip(parts, ranges, strict=True):
+            _read_range(part, names[name], dim, start, stop, weights)
 
 
 def _read_range(target: Tensor, stored: Stored, dim: int, start: int, stop: int, weights: Weights) -> None:
     """Fill target with elements start to stop, along dim, of the parameter."""
     begin = 0
-    for name, size in zip(stored.names, stored.sizes, strict=True):
+    for section in stored.sections:
         if dim == 0:
-            low, high = max(start, begin) - begin, min(stop, begin + size) - begin
-            here = target.narrow(0, begin + low - start, max(0, high - low)) if low < high else None
+            low, high = max(start, begin) - begin, min(stop, begin + section.size) - begin
+            here = target.narrow(0, begin + low - start, high - low) if low < high else None
+            low, high = low + section.start, high + section.start
         else:
-            low, high, here = start, stop, target.narrow(0, begin, size)
+            # Of all the section's rows, a range of columns: the rows are cut after reading, where they are not all.
+            low, high, here = start, stop, target.narrow(0, begin, section.size)
         if here is not None:
-            read = weights.read(name, 1 - dim if stored.transposed else dim, low, high)
-            here.copy_(read.t() if stored.transposed else read)
-        begin += size
+            read = weights.read(section.name, 1 - dim if stored.transposed else dim, low, high)
+            here.copy_((read.t() if stored.transposed else read) if dim == 0 else stored.rows_of(read, section))
+        begin += section.size

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from parallel3d.errors import ConfigError, DataError
-from parallel3d.models.huggingface.names import Stored
+from parallel3d.models.huggingface.names import Stored, all_of
 from parallel3d.models.sliced import whole_shape
 from parallel3d.pipe.specs import LayerSpec, TiedLayerSpec
 
@@ -32,11 +32,10 @@ class WrappedPart(nn.Module):
 
     def stored(self) -> dict[str, Stored]:
         """How each parameter is stored: under its own name in the model."""
-        names = {}
-        for name, parameter in self.named_parameters():
-            size, *rest = whole_shape(parameter) or (1,)
-            names[name] = Stored((self._prefix + name.partition(".")[2],), (size,), tuple(rest))
-        return names
+        return {
+            name: all_of(self._prefix + name.partition(".")[2], *whole_shape(parameter))
+            for name, parameter in self.named_parameters()
+        }
 
     def config_json(self) -> dict[str, Any]:
         """The model's config.json."""

@@ -1,0 +1,191 @@
+"""Hugging Face models over pipeline stages: loaded, trained and exported, against transformers and PyTorch's AdamW."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_models import VOCAB, load_model, make_model, save_model, token_ids
+from ranks import RankError
+from reference import distance
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.engine import Engine
+from parallel3d.models import CausalLMLoss, DecoderConfig, SlicedLogits, decoder, from_hf, save_hf
+from parallel3d.pipe import LayerSpec, PipelineModule
+
+STEPS, MICRO_BATCHES, BATCH, SEQ = 3, 2, 2, 9
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+# Adam makes steps of the rounding noise where the true gradient is next to nothing: float64 has little.
+DTYPE = torch.float64
+
+
+def make_engine(layers: list[LayerSpec], stages: int, **settings: Any) -> Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "steps_per_print": None,
+        **settings,
+    }
+    loss_fn = CausalLMLoss(shift=True, chunk=4)
+    module = PipelineModule(layers, num_stages=stages, partition_method="uniform", loss_fn=loss_fn, config=config)
+    return parallel3d.initialize(model=module, config=config)[0]
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Of unlike lengths, with padding and with position ids."""
+    result = []
+    for k in range(STEPS * MICRO_BATCHES):
+        seq = SEQ + k % 3
+        mask = torch.ones(BATCH, seq, dtype=torch.long)
+        mask[k % BATCH, seq - k % 4 :] = 0
+        result.append({"input_ids": token_ids(BATCH, seq, seed=k), "attention_mask": mask})
+    return result
+
+
+def labels_of(batch: dict[str, Tensor]) -> Tensor:
+    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """The reference in float64, its norms too, which transformers computes in fp32 whatever the model's dtype."""
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"):
+            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
+            norm.weight = module.weight
+            model.set_submodule(path, norm)
+    return model.to(DTYPE)
+
+
+def train_and_export(
+    source: str | tuple[str], stages: int, out: str, **settings: Any
+) -> tuple[Tensor | None, list[float]]:
+    """Logits before training, on the last stage, and losses; the trained weights are in `out`."""
+    if isinstance(source, str):
+        engine = make_engine(from_hf(source, dtype=DTYPE), stages, **settings)
+    else:
+        # transformers leaves out a mask without a zero: what travels depends on values.
+        engine = make_engine(from_hf(make_model(*source).to(DTYPE)), stages, pipeline={"shapes": "dynamic"})
+    first = batches()[0]
+    found = engine.eval_batch(iter([(first, labels_of(first))]), compute_loss=False, num_micro_batches=1)
+    data = iter([(batch, labels_of(batch)) for batch in batches()])
+    losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
+    save_hf(engine, out, max_file_bytes=40_000)
+    logits = found[0] if found else None
+    return logits.whole() if isinstance(logits, SlicedLogits) else logits, losses
+
+
+def train_sliced(source: str, stages: int, out: str, tensor_parallel: dict[str, Any]) -> Any:
+    return train_and_export(source, stages, out, tensor_parallel=tensor_parallel)
+
+
+def check_against_transformers(model: nn.Module, results: list[Any], out: Path, tolerance: float) -> None:
+    first = batches()[0]
+    with torch.no_grad():
+        wanted = model(**first).logits
+    valid = first["attention_mask"].bool()
+    torch.testing.assert_close(results[-1][0][valid], wanted[valid], rtol=tolerance, atol=tolerance)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    micro_batches = iter(batches())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for _ in range(MICRO_BATCHES):
+            batch = next(micro_batches)
+            logits = model(**batch).logits[:, :-1].flatten(0, 1)
+            loss = F.cross_entropy(logits, labels_of(batch)[:, 1:].flatten()) / MICRO_BATCHES
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        assert all(losses[step] == pytest.approx(total, rel=1e-6) for _, losses in results)
+    exported = dict(load_model(out).named_parameters())
+    trained = dict(model.named_parameters())
+    assert set(exported) == set(trained)
+    for name, weight in exported.items():
+        assert weight.dtype == DTYPE
+        assert distance(weight.detach(), trained[name].detach()) < tolerance, name
+
+
+# (stages, slices, whether sequences are shared): 2 key and value heads over 4 ranks, 257 words over 2, 9 tokens over 2.
+LAYOUTS = [(1, 1, False), (2, 1, False), (2, 2, False), (2, 2, True), (1, 4, True)]
+COVER = {
+    "llama": [(1, 1, False), (2, 2, True), (1, 4, True)],
+    "mistral": [(1, 1, False), (2, 2, False)],
+    "qwen2": [(1, 1, False), (2, 1, False), (2, 2, False)],
+    "gpt2": [(1, 1, False), (2, 2, True)],
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sequence" in metafunc.fixturenames:
+        full = metafunc.config.getoption("full")
+        cases = [(name, *layout) for name, cover in COVER.items() for layout in (LAYOUTS if full else cover)]
+        metafunc.parametrize(("name", "stages", "slices", "sequence"), cases)
+
+
+def test_a_directory_trains_as_in_transformers(
+    run_ranks, tmp_path, name: str, stages: int, slices: int, sequence: bool
+):
+    model = in_double(save_model(tmp_path / "in", name))
+    sliced = {"size": slices, "sequence_parallel": sequence}
+    source, out = str(tmp_path / "in"), str(tmp_path / "out")
+    results = run_ranks(stages * slices, train_sliced, source, stages, out, sliced)
+    check_against_transformers(model, results, tmp_path / "out", 1e-8)
+
+
+@pytest.mark.parametrize("name", ["gemma", "phi"])
+def test_another_architecture_trains_by_its_own_layers(run_ranks, tmp_path, name: str):
+    results = run_ranks(2, train_and_export, (name,), 2, str(tmp_path / "out"))
+    # Its norms in fp32, which are ours too, round what differs in the last bit of a double.
+    check_against_transformers(make_model(name).to(DTYPE), results, tmp_path / "out", 1e-5)
+
+
+def export_bf16(source: str, out: str) -> None:
+    engine = make_engine(
+        from_hf(source), 2, bf16={"enabled": True}, zero_optimization={"stage": 2}, gradient_clipping=1.0
+    )
+    save_hf(engine, out + "/masters", masters=True)
+    save_hf(engine, out + "/weights")
+    save_hf(engine, out + "/half", masters=True, dtype=torch.float16)
+
+
+def test_masters_or_rounded_weights_are_exported(run_ranks, tmp_path):
+    """2 stages x 2 replicas with ZeRO 2: every rank holds a quarter of the masters."""
+    model = save_model(tmp_path / "in", "qwen2")
+    run_ranks(4, export_bf16, str(tmp_path / "in"), str(tmp_path))
+    wanted = dict(model.named_parameters())
+    for out, dtype in {"masters": torch.float32, "weights": torch.bfloat16, "half": torch.float16}.items():
+        for name, weight in load_model(tmp_path / out).named_parameters():
+            assert weight.dtype == dtype
+            assert torch.equal(weight, wanted[name].to(dtype)), f"{out}: {name}"
+
+
+def initial_weights(stages: int) -> dict[str, Tensor]:
+    config = DecoderConfig(vocab_size=VOCAB, hidden_size=16, ffn_size=24, num_layers=3, num_heads=2, tied=True)
+    module = PipelineModule(decoder(config), num_stages=stages, seed_layers=True)
+    return {info.name: info.parameter.detach() for info in module.parameter_infos()}
+
+
+def test_fresh_weights_do_not_depend_on_the_stages(run_ranks):
+    (whole,) = run_ranks(1, initial_weights, 1)
+    for part in run_ranks(3, initial_weights, 3):
+        assert part
+        assert all(torch.equal(weight, whole[name]) for name, weight in part.items())
+
+
+def export_to(source: str, out: str) -> None:
+    save_hf(PipelineModule(from_hf(source), num_stages=2), out)
+
+
+def test_an_export_that_fails_is_told_on_all_ranks(run_ranks, tmp_path):
+    save_model(tmp_path / "in", "llama")
+    (tmp_path / "file").touch()
+    with pytest.raises(RankError) as error:
+        run_ranks(2, export_to, str(tmp_path / "in"), str(tmp_path / "file" / "out"))
+    assert all("CheckpointError" in text and "can't be written" in text for text in error.value.tracebacks.values())
+    assert len(error.value.tracebacks) == 2

@@ -1,0 +1,69 @@
+"""Small Hugging Face models with random weights: the reference of parallel3d.models."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+VOCAB = 257
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_GQA = {**_SIZES, "num_key_value_heads": 2}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_GQA, "head_dim": 12, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("LlamaConfig", {**_GQA, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
+    "mistral": ("MistralConfig", {**_GQA, "sliding_window": 5}),
+    "qwen2": ("Qwen2Config", {**_GQA, "tie_word_embeddings": True}),
+    "qwen2-sliding": ("Qwen2Config", {**_GQA, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+    ),
+    "gemma": ("GemmaConfig", {**_GQA, "head_dim": 8}),
+    "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 2.0}),
+    "phi": ("PhiConfig", {**_SIZES}),
+}
+
+
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="transformers, of the test extra, is the reference here")
+
+
+def make_model(name: str, **changes: Any) -> nn.Module:
+    """In fp32, with weights, biases and norms that are all random."""
+    hf = transformers()
+    cls, settings = CONFIGS[name]
+    torch.manual_seed(7)
+    model = hf.AutoModelForCausalLM.from_config(getattr(hf, cls)(**{**settings, **changes}))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in key or "ln_" in key else 0.0, 0.2)
+    return model.eval()
+
+
+def save_model(path: Path, name: str, **changes: Any) -> nn.Module:
+    model = make_model(name, **changes)
+    model.save_pretrained(path)
+    return model
+
+
+def load_model(path: str | Path) -> nn.Module:
+    return transformers().AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def token_ids(batch: int, seq: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, (batch, seq), generator=torch.Generator().manual_seed(seed))

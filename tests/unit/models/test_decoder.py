@@ -1,0 +1,174 @@
+"""The native decoder computes what transformers computes, for every switch that a config.json has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import load_model, make_model, save_model, token_ids
+from torch import Tensor, nn
+
+from parallel3d.errors import ConfigError, DataError
+from parallel3d.models import DecoderConfig, Rope, decoder, from_hf, save_hf
+from parallel3d.pipe import LayerSpec, PipelineModule
+
+NATIVE = ["llama", "llama-tied", "mistral", "qwen2", "qwen2-sliding", "gpt2"]
+WRAPPED = ["gemma", "gemma2", "phi"]
+
+
+def run(layers: list[LayerSpec], inputs: Any) -> Tensor:
+    model = PipelineModule(layers, num_stages=1).eval()
+    with torch.no_grad():
+        return model(inputs)
+
+
+def logits_of(model: nn.Module, **inputs: Any) -> Tensor:
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_logits_of_a_directory_equal_transformers(tmp_path, name: str):
+    model = save_model(tmp_path, name)
+    ids = token_ids(2, 17)
+    torch.testing.assert_close(run(from_hf(tmp_path), ids), logits_of(model, input_ids=ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NATIVE + WRAPPED)
+def test_masks_and_positions_equal_transformers(name: str):
+    model = make_model(name)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, 8:], mask[1, :3] = 0, 0
+    inputs = {
+        "input_ids": token_ids(2, 11),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+    }
+    got, wanted = run(from_hf(model), inputs), logits_of(model, **inputs)
+    # What a padding position gives is nobody's.
+    torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_logits_of_other_architectures_are_their_own(name: str):
+    model = make_model(name)
+    ids = token_ids(2, 9)
+    wanted = logits_of(model, input_ids=ids)
+    torch.testing.assert_close(run(from_hf(model), ids), wanted, rtol=1e-5, atol=1e-5)
+    # The model itself is still whole.
+    torch.testing.assert_close(logits_of(model, input_ids=ids), wanted, rtol=0, atol=0)
+
+
+ROPES = [
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.4,
+        "beta_fast": 4.0,
+        "truncate": False,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope['rope_type']}-{len(rope)}")
+def test_scaled_rotary_positions_equal_transformers(rope: dict[str, Any]):
+    model = make_model("llama", max_position_embeddings=24, rope_parameters={"rope_theta": 100.0, **rope})
+    for seq in (12, 40):  # within the model's positions, and beyond
+        ids = token_ids(1, seq)
+        got = run(from_hf(model), ids)
+        torch.testing.assert_close(got, logits_of(model, input_ids=ids), rtol=1e-5, atol=1e-5)
+        positions = torch.arange(seq)[None]
+        by_ids = run(from_hf(model), {"input_ids": ids, "position_ids": positions})
+        torch.testing.assert_close(by_ids, got, rtol=1e-5, atol=1e-5)
+
+
+NATIVE_CONFIGS = {
+    "LlamaForCausalLM": {"rope": Rope(kind="llama3", factor=8.0, original_max_positions=32), "qkv_bias": True}
+    | {"attention_out_bias": True, "num_kv_heads": 2, "head_dim": 6},
+    "MistralForCausalLM": {"windows": (6, 6, 6), "tied": True},
+    "Qwen2ForCausalLM": {"windows": (None, 4, 4), "qkv_bias": True, "rope": Rope(theta=500.0)},
+    "GPT2LMHeadModel": {"rope": None, "norm": "layer", "gated": False, "activation": "gelu_tanh", "tied": True}
+    | {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("architecture", NATIVE_CONFIGS)
+def test_a_decoder_of_ones_own_becomes_an_architecture_of_hugging_face(tmp_path, architecture: str):
+    config = DecoderConfig(
+        vocab_size=101, hidden_size=32, ffn_size=40, num_layers=3, num_heads=4, **NATIVE_CONFIGS[architecture]
+    )
+    module = PipelineModule(decoder(config), num_stages=1).eval()
+    save_hf(module, tmp_path / "out")
+    model = load_model(tmp_path / "out")
+    assert type(model).__name__ == architecture
+    ids = token_ids(2, 13) % 101
+    with torch.no_grad():
+        torch.testing.assert_close(module(ids), logits_of(model, input_ids=ids), rtol=1e-5, atol=1e-5)
+
+
+def test_switches_that_no_architecture_has_together_are_refused(tmp_path):
+    config = DecoderConfig(vocab_size=9, hidden_size=8, ffn_size=8, num_layers=1, num_heads=1, norm="layer")
+    with pytest.raises(ConfigError, match="norm='layer'"):
+        save_hf(PipelineModule(decoder(config), num_stages=1), tmp_path / "out")
+
+
+def test_fresh_weights_are_normal_with_the_configured_deviation():
+    config = DecoderConfig(
+        vocab_size=400, hidden_size=128, ffn_size=256, num_layers=8, num_heads=4, init_std=0.05, depth_scaled_init=True
+    )
+    module = PipelineModule(decoder(config, dtype=torch.bfloat16), num_stages=1)
+    block = module.layers["3"]
+    deviations = {"query": 0.05, "up": 0.05, "attention_out": 0.0125, "down": 0.0125}
+    for name, deviation in deviations.items():
+        weight = block.get_parameter(f"{name}.weight")
+        assert weight.dtype == torch.bfloat16
+        assert float(weight.detach().float().std()) == pytest.approx(deviation, rel=0.05)
+    assert bool((block.attention_norm.weight == 1).all())
+
+
+def test_dropout_acts_in_training_alone():
+    model = make_model("gpt2", resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)
+    module = PipelineModule(from_hf(model), num_stages=1)
+    ids = token_ids(1, 8)
+    wanted = logits_of(model, input_ids=ids)
+    torch.testing.assert_close(module.eval()(ids), wanted, rtol=1e-5, atol=1e-5)
+    assert float((module.train()(ids) - wanted).norm() / wanted.norm()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [({"ids": torch.zeros(1, 2)}, "input_ids"), (torch.zeros(1, 65, dtype=torch.long), "max_positions is 64")],
+)
+def test_inputs_that_fit_no_decoder(inputs: Any, told: str):
+    module = PipelineModule(from_hf(make_model("gpt2")), num_stages=1)
+    with pytest.raises(DataError, match=told):
+        module(inputs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_heads": 3}, "3 heads don't divide hidden_size 32"),
+        ({"num_kv_heads": 3}, "3 key-value heads don't divide 4 heads"),
+        ({"head_dim": 5}, "head_dim is 5"),
+        ({"windows": (4,)}, "1 windows for 2 layers"),
+        ({"windows": (4, 0)}, "itself"),
+    ],
+)
+def test_sizes_that_do_not_fit_each_other(changes: dict[str, Any], told: str):
+    sizes = {"vocab_size": 9, "hidden_size": 32, "ffn_size": 8, "num_layers": 2, "num_heads": 4}
+    with pytest.raises(ConfigError, match=told):
+        DecoderConfig(**{**sizes, **changes})

@@ -1,0 +1,216 @@
+"""Reading and writing Hugging Face directories: what fits, what doesn't, and how it is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import load_model, make_model, save_model, token_ids
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.models import from_hf, save_hf
+from parallel3d.models.huggingface.names import Section, Stored
+from parallel3d.models.huggingface.weights import StateDict, load_layer
+from parallel3d.parameters import Slicing
+from parallel3d.pipe import PipelineModule
+
+PLAIN = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def write_config(path: Path, **changes: Any) -> Path:
+    (path / "config.json").write_text(json.dumps({**PLAIN, **changes}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architectures": ["PhiForCausalLM"]}, "'PhiForCausalLM' is not known .* give from_hf the model itself"),
+        ({"architectures": None, "model_type": "t5"}, "'t5'"),
+        ({"hidden_act": "geglu"}, "hidden_act 'geglu'.*'gelu'"),
+        ({"attention_chunk": 128}, "'attention_chunk' = 128"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, r"rope_scaling.rope_type = 'longrope'"),
+        ({"rope_scaling": {"rope_type": "default", "short_factor": [1.0]}}, "short_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"hidden_size": "wide"}, "hidden_size = 'wide'"),
+        ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
+    ],
+)
+def test_a_config_that_the_decoder_does_not_know_is_told_by_its_key(tmp_path, changes: dict[str, Any], told: str):
+    if changes.get("architectures") == ["GPT2LMHeadModel"]:
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 11, **changes}))
+    else:
+        write_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=told):
+        from_hf(tmp_path, weights=False)
+
+
+def test_switched_off_and_ignored_keys_are_accepted(tmp_path):
+    write_config(tmp_path, use_qk_norm=False, extra_section=None, my_note="x")
+    assert len(from_hf(tmp_path, weights=False, ignore=["my_note"])) == 4
+
+
+def test_rotary_settings_of_transformers_4_and_5_are_the_same(tmp_path):
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 16}
+    write_config(tmp_path, rope_theta=77.0, rope_scaling={"type": "yarn", **scaling})
+    four = from_hf(tmp_path, weights=False)[0].module_args[0]
+    write_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 77.0, **scaling})
+    five = from_hf(tmp_path, weights=False)[0].module_args[0]
+    assert four == five
+    assert (four.rope.kind, four.rope.theta, four.rope.factor) == ("yarn", 77.0, 4.0)
+
+
+def test_all_tensors_at_fault_are_listed(tmp_path):
+    save_model(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(31)
+    del tensors["lm_head.weight"], tensors["model.layers.1.mlp.up_proj.bias"]
+    tensors["model.layers.2.extra"] = torch.ones(1)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # of old checkpoints, computed
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        from_hf(tmp_path)
+    told = str(error.value)
+    assert "2 missing: lm_head.weight, model.layers.1.mlp.up_proj.bias" in told
+    assert "1 not known to the model: model.layers.2.extra" in told
+    assert "1 of another shape: model.norm.weight is [31], not [32]" in told
+
+
+@pytest.mark.parametrize(
+    ("prepare", "told"),
+    [
+        (lambda path: None, "model.safetensors.index.json"),
+        (lambda path: (path / "pytorch_model.bin").touch(), "pytorch_model.bin is a pickle"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 20), "can't be read as safetensors"),
+        (
+            lambda path: (path / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "gone.safetensors"}}'
+            ),
+            "not there: gone.safetensors",
+        ),
+    ],
+)
+def test_directories_without_readable_weights(tmp_path, prepare: Any, told: str):
+    prepare(write_config(tmp_path))
+    with pytest.raises(CheckpointError, match=told):
+        from_hf(tmp_path)
+
+
+def test_no_config_and_no_json(tmp_path):
+    with pytest.raises(CheckpointError, match="No such file"):
+        from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="no JSON"):
+        from_hf(tmp_path)
+
+
+def test_sharded_files_and_names_without_the_base_are_read(tmp_path):
+    model = make_model("gpt2")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    model.transformer.save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    ids = token_ids(1, 6)
+    with torch.no_grad():
+        for name in ("sharded", "base"):
+            module = PipelineModule(from_hf(tmp_path / name), num_stages=1).eval()
+            torch.testing.assert_close(module(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_head_can_be_untied_but_not_lost(tmp_path):
+    model = save_model(tmp_path, "qwen2")
+    module = PipelineModule(from_hf(tmp_path, tied=False), num_stages=1).eval()
+    with torch.no_grad():
+        module.layers["4"].logits.weight.mul_(2)
+        torch.testing.assert_close(module(token_ids(1, 5)), 2 * model(token_ids(1, 5)).logits, rtol=1e-5, atol=1e-5)
+        save_hf(module, tmp_path / "out")
+        loaded = load_model(tmp_path / "out")
+        torch.testing.assert_close(loaded(token_ids(1, 5)).logits, module(token_ids(1, 5)), rtol=1e-5, atol=1e-5)
+    save_model(tmp_path, "mistral")
+    with pytest.raises(ConfigError, match="tied=True would drop"):
+        from_hf(tmp_path, tied=True)
+
+
+class Recording(StateDict):
+    """Notes what is read."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        super().__init__(tensors)
+        self.numbers_read: dict[str, int] = {}
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        tensor = super().read(name, dim, start, stop)
+        self.numbers_read[name] = self.numbers_read.get(name, 0) + tensor.numel()
+        return tensor
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "ranges"), [(0, ((1, 3), (5, 9))), (0, ((4, 6),)), (1, ((0, 2), (3, 4))), (1, ((2, 2),))]
+)
+def test_a_slice_reads_its_own_numbers_alone(dim: int, ranges: tuple[tuple[int, int], ...], transposed: bool):
+    """A parameter [10, 5], its rows 0 to 3 in one tensor, 4 to 9 in another behind two rows of something else."""
+    whole = torch.arange(50.0).view(10, 5)
+    first, second = whole[:4], torch.cat([torch.zeros(2, 5), whole[4:]])
+    stored = Stored((Section("a", 4), Section("b", 6, start=2, of=8)), (5,), transposed)
+    weights = Recording({"a": first.t() if transposed else first, "b": second.t() if transposed else second})
+    wanted = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.full_like(wanted, -1.0))
+    layer.weight.slicing = Slicing(dim, whole.shape[dim], ranges)
+    load_layer(layer, {"weight": stored}, weights)
+    assert torch.equal(layer.weight, wanted)
+    if dim == 0:
+        assert sum(weights.numbers_read.values()) == wanted.numel()
+
+
+def test_a_wrapped_model_needs_a_pipeline_plan_and_weights_shared_by_embedding_and_head_alone():
+    model = make_model("phi")
+    with pytest.raises(ConfigError, match="dtype can't be given"):
+        from_hf(model, dtype=torch.float64)
+    model.model.layers[0].mlp.fc1.weight = model.model.layers[1].mlp.fc1.weight
+    with pytest.raises(ConfigError, match=r"shares its weight layer\.mlp\.fc1\.weight"):
+        from_hf(model)
+    model.config.base_model_pp_plan = None
+    with pytest.raises(ConfigError, match="no base_model_pp_plan"):
+        from_hf(model)
+    with pytest.raises(ConfigError, match="Linear has no config"):
+        from_hf(nn.Linear(1, 1))
+
+
+def test_an_export_is_whole_or_not_there(tmp_path):
+    module = PipelineModule(from_hf(make_model("llama")), num_stages=1)
+    out = tmp_path / "deep" / "out"
+    (tmp_path / "deep" / ".out.partial").mkdir(parents=True)  # an earlier export that was killed
+    save_hf(module, out, max_file_bytes=30_000)
+    assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    sizes = {file: (out / file).stat().st_size for file in index["weight_map"].values()}
+    assert len(sizes) > 1
+    assert all(size < 30_000 + 32 * 257 * 4 for size in sizes.values())
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in module.parameters())
+    with pytest.raises(CheckpointError, match="is there already"):
+        save_hf(module, out)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="can't be written"):
+        save_hf(module, tmp_path / "file" / "out")
+
+
+def test_layers_that_hugging_face_has_no_name_for(tmp_path):
+    layers = [*from_hf(make_model("llama")), nn.Linear(257, 2)]
+    with pytest.raises(CheckpointError, match="layer 5, a Linear"):
+        save_hf(PipelineModule(layers, num_stages=1), tmp_path / "out")

@@ -1,0 +1,70 @@
+"""The loss of a causal language model, against torch's cross entropy of all logits at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel3d.errors import DataError
+from parallel3d.models import CausalLMLoss, causal_lm_loss
+
+
+def case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 7, 11, generator=generator).mul(3).to(dtype).requires_grad_()
+    labels = torch.randint(11, (2, 7), generator=generator)
+    labels[0, 2], labels[1, 4:] = -100, -100
+    return logits, labels
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_value_and_gradient_equal_cross_entropy(chunk: int, smoothing: float, dtype: torch.dtype):
+    logits, labels = case(dtype)
+    wide = logits.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    wanted = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
+    wanted.backward()
+    loss = CausalLMLoss(chunk=chunk, label_smoothing=smoothing)(logits, labels)
+    loss.backward()
+    assert loss.dtype == wide.dtype
+    torch.testing.assert_close(loss, wanted)
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, wide.grad.to(dtype))
+
+
+def test_z_loss_is_the_squared_log_of_the_partition_function():
+    logits, labels = case()
+    valid = labels != -100
+    log_z = logits.detach().double().exp().sum(-1).log()
+    plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    wanted = plain + 0.01 * (log_z[valid] ** 2).mean()
+    torch.testing.assert_close(CausalLMLoss(z_loss=0.01, chunk=2)(logits, labels).double(), wanted.double())
+
+
+def test_per_token_gives_sum_and_count():
+    logits, labels = case()
+    total, count = CausalLMLoss(per_token=True)(logits, labels)
+    assert int(count) == 10
+    torch.testing.assert_close(total, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+
+
+def test_shift_predicts_the_next_token():
+    logits, labels = case()
+    wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(CausalLMLoss(shift=True, chunk=2)(logits, labels), wanted)
+
+
+def test_without_any_label_the_loss_is_zero():
+    logits, labels = case()
+    loss = causal_lm_loss(logits, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert not logits.grad.any()
+
+
+def test_labels_of_another_shape_are_refused():
+    logits, labels = case()
+    with pytest.raises(DataError, match=r"labels are \[2, 6\]"):
+        causal_lm_loss(logits, labels[:, 1:])
