@@ -11,7 +11,7 @@ TEST = [
     "import-linter>=2.0",
     "types-PyYAML",
     "types-networkx",
-    "transformers>=4.56",
+    "transformers>=5",
 ]
 
 setup(

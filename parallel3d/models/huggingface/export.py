@@ -64,7 +64,11 @@ def save_hf(
     hold up to max_file_bytes, or one tensor. Rank 0 writes, holding one file's tensors at a time. Collective over all
     ranks; raises CheckpointError on all.
     """
-    module: Any = engine if isinstance(engine, PipelineModule) else engine.module
+    module = engine if isinstance(engine, PipelineModule) else engine.module
+    if not isinstance(module, PipelineModule):
+        raise CheckpointError(
+            f"a {type(module).__name__} is no PipelineModule of from_hf's layers; save it by its own save_pretrained"
+        )
     directory = Path(directory)
     values: Mapping[nn.Parameter, Tensor] = {}
     if masters and not isinstance(engine, PipelineModule):

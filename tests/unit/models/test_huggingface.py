@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,3 +215,5 @@ def test_layers_that_hugging_face_has_no_name_for(tmp_path):
     layers = [*from_hf(make_model("llama")), nn.Linear(257, 2)]
     with pytest.raises(CheckpointError, match="layer 5, a Linear"):
         save_hf(PipelineModule(layers, num_stages=1), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="a Linear is no PipelineModule"):
+        save_hf(SimpleNamespace(module=nn.Linear(1, 1)), tmp_path / "out")
