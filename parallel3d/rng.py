@@ -77,5 +77,21 @@ class RandomStreams:
                 generator.set_state(state)
 
 
+@contextmanager
+def own_stream(index: int, size: int, device: torch.device) -> Iterator[None]:
+    """Inside, part `index` of `size` of a tensor that is sliced draws numbers of its own; afterwards all parts go on alike.
+
+    So that slices of one tensor don't get one dropout mask. A single part draws as if there were no slices. The whole
+    tensor's mask then depends on `size`. device: of what is drawn.
+    """
+    if size == 1:
+        yield
+        return
+    # Drawn on the CPU: on CUDA the host would have to wait.
+    drawn = int(torch.randint(2**62, ()))
+    with seeded(stream_seed(drawn, index), device):
+        yield
+
+
 def same_stream(layer: int) -> None:
     """An EnterLayer that leaves the generators alone, as in evaluation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -111,7 +112,7 @@ class TokenEmbedding(DecoderLayer):
         learned = config.rope is None
         self.tokens = self._slices.embedding(config.vocab_size, config.hidden_size, scatters=not learned)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if learned else None
-        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.dropout = self._slices.dropout(config.embedding_dropout)
         self._finish(weights, dtype)
 
     def forward(self, inputs: Tensor | dict[str, Tensor | None]) -> Travels:
@@ -155,7 +156,7 @@ class Block(DecoderLayer):
         self.mlp_norm = self._slices.norm(_make_norm(config))
         self.up = self._slices.column(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias)
         self.down = self._slices.row(ffn, hidden, config.mlp_bias)
-        self.dropout = nn.Dropout(config.residual_dropout)
+        self.dropout = self._slices.dropout(config.residual_dropout)
         self._finish(weights, dtype)
 
     def forward(self, x: Travels) -> Travels:
@@ -176,15 +177,17 @@ class Block(DecoderLayer):
             cos, sin = tables.rotary(query, stream.position_ids)
             query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
         mask = tables.mask(query, self._window, stream.attention_mask)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            dropout_p=self.config.attention_dropout if self.training else 0.0,
-            is_causal=mask is None,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
+        dropout = self.config.attention_dropout if self.training else 0.0
+        with self._slices.own_numbers(query.device) if dropout else nullcontext():
+            mixed = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
         return self.attention_out(mixed.transpose(1, 2).flatten(2))
 
     def _mlp(self, x: Tensor, length: int | None) -> Tensor:

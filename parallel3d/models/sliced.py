@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.models.config import DecoderConfig
 from parallel3d.parameters import slicing_of
 from parallel3d.pipe.specs import BuildContext
+from parallel3d.rng import own_stream
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.regions import (
@@ -24,6 +26,21 @@ from parallel3d.tensor_parallel.regions import (
 from parallel3d.tensor_parallel.slicing import AttentionHeads, cut
 
 
+class ShardDropout(nn.Dropout):
+    """nn.Dropout of a rank's shard of a tensor."""
+
+    def __init__(self, p: float, group: Group):
+        super().__init__(p)
+        self._group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As nn.Dropout's."""
+        if not self.training or self.p == 0:
+            return input
+        with own_stream(self._group.index, self._group.size, input.device):
+            return super().forward(input)
+
+
 class Slices:
     """A rank's slices of the layers that it builds: makes them, and stands at the borders of their regions.
 
@@ -34,6 +51,14 @@ class Slices:
     def __init__(self, context: BuildContext | None):
         self.group: Group = slicing_group(None, context)
         self.sequence_parallel = context is not None and context.sequence_parallel and self.group.size > 1
+
+    def own_numbers(self, device: torch.device) -> AbstractContextManager[None]:
+        """For dropout inside a region: each rank draws for its own heads."""
+        return own_stream(self.group.index, self.group.size, device)
+
+    def dropout(self, rate: float) -> nn.Dropout:
+        """Of what lies between regions: where that is a shard, each rank draws for its own."""
+        return ShardDropout(rate, self.group) if self.sequence_parallel else nn.Dropout(rate)
 
     def embedding(self, vocab_size: int, size: int, scatters: bool) -> VocabParallelEmbedding:
         """[batch, seq] token ids -> hidden states; scatters: those between regions, else replicated ones."""

@@ -22,6 +22,7 @@ from parallel3d.comm.collectives import Group, Work, all_gather_object
 from parallel3d.comm.differentiable import reduce_from_region_
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import Slicing, slicing_of
+from parallel3d.rng import own_stream
 from parallel3d.split_backward import make_splittable
 from parallel3d.tensor_parallel import (
     AttentionHeads,
@@ -596,3 +597,25 @@ def check_reduction_in_place() -> None:
 
 def test_a_reduction_in_place_of_any_result(run_ranks) -> None:
     run_ranks(2, check_reduction_in_place)
+
+
+def draw_in_slices() -> tuple[Tensor, Tensor, Tensor]:
+    """A mask drawn in common, one of the rank's own, and one in common again."""
+    group = world()
+    torch.manual_seed(3)
+    masks = [torch.rand(50)]
+    with own_stream(group.index, group.size, torch.device("cpu")):
+        masks.append(torch.rand(50))
+    masks.append(torch.rand(50))
+    return masks[0], masks[1], masks[2]
+
+
+def test_slices_draw_numbers_of_their_own_and_go_on_alike(run_ranks):
+    ranks = run_ranks(3, draw_in_slices)
+    for before, own, after in ranks[1:]:
+        assert torch.equal(before, ranks[0][0])
+        assert not torch.equal(own, ranks[0][1])
+        assert torch.equal(after, ranks[0][2])
+    # A single part draws as if nothing were sliced.
+    torch.manual_seed(3)
+    assert all(torch.equal(mask, torch.rand(50)) for mask in run_ranks(1, draw_in_slices)[0])
