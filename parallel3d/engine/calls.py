@@ -77,6 +77,11 @@ class StepByCalls:
                 "no_sync holds gradients back, but they are reduced in every micro-batch and never held whole; set "
                 "zero_optimization.reduce_per_micro_batch to false, or leave no_sync out"
             )
+        if self._reduced and not every_time:
+            raise ExecutionError(
+                "engine.backward(loss) was called again, but this step's gradients are reduced over the replicas already: add "
+                "its losses and call it once, or call the earlier ones in engine.no_sync()"
+            )
         self._reduced = False
         if not self._synchronizes or not (last or every_time):
             return []
@@ -96,12 +101,13 @@ class StepByCalls:
                 "inside no_sync, or not at an accumulation boundary; run the last one outside, at the boundary"
             )
         loss = torch.stack(self._losses).sum()
-        self._losses.clear()
+        self.forget()
         return loss
 
     def forget(self) -> None:
         """Drop the gradients since the last step."""
         self._losses.clear()
+        self._reduced = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
