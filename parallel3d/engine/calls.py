@@ -121,6 +121,7 @@ class StepByCalls:
                 "engine.backward: the gradients of this step are already summed over the replicas, and would be summed once "
                 "more; give one call the sum of a micro-batch's losses, or run all but the step's last inside engine.no_sync()"
             )
+        self._reduced = False
         if not self._synchronizes or not (last or every_time):
             return []
         self._reduced = True
@@ -152,6 +153,7 @@ class StepByCalls:
         """Drop the gradients since the last step; its micro-batches stay counted."""
         self._losses.clear()
         self._counts.clear()
+        self._reduced = False
 
     def restart(self) -> None:
         """The micro-batch to come is the first of a step."""

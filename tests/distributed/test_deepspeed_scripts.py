@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import math
+import random
 import re
 import subprocess
 import sys
@@ -13,9 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
+
+import parallel3d as deepspeed
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -133,3 +137,72 @@ def test_a_script_of_the_plain_engine(tmp_path: Path, command: list[str], replic
     assert found == pytest.approx(plain_losses(config, replicas, DTYPES[dtype]), rel=1e-3 if dtype == "fp32" else 2e-2)
     assert found[-1] < 0.9 * found[0]
     assert float(re.search(r"Accuracy of the network on the 512 test images: ([\d.]+) %", out)[1]) > 30
+
+
+class Sized(nn.Linear):
+    """As many rows as the data say: the first where x is positive."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[: int((x[:, 0] > 0).sum()) + 1])
+
+
+def ask() -> dict[str, Any]:
+    seeds: list[int] = []
+    module = deepspeed.pipe.PipelineModule(
+        [deepspeed.pipe.LayerSpec(Sized, 4, 4) for _ in range(4)],
+        2,
+        None,
+        lambda output, labels: (output.sum() - labels.sum()).square(),
+        True,
+        seeds.append,
+        base_seed=50,
+        partition_method="uniform",
+        dynamic_shape=True,
+    )
+    config = {"train_batch_size": 12, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
+    engine, *_ = deepspeed.initialize(model=module, config={**config, "steps_per_print": None})
+    torch.manual_seed(0)
+    for _ in range(3):  # the same inputs' shapes, other outputs'
+        engine.train_batch(iter([(torch.randn(6, 4), torch.ones(1)) for _ in range(2)]))
+    accelerator = deepspeed.get_accelerator()
+    ranks = engine.get_pipeline_parallel_rank(), engine.get_data_parallel_rank(), engine.get_model_parallel_rank()
+    return {
+        "seeds": seeds,
+        "ranks": ranks,
+        "sizes": (engine.world_size, engine.dp_world_size, engine.mp_world_size),
+        "mpu": engine.mpu.get_pipe_parallel_rank(),
+        "applied": engine.was_step_applied(),
+        "is": isinstance(engine, deepspeed.DeepSpeedEngine),
+        "device": (accelerator.device_name(1), accelerator.current_device_name(), accelerator.is_available()),
+        "backend": accelerator.communication_backend_name(),
+        "world": (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()),
+    }
+
+
+def test_names_that_such_scripts_use(run_ranks):
+    for rank, found in enumerate(run_ranks(2, ask)):
+        assert found == {
+            "seeds": [50 + 2 * rank, 51 + 2 * rank],
+            "ranks": (rank, 0, 0),
+            "sizes": (2, 1, 1),
+            "mpu": rank,
+            "applied": True,
+            "is": True,
+            "device": ("cpu", "cpu", True),
+            "backend": "gloo",
+            "world": (rank, 2),
+        }
+
+
+def test_log_dist_logs_on_the_ranks_asked_for(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO", logger="parallel3d"):
+        deepspeed.utils.log_dist("before the world", ranks=[5])
+    assert caplog.messages == ["[rank 0] before the world"]
+
+
+def test_set_random_seed_seeds_all_generators():
+    def draw() -> tuple[float, ...]:
+        deepspeed.runtime.utils.set_random_seed(2**40 + 3)
+        return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+    assert draw() == draw()

@@ -185,6 +185,10 @@ def misuse(kind: str) -> str:
         elif kind == "no_sync, never held":
             with engine.no_sync():
                 engine.backward(engine(**micro_batch(0)))
+        elif kind == "again":
+            engine.set_gradient_accumulation_boundary(True)
+            for g in range(2):
+                engine.backward(engine(**micro_batch(g)))
         elif kind == "many losses":
             engine.backward(engine.module.logits(micro_batch(0)["ids"]))
         elif kind == "plateau":
@@ -218,6 +222,7 @@ def misuse(kind: str) -> str:
         ("no backward", "call engine.backward(loss) before"),
         ("not reduced", "run the last one outside"),
         ("no_sync, never held", "reduce_per_micro_batch to false"),
+        ("again", "give one call the sum of a micro-batch's losses"),
         ("many losses", "one element, or (sum, count), not [3, 5, 11]"),
         ("plateau", "engine.step({'metrics': ...})"),
         ("no metrics", "engine.step({'metrics': ...}) alone"),
