@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_reduce, reduce_scatter_into
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
@@ -197,10 +197,20 @@ class GradientReducer:
         self._missing.clear()
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        missing = self._missing.get(self._bucket_of[parameter])
-        if missing is not None:
-            missing.discard(parameter)
-            self._launch_full()
+        bucket = self._bucket_of[parameter]
+        missing = self._missing.get(bucket)
+        if missing is None:
+            return
+        if parameter not in missing and bucket not in self._to_launch:
+            # A backward inside the backward, as of a reentrant checkpoint, ends the parameter's gradient each time.
+            name = next(info.name for info in bucket.infos if info.parameter is parameter)
+            raise ExecutionError(
+                f"parameter {name} got another gradient when its sum over the replicas was already under way: it is "
+                "used in several regions with a backward of their own; checkpoint them with use_reentrant=False, as "
+                "parallel3d.checkpointing.checkpoint does"
+            )
+        missing.discard(parameter)
+        self._launch_full()
 
     def _launch_full(self) -> None:
         while self._to_launch and not self._missing[self._to_launch[0]]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import parallel3d
 from parallel3d.engine import Engine
@@ -200,3 +201,53 @@ def timed(how: str) -> list[str]:
 )
 def test_a_step_is_timed_wherever_its_losses_come_from(run_ranks, how: str, wanted: list[str]):
     assert run_ranks(1, timed, how)[0] == wanted
+
+
+class Recurrent(nn.Module):
+    """One layer used three times, each recomputed."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again, self.last = (nn.Linear(WIDTH, size) for size in (WIDTH, WIDTH, 1))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.run(x) if self.reentrant is None else checkpoint(self.run, x, use_reentrant=self.reentrant)
+        return (self.last(x) - y).square().mean()
+
+    def run(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.again(x))
+
+
+def recompute(reentrant: bool, zero: dict[str, Any]) -> float | str:
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"reduce_bucket_size": 32, **zero},  # a bucket is reduced while the backward still runs
+        "steps_per_print": None,
+    }
+    engine, *_ = parallel3d.initialize(model=Recurrent(reentrant), config=config)
+    loss = engine(*micro_batch(engine.global_rank))
+    try:
+        engine.backward(loss)
+    except ExecutionError as error:
+        return str(error)
+    engine.step()
+    return engine.get_global_grad_norm().item()
+
+
+@pytest.mark.parametrize("zero", ZERO, ids=str)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_gradient_behind_its_reduction_is_an_error(run_ranks, reentrant: bool, zero: dict[str, Any]):
+    model = Recurrent(None)
+    (sum(model(*micro_batch(g)) for g in range(2)) / 2).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    for found in run_ranks(2, recompute, reentrant, zero):
+        if reentrant:
+            assert found.startswith("parameter again."), found
+            assert "use_reentrant=False" in found
+        else:
+            assert found == pytest.approx(norm, rel=1e-6)
