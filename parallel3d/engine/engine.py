@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,10 @@ from parallel3d.data import RepeatingLoader
 from parallel3d.engine.answers import Answers
 from parallel3d.engine.calls import StepByCalls, check_metrics
 from parallel3d.engine.loading import BatchLoader
-from parallel3d.engine.report import dump_state, memory_rows
+from parallel3d.engine.report import Reports, dump_state
 from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.breakdown import Breakdown
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
-from parallel3d.monitor.report import memory_table
 from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.pipe.executor import Batch, BatchResult, Executor, no_record
 from parallel3d.pipe.messages import Messages
@@ -33,10 +31,9 @@ from parallel3d.pipe.whole import WholeModel
 from parallel3d.precision import make_precision
 from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
-from parallel3d.schedule.simulate import Timeline
 
 
-class Engine(Answers):
+class Engine(Answers, Reports):
     """Trains a model. Made by `initialize`; every rank calls its methods at the same places.
 
     By train_batch in any layout; a model that is whole on every rank also by `loss = engine(inputs)`,
@@ -347,49 +344,6 @@ class Engine(Answers):
             self.memory_report()
         if self.config.activation_checkpointing.profile and self._groups.rank == 0:
             print(f"activation checkpointing on rank 0: {self._checkpointer.times()}", flush=True)
-
-    def profile_next_batch(self, what: Literal["time", "memory"] = "time") -> None:
-        """Record of the next train_batch when each instruction runs, or what each holds of memory.
-
-        See `timeline` and `time_breakdown`, or `memory_report`.
-        """
-        if what == "memory":
-            self._memory_next = True
-        else:
-            self._monitor.record_next()
-
-    def timeline(self) -> tuple[Program, Timeline]:
-        """The program of the last recorded batch and its measured timeline, of this rank's pipeline, in seconds.
-
-        Recorded are the batch after profile_next_batch and, with wall_clock_breakdown, those that print. Collective over
-        all ranks. Raises ConfigError when none was.
-        """
-        program, records = self._monitor.records()
-        spans = [span for rank in self._groups.pipe.ranks for span in records[rank].spans]
-        return program, Timeline.of(spans, self._model.num_stages)
-
-    def time_breakdown(self) -> list[Breakdown]:
-        """Where the time of the last recorded batch (see `timeline`) went, in seconds, of every rank.
-
-        Collective over all ranks. Raises ConfigError when none was recorded.
-        """
-        return self._monitor.breakdown()
-
-    def memory_report(self) -> list[dict[str, tuple[int, int]]]:
-        """What every rank holds, (predicted, measured) bytes by component and by phase; rank 0 prints it as a table.
-
-        Components: weights, gradients, masters, optimizer (from the first step on), transient (gradient buffers, from the
-        first backward on), update (gradients in the masters' dtype). Phases: steady, between batches; backward; step,
-        while the optimizer runs. After a batch that `profile_next_batch("memory")` asked for also activations, of all
-        micro-batches in flight with the messages between stages, counted in backward; and what the layers' and the
-        optimizer's operations need for themselves is measured (not predicted) in backward and step.
-        Collective over all ranks.
-        """
-        own = memory_rows(self._model, self._update, self._memory_profile)
-        everyone = all_gather_object(own, self._groups.control)
-        if self._groups.rank == 0:
-            print(memory_table(everyone), flush=True)
-        return everyone
 
     # Data
 
