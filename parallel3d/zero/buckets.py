@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
+from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.zero.policy import ZeroPolicy
 
@@ -199,6 +200,18 @@ class Bucket:
                 start = self.shard.start + piece.master.storage_offset() - self.master.storage_offset()
                 written = self.weights[start : start + piece.master.numel()]
                 piece.master.copy_(written.view(piece.master.shape))
+
+    def check_place(self) -> None:
+        """Raise ExecutionError for a parameter that was given memory of its own, which nothing updates."""
+        if self.weights is None:
+            return
+        start, width = self.weights.data_ptr(), self.weights.itemsize
+        for info, offset, size in zip(self.infos, self.offsets, self.sizes, strict=True):
+            if size and info.parameter.data_ptr() != start + offset * width:
+                raise ExecutionError(
+                    f"parameter {info.name} left the buffer that is trained, as by module.to(dtype) after initialize; do that "
+                    "before initialize"
+                )
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -90,6 +90,7 @@ class ShardedOptimizer:
         if overflow is not None:
             optimizer.found_inf = overflow.float()
         for bucket in self._buckets:
+            bucket.check_place()
             bucket.follow_weights()
             bucket.assign_gradients(untouched, factor)
         optimizer.step()

@@ -88,3 +88,18 @@ def test_a_step_goes_on_from_what_was_written(
     ranks = [r for r in run_ranks(4 if stages else 2, train_and_write, stages, precision, zero, how) if r is not None]
     assert len(ranks) == 2
     assert ranks == [(2.0 - LR * X).tolist()] * 2  # all exact in half precision
+
+
+def move_away() -> str:
+    engine = make(0, {"bf16": {"enabled": True}}, {"stage": 1})
+    engine.module.double()
+    try:
+        engine.train_batch(iter([X]))
+    except parallel3d.Parallel3DError as error:
+        return str(error)
+    return "no error"
+
+
+def test_weights_in_memory_of_their_own_are_an_error(run_ranks):
+    for message in run_ranks(2, move_away):
+        assert message.startswith("parameter weight left the buffer that is trained")
