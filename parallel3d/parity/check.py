@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from parallel3d.config import load
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
@@ -20,11 +20,10 @@ from parallel3d.parity.layout import Layout
 from parallel3d.parity.reference import Reference, Step
 from parallel3d.parity.report import Report, make_report
 from parallel3d.parity.subject import Subject, load_subject
-from parallel3d.parity.worker import DTYPES, Plan, RankResult, building_dtype
+from parallel3d.parity.worker import DTYPES, Plan, RankResult, building_dtype, run_rank
 from parallel3d.pipe.specs import layer_name
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
-_LINES_OF_OUTPUT = 40
 
 
 @dataclass(frozen=True)
@@ -124,19 +123,24 @@ def _train_reference(target: str, layout: Layout, settings: Settings, per_step: 
 def _launch(folder: Path, target: str, layouts: Sequence[Layout], settings: Settings) -> None:
     """Train these layouts, all of one size; the ranks' results are then in `folder`. Raises Parallel3DError if one fails."""
     folder.mkdir()
-    texts = tuple(layout.text for layout in layouts)
-    Plan(target, texts, settings.steps, settings.seed, settings.dtype).write(folder)
-    world_size = layouts[0].world_size
-    count = ["--num_gpus" if _uses_gpus(world_size) else "--num_procs", str(world_size)]
-    command = [sys.executable, "-m", "parallel3d.launcher", *count, "-m", "parallel3d.parity.worker", str(folder)]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if run.returncode == 0:
-        return
-    for path in sorted(folder.glob("error.*.json")):
-        told = json.loads(path.read_text())
-        raise ExecutionError(f"layout {told['layout']!r}: {told['message']}")
-    end = "\n".join(run.stdout.splitlines()[-_LINES_OF_OUTPUT:])
-    raise ExecutionError(f"{world_size} processes for {' and '.join(texts)} ended with code {run.returncode}:\n{end}")
+    plan = Plan(target, tuple(layout.text for layout in layouts), settings.steps, settings.seed, settings.dtype)
+    size = layouts[0].world_size
+    # One process imports all that the ranks need, and they are its copies: not of this one, which may have used CUDA.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["parallel3d.parity.worker"])
+    context = start_processes(
+        run_rank, (folder, plan, size, _uses_gpus(size)), size, join=False, start_method="forkserver"
+    )
+    try:
+        while not context.join():
+            pass
+    except (ProcessRaisedException, ProcessExitedException) as failure:
+        for path in sorted(folder.glob("error.*.json"), key=lambda path: path.stat().st_mtime_ns):
+            told = json.loads(path.read_text())
+            raise ExecutionError(f"layout {told['layout']!r}: {told['message']}") from failure
+        raise ExecutionError(f"in {' or '.join(plan.layouts)}: {failure}") from failure
+    finally:
+        for process in context.processes:
+            process.kill()
 
 
 def _results(folder: Path, layout: int, world_size: int) -> list[RankResult]:

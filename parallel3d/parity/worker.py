@@ -1,22 +1,22 @@
-"""The program of each rank: trains the layouts of a plan and leaves what it holds in files, for the checking process.
+"""What each rank does: train the layouts of a plan and leave what it holds in files, for the checking process.
 
-`python -m parallel3d.parity.worker FOLDER`, started by the launcher. FOLDER/plan.json is a Plan. Rank r writes
-FOLDER/<layout>.<r>.pt, a RankResult, or FOLDER/error.<r>.json where the layout can't be carried out.
+Rank r writes <layout>.<r>.pt, a RankResult, or error.<r>.json where the layout can't be carried out.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from parallel3d.comm.environment import get_rank
+from parallel3d.comm.environment import destroy, init_distributed
 from parallel3d.engine import Engine
 from parallel3d.errors import Parallel3DError
 from parallel3d.initialization import initialize
@@ -37,15 +37,6 @@ class Plan:
     steps: int
     seed: int
     dtype: str
-
-    def write(self, folder: Path) -> None:
-        """Into FOLDER/plan.json."""
-        (folder / "plan.json").write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(folder: Path) -> Plan:
-        """What `write` wrote."""
-        return Plan(**json.loads((folder / "plan.json").read_text()))
 
 
 class Held(TypedDict):
@@ -125,20 +116,28 @@ def held(engine: Engine, what: Literal["gradient", "master"]) -> list[Held]:
     return parts
 
 
-def main() -> None:
-    """Carry out the plan in the folder on the command line."""
-    folder = Path(sys.argv[1])
-    plan = Plan.read(folder)
+def run_rank(rank: int, folder: Path, plan: Plan, world_size: int, uses_gpus: bool) -> None:
+    """Carry out the plan as one process of a world, with NCCL or gloo; what it prints goes into a file."""
+    _print_into(folder / f"output.{rank}.txt")
+    os.environ["LOCAL_RANK"] = str(rank)
+    if not uses_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     torch.set_default_dtype(building_dtype(plan.dtype))
+    meeting = (folder / "rendezvous").as_uri()
+    init_distributed("nccl" if uses_gpus else "gloo", init_method=meeting, rank=rank, world_size=world_size)
     for k, text in enumerate(plan.layouts):
         try:
             result = train(load_subject(plan.target, plan.seed), parse_layout(text), plan)
         except Parallel3DError as error:
             told = {"layout": text, "message": str(error)}
-            (folder / f"error.{get_rank()}.json").write_text(json.dumps(told))
+            (folder / f"error.{rank}.json").write_text(json.dumps(told))
             raise
-        torch.save(result, folder / f"{k}.{get_rank()}.pt")
+        torch.save(result, folder / f"{k}.{rank}.pt")
+    destroy()  # multiprocessing ends its processes without exit handlers
 
 
-if __name__ == "__main__":
-    main()
+def _print_into(path: Path) -> None:
+    with path.open("w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
