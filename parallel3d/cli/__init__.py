@@ -6,21 +6,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from parallel3d.cli import config
+from parallel3d.cli import check, config
 from parallel3d.errors import Parallel3DError
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line `argv` (default: this process's own) and return the exit code; 2 for a user's error."""
+    """Carry out the command line `argv` (default: this process's own) and return the exit code: 2 for a user's error."""
     parser = argparse.ArgumentParser(prog="p3d", description="Tools around a training with parallel3d.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     config.add_command(commands)
+    check.add_command(commands)
     options = parser.parse_args(argv)
     try:
-        options.run(options)
+        code: int = options.run(options)
     except Parallel3DError as error:
         print(f"p3d: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code

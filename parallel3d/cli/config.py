@@ -44,7 +44,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
     if options.schema:
         print(json.dumps(json_schema(), indent=2))
     elif options.keys:
@@ -56,6 +56,7 @@ def _run(options: argparse.Namespace) -> None:
     else:
         reading = read(options.file, _parse_autos(options.auto))
         show(explain(reading, options.world, options.pp), Console())
+    return 0
 
 
 def _parse_autos(pairs: Sequence[str]) -> dict[str, Any]:

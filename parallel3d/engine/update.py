@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +48,7 @@ class WeightUpdate:
     """This rank's part of the model's gradients, masters and optimizer: flat buckets, into which the parameters move.
 
     grad_norm: of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all.
+    before_step: called when the gradients in the buckets are reduced, still gradient_scale times those of the mean loss.
     """
 
     def __init__(self, model: PipelineModule, optimizer: torch.optim.Optimizer, config: Config, precision: Precision):
@@ -77,6 +78,7 @@ class WeightUpdate:
         model.wait_for_weights = self.sharded.wait_for_module
         self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._checks_overflow = precision.checks_overflow
+        self.before_step: Callable[[], None] = lambda: None
         self.grad_norm: Tensor | None = None
         # Of the losses that the last batch averages over, as a share of the weights that its gradients had.
         self._count = torch.ones((), dtype=torch.float64, device=model.device)
@@ -88,6 +90,11 @@ class WeightUpdate:
         """By which the losses of the batch under way are multiplied."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
+    @property
+    def gradient_scale(self) -> Tensor:
+        """By which reduced gradients exceed those of the mean loss: the loss scale and what a loss function counts."""
+        return self._count * self.loss_scale
+
     @torch.no_grad()
     def reduce_scalars(self, own: LossShare) -> Tensor:
         """The batch's mean loss, of the last chunks' shares, and grad_norm: one all-reduce for both."""
@@ -98,7 +105,7 @@ class WeightUpdate:
         scalars = torch.stack([own.total, own.count, self.reducer.norm_squared(counts).to(own.total.device)])
         all_reduce(scalars, self._groups.world).wait()
         self._counted, self._count = own.counted, scalars[1].clamp(min=torch.finfo(scalars.dtype).tiny)
-        self.grad_norm = scalars[2].sqrt() / (self.loss_scale * self._count)
+        self.grad_norm = scalars[2].sqrt() / self.gradient_scale
         return (scalars[0] / self._count).to(torch.get_default_dtype())
 
     @torch.no_grad()
@@ -111,6 +118,7 @@ class WeightUpdate:
         """
         self._refuse_thawed()
         assert self.grad_norm is not None
+        self.before_step()
         finite = torch.isfinite(self.grad_norm) if self._checks_overflow else None
         untouched, counted = self._agreement.reach(self.reducer.touched(), self._counted)
         divisor = self._divisor(self.grad_norm, finite, counted)
@@ -138,9 +146,9 @@ class WeightUpdate:
         """What the gradients have to be divided by, a scalar on the device; None for nothing."""
         if self._clipping == 0 and self.scaler is None and not counted:
             return None
-        divisor = self._count * self.loss_scale
+        divisor = self.gradient_scale
         if self._clipping > 0:
-            divisor *= ((norm + 1e-6) / self._clipping).clamp(min=1.0)
+            divisor = divisor * ((norm + 1e-6) / self._clipping).clamp(min=1.0)
         # Of an overflow nothing is taken; but the gradients stay, to be looked at.
         return divisor if finite is None else torch.where(finite, divisor, 1.0)
 

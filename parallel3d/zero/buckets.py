@@ -60,11 +60,13 @@ class Piece:
     """What the optimizer updates on this rank of one parameter: `master`, with its gradient in `gradient`.
 
     The whole parameter, in its shape, where nothing is partitioned; else the flat part of it that lies in the shard.
+    start: where that part begins in the flat parameter.
     """
 
     info: ParameterInfo
     master: nn.Parameter
     gradient: Tensor
+    start: int = 0
 
 
 class Bucket:
@@ -153,7 +155,7 @@ class Bucket:
             part, gradient = self.master[start:stop], self.gradient_shard[start:stop]
             if self.partition.size == 1:
                 part, gradient = part.view(info.parameter.shape), gradient.view(info.parameter.shape)
-            pieces.append(Piece(info, nn.Parameter(part), gradient))
+            pieces.append(Piece(info, nn.Parameter(part), gradient, max(0, self.shard.start - self.offsets[k])))
         return pieces
 
     @property

@@ -131,13 +131,14 @@ def _masters_of(parameter: Any, masters: Mapping[nn.Parameter, list[nn.Parameter
 
 def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
     """Cut what the optimizer holds of the parameters already, as Adagrad does from the start, into that of their pieces."""
-    offsets = {info.parameter: offset for info, offset in zip(bucket.infos, bucket.offsets, strict=True)}
-    whole = {p: optimizer.state.pop(p) for p in offsets if p in optimizer.state}
+    parameters = [info.parameter for info in bucket.infos]
+    whole = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
     for piece in bucket.pieces:
         parameter, master = piece.info.parameter, piece.master
         if parameter in whole:
-            start = max(0, bucket.shard.start - offsets[parameter])
-            state = {key: _state_of(key, value, parameter, master, start) for key, value in whole[parameter].items()}
+            state = {
+                key: _state_of(key, value, parameter, master, piece.start) for key, value in whole[parameter].items()
+            }
             optimizer.state[master] = whole[parameter] if master is parameter else state
 
 

@@ -1,0 +1,103 @@
+"""`p3d check`: whether layouts compute what one process computes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from parallel3d.errors import ConfigError
+from parallel3d.parity import Report, Settings, check
+from parallel3d.parity.check import TOLERANCES
+from parallel3d.parity.layout import parse_layout
+
+
+def add_command(commands: Any) -> None:
+    """Adds `check` to the subcommands of an argparse parser."""
+    parser = commands.add_parser(
+        "check",
+        help="compare layouts with one process",
+        description="Train a few steps in each layout and on one process in plain PyTorch, with the same data and seeds, and "
+        "compare losses, gradients and weights. The exit code is 0 if all agree, 1 if any differ, 2 if it can't be done.",
+    )
+    parser.add_argument(
+        "target", help="script.py:FUNCTION or package.module:FUNCTION that returns a parallel3d.parity.Subject"
+    )
+    parser.add_argument(
+        "--layouts", nargs="+", required=True, metavar="LAYOUT", help='such as "pp2,dp2,tp2,zero2" "pp4,zero1,zb-h1"'
+    )
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
+    parser.add_argument(
+        "--seed", type=int, default=1234, metavar="N", help="of weights, data and dropout (default: 1234)"
+    )
+    parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="default: float32")
+    shown = ", ".join(f"{value:g} for {dtype}" for dtype, value in TOLERANCES.items())
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help=f"relative difference that passes (default: {shown})"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.steps < 1 or options.seed < 0 or (options.tolerance is not None and not options.tolerance > 0):
+        raise ConfigError(
+            f"--steps is {options.steps}, --seed {options.seed}, --tolerance {options.tolerance}; give --steps 1 or more, "
+            "--seed 0 or more and --tolerance above 0"
+        )
+    layouts = [parse_layout(text) for text in options.layouts]
+    settings = Settings(options.steps, options.seed, options.dtype, options.tolerance)
+    console, passed = Console(), True
+    for report in check(options.target, layouts, settings):
+        show(report, console)
+        passed = passed and report.passed
+    return 0 if passed else 1
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report as a table, with what differs below.
+
+    alone: what one process has; norm: the gradient's before clipping; weights: the largest relative difference of a tensor.
+    """
+    table = Table(title=escape(f"{report.layout}: {_verdict(report.passed)}"), title_justify="left", box=None)
+    for column in ("step", "loss", "alone", "", "norm", "alone", "", "weights", ""):
+        table.add_column(column, no_wrap=True)
+    for k, step in enumerate(report.steps, 1):
+        loss, norm = ([f"{number:.7g}" for number in pair] for pair in (step.loss, step.norm))
+        cells = [*loss, _verdict(step.loss_agrees), *norm, _verdict(step.norm_agrees)]
+        table.add_row(str(k), *cells, f"{step.weights:.1e}", _verdict(step.weights_agree))
+    console.print(table)
+    for line in findings(report):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _verdict(passed: bool) -> str:
+    return "pass" if passed else "FAIL"
+
+
+def findings(report: Report) -> list[str]:
+    """Which layers differ, the first of them in model order first; nothing where all agree."""
+    lines = []
+    what = (("gradients of step 1", report.gradients), (f"weights after step {len(report.steps)}", report.weights))
+    for name, found in what:
+        names = report.differing(found)
+        if not names:
+            continue
+        layers = list(dict.fromkeys(_layer_of(n, report.classes) for n in names))
+        first = f"first layer whose {name} differ: {layers[0]} ({names[0]} by {found[names[0]]:.1e})"
+        last = f"; {len(layers)} layers differ, the last is {layers[-1]}" if len(layers) > 1 else ""
+        lines.append(f"{first}{last}; tolerance {report.tolerance:g}")
+    if report.differing(report.gradients) and report.steps[0].loss_agrees:
+        lines.append(
+            "the loss of step 1 agrees: the difference arises in a backward, which runs from the last layer on"
+        )
+    return lines
+
+
+def _layer_of(name: str, classes: Sequence[str]) -> str:
+    """What to call the layer, as "layers.2 MLP", of a parameter "layers.2.down.weight"."""
+    place = int(name.split(".")[1])
+    return f"layers.{place} {classes[place]}"

@@ -1,0 +1,184 @@
+"""Training on one process in plain PyTorch: of this package it shares the seeds and optimizer names, and nothing that runs.
+
+No engine, executor, schedule, bucket or partition: layers are built one after the other and called in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from parallel3d.config import Config
+from parallel3d.errors import ConfigError
+from parallel3d.optim import build_optimizer, build_scheduler
+from parallel3d.parity.subject import Subject
+from parallel3d.pipe.specs import Layer, LayerSpec, TiedLayerSpec
+from parallel3d.rng import layer_seed, stream_seed
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of one step: the mean loss, the gradient norm before clipping, the weights after it, on the CPU."""
+
+    loss: float
+    norm: float
+    weights: dict[str, Tensor]
+
+
+class Reference:
+    """A subject's model, trained by `step`. names: the class or function of each layer.
+
+    gradients: of the last step, of the mean loss, before clipping, on the CPU.
+    """
+
+    def __init__(self, subject: Subject, config: Config, seed: int, dtype: torch.dtype, device: torch.device):
+        self._subject, self._config, self._seed, self._dtype, self._device = subject, config, seed, dtype, device
+        self._steps = 0
+        self._calls, modules = _build(subject.layers, seed, device)
+        loss_fn = subject.loss_fn
+        self._loss_fn = loss_fn.build() if isinstance(loss_fn, LayerSpec) else loss_fn
+        self._computing = _named(subject.layers, modules)
+        # As mixed precision has it, half-precision weights are rounded from the masters that the optimizer updates.
+        self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self._computing.items()}
+        for module in modules:
+            if module is not None and dtype == torch.bfloat16:
+                module.to(dtype)
+        optimizer = config.optimizer
+        if optimizer is None:
+            raise ConfigError("no optimizer: set optimizer.type in the configuration")
+        self._optimizer = build_optimizer(optimizer.type, list(self.masters.values()), optimizer.params)
+        schedule = config.scheduler
+        self._schedule = build_scheduler(schedule.type, self._optimizer, schedule.params) if schedule else None
+        self.gradients: dict[str, Tensor] = {}
+
+    def step(self, num_micro_batches: int) -> Step:
+        """Train on the next so many micro-batches of the world, in their global order."""
+        sums: dict[str, Tensor] = {}
+        total, count = 0.0, 0.0
+        for index in range(num_micro_batches):
+            loss, number = self._loss(index, self._steps * num_micro_batches + index)
+            total, count = total + float(loss.detach().double()), count + number
+            if loss.requires_grad:
+                loss.backward()
+            for name, p in self._computing.items():
+                if p.grad is not None:
+                    # A gradient has the weights' dtype; their sum the masters'.
+                    gradient = p.grad.to(self.masters[name].dtype)
+                    sums[name] = sums[name] + gradient if name in sums else gradient
+                    p.grad = None
+        for name, master in self.masters.items():
+            master.grad = sums[name] / count if name in sums else None
+        # A copy: clipping writes into the original.
+        grads = {name: torch.zeros_like(m) if m.grad is None else m.grad for name, m in self.masters.items()}
+        self.gradients = {name: gradient.to("cpu", copy=True) for name, gradient in grads.items()}
+        norm = sum(float(g.double().square().sum()) for g in self.gradients.values()) ** 0.5
+        self._update()
+        return Step(total / count, norm, {name: m.detach().cpu().clone() for name, m in self.masters.items()})
+
+    def _loss(self, index: int, number: int) -> tuple[Tensor, float]:
+        """(loss or sum, what it counts as) of micro-batch `index` of the step, the `number`-th of all."""
+        inputs, labels = self._subject.batch(number, self._seed)
+        x, y = tree_map(self._to_device, inputs), tree_map(self._to_device, labels)
+        if self._dtype == torch.bfloat16:
+            x = tree_map(lambda leaf: leaf.to(self._dtype) if _is_float(leaf) else leaf, x)
+        for k, call in enumerate(self._calls):
+            torch.manual_seed(stream_seed(self._config.seed, self._seed, self._steps, index, k))
+            x = call(x)
+        loss = x if self._loss_fn is None else self._loss_fn(x, y)
+        return (loss[0], float(loss[1])) if isinstance(loss, (tuple, list)) else (loss, 1.0)
+
+    def _to_device(self, leaf: Any) -> Any:
+        return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        if self._config.gradient_clipping > 0:
+            nn.utils.clip_grad_norm_(self.masters.values(), self._config.gradient_clipping)
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        for name, p in self._computing.items():
+            p.copy_(self.masters[name])
+        self._steps += 1
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _build(
+    layers: Sequence[Layer], seed: int, device: torch.device
+) -> tuple[list[Callable[[Any], Any]], list[nn.Module | None]]:
+    """What to call for each layer, and its module, None for a function."""
+    calls: list[Callable[[Any], Any]] = []
+    modules: list[nn.Module | None] = []
+    for k, layer in enumerate(layers):
+        module = layer if isinstance(layer, nn.Module) else None
+        if isinstance(layer, LayerSpec):
+            module = _same(layers, modules, k)
+            if module is None:
+                torch.manual_seed(layer_seed(seed, k))
+                with device:
+                    module = layer.build()
+                _tie(layers, modules, module, k)
+        if module is not None:
+            module.to(device).train()
+        modules.append(module)
+        run = layer if module is None else module
+        forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+        calls.append(run if forward_fn is None else (lambda x, f=forward_fn, m=module: f(m, x)))  # type: ignore[misc, arg-type]
+    return calls, modules
+
+
+def _tied_before(layers: Sequence[Layer], k: int) -> list[int]:
+    """The layers before k of its tie."""
+    layer = layers[k]
+    if not isinstance(layer, TiedLayerSpec):
+        return []
+    return [j for j, other in enumerate(layers[:k]) if isinstance(other, TiedLayerSpec) and other.key == layer.key]
+
+
+def _same(layers: Sequence[Layer], modules: Sequence[nn.Module | None], k: int) -> nn.Module | None:
+    """The module that layer k shares as a whole."""
+    layer = layers[k]
+    assert isinstance(layer, LayerSpec)
+    earlier = ((layers[j], modules[j]) for j in _tied_before(layers, k))
+    return next((m for other, m in earlier if isinstance(other, LayerSpec) and other.builds_like(layer)), None)
+
+
+def _tie(layers: Sequence[Layer], modules: Sequence[nn.Module | None], module: nn.Module, k: int) -> None:
+    """Put the parameters of the first of layer k's tie into its own module."""
+    first = next(iter(_tied_before(layers, k)), None)
+    if first is None:
+        return
+    mine, theirs, source = layers[k], layers[first], modules[first]
+    assert isinstance(mine, TiedLayerSpec)
+    assert isinstance(theirs, TiedLayerSpec)
+    assert source is not None
+    for attribute, other in zip(mine.tied_weight_attr, theirs.tied_weight_attr, strict=True):
+        for name, _ in list(module.named_parameters(remove_duplicate=False)):
+            if name == attribute or name.startswith(attribute + "."):
+                path, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(path), leaf, source.get_parameter(other + name[len(attribute) :]))
+
+
+def _named(layers: Sequence[Layer], modules: Sequence[nn.Module | None]) -> dict[str, nn.Parameter]:
+    """The trainable parameters, each once, "layers.<place>.<name>"; of several names in a layer the tied one counts."""
+    found: dict[nn.Parameter, str] = {}
+    for k, (layer, module) in enumerate(zip(layers, modules, strict=True)):
+        shared = isinstance(layer, TiedLayerSpec) and sum(_keys(layers, layer.key)) > 1
+        attributes = layer.tied_weight_attr if shared and isinstance(layer, TiedLayerSpec) else ()
+        names = list(module.named_parameters(remove_duplicate=False)) if module is not None else []
+        for name, p in sorted(names, key=lambda item: not any((item[0] + ".").startswith(a + ".") for a in attributes)):
+            if p.requires_grad:
+                found.setdefault(p, f"layers.{k}.{name}")
+    return {name: p for p, name in found.items()}
+
+
+def _keys(layers: Sequence[Layer], key: str) -> list[bool]:
+    return [isinstance(layer, TiedLayerSpec) and layer.key == key for layer in layers]
