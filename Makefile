@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NUM_PROCS ?= 4
+LAYOUT ?= pp2,dp2
 ARGS ?=
 
 .PHONY: setup train test test-all lint clean
@@ -16,7 +16,7 @@ $(STAMP): setup.py constraints.txt
 	touch $(STAMP)
 
 train: setup
-	$(BIN)/parallel3d --num_procs $(NUM_PROCS) examples/train_gpt.py $(ARGS)
+	$(BIN)/parallel3d --num_procs $(LAYOUT) examples/train_gpt.py --layout $(LAYOUT) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest tests $(ARGS)

@@ -1,7 +1,8 @@
-"""The main job: a byte-level GPT on real text, trained across pipeline stages and data-parallel replicas.
+"""The main job: a byte-level GPT on real text, trained across pipeline stages, tensor slices and data-parallel replicas.
 
 parallel3d --num_procs 4 examples/train_gpt.py                      # 2 stages x 2 replicas on the CPU
-parallel3d --num_gpus 4 examples/train_gpt.py --stages 4            # NCCL, one GPU a rank
+parallel3d --num_gpus 4 examples/train_gpt.py --layout pp4          # NCCL, one GPU a rank
+parallel3d --num_procs pp2,tp2,dp2 examples/train_gpt.py --layout pp2,tp2,dp2   # 8 processes
 torchrun --nproc_per_node 4 examples/train_gpt.py
 srun --ntasks 4 python examples/train_gpt.py
 
@@ -18,20 +19,26 @@ from typing import Any
 
 import torch
 from corpus import Windows, load_corpus
-from gpt import VOCABULARY, Block, Head, TokenEmbedding, loss_fn, sample
+from gpt import VOCABULARY, Block, Head, Loss, TokenEmbedding, sample
 from torch import Tensor
 
 import parallel3d
+from parallel3d.config import Layout, parse_layout
 from parallel3d.monitor import MetricsFile, ProgressBar, plot_losses
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.schedule.draw import chrome_trace, svg
 from parallel3d.schedule.simulate import measured_cost, simulate
+from parallel3d.tensor_parallel.slicing import even_part
+from parallel3d.topology import PipeModelDataParallelTopology
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a text file or a directory of them; default: Python's standard library")
-    parser.add_argument("--stages", type=int, help="pipeline stages; default: 2 where the number of ranks allows")
+    parser.add_argument(
+        "--layout",
+        help="such as pp2,tp2,dp2,zero1,sp; default: 2 stages where the number of ranks allows, the rest replicas",
+    )
     parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe, interleaved, zb-h1, zbv or zb-looped")
     parser.add_argument("--chunks", type=int, default=1, help="chunks a stage; 2 for zbv")
     parser.add_argument("--steps", type=int, default=1000)
@@ -50,7 +57,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_config(args: argparse.Namespace) -> dict[str, Any]:
+def choose_layout(args: argparse.Namespace) -> Layout:
+    world_size = parallel3d.comm.get_world_size()
+    stages = 1 if world_size % 2 else 2
+    return parse_layout(args.layout or f"pp{stages},dp{world_size // stages}")
+
+
+def make_config(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     return {
         "train_batch_size": args.batch,
         "train_micro_batch_size_per_gpu": args.micro_batch,
@@ -58,7 +71,10 @@ def make_config(args: argparse.Namespace) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "steps_per_print": None,
         "seed": args.seed,
+        "zero_optimization": {"stage": layout.zero or 0},
+        "tensor_parallel": {"size": layout.slices, "sequence_parallel": layout.sequence_parallel},
         "pipeline": {
+            "stages": layout.stages,
             "schedule": args.schedule,
             "num_chunks": args.chunks,
             "placement": "v" if args.schedule == "zbv" else "loop",
@@ -66,17 +82,15 @@ def make_config(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def make_model(args: argparse.Namespace, config: dict[str, Any]) -> PipelineModule:
-    world_size = parallel3d.comm.get_world_size()
+def make_model(args: argparse.Namespace, layout: Layout, config: dict[str, Any]) -> PipelineModule:
     layers = [
         LayerSpec(TokenEmbedding, VOCABULARY, args.hidden, args.context),
         *(LayerSpec(Block, args.hidden, args.heads, args.layers) for _ in range(args.layers)),
         LayerSpec(Head, args.hidden, VOCABULARY),
     ]
-    stages = args.stages or (2 if world_size % 2 == 0 else 1)
-    return PipelineModule(
-        layers, num_stages=stages, loss_fn=loss_fn, seed_layers=True, base_seed=args.seed, config=config
-    )
+    topology = PipeModelDataParallelTopology(layout.stages, layout.slices, layout.replicas)
+    loss = LayerSpec(Loss, VOCABULARY)
+    return PipelineModule(layers, topology=topology, loss_fn=loss, seed_layers=True, base_seed=args.seed, config=config)
 
 
 def learning_rate(step: int, num_steps: int, warmup: int = 100) -> float:
@@ -100,17 +114,23 @@ class HeldOut:
 
 
 class Generator:
-    """The pipeline as a function that every rank can call: ids [1, seq] -> logits [1, seq, vocabulary]."""
+    """The whole model as a function that every rank can call: ids [1, seq] -> logits [1, seq, vocabulary]."""
 
     def __init__(self, engine: parallel3d.Engine):
-        self.engine = engine
-        self.last = engine.grid.stage_to_global(engine.grid.get_pipe_parallel_world_size() - 1, data=0)
+        self.engine, grid = engine, engine.grid
+        stage, slices = grid.get_pipe_parallel_world_size() - 1, grid.get_model_parallel_world_size()
+        self.holders = [grid.stage_to_global(stage, data=0, model=index) for index in range(slices)]
+        self.parts = [even_part(VOCABULARY, slices, index) for index in range(slices)]
 
     def __call__(self, ids: Tensor) -> Tensor:
         logits = self.engine.eval_batch(iter([(ids, ids)]), compute_loss=False, num_micro_batches=1)
-        shape = (*ids.shape, VOCABULARY)
-        result = logits[0].contiguous() if logits else torch.empty(shape, device=self.engine.device)
-        parallel3d.comm.broadcast(result, self.last)
+        result = torch.empty(*ids.shape, VOCABULARY, device=self.engine.device)
+        for holder, (start, stop) in zip(self.holders, self.parts, strict=True):
+            part = result[..., start:stop].contiguous()
+            if self.engine.global_rank == holder:
+                part.copy_(logits[0][:, : ids.shape[1]])
+            parallel3d.comm.broadcast(part, holder)
+            result[..., start:stop] = part
         return result
 
 
@@ -149,9 +169,10 @@ def main() -> None:
     args = parse_arguments()
     train_text, held_out_text = load_corpus(args.data)
     parallel3d.init_distributed()
-    config = make_config(args)
+    layout = choose_layout(args)
+    config = make_config(args, layout)
     engine, *_ = parallel3d.initialize(
-        model=make_model(args, config),
+        model=make_model(args, layout, config),
         config=config,
         training_data=Windows(train_text, args.context),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: learning_rate(s, args.steps)),

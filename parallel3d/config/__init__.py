@@ -1,6 +1,7 @@
 """The typed, immutable configuration: DeepSpeed's keys from JSON, YAML or a dict, and batch-size arithmetic."""
 
 from parallel3d.config.batch import BatchSizes, resolve_batch
+from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.config.load import load, load_activation_checkpointing, load_layout, read, read_source
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
@@ -16,6 +17,7 @@ __all__ = [
     "Config",
     "DataTypesConfig",
     "Fp16Config",
+    "Layout",
     "OptimizerConfig",
     "PipelineConfig",
     "SchedulerConfig",
@@ -25,6 +27,7 @@ __all__ = [
     "load",
     "load_activation_checkpointing",
     "load_layout",
+    "parse_layout",
     "read",
     "read_source",
     "resolve_batch",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from parallel3d.config import parse_layout
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.launcher.agent import GRACE_S, LaunchOptions, launch
 
@@ -17,8 +18,8 @@ _USAGE = """parallel3d [options] script [args ...]
 
 _DESCRIPTION = """Run a Python script once per rank on this node. Each process finds RANK, LOCAL_RANK, WORLD_SIZE,
 LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. With neither --num_gpus nor --num_procs: one process
-per visible CUDA device, or a single CPU process where there is none. OMP_NUM_THREADS, unless set, shares out the
-cores."""
+per visible CUDA device, or a single CPU process where there is none. N may be a layout: pp2,tp2,dp2 are 8 processes.
+OMP_NUM_THREADS, unless set, shares out the cores."""
 
 _EPILOG = f"""The exit code is that of the rank that failed first, 128 + N when signal N ended it or the launcher. When
 a rank fails, or on Ctrl-C, the others are asked to end and killed after {GRACE_S} seconds."""
@@ -71,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="parallel3d", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False
     )
     count = parser.add_mutually_exclusive_group()
-    count.add_argument("--num_gpus", type=_positive, metavar="N", help="N processes, process i on CUDA device i")
-    count.add_argument("--num_procs", type=_positive, metavar="N", help="N CPU processes, which see no CUDA device")
+    count.add_argument("--num_gpus", type=_processes, metavar="N", help="N processes, process i on CUDA device i")
+    count.add_argument("--num_procs", type=_processes, metavar="N", help="N CPU processes, which see no CUDA device")
     parser.add_argument(
         "--master_port", type=_port, default=0, metavar="P", help="port where the ranks meet (default: a free one)"
     )
@@ -85,9 +86,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
+def _processes(text: str) -> int:
+    """How many: as a number, or as a layout in words."""
+    if text[:1].isalpha():
+        try:
+            return parse_layout(text).world_size
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: give an integer of at least 1")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of processes: give an integer of at least 1, or a layout such as pp2,tp2,dp2"
+        )
     return int(text)
 
 

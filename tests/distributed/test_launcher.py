@@ -127,6 +127,7 @@ def test_terminal_and_standard_input_are_the_launchers(reports: list[dict]) -> N
         (["--num", "4", "s.py"], "unknown option --num. Did you mean '--num_gpus'?"),
         (["--num_proc=4", "s.py"], "unknown option --num_proc=4. Did you mean '--num_procs'?"),
         (["--num_procs", "0", "s.py"], "'0' is not a number of processes: give an integer of at least 1"),
+        (["--num_procs", "pp2,td2", "s.py"], "unknown word 'td2'. Did you mean 'tp2'?"),
         (["--num_gpus", "-1", "s.py"], "--num_gpus"),
         (["--num_gpus", "2", "--num_procs", "2", "s.py"], "--num_procs: not allowed with argument --num_gpus"),
         (["--num_gpus", "8", "s.py"], "--num_gpus 8, but the number of CUDA devices present is 2"),
@@ -147,7 +148,14 @@ def test_a_wrong_command_line_is_explained(
 
 @pytest.mark.parametrize(
     ("argv", "num_devices", "num_workers", "uses_gpus"),
-    [([], 4, 4, True), ([], 0, 1, False), (["--num_gpus", "2"], 4, 2, True), (["--num_procs", "3"], 4, 3, False)],
+    [
+        ([], 4, 4, True),
+        ([], 0, 1, False),
+        (["--num_gpus", "2"], 4, 2, True),
+        (["--num_procs", "3"], 4, 3, False),
+        (["--num_procs", "tp3,dp2,zero1"], 4, 6, False),
+        (["--num_gpus", "pp2,sp,tp2"], 4, 4, True),
+    ],
 )
 def test_number_of_processes(argv: list[str], num_devices: int, num_workers: int, uses_gpus: bool) -> None:
     options = cli.parse([*argv, __file__], num_devices)

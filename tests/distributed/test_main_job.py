@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
-SMALL = "--steps 12 --eval_every 6 --hidden 32 --heads 2 --layers 2 --context 64 --eval_windows 32 --sample 8".split()
+# Neither the heads nor the context are even.
+SMALL = "--steps 12 --eval_every 6 --hidden 48 --heads 3 --layers 2 --context 63 --eval_windows 32 --sample 8".split()
 LAUNCHER = [sys.executable, "-m", "parallel3d.launcher", "--num_procs"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 
@@ -26,6 +27,21 @@ def train(command: list[str], out: Path, *arguments: str) -> tuple[Path, list[di
     (directory,) = out.iterdir()
     with (directory / "metrics.csv").open(newline="") as file:
         return directory, list(csv.DictReader(file)), done.stdout
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return train([*LAUNCHER, "1"], tmp_path_factory.mktemp("one_process"))[1]
+
+
+def check_losses(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> None:
+    """In training and held out; the last row has both."""
+    assert rows[-1]["eval_loss"]
+    for row, other in zip(rows, expected, strict=True):
+        for column in ("loss", "eval_loss"):
+            assert bool(row[column]) == bool(other[column])
+            if row[column]:
+                assert float(row[column]) == pytest.approx(float(other[column]), abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +67,27 @@ def test_the_main_job_leaves_metrics_plot_and_timelines(two_by_two: tuple[Path, 
     assert "a sample:" in printed
 
 
+def test_two_by_two_learns_what_one_process_does(
+    two_by_two: tuple[Path, list[dict[str, str]], str], one_process: list[dict[str, str]]
+):
+    check_losses(two_by_two[1], one_process)
+
+
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
-        ([*LAUNCHER, "1"], []),
-        ([*TORCHRUN, "2"], ["--stages", "2", "--schedule", "interleaved", "--chunks", "2"]),
+        ([*TORCHRUN, "2"], ["--layout", "pp2", "--schedule", "interleaved", "--chunks", "2"]),
+        ([*LAUNCHER, "pp2,tp2,dp2"], ["--layout", "pp2,tp2,dp2"]),
+        ([*LAUNCHER, "sp,tp2"], ["--layout", "sp,tp2"]),
     ],
-    ids=["one process", "torchrun, interleaved"],
+    ids=["torchrun, interleaved", "3D", "sequence parallel"],
 )
 def test_layout_and_launcher_dont_change_what_it_learns(
-    two_by_two: tuple[Path, list[dict[str, str]], str], tmp_path: Path, command: list[str], arguments: list[str]
+    one_process: list[dict[str, str]], tmp_path: Path, command: list[str], arguments: list[str]
 ):
-    _, rows, _ = train(command, tmp_path, *arguments)
-    for row, expected in zip(rows, two_by_two[1], strict=True):
-        for column in ("loss", "eval_loss"):
-            assert bool(row[column]) == bool(expected[column])
-            if row[column]:
-                assert float(row[column]) == pytest.approx(float(expected[column]), rel=1e-4)
+    _, rows, printed = train(command, tmp_path, *arguments)
+    check_losses(rows, one_process)
+    assert "a sample:" in printed
 
 
 def test_users_own_data_and_its_errors(tmp_path: Path):
