@@ -146,6 +146,7 @@ def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut
             start = time.perf_counter()
             loss = float(engine.train_batch())
             row = {"step": step, "loss": loss, "tokens_per_s": tokens / (time.perf_counter() - start)}
+            row["grad_norm"] = float(engine.get_global_grad_norm())
             if measured:
                 row["eval_loss"] = eval_loss = held_out.loss()
                 row["bubble"] = bubble = engine.timeline()[1].bubble
@@ -183,7 +184,7 @@ def main() -> None:
         directory = Path(args.out) / time.strftime("%Y-%m-%d_%H-%M-%S")
         directory.mkdir(parents=True)
         print(f"{len(train_text):,} bytes to train on, {len(held_out_text):,} held out; results in {directory}")
-    columns = ["step", "loss", "eval_loss", "tokens_per_s", "bubble"]
+    columns = ["step", "loss", "grad_norm", "eval_loss", "tokens_per_s", "bubble"]
     metrics = MetricsFile(directory / "metrics.csv", columns) if directory else None
 
     train(engine, args, held_out, metrics)

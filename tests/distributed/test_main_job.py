@@ -35,13 +35,14 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]
 
 
 def check_losses(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> None:
-    """In training and held out; the last row has both."""
+    """In training and held out, the last row having both; and gradient norms, which Adam doesn't hide faults from."""
     assert rows[-1]["eval_loss"]
     for row, other in zip(rows, expected, strict=True):
         for column in ("loss", "eval_loss"):
             assert bool(row[column]) == bool(other[column])
             if row[column]:
                 assert float(row[column]) == pytest.approx(float(other[column]), abs=1e-4)
+        assert float(row["grad_norm"]) == pytest.approx(float(other["grad_norm"]), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
