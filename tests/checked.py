@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import toy3d
 from layouts import specs
 from torch import Tensor, nn
 
+from parallel3d.errors import PartitionError
 from parallel3d.parity import Subject
 from parallel3d.pipe import LayerSpec
 
@@ -27,6 +29,43 @@ class Loss(nn.Module):
         return (loss * labels.numel(), labels.numel()) if self.per_token else loss
 
 
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(toy3d.HIDDEN, toy3d.HIDDEN).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Drifting(nn.Module):
+    """Computes something else on the second replica, which still reports the same loss."""
+
+    def __init__(self, context: Any = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(toy3d.HIDDEN))
+        self.is_second = context is not None and context.groups.coordinate("data") == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_second:
+            with torch.no_grad():
+                self.weight.mul_(1.01)
+        return x * self.weight
+
+
+class Uncut(nn.Module):
+    """Can't be cut in two."""
+
+    def __init__(self, context: Any = None):
+        super().__init__()
+        self.inner = nn.Linear(toy3d.HIDDEN, 3)
+        if context is not None and context.groups.model.size > 1:
+            raise PartitionError("3 outputs are sliced over 2 ranks; give 4")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 class FaultyMLP(toy3d.MLP):
     """One rank of the tensor slices scales one gradient by 1.001."""
 
@@ -43,19 +82,41 @@ CONFIG = {
 }
 
 
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4}}
+SCHEDULED = {**CONFIG, "scheduler": WARMUP}
+
+
 def decoder() -> Subject:
     return Subject(specs(toy3d.model(tied=True, num_blocks=1)), toy3d.micro_batch, LayerSpec(Loss), CONFIG)
 
 
 def by_tokens() -> dict[str, Any]:
+    """A loss (sum, count), dropout, a frozen layer and a learning-rate schedule; a dict instead of a Subject."""
     layers = specs(toy3d.model(tied=False, num_blocks=1))
-    return {"layers": layers, "micro_batch": toy3d.micro_batch, "loss_fn": LayerSpec(Loss, True), "config": CONFIG}
+    layers[1:1] = [LayerSpec(nn.Dropout, 0.2)]
+    layers[4:4] = [LayerSpec(Frozen)]
+    return {"layers": layers, "micro_batch": toy3d.micro_batch, "loss_fn": LayerSpec(Loss, True), "config": SCHEDULED}
+
+
+def by_tokens_with_sgd() -> dict[str, Any]:
+    """In bf16 Adam would normalize what is rounding in the gradient of norms' biases."""
+    return {**by_tokens(), "config": {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.05}}}}
 
 
 def faulty() -> Subject:
     layers = specs(toy3d.model(tied=True, num_blocks=1))
     layers[2] = LayerSpec(FaultyMLP)
     return Subject(layers, toy3d.micro_batch, LayerSpec(Loss), CONFIG)
+
+
+def drifting() -> Subject:
+    layers = specs(toy3d.model(tied=True, num_blocks=1))
+    layers[1:1] = [LayerSpec(Drifting)]
+    return Subject(layers, toy3d.micro_batch, LayerSpec(Loss), CONFIG)
+
+
+def unsliceable() -> Subject:
+    return Subject([LayerSpec(Uncut)], lambda k: (torch.ones(2, toy3d.HIDDEN), torch.ones(2, 3)), nn.MSELoss())
 
 
 def two_layers() -> Subject:
@@ -65,3 +126,11 @@ def two_layers() -> Subject:
 
 def not_a_subject() -> list[Any]:
     return []
+
+
+def broken() -> Subject:
+    raise OSError("no such corpus")
+
+
+def needs_context() -> Subject:
+    return Subject([LayerSpec(toy3d.SlicedLoss, False)], toy3d.micro_batch)

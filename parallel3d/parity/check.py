@@ -19,7 +19,7 @@ from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
 from parallel3d.parity.layout import Layout
 from parallel3d.parity.reference import Reference, Step
 from parallel3d.parity.report import Report, make_report
-from parallel3d.parity.subject import Subject, load_subject
+from parallel3d.parity.subject import Subject, describe, load_subject
 from parallel3d.parity.worker import DTYPES, Plan, RankResult, building_dtype, run_rank
 from parallel3d.pipe.specs import layer_name
 
@@ -82,16 +82,15 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _check_layout(layout: Layout, subject: Subject, settings: Settings) -> None:
     """Raise ConfigError for a layout that this model or its configuration rules out."""
-    chunks = layout.stages * (layout.chunks or subject.given().get("pipeline", {}).get("num_chunks") or 1)
-    if chunks > len(subject.layers):
-        raise ConfigError(
-            f"layout {layout.text!r} asks for {chunks} chunks of a model of {len(subject.layers)} layers; give "
-            f"{len(subject.layers)} stages x chunks or fewer"
-        )
     try:
         config = load(layout.config(subject.given(), settings.seed, settings.dtype))
     except ConfigError as error:
         raise ConfigError(f"layout {layout.text!r}: {error}") from error
+    chunks, most = layout.stages * (config.pipeline.num_chunks or 1), len(subject.layers)
+    if chunks > most:
+        raise ConfigError(
+            f"layout {layout.text!r} asks for {chunks} chunks of a model of {most} layers; give {most} stages x chunks or fewer"
+        )
     for section in ("fp16", "torch_autocast", "amp"):
         if getattr(config, section).enabled:
             raise ConfigError(
@@ -115,9 +114,7 @@ def _train_reference(target: str, layout: Layout, settings: Settings, per_step: 
         except Parallel3DError:
             raise
         except Exception as error:
-            raise ExecutionError(
-                f"on one process, where layers are built without context: {type(error).__name__}: {error}"
-            ) from error
+            raise ExecutionError(f"on one process, where layers get no context: {describe(error)}") from error
 
 
 def _launch(folder: Path, target: str, layouts: Sequence[Layout], settings: Settings) -> None:

@@ -68,12 +68,18 @@ class Layout:
             "activation_checkpoint_interval": self.recompute,
         }
         own = {key: value for key, value in pipeline.items() if value is not None}
-        config["pipeline"] = {**base.get("pipeline", {}), **own, "stages": self.stages, "seed_layers": True}
+        config["pipeline"] = {**_section(base, "pipeline"), **own, "stages": self.stages, "seed_layers": True}
         sliced = {"size": self.slices, "sequence_parallel": self.sequence_parallel}
-        config["tensor_parallel"] = {**base.get("tensor_parallel", {}), **sliced}
+        config["tensor_parallel"] = {**_section(base, "tensor_parallel"), **sliced}
         if self.zero is not None:
-            config["zero_optimization"] = {**base.get("zero_optimization", {}), "stage": self.zero}
+            config["zero_optimization"] = {**_section(base, "zero_optimization"), "stage": self.zero}
         return config
+
+
+def _section(base: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section of a configuration as given; empty where it is absent, or no mapping."""
+    given = base.get(key)
+    return given if isinstance(given, Mapping) else {}
 
 
 def parse_layout(text: str) -> Layout:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,9 +130,12 @@ def _build(
         if module is not None:
             module.to(device).train()
         modules.append(module)
-        run = layer if module is None else module
-        forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
-        calls.append(run if forward_fn is None else (lambda x, f=forward_fn, m=module: f(m, x)))  # type: ignore[misc, arg-type]
+        if module is None:
+            assert not isinstance(layer, LayerSpec)
+            calls.append(layer)
+        else:
+            forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+            calls.append(module if forward_fn is None else partial(forward_fn, module))
     return calls, modules
 
 
@@ -171,14 +175,18 @@ def _named(layers: Sequence[Layer], modules: Sequence[nn.Module | None]) -> dict
     """The trainable parameters, each once, "layers.<place>.<name>"; of several names in a layer the tied one counts."""
     found: dict[nn.Parameter, str] = {}
     for k, (layer, module) in enumerate(zip(layers, modules, strict=True)):
-        shared = isinstance(layer, TiedLayerSpec) and sum(_keys(layers, layer.key)) > 1
-        attributes = layer.tied_weight_attr if shared and isinstance(layer, TiedLayerSpec) else ()
+        tied = _tied_attributes(layers, layer)
         names = list(module.named_parameters(remove_duplicate=False)) if module is not None else []
-        for name, p in sorted(names, key=lambda item: not any((item[0] + ".").startswith(a + ".") for a in attributes)):
+        for name, p in sorted(names, key=lambda item: not f"{item[0]}.".startswith(tied)):
             if p.requires_grad:
                 found.setdefault(p, f"layers.{k}.{name}")
     return {name: p for p, name in found.items()}
 
 
-def _keys(layers: Sequence[Layer], key: str) -> list[bool]:
-    return [isinstance(layer, TiedLayerSpec) and layer.key == key for layer in layers]
+def _tied_attributes(layers: Sequence[Layer], layer: Layer) -> tuple[str, ...]:
+    """What of a layer is tied to modules other than its own, with a dot behind."""
+    if not isinstance(layer, TiedLayerSpec):
+        return ()
+    tie = [other for other in layers if isinstance(other, TiedLayerSpec) and other.key == layer.key]
+    others = any(not other.builds_like(layer) for other in tie)
+    return tuple(f"{attribute}." for attribute in layer.tied_weight_attr) if others else ()

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -72,10 +73,21 @@ def load_subject(target: str, seed: int) -> Subject:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"{place} has no function {name!r}.{nearest(name, known)}")
     torch.manual_seed(seed)
-    subject = _as_subject(function(), target)
+    try:
+        made = function()
+    except Exception as error:
+        raise ConfigError(f"{target}: {describe(error)}; it is called without arguments") from error
+    subject = _as_subject(made, target)
     torch.manual_seed(seed)
     check_layers(subject.layers)
     return subject
+
+
+def describe(error: Exception) -> str:
+    """An exception of a user's code and where it was raised, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _import(place: str) -> ModuleType:
@@ -90,6 +102,8 @@ def _import(place: str) -> ModuleType:
         return _import_file(path) if is_file else importlib.import_module(place)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{place}: {error}; give a path that ends in .py, or a module on PYTHONPATH") from error
+    except Exception as error:
+        raise ConfigError(f"importing {place}: {describe(error)}") from error
 
 
 def _import_file(path: Path) -> ModuleType:

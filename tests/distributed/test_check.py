@@ -55,6 +55,8 @@ def test_one_scaled_gradient_of_one_slice_is_found_and_its_layer_named(capsys: p
         ("two_layers", "dp0", "'dp0' asks for none; give dp1 or more"),
         ("two_layers", "zero7", "layout 'zero7'"),
         ("decodr", "pp2", "has no function 'decodr'. Did you mean 'decoder'?"),
+        ("broken", "pp2", "broken: OSError: no such corpus ("),
+        ("needs_context", "tp2", "on one process, where layers get no context: AttributeError"),
         ("not_a_subject", "pp2", "return a parallel3d.parity.Subject or a dict with"),
     ],
 )
@@ -62,3 +64,27 @@ def test_bad_input_names_the_remedy(capsys: pytest.CaptureFixture[str], function
     code, out, err = run(capsys, function, "--layouts", layout)
     assert (code, out) == (2, "")
     assert remedy in err
+
+
+@pytest.mark.parametrize(("function", "dtype"), [("by_tokens", "float64"), ("by_tokens_with_sgd", "bfloat16")])
+def test_token_loss_dropout_and_frozen_layers_pass(capsys: pytest.CaptureFixture[str], function: str, dtype: str):
+    layouts = ["pp2,tp2,m2", "dp2,pp2,zero1,m2"]
+    code, out, err = run(capsys, function, "--layouts", *layouts, "--steps", "2", "--dtype", dtype)
+    assert code == 0, out + err
+
+
+def test_a_replica_that_drifts_is_found(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "drifting", "--layouts", "dp2,m1", "--steps", "1")
+    assert code == 1, out + err
+    assert "first layer whose weights after step 1 differ: layers.1 Drifting (layers.1.weight by" in out
+
+
+def test_a_tolerance_of_the_users_own(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "faulty", "--layouts", "tp2,m2", "--steps", "1", "--tolerance", "1e-2")
+    assert code == 0, out + err
+
+
+def test_what_the_ranks_refuse_reaches_the_user(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "unsliceable", "--layouts", "tp2")
+    assert (code, out) == (2, "")
+    assert "layout 'tp2': 3 outputs are sliced over 2 ranks; give 4" in err
