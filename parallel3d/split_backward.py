@@ -36,11 +36,12 @@ class Border:
 NO_BORDER = Border()
 
 
-class _Linear(torch.autograd.Function):
+class SplitLinear(torch.autograd.Function):
     """F.linear behind a border. x: what enters as [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
 
     @staticmethod
     def forward(ctx: Any, sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None, border: Border) -> Tensor:
+        """Of the layer, see the class."""
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.weight, ctx.bias, ctx.border = sink, weight, bias, border
         _, needs_x, needs_weight, *_ = ctx.needs_input_grad
@@ -49,6 +50,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the input, and of the parameters where autograd handles them."""
         if gradient is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
@@ -72,11 +74,12 @@ def _rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
-class _Embedding(torch.autograd.Function):
+class SplitEmbedding(torch.autograd.Function):
     """F.embedding, dense. indices: [...], weight: [num_embeddings, dim] -> [..., dim]."""
 
     @staticmethod
     def forward(ctx: Any, sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+        """Of the layer, see the class."""
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.weight, ctx.padding_idx = sink, weight, padding_idx
         ctx.save_for_backward(indices)
@@ -84,6 +87,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the input, and of the parameters where autograd handles them."""
         if gradient is None:
             return None, None, None, None
         (indices,) = ctx.saved_tensors
@@ -91,38 +95,11 @@ class _Embedding(torch.autograd.Function):
         return None, None, ctx.sink.route(ctx.weight, ctx.next_functions[1], scatter), None
 
 
-_COMPILE_REASON = "parallel3d splits the backward of this layer; compile without fullgraph"
-
-
-@torch.compiler.disable(reason=_COMPILE_REASON)
-def linear(
-    sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None = None, border: Border = NO_BORDER
-) -> Tensor:
-    """F.linear of what `border` makes of x; gradients of weight and bias go to `sink` where it takes them.
-
-    x: what enters as [..., in], weight: [out, in], bias: [out] -> [..., out]. Follows autocast.
-    """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = _narrowed(x, dtype), _narrowed(weight, dtype)
-        bias = None if bias is None else _narrowed(bias, dtype)
-    y: Tensor = _Linear.apply(sink, x, weight, bias, border)
-    return y
-
-
-def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == torch.float64 else x.to(dtype)
-
-
-@torch.compiler.disable(reason=_COMPILE_REASON)
-def embedding(sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
-    """F.embedding, dense; the gradient of weight goes to `sink` where it takes it. padding_idx -1: none."""
-    y: Tensor = _Embedding.apply(sink, indices, weight, padding_idx)
-    return y
+COMPILE_REASON = "parallel3d splits the backward of this layer; compile without fullgraph"
 
 
 class SplittableLayer(nn.Module):
-    """A layer that computes by this module's `linear` and `embedding` with its `sink`, which make_splittable sets."""
+    """A layer that computes by split_functions' `linear` and `embedding` with its `sink`, which make_splittable sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +116,7 @@ class _SplitForward:
         self._layer, self._sink = layer, sink
         self._ordinary = type(layer).forward
         # torch.compile breaks its graph here: inside one, the whole backward would run at BACKWARD_INPUT.
-        self._outside_graph = torch.compiler.disable(self._split, reason=_COMPILE_REASON)
+        self._outside_graph = torch.compiler.disable(self._split, reason=COMPILE_REASON)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._layer, self._sink)
@@ -154,8 +131,8 @@ class _SplitForward:
         if not self._sink.takes(layer.weight) or torch._C._are_functorch_transforms_active():
             return self._ordinary(layer, x)
         if isinstance(layer, nn.Linear):
-            return _Linear.apply(self._sink, x, layer.weight, layer.bias, NO_BORDER)
-        return _Embedding.apply(self._sink, x, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)
+            return SplitLinear.apply(self._sink, x, layer.weight, layer.bias, NO_BORDER)
+        return SplitEmbedding.apply(self._sink, x, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)
 
 
 def _splits(layer: nn.Module, x: Tensor) -> bool:

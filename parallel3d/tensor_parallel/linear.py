@@ -18,7 +18,8 @@ from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
-from parallel3d.split_backward import NO_BORDER, SplittableLayer, linear
+from parallel3d.split_backward import NO_BORDER, SplittableLayer
+from parallel3d.split_functions import linear
 from parallel3d.tensor_parallel.regions import (
     Context,
     border,
