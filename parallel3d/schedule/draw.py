@@ -160,8 +160,8 @@ _BOX_COLOURS = {
     Op.BACKWARD_INPUT: (24, 138, 141),
     Op.BACKWARD_WEIGHT: (196, 120, 32),
 }
-_MARK_ROWS = {"receive": 0, "send": 1, "reduce": 2, "load": 2}
-_MARK_COLOURS = {"receive": "#b48ad6", "send": "#7a3fa8", "reduce": "#c8413b", "load": "#7d8590"}
+_MARK_ROWS = {"receive": 0, "send": 1, "reduce": 2, "gather": 2, "load": 2}
+_MARK_COLOURS = {"receive": "#b48ad6", "send": "#7a3fa8", "reduce": "#c8413b", "gather": "#d98c2b", "load": "#7d8590"}
 _LEFT, _RIGHT, _TITLE, _AXIS, _LANE, _MARK, _GAP = 62, 18, 30, 34, 24, 4, 6
 _INK, _FAINT = "#24292f", "#6e7781"
 

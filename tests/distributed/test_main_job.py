@@ -42,7 +42,7 @@ def check_losses(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> 
             assert bool(row[column]) == bool(other[column])
             if row[column]:
                 assert float(row[column]) == pytest.approx(float(other[column]), abs=1e-4)
-        assert float(row["grad_norm"]) == pytest.approx(float(other["grad_norm"]), rel=1e-4)
+        assert float(row["grad_norm"]) == pytest.approx(float(other["grad_norm"]), rel=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,17 @@ from schedule_emulator import programs, unhurried
 from parallel3d.schedule.builders import from_lists, gpipe, inference, interleaved, one_f_one_b
 from parallel3d.schedule.draw import chrome_trace, neighbourhood, svg, text_grid
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Program
-from parallel3d.schedule.lowering import add_gradient_reduction, lower
+from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, lower
 from parallel3d.schedule.simulate import Span, Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def with_transfers(program: Program) -> Timeline:
-    """Simulated with transfers and reductions that take time, as they do when measured."""
-    cost = {"F": 1.0, "B": 2.0, "SA": 0.25, "SG": 0.25, "RED": 0.5, "L": 0.1}
+def with_transfers(program: Program, gathers: bool = False) -> Timeline:
+    """Simulated with transfers and reductions that take time, as they do when measured; gathers: as under ZeRO, too."""
+    cost = {"F": 1.0, "B": 2.0, "SA": 0.25, "SG": 0.25, "RED": 0.5, "L": 0.1, "AG": 0.4}
     reduced = add_gradient_reduction(lower(program), [2] * program.num_chunks)
-    return simulate(reduced, lambda i: cost[i.op.value])
+    return simulate(add_parameter_gather(reduced) if gathers else reduced, lambda i: cost[i.op.value])
 
 
 # ------------------------------------------------------------------------------------------------------- text grid
@@ -164,11 +164,11 @@ def test_svg_boxes_are_where_and_as_long_as_the_spans() -> None:
         assert (y == drawn[0][2]) == (s.rank == 0)
 
 
-def test_svg_draws_transfers_reductions_and_loads_as_thin_marks_below_the_lane() -> None:
-    timeline = with_transfers(one_f_one_b(2, 3))
+def test_svg_draws_transfers_collectives_and_loads_as_thin_marks_below_the_lane() -> None:
+    timeline = with_transfers(one_f_one_b(2, 3), gathers=True)
     root = ElementTree.fromstring(svg({"measured": timeline}))
     kinds = Counter((mark.get("class") or "").split()[1] for mark in boxes(root, "mark"))
-    assert kinds == {"send": 6, "receive": 6, "reduce": 4, "load": 6}
+    assert kinds == {"send": 6, "receive": 6, "reduce": 4, "load": 6, "gather": 2}
     lanes = {(b.findtext(f"{SVG}title") or "").split("stage ")[1][0]: float(b.get("y", 0)) for b in boxes(root)}
     for mark in boxes(root, "mark"):
         below = float(mark.get("y", 0)) - lanes[(mark.findtext(f"{SVG}title") or "").split("stage ")[1][0]]
