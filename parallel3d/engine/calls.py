@@ -46,7 +46,6 @@ class StepByCalls:
         self._reduced = False
         self._losses: list[Tensor] = []
         self._counts: list[Tensor] = []
-        self._weight = 0.0
 
     @property
     def num_backwards(self) -> int:
@@ -104,10 +103,9 @@ class StepByCalls:
         except BaseException:
             self.restart()
             raise
-        self._losses.append(total.detach())
-        self._weight = weight
+        self._losses.append(total.detach().double() * weight)
         if count is not None:
-            self._counts.append(count)
+            self._counts.append(count * weight)
 
     def _reduces(self, last: bool) -> list[Instruction]:
         every_time = self._update.policy.reduce_per_micro_batch
@@ -139,7 +137,7 @@ class StepByCalls:
                 "engine.step() found gradients that are not reduced over the replicas: the last engine.backward(loss) ran "
                 "inside no_sync, or not at an accumulation boundary; run the last one outside, at the boundary"
             )
-        share = LossShare.of(self._losses, self._counts, self._weight, self._model.device)
+        share = LossShare.of(self._losses, self._counts, self._model.groups.data.size, self._model.device)
         self.restart()
         return share
 

@@ -228,7 +228,8 @@ class Engine(Answers, Reports):
         losses, counts = list(result.losses.values()), list(result.counts.values())
         if self._groups.coordinate("model") > 0:
             losses, counts = [], []  # the first slice's is the same
-        return LossShare.of(losses, counts, batch.loss_weight, self._model.device)
+        losses, counts = ([t.double() * batch.loss_weight for t in tensors] for tensors in (losses, counts))
+        return LossShare.of(losses, counts, self._groups.data.size, self._model.device)
 
     def _average_loss(self, result: BatchResult, batch: Batch) -> Tensor:
         own = self._share(result, batch)

@@ -35,13 +35,14 @@ class LossShare:
     counted: bool
 
     @staticmethod
-    def of(losses: Sequence[Tensor], counts: Sequence[Tensor], weight: float, device: torch.device) -> LossShare:
-        """Of micro-batches with these losses, each of which `weight` was the gradient's."""
+    def of(losses: Sequence[Tensor], counts: Sequence[Tensor], num_replicas: int, device: torch.device) -> LossShare:
+        """Of losses, and counts if there are any, each multiplied by the weight that its gradient had."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        total = sum((loss.double().reshape(()) for loss in losses), zero) * weight
+        total = sum((loss.double().reshape(()) for loss in losses), zero)
         if counts:
-            return LossShare(total, sum(counts, zero) * weight, True)
-        return LossShare(total, torch.full_like(zero, len(losses) * weight), False)
+            return LossShare(total, sum(counts, zero), True)
+        # A replica's share, however many losses it summed.
+        return LossShare(total, torch.full_like(zero, 1.0 / num_replicas if losses else 0.0), False)
 
 
 class WeightUpdate:
