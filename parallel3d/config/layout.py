@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.errors import ConfigError, nearest
 
-# Word: the field that its number sets, and what it counts.
-_NUMBERED = {
+# A word that ends in a number -> the field that it sets, and what it counts.
+Numbered = Mapping[str, tuple[str, str]]
+# A whole word -> the field, and its value.
+Flags = Mapping[str, tuple[str, Any]]
+
+AXES: Numbered = {
     "pp": ("stages", "pipeline stages"),
     "tp": ("slices", "tensor slices"),
     "dp": ("replicas", "data-parallel replicas"),
     "zero": ("zero", "the ZeRO stage"),
 }
-_KNOWN = ", ".join(f"{word}N ({meaning})" for word, (_, meaning) in _NUMBERED.items()) + ", sp (sequence parallelism)"
+SHARING: Flags = {"sp": ("sequence_parallel", True)}
+# Numbers that may be 0.
+_FROM_ZERO = ("zero", "ckpt")
 
 
 @dataclass(frozen=True)
@@ -35,29 +42,39 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Read words separated by commas, in any order; an axis that isn't named has 1 rank.
+    """Read words separated by commas, in any order; an axis that isn't named has 1 rank. Raises as read_words does."""
+    return Layout(**read_words(text, AXES, SHARING))
 
-    Raises ConfigError for a word that is unknown, given twice, or asks for 0 ranks.
+
+def read_words(text: str, numbered: Numbered, flags: Flags) -> dict[str, Any]:
+    """The fields that a layout in these words sets.
+
+    Raises ConfigError for a word that is unknown, sets a field a second time, or asks for 0 where that is nothing.
     """
     found: dict[str, Any] = {}
     for word in (part.strip() for part in text.split(",")):
-        field, value = _read(word, text)
+        field, value = _read(word, text, numbered, flags)
         if field in found:
             raise ConfigError(f"layout {text!r}: {word!r} sets the {field} a second time; give one of them")
         found[field] = value
-    return Layout(**found)
+    return found
 
 
-def _read(word: str, text: str) -> tuple[str, Any]:
-    if word == "sp":
-        return "sequence_parallel", True
+def _read(word: str, text: str, numbered: Numbered, flags: Flags) -> tuple[str, Any]:
+    if word in flags:
+        return flags[word]
     match = re.fullmatch(r"([a-z]+)([0-9]+)", word)
-    if match is None or match[1] not in _NUMBERED:
+    if match is None or match[1] not in numbered:
         letters = word.rstrip("0123456789")
-        hint = nearest(word, [name + word[len(letters) :] for name in _NUMBERED]) if letters else ""
-        raise ConfigError(f"layout {text!r}: unknown word {word!r}.{hint} Known are {_KNOWN}; separate them by commas")
+        near = [*flags, *(name + word[len(letters) :] for name in numbered)]
+        hint = nearest(word, near) if letters else ""
+        known = [f"{name}N ({meaning})" for name, (_, meaning) in numbered.items()]
+        known += ["sp (sequence parallelism)" if flag == "sp" else flag for flag in flags]
+        raise ConfigError(
+            f"layout {text!r}: unknown word {word!r}.{hint} Known are {', '.join(known)}; separate them by commas"
+        )
     name, number = match[1], int(match[2])
-    field, meaning = _NUMBERED[name]
-    if number < 1 and name != "zero":
+    field, meaning = numbered[name]
+    if number < 1 and name not in _FROM_ZERO:
         raise ConfigError(f"layout {text!r}: {word!r} asks for no {meaning}; give {name}1 or more, or leave it out")
     return field, number

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from parallel3d.config import load
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
-from parallel3d.parity.layout import Layout
+from parallel3d.parity.layout import RunLayout
 from parallel3d.parity.reference import Reference, Step
 from parallel3d.parity.report import Report, make_report
 from parallel3d.parity.subject import Subject, describe, load_subject
@@ -42,7 +42,7 @@ class _Wanted:
     gradients: dict[str, Tensor]
 
 
-def check(target: str, layouts: Sequence[Layout], settings: Settings) -> Iterator[Report]:
+def check(target: str, layouts: Sequence[RunLayout], settings: Settings) -> Iterator[Report]:
     """A report for each layout, in the order given. target: see load_subject.
 
     Layouts of equally many processes share one launch, on GPUs where there are enough, else on the CPU. Raises
@@ -80,7 +80,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _check_layout(layout: Layout, subject: Subject, settings: Settings) -> None:
+def _check_layout(layout: RunLayout, subject: Subject, settings: Settings) -> None:
     """Raise ConfigError for a layout that this model or its configuration rules out."""
     try:
         config = load(layout.config(subject.given(), settings.seed, settings.dtype))
@@ -102,7 +102,9 @@ def _uses_gpus(world_size: int) -> bool:
     return torch.cuda.device_count() >= world_size
 
 
-def _train_reference(target: str, layout: Layout, settings: Settings, per_step: int, device: torch.device) -> _Wanted:
+def _train_reference(
+    target: str, layout: RunLayout, settings: Settings, per_step: int, device: torch.device
+) -> _Wanted:
     subject = load_subject(target, settings.seed)
     config = load(layout.config(subject.given(), settings.seed, settings.dtype))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -117,7 +119,7 @@ def _train_reference(target: str, layout: Layout, settings: Settings, per_step: 
             raise ExecutionError(f"on one process, where layers get no context: {describe(error)}") from error
 
 
-def _launch(folder: Path, target: str, layouts: Sequence[Layout], settings: Settings) -> None:
+def _launch(folder: Path, target: str, layouts: Sequence[RunLayout], settings: Settings) -> None:
     """Train these layouts, all of one size; the ranks' results are then in `folder`. Raises Parallel3DError if one fails."""
     folder.mkdir()
     plan = Plan(target, tuple(layout.text for layout in layouts), settings.steps, settings.seed, settings.dtype)

@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parallel3d.config.layout import AXES, SHARING, Flags, Layout, Numbered, read_words
 from parallel3d.config.pipeline import SCHEDULES
-from parallel3d.errors import ConfigError, nearest
 
-_NUMBERED = {
-    "pp": "stages",
-    "dp": "replicas",
-    "tp": "slices",
-    "zero": "zero",
-    "m": "micro_batches",
-    "chunks": "chunks",
-    "ckpt": "recompute",
+_NUMBERED: Numbered = {
+    **AXES,
+    "m": ("micro_batches", "micro-batches of a replica"),
+    "chunks": ("chunks", "chunks of a stage"),
+    "ckpt": ("recompute", "layers recomputed together"),
 }
-_FLAGS = ("sp", "v", *SCHEDULES)
-_WORDS = (*(f"{name}N" for name in _NUMBERED), *_FLAGS)
+_FLAGS: Flags = {**SHARING, "v": ("placement", "v"), **{name: ("schedule", name) for name in SCHEDULES}}
 
 
 @dataclass(frozen=True)
-class Layout:
-    """text: as written; zero: the stage; micro_batches: for each replica in a step; recompute: activation_checkpoint_interval.
-
-    What is None is the base configuration's, or the default.
+class RunLayout(Layout):
+    """A layout with its schedule. text: as written; micro_batches: of each replica in a step; recompute: as the
+    configuration's activation_checkpoint_interval. What is None is the base configuration's, or the default.
     """
 
-    text: str
-    stages: int = 1
-    replicas: int = 1
-    slices: int = 1
-    zero: int | None = None
+    text: str = ""
     micro_batches: int | None = None
     chunks: int | None = None
     recompute: int | None = None
     schedule: str | None = None
     placement: str | None = None
-    sequence_parallel: bool = False
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.stages * self.replicas * self.slices
 
     def accumulation(self, base: Mapping[str, Any]) -> int:
         """Micro-batches for each replica in a step: as written, as configured, or two a stage."""
@@ -82,30 +66,9 @@ def _section(base: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {}
 
 
-def parse_layout(text: str) -> Layout:
+def parse_run_layout(text: str) -> RunLayout:
     """Read words separated by commas. Raises ConfigError for an unknown or repeated word, with what is known."""
-    found: dict[str, Any] = {}
-    for word in filter(None, (part.strip().lower() for part in text.split(","))):
-        key, value = _read(word, text)
-        if key in found:
-            raise ConfigError(f"layout {text!r}: {word!r} sets {key} a second time; give it once")
-        found[key] = value
-    layout = Layout(text, **found)
+    layout = RunLayout(text=text, **read_words(text.lower(), _NUMBERED, _FLAGS))
     if layout.schedule in ("interleaved", "zb-looped", "zbv"):
         layout = replace(layout, chunks=layout.chunks or 2)
     return replace(layout, placement="v") if layout.schedule == "zbv" else layout
-
-
-def _read(word: str, text: str) -> tuple[str, Any]:
-    if word in SCHEDULES:
-        return "schedule", word
-    if word in ("sp", "v"):
-        return ("sequence_parallel", True) if word == "sp" else ("placement", "v")
-    match = re.fullmatch(r"([a-z]+)(\d+)", word)
-    if match is None or match[1] not in _NUMBERED:
-        hint = nearest(match[1] if match else word, _NUMBERED if match else _FLAGS)
-        raise ConfigError(f"layout {text!r}: unknown word {word!r}.{hint} Give some of {', '.join(_WORDS)}")
-    number = int(match[2])
-    if number < 1 and match[1] not in ("zero", "ckpt"):
-        raise ConfigError(f"layout {text!r}: {word!r} asks for none; give {match[1]}1 or more")
-    return _NUMBERED[match[1]], number

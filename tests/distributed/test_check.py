@@ -50,9 +50,9 @@ def test_one_scaled_gradient_of_one_slice_is_found_and_its_layer_named(capsys: p
     [
         ("two_layers", "pp3", "layout 'pp3' asks for 3 chunks of a model of 2 layers; give 2 stages x chunks or fewer"),
         ("two_layers", "pp2,interleavd", "unknown word 'interleavd'. Did you mean 'interleaved'?"),
-        ("two_layers", "zer2", "unknown word 'zer2'. Did you mean 'zero'?"),
-        ("two_layers", "pp2,pp1", "'pp1' sets stages a second time; give it once"),
-        ("two_layers", "dp0", "'dp0' asks for none; give dp1 or more"),
+        ("two_layers", "zer2", "unknown word 'zer2'. Did you mean 'zero2'?"),
+        ("two_layers", "pp2,pp1", "'pp1' sets the stages a second time; give one of them"),
+        ("two_layers", "dp0", "'dp0' asks for no data-parallel replicas; give dp1 or more, or leave it out"),
         ("two_layers", "zero7", "layout 'zero7'"),
         ("decodr", "pp2", "has no function 'decodr'. Did you mean 'decoder'?"),
         ("broken", "pp2", "broken: OSError: no such corpus ("),
