@@ -2,146 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import combinations, product
-from typing import Any
-
 import pytest
-import torch
-import toy3d
-from layouts import BASE_SEED, OPTIMIZERS, make_optimizer, own_iterator, run_reference, specs
-from reference import Reference, distance
-from torch import Tensor
-
-import parallel3d
-from parallel3d.parameters import Slicing, slicing_of
-from parallel3d.pipe import LayerSpec, PipelineModule
-
-STEPS, ACCUMULATION, CLIPPING = 5, 4, 0.3
-# What a rank holds: of each parameter its slice and its values.
-Held = dict[str, tuple[Slicing | None, Tensor]]
+from layouts3d import ALL, Layout, check, cover, train, wanted
 
 
-@dataclass(frozen=True)
-class Layout:
-    pp: int
-    tp: int
-    dp: int
-    zero: str
-    sequence_parallel: bool
-    schedule: str
-    tied: bool
-    clipping: bool
-    optimizer: str
-
-    @property
-    def is_valid(self) -> bool:
-        return self.tp > 1 or not self.sequence_parallel
-
-    def __str__(self) -> str:
-        return "-".join(f"{name}{value}" for name, value in asdict(self).items())
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        layouts = ALL if metafunc.config.getoption("full") else cover(max_ranks=8)
+        metafunc.parametrize("layout", layouts, ids=str)
 
 
-AXES: dict[str, tuple[Any, ...]] = {
-    "pp": (1, 2),
-    "tp": (1, 2, 4),
-    "dp": (1, 2),
-    "zero": ("0", "1", "2", "2 per micro-batch"),
-    "sequence_parallel": (False, True),
-    "schedule": ("1f1b", "interleaved", "zb-h1"),
-    "tied": (False, True),
-    "clipping": (False, True),
-    "optimizer": ("SGD", "AdamW"),
-}
-ALL = [layout for values in product(*AXES.values()) if (layout := Layout(*values)).is_valid]
-
-
-def pairs(layout: Layout) -> set[Any]:
-    return set(combinations(asdict(layout).items(), 2))
-
-
-def cover() -> list[Layout]:
-    """Layouts that hold every pair of values that any holds: greedily the best of some random ones."""
-    rng, left, chosen = random.Random(0), set().union(*map(pairs, ALL)), []
-    while left:
-        one = next(iter(sorted(left, key=repr)))
-        some = rng.sample([layout for layout in ALL if one in pairs(layout)], 40)
-        chosen.append(max(some, key=lambda layout: len(pairs(layout) & left)))
-        left -= pairs(chosen[-1])
-    return chosen
-
-
-def train(layout: Layout, per_token: bool = False) -> tuple[list[float], list[float], Held]:
-    config = {
-        "train_micro_batch_size_per_gpu": toy3d.SAMPLES,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": CLIPPING if layout.clipping else 0.0,
-        "optimizer": {"type": layout.optimizer, "params": OPTIMIZERS[layout.optimizer]},
-        "zero_optimization": {
-            "stage": int(layout.zero[0]),
-            "reduce_bucket_size": 1500,
-            "reduce_per_micro_batch": layout.zero.endswith("per micro-batch"),
-        },
-        "tensor_parallel": {"size": layout.tp, "sequence_parallel": layout.sequence_parallel},
-        "pipeline": {
-            "stages": layout.pp,
-            "schedule": layout.schedule,
-            "num_chunks": 2 if layout.schedule == "interleaved" else 1,
-        },
-        "steps_per_print": None,
-    }
-    loss = LayerSpec(toy3d.SlicedLoss, per_token)
-    module = PipelineModule(
-        specs(toy3d.model(layout.tied)), loss_fn=loss, seed_layers=True, base_seed=BASE_SEED, config=config
-    )
-    engine, *_ = parallel3d.initialize(model=module, config=config)
-    data = own_iterator(engine, [toy3d.micro_batch(g) for g in range(STEPS * ACCUMULATION * layout.dp)])
-    losses, norms = [], []
-    for _ in range(STEPS):
-        losses.append(engine.train_batch(data).item())
-        norms.append(engine.get_global_grad_norm().item())
-    held = {
-        info.name: (slicing_of(info.parameter), info.parameter.detach().clone()) for info in module.parameter_infos()
-    }
-    return losses, norms, held
-
-
-@cache
-def wanted(dp: int, tied: bool, clipping: bool, optimizer: str) -> Any:
-    reference = Reference(
-        toy3d.model(tied), toy3d.plain_loss, make_optimizer(optimizer), CLIPPING if clipping else 0.0, BASE_SEED
-    )
-    batches = [toy3d.micro_batch(g) for g in range(STEPS * ACCUMULATION * dp)]
-    losses, norms, weights = run_reference(reference, batches, ACCUMULATION * dp)
-    assert not clipping or min(norms) > CLIPPING, "clipping must have an effect to be tested"
-    return losses, norms, weights
-
-
-def check(ranks: list[Any], expected: Any) -> None:
-    losses, norms, weights = expected
-    whole: dict[str, Tensor] = {}
-    for own_losses, own_norms, held in ranks:
-        assert (own_losses, own_norms) == (ranks[0][0], ranks[0][1])
-        for name, (slicing, part) in held.items():
-            if slicing is None:
-                assert torch.equal(part, whole.setdefault(name, part)), f"the copies of {name} differ"
-            else:
-                gathered = whole.setdefault(name, torch.full(weights[name].shape, torch.nan))
-                before = slicing.part_of(gathered)
-                assert torch.equal(before, part) or bool(before.isnan().all()), f"the copies of {name} differ"
-                slicing.write(gathered, part)
-    assert ranks[0][0] == pytest.approx(losses, rel=1e-5)
-    assert ranks[0][1] == pytest.approx(norms, rel=1e-5)
-    assert whole.keys() == weights.keys()
-    for name, weight in weights.items():
-        assert distance(whole[name], weight) <= 1e-5, f"{name} is off by {distance(whole[name], weight):.2e}"
-
-
-@pytest.mark.parametrize("layout", cover(), ids=str)
 def test_losses_norms_and_weights_equal_one_process(run_ranks, layout: Layout):
-    ranks = run_ranks(layout.pp * layout.tp * layout.dp, train, layout)
+    ranks = run_ranks(layout.num_ranks, train, layout)
     check(ranks, wanted(layout.dp, layout.tied, layout.clipping, layout.optimizer))
 
 
