@@ -1,0 +1,1 @@
+"""Checkpoints that know no layout: save, load, list, verify."""

@@ -1,0 +1,91 @@
+"""Python values as JSON, and the tensors in them by name: what a checkpoint holds besides the model's own tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from parallel3d.errors import CheckpointError
+
+# What JSON has no word for is a mapping with this one key: [kind, value].
+_KIND = "$"
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """What JSON can hold of a value; the tensors and arrays in it are put into `tensors`, by names that begin with `path`.
+
+    Values may be None, bools, numbers, strings, tensors, numpy's arrays and numbers, and nested lists, tuples and mappings of
+    these, with any of the plain ones as keys. Raises CheckpointError with the path and type of any other.
+    """
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, numpy.generic)):
+        return value
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {_KIND: ["tensor", path]}
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
+        try:
+            tensors[path] = torch.from_numpy(numpy.array(value, order="C"))
+        except TypeError:
+            raise _refused(value, path, f" of {value.dtype}") from None
+        return {_KIND: ["array" if isinstance(value, numpy.ndarray) else "number", path]}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{path}.{k}", tensors) for k, item in enumerate(value)]
+        return items if isinstance(value, list) else {_KIND: ["tuple", items]}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors)
+    raise _refused(value, path)
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(value, Counter) and all(isinstance(key, str) and key != _KIND for key in value):
+        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    items = []
+    for key, item in value.items():
+        if not (key is None or isinstance(key, (bool, int, float, str))):
+            raise _refused(key, f"{path}, a key {key!r},")
+        items.append([key, encode(item, f"{path}.{key}", tensors)])
+    return {_KIND: ["counter" if isinstance(value, Counter) else "mapping", items]}
+
+
+def _refused(value: object, path: str, more: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}{more}, which a checkpoint can't hold; give numbers, "
+        "strings, tensors, numpy arrays, and lists, tuples and mappings of these, such as its state_dict()"
+    )
+
+
+def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """The value that `encode` was given; read: the tensor of a name."""
+    if isinstance(value, list):
+        return [decode(item, read) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {key: decode(item, read) for key, item in value.items()}
+    kind, content = value[_KIND]
+    if kind == "tensor":
+        return read(content)
+    if kind in ("array", "number"):
+        array = read(content).numpy()
+        return array if kind == "array" else array[()]
+    if kind == "tuple":
+        return tuple(decode(item, read) for item in content)
+    items = {key: decode(item, read) for key, item in content}
+    return Counter(items) if kind == "counter" else items
+
+
+def tensor_names(value: Any) -> list[str]:
+    """The names of the tensors that `decode` will read."""
+    if isinstance(value, list):
+        return [name for item in value for name in tensor_names(item)]
+    if not isinstance(value, dict):
+        return []
+    if _KIND not in value:
+        return [name for item in value.values() for name in tensor_names(item)]
+    kind, content = value[_KIND]
+    return [content] if kind in ("tensor", "array", "number") else tensor_names(content)
