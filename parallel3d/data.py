@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, cast
 
 import torch
@@ -16,20 +16,69 @@ class RepeatingLoader:
 
     def __init__(self, loader: Iterable[Any]):
         self.loader = loader
-        self._iterator = iter(loader)
+        self._passes, self._taken = 0, 0
+        self._start()
+
+    def _start(self) -> None:
+        self._iterator = iter(self.loader)
+        self._passes, self._taken = self._passes + 1, 0
 
     def __iter__(self) -> RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
         try:
-            return next(self._iterator)
+            return self._take()
         except StopIteration:
-            self._iterator = iter(self.loader)
+            self._start()
         try:
-            return next(self._iterator)
+            return self._take()
         except StopIteration:
             raise DataError("the loader yields nothing; give it data, or a batch size it can fill") from None
+
+    def _take(self) -> Any:
+        if self._taken == 0:
+            self._generator = torch.get_rng_state()  # torch's samplers draw the order of a pass at its first batch
+        batch = next(self._iterator)
+        self._taken += 1
+        return batch
+
+    def state_dict(self, unused: int = 0) -> dict[str, Any]:
+        """The position, `unused` micro-batches before what was taken. It holds a tensor."""
+        sampler = _resumable_sampler(self.loader)
+        if sampler is not None:
+            return {"sampler": sampler.state_dict(unused)}
+        taken = max(0, self._taken - unused)
+        return {"pass": self._passes, "taken": taken, "generator": self._generator if taken else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position. A loader whose sampler has no position takes the batches before it, and drops them.
+
+        It must deal them in the same order: a sampler's `set_epoch` is called with the number of the pass, and one that
+        draws from torch's generator draws what it did. Raises DataError for what a loader of another kind has saved.
+        """
+        sampler = _resumable_sampler(self.loader)
+        if (sampler is not None) != ("sampler" in state):
+            raise DataError(
+                "the data position was saved of a loader of another kind; let initialize make both, or neither"
+            )
+        if sampler is not None:
+            sampler.load_state_dict(state["sampler"])
+            return
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(state["pass"] - 1)
+        self._start()
+        self._passes = state["pass"]
+        if state["taken"]:
+            torch.set_rng_state(state["generator"])
+        for _ in range(state["taken"]):
+            self._take()
+
+
+def _resumable_sampler(loader: Any) -> MicroBatchSampler | None:
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler if isinstance(sampler, MicroBatchSampler) else None
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -62,21 +111,67 @@ class MicroBatchSampler(Sampler[list[int]]):
         self._num_samples, self._micro_batch_size = num_samples, micro_batch_size
         self._replica, self._num_replicas, self._length = replica, num_replicas, steps * num_micro_batches
         self._shuffle, self._seed = shuffle, seed
-        self.epoch = 0
+        self.epoch = 0  # of the next pass
+        self._epoch, self._dealt = (
+            0,
+            0,
+        )  # of the last micro-batch that was dealt: the pass, and how many that makes of it
+        self._loaded, self._jumps = False, 0
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The epoch's micro-batches of this replica; the next call is the next epoch, in its own order."""
-        order = list(range(self._num_samples))
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self._num_samples, generator=generator).tolist()
-        self.epoch += 1
-        for k in range(self._length):
-            start = (k * self._num_replicas + self._replica) * self._micro_batch_size
+        """The epoch's micro-batches of this replica; the next call is the next epoch, in its own order.
+
+        Where a position was loaded, it goes on from there; so does one that is under way.
+        """
+        (epoch, dealt), jumps = self._next_start(), self._jumps
+        order = self._order(epoch)
+        while dealt < self._length:
+            start = (dealt * self._num_replicas + self._replica) * self._micro_batch_size
+            dealt += 1
+            self._epoch, self._dealt = epoch, dealt
             yield [order[j % self._num_samples] for j in range(start, start + self._micro_batch_size)]
+            if jumps != self._jumps:
+                (epoch, dealt), jumps = self._next_start(), self._jumps
+                order = self._order(epoch)
+
+    def _next_start(self) -> tuple[int, int]:
+        start = (self._epoch, self._dealt) if self._loaded else (self.epoch, 0)
+        self.epoch, self._loaded = start[0] + 1, False
+        return start
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._num_samples))
+        generator = torch.Generator().manual_seed(self._seed + epoch)
+        return torch.randperm(self._num_samples, generator=generator).tolist()
+
+    def state_dict(self, unused: int = 0) -> dict[str, int]:
+        """The position of the last iterator, over all replicas, in samples; `unused`: micro-batches that were not used yet."""
+        passed, dealt = divmod(self._epoch * self._length + self._dealt - unused, self._length)
+        samples = dealt * self._num_replicas * self._micro_batch_size
+        return {"epoch": passed, "samples": samples, "num_samples": self._num_samples, "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on at a position, of any number of replicas and size of micro-batches; iterators under way go on there too.
+
+        Raises DataError where no micro-batch begins there, or the data is other data.
+        """
+        if state["num_samples"] != self._num_samples:
+            raise DataError(
+                f"the data position was saved of {state['num_samples']} samples, and there are {self._num_samples}; give the "
+                "same training_data, or load with load_module_only=True and begin anew"
+            )
+        step = self._num_replicas * self._micro_batch_size
+        if state["samples"] % step:
+            raise DataError(
+                f"the data position is {state['samples']} samples into the epoch, where no micro-batches of "
+                f"{self._num_replicas} replicas x {self._micro_batch_size} samples begin; keep train_batch_size as it was"
+            )
+        self._seed, self._epoch, self._dealt = state["seed"], state["epoch"], state["samples"] // step
+        self.epoch, self._loaded, self._jumps = self._epoch, True, self._jumps + 1
 
 
 def make_loader(
@@ -134,6 +229,14 @@ class MicroBatchSource:
         left = [*micro_batches, *self._keep(iterator)]
         if left:
             self._left.append((iterator, left))
+
+    def num_left(self, iterator: Iterator[Any]) -> int:
+        """How many micro-batches of `iterator` are kept."""
+        return sum(len(micro_batches) for owner, micro_batches in self._left if owner is iterator)
+
+    def forget(self, iterator: Iterator[Any]) -> None:
+        """Drop what is kept of `iterator`, which goes on elsewhere."""
+        self._keep(iterator)
 
     def _keep(self, iterator: Iterator[Any]) -> list[Any]:
         for k, (owner, micro_batches) in enumerate(self._left):

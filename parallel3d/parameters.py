@@ -75,3 +75,11 @@ def slicing_of(parameter: Tensor) -> Slicing | None:
     """Which part of a whole tensor the parameter is; None where it is whole."""
     slicing: Slicing | None = getattr(parameter, "slicing", None)
     return slicing
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Of the whole tensor that a parameter is a part of."""
+    slicing = slicing_of(parameter)
+    if slicing is None:
+        return tuple(parameter.shape)
+    return tuple(slicing.size if dim == slicing.dim else size for dim, size in enumerate(parameter.shape))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy
 import torch
@@ -22,6 +23,27 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % _NUMPY_SEEDS)
     torch.manual_seed(seed)
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Where the generators are that a script draws from: torch's on the CPU and on `device`, numpy's, Python's."""
+    version, words, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": numpy.random.get_state(),
+        "python": (version, numpy.array(words, dtype=numpy.uint32), gauss),
+    }
+
+
+def set_generator_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Let a script's draws go on where `generator_states` was taken."""
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    numpy.random.set_state(states["numpy"])
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
 
 
 @contextmanager
@@ -56,6 +78,14 @@ class RandomStreams:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """The seed: a stream holds nothing between two layers."""
+        return {"seed": list(self._seed)}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """Go on with the streams of a saved run."""
+        self._seed = tuple(state["seed"])
 
     def of(self, step: int, micro_batch: int) -> EnterLayer:
         """What begins the stream of each layer for one micro-batch of a step."""

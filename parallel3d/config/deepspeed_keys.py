@@ -50,17 +50,8 @@ _PROFILING = {
 }
 _STORAGE = {
     **known(
-        Support.LATER,
-        "engines don't save checkpoints yet; save model.state_dict()",
-        "checkpoint",
-        keys=tuple(
-            "tag_validation load_universal use_node_local_storage parallel_write checkpoint_serialization writer".split()
-        ),
-        switch=_ANY_VALUE,
-    ),
-    **known(
-        Support.LATER,
-        "engines don't save checkpoints yet; save model.state_dict()",
+        Support.WITHOUT_EFFECT,
+        "checkpoint.async_save writes while training goes on",
         "nebula datastates datastates_ckpt",
     ),
     **known(

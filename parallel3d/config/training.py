@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from parallel3d.config.section import KnownKey, Params, Positive, ReadOnlyMapping, Section, Support, known
+from parallel3d.config.section import OWN, KnownKey, Params, Positive, ReadOnlyMapping, Section, Support, differs, known
 
 _BOOL = "true or false"
 
@@ -53,3 +53,45 @@ class ActivationCheckpointingConfig(Section):
     number_checkpoints: Positive | None = Field(None, description="a whole number of checkpoints >= 1, or null")
     synchronize_checkpoint_boundary: bool = Field(False, description=_BOOL)
     profile: bool = Field(False, description=_BOOL)
+
+
+def _capitalized(value: object) -> object:
+    return value.capitalize() if isinstance(value, str) else value
+
+
+TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized, json_schema_input_type=str)]
+
+
+class CheckpointConfig(Section):
+    """How engine.save_checkpoint saves."""
+
+    known_keys: ClassVar[Mapping[str, KnownKey]] = {
+        **known(Support.WITHOUT_EFFECT, "every checkpoint loads in any layout", "load_universal"),
+        **known(
+            Support.WITHOUT_EFFECT,
+            "every rank writes its own part, as safetensors",
+            "parallel_write writer",
+            keys=("pipeline_stage",),
+        ),
+        **known(Support.WITHOUT_EFFECT, "nothing is pickled", "checkpoint_serialization"),
+        **known(
+            Support.REFUSED,
+            "any rank may read what any other has written: save to a directory that all hosts share",
+            "use_node_local_storage",
+        ),
+    }
+
+    tag_validation: TagValidation = Field(
+        "Warn",
+        description='"Ignore", "Warn" or "Fail", when ranks give different tags',
+        json_schema_extra=differs("rank 0's is used, unless it is Fail"),
+    )
+    keep_last: Positive | None = Field(
+        None, description="a whole number of checkpoints >= 1 to keep, or null for all", json_schema_extra=OWN
+    )
+    async_save: bool = Field(
+        False, description="true, to write while training goes on, or false", json_schema_extra=OWN
+    )
+    timeout_s: float = Field(
+        1800.0, gt=0, description="a number of seconds > 0 that ranks wait for each other", json_schema_extra=OWN
+    )

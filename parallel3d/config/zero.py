@@ -70,7 +70,7 @@ class ZeroConfig(Section):
         ),
         **known(
             Support.WITHOUT_EFFECT,
-            "checkpoints are not yet supported",
+            "checkpoints know no layout: masters and optimizer state load into any",
             "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint "
             "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
         ),

@@ -53,6 +53,14 @@ class BatchLoader:
             raise StopIteration("the data iterators have no micro-batch left")
         return (pairs or [])[: len(signatures)], signatures
 
+    def num_left(self, iterator: Iterator[Any]) -> int:
+        """Micro-batches taken from `iterator` that no batch has used."""
+        return self._source.num_left(iterator)
+
+    def forget(self, iterator: Iterator[Any]) -> None:
+        """Drop those: the iterator goes on elsewhere."""
+        self._source.forget(iterator)
+
     def _load(self, iterator: Iterator[Any] | None, most: int) -> list[Any]:
         if iterator is None:
             raise DataError(

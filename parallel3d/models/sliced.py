@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.models.config import DecoderConfig
-from parallel3d.parameters import slicing_of
+from parallel3d.parameters import slicing_of, whole_shape
 from parallel3d.pipe.specs import BuildContext
 from parallel3d.rng import own_stream
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
@@ -143,11 +143,3 @@ def fill_whole(parameter: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
     else:
         whole = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
         parameter.copy_(slicing.part_of(fill(whole)))
-
-
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Of the whole tensor that a parameter is a part of."""
-    slicing = slicing_of(parameter)
-    if slicing is None:
-        return tuple(parameter.shape)
-    return tuple(slicing.size if dim == slicing.dim else size for dim, size in enumerate(parameter.shape))

@@ -193,15 +193,20 @@ class Bucket:
         """Take over what others have written into the weights, as load_state_dict does: the next step would undo it."""
         if not self.has_own_master:
             return
-        assert self.weights is not None
-        assert self.master is not None
         for piece in self.pieces:
             version = piece.info.parameter._version
             if self._versions[piece] != version:
                 self._versions[piece] = version
-                start = self.shard.start + piece.master.storage_offset() - self.master.storage_offset()
-                written = self.weights[start : start + piece.master.numel()]
-                piece.master.copy_(written.view(piece.master.shape))
+                piece.master.copy_(self.weights_of(piece))
+
+    def weights_of(self, piece: Piece) -> Tensor:
+        """What the layers compute with of a piece, in the master's shape; the master itself where that is the same."""
+        if not self.has_own_master:
+            return piece.master.detach()
+        assert self.weights is not None
+        assert self.master is not None
+        start = self.shard.start + piece.master.storage_offset() - self.master.storage_offset()
+        return self.weights[start : start + piece.master.numel()].view(piece.master.shape)
 
     def check_place(self) -> None:
         """Raise ExecutionError for a parameter that was given memory of its own, which nothing updates."""

@@ -101,6 +101,18 @@ class ShardedOptimizer:
             bucket.write_back()
         self._stale = {bucket for bucket in self._buckets if bucket.partition.size > 1}
 
+    def follow_weights(self) -> None:
+        """Take over what others have written into the weights, before the masters are read."""
+        for bucket in self._buckets:
+            bucket.follow_weights()
+
+    def follow_masters(self) -> None:
+        """Make the weights of masters that were written into, as a checkpoint's are. Collective over the partitions."""
+        for bucket in self._buckets:
+            bucket.write_back()
+        for work in [bucket.gather() for bucket in self._buckets if bucket.partition.size > 1]:
+            work.wait()
+
     def gather(self, chunk: int | None = None) -> None:
         """Start to gather the weights of a chunk, or all, bucket by bucket in the order of the layers, unless under way."""
         for bucket in self._buckets:

@@ -25,8 +25,7 @@ from parallel3d.models.huggingface.names import LayerNames, Stored
 from parallel3d.models.huggingface.weights import INDEX, SINGLE
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.models.layers import DecoderLayer
-from parallel3d.models.sliced import whole_shape
-from parallel3d.parameters import Slicing, slicing_of
+from parallel3d.parameters import Slicing, slicing_of, whole_shape
 from parallel3d.pipe.module import PipelineModule
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from parallel3d.checkpoint.read import open_safetensors
 from parallel3d.errors import CheckpointError
 from parallel3d.models.huggingface.names import LayerNames, Stored
 from parallel3d.parameters import slicing_of
@@ -74,10 +74,7 @@ class Safetensors:
 
     def _open(self, path: Path) -> Any:
         if str(path) not in self._files:
-            try:
-                self._files[str(path)] = safe_open(str(path), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} can't be read as safetensors: {error}") from error
+            self._files[str(path)] = open_safetensors(path)
         return self._files[str(path)]
 
     def _names(self, path: Path) -> list[str]:

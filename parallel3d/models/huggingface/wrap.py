@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.names import Stored, all_of
-from parallel3d.models.sliced import whole_shape
+from parallel3d.parameters import whole_shape
 from parallel3d.pipe.specs import LayerSpec, TiedLayerSpec
 
 

@@ -1,0 +1,100 @@
+"""Ranks that agree through the world's store: from any thread, and with a limit to how long they wait for each other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from parallel3d.comm.collectives import Group
+from parallel3d.errors import CommunicationError, Parallel3DError
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+# The first rank may own the store: it stays until the others have read their answers, but not for those that died.
+_LEAVE_S = 10.0
+
+
+class Rendezvous:
+    """Meetings of all ranks of a world, one after the other; all ranks must meet for the same ends in the same order.
+
+    No process group is used, so a meeting can be held while training communicates, and one that fails does no harm.
+    group: the world, by any handle that all ranks made together; name: of this series of meetings.
+    """
+
+    def __init__(self, group: Group, name: str):
+        self._size, self._index = group.size, group.index
+        self._meetings = 0
+        if group.handle is not None:
+            self._store = dist.PrefixStore(f"{name}/{group.handle.group_name}", _get_default_store())
+
+    def meet(self, purpose: str, value: Any, decide: Callable[[list[Any]], Sequence[Any]], timeout_s: float) -> Any:
+        """This rank's item of decide(every rank's value), which the first rank calls; values and items are JSON's.
+
+        Raises CommunicationError, naming the ranks that have not come, after timeout_s; on every rank the Parallel3DError
+        that `decide` raises.
+        """
+        if self._size == 1:
+            return decide([value])[0]
+        self._purpose, self._deadline, self._timeout = purpose, time.monotonic() + timeout_s, timeout_s
+        number = self._meetings
+        self._store.set(f"{number}/{self._index}", json.dumps(value))
+        try:
+            answer = self._lead(number, value, decide) if self._index == 0 else self._follow(number)
+        finally:
+            self._store.delete_key(f"{number}/{self._index}")
+        self._meetings += 1
+        if "error" in answer:
+            raise _ERRORS.get(answer["kind"], CommunicationError)(answer["error"])
+        return answer["item"]
+
+    def _lead(self, number: int, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> dict[str, Any]:
+        others = [f"{number}/{rank}" for rank in range(1, self._size)]
+        self._wait(others)
+        values = [value, *(json.loads(text) for text in self._store.multi_get(others))]
+        try:
+            answers = [{"item": item} for item in decide(values)]
+        except Parallel3DError as error:
+            answers = [{"error": str(error), "kind": type(error).__name__}] * self._size
+        for rank in range(1, self._size):
+            self._store.set(f"{number}/answer/{rank}", json.dumps(answers[rank]))
+        self._wait_for_readers(number)
+        return answers[0]
+
+    def _follow(self, number: int) -> dict[str, Any]:
+        key = f"{number}/answer/{self._index}"
+        self._wait([key])
+        answer: dict[str, Any] = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        return answer
+
+    def _wait(self, keys: Sequence[str]) -> None:
+        pause = _SHORTEST_PAUSE_S
+        while not self._store.check(list(keys)):
+            if time.monotonic() > self._deadline:
+                raise CommunicationError(self._absence())
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _absence(self) -> str:
+        missing = [r for r in range(self._size) if not self._store.check([f"{self._meetings}/{r}"])]
+        who = f"ranks {missing} have not come" if missing else "rank 0 has not answered"
+        return (
+            f"{self._purpose}: {who} within {self._timeout:g} s; every rank must call it, at the same place (look for a rank "
+            "that died, or an `if rank == 0` around the call)"
+        )
+
+    def _wait_for_readers(self, number: int) -> None:
+        deadline, pause = time.monotonic() + _LEAVE_S, _SHORTEST_PAUSE_S
+        unread = [f"{number}/answer/{rank}" for rank in range(1, self._size)]
+        while unread and time.monotonic() < deadline:
+            unread = [key for key in unread if self._store.check([key])]
+            if unread:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+_ERRORS: dict[str, type[Parallel3DError]] = {cls.__name__: cls for cls in Parallel3DError.__subclasses__()}

@@ -1,0 +1,295 @@
+"""Checkpoints of an engine: what it puts into one, and takes out of one again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.checkpoint.directory import other_tags
+from parallel3d.checkpoint.format import MASTER, MODEL
+from parallel3d.checkpoint.load import Wanted, agree_to_read, find_checkpoint
+from parallel3d.checkpoint.optimizer import OptimizerTarget, describe_groups, merge_groups
+from parallel3d.checkpoint.parts import (
+    Part,
+    frozen,
+    masters,
+    optimizer_state,
+    parts_of,
+    persistent_buffers,
+    weights,
+)
+from parallel3d.checkpoint.read import Reader
+from parallel3d.checkpoint.save import Contents, Meeting, Saver
+from parallel3d.checkpoint.values import decode, encode
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.config import Config
+from parallel3d.engine.calls import StepByCalls
+from parallel3d.engine.loading import BatchLoader
+from parallel3d.engine.update import WeightUpdate
+from parallel3d.errors import CheckpointError
+from parallel3d.parameters import slicing_of
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.rng import RandomStreams, generator_states, set_generator_states
+
+Location = str | os.PathLike[str]
+Json = dict[str, Any]
+
+
+def _other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:
+    """What a state_dict holds besides the layers' parameters: buffers, as of running means, and the loss function's own."""
+    for layer, module in model.layers.items():
+        for name, buffer in persistent_buffers(module):
+            yield MODEL + model.global_name(int(layer), name), buffer
+    if isinstance(model.loss_fn, nn.Module):
+        for name, tensor in (*model.loss_fn.named_parameters(), *persistent_buffers(model.loss_fn)):
+            yield f"{MODEL}loss_fn.{name}", tensor
+
+
+def _parts(model: PipelineModule, update: WeightUpdate, exclude_frozen: bool) -> tuple[list[Part], Json]:
+    """The tensors of this rank, and what of the optimizer's state is no tensor."""
+    update.sharded.follow_weights()
+    buckets = list(update.reducer.all_buckets())
+    state = optimizer_state(update.optimizer, buckets)
+    parts = [*weights(buckets), *masters(buckets, wider_alone=True), *state.parts]
+    if not exclude_frozen:
+        parts += frozen(model.frozen_infos())
+    # Replicas may differ in these, as in what they saw of the data: the first one's are saved.
+    for name, tensor in _other_state(model) if model.groups.coordinate("data") == 0 else ():
+        if slicing_of(tensor) is not None or model.groups.coordinate("model") == 0:
+            parts += parts_of(name, tensor, tensor)
+    return parts, {"groups": describe_groups(update.optimizer, buckets), "numbers": state.numbers}
+
+
+def _layout(model: PipelineModule) -> dict[str, int]:
+    groups = model.groups
+    return {"pipe": groups.pipe.size, "data": groups.data.size, "model": groups.model.size}
+
+
+class Saving:
+    """Saves and loads."""
+
+    config: Config
+    lr_scheduler: Any
+    optimizer: torch.optim.Optimizer
+    global_steps: int
+    global_samples: int
+    _calls: StepByCalls
+    _data_iterator: Any
+    _groups: ProcessGroups
+    _loader: BatchLoader
+    _model: PipelineModule
+    _streams: RandomStreams
+    _update: WeightUpdate
+    _meeting: Meeting
+    _saver: Saver
+
+    def _set_up_checkpoints(self) -> None:
+        self._meeting = Meeting(self._groups.control, self.config.checkpoint.timeout_s)
+        self._saver = Saver(self._meeting, self.config.checkpoint)
+
+    def save_checkpoint(
+        self,
+        save_dir: Location,
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that training goes on from, as <save_dir>/<tag>; True when it is saved.
+
+        tag: "global_step<n>" by default; one that is there is replaced when all of the new one is on the disk. client_state:
+        rank 0's; JSON's values, tensors, numpy's arrays, and lists, tuples and mappings of these. save_latest: whether the
+        file `latest` shall name it. exclude_frozen_parameters: leave out parameters that aren't trained. With
+        checkpoint.async_save this returns when a copy is taken. Collective over all ranks; raises CheckpointError on all,
+        with checkpoint.async_save also for the save before.
+        """
+        place = Path(save_dir)
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+
+        def collect() -> Contents:
+            if done := self._calls.num_backwards:
+                raise CheckpointError(f"{done} micro-batches of a step are done; save behind engine.step() of its last")
+            parts, optimizer = _parts(self._model, self._update, exclude_frozen_parameters)
+            tensors: dict[str, Tensor] = {}
+            own = {"optimizer": optimizer, "rank": encode(self._own_state(), f"rank{self._groups.rank}", tensors)}
+            own["frozen"] = [info.name for info in self._model.frozen_infos()] if exclude_frozen_parameters else []
+            if self._groups.rank == 0:
+                state = {**self._shared_state(), "client_state": dict(client_state or {})}
+                own["shared"] = {key: encode(value, key, tensors) for key, value in state.items()}
+            parts += [part for path, value in tensors.items() for part in parts_of(path, value, value)]
+            return Contents(parts, own)
+
+        self._saver.save(place, name, save_latest, collect, self._summarize)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when what checkpoint.async_save was to write is on the disk. Raises CheckpointError if it failed."""
+        self._saver.wait()
+
+    def _own_state(self) -> Json:
+        iterator = self._data_iterator
+        data = None
+        if hasattr(iterator, "state_dict"):
+            data = iterator.state_dict(self._loader.num_left(iterator))
+        return {"generators": generator_states(self._model.device), "data": data}
+
+    def _shared_state(self) -> Json:
+        update, scheduler = self._update, self.lr_scheduler
+        return {
+            "layout": _layout(self._model),
+            "counters": {
+                "global_steps": self.global_steps,
+                "global_samples": self.global_samples,
+                "skipped_steps": update.skipped_steps,
+                "micro_steps": self._calls.micro_steps,
+            },
+            "loss_scaler": update.scaler.state_dict() if update.scaler is not None else None,
+            "streams": self._streams.state_dict(),
+            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+        }
+
+    def _summarize(self, everyone: list[Json]) -> tuple[Json, list[Json]]:
+        """On rank 0, of every rank's own: what is one for all, and what each keeps."""
+        numbers: dict[str, Any] = {}
+        for own in everyone:
+            for name, values in own["optimizer"]["numbers"].items():
+                numbers.setdefault(name, {}).update(values)
+        optimizer = {
+            "type": type(self.optimizer).__name__,
+            "groups": merge_groups(own["optimizer"]["groups"] for own in everyone),
+            "numbers": numbers,
+        }
+        left_out = sorted({name for own in everyone for name in own["frozen"]})
+        state = {**everyone[0]["shared"], "optimizer": optimizer, "left_out": left_out}
+        return state, [own["rank"] for own in everyone]
+
+    def load_checkpoint(
+        self,
+        load_dir: Location,
+        tag: object = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        strict: bool = True,
+        load_module_strict: bool | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """(path, client_state) of a checkpoint that any layout has saved: training goes on from there.
+
+        tag: what `latest` names by default; (None, None) and a warning where there is no such file. load_module_only: the
+        weights, and nothing else changes. strict: whether tensors that are missing, extra or of another shape are an error
+        that lists them; otherwise what fits is loaded, with a warning. load_module_strict: DeepSpeed's name for strict.
+        Where it raises CheckpointError, it does on all ranks, and what was found damaged has changed nothing. Collective.
+        """
+        self._saver.wait()
+        path = find_checkpoint(self._meeting, Path(load_dir), None if tag is None else str(tag))
+        if path is None:
+            return None, None
+        strict = strict if load_module_strict is None else load_module_strict
+        loading = _Loading(self._model, self._update, path)
+        everything = not load_module_only
+        self._meeting.attempt(
+            "load_checkpoint",
+            lambda: loading.prepare(everything and load_optimizer_states, self._groups.rank),
+            lambda values: [None] * len(values),
+        )
+        agree_to_read(self._meeting, loading.reader, loading.wanted, strict)
+        self._meeting.attempt(
+            "load_checkpoint",
+            lambda: self._take_over(loading, everything, load_lr_scheduler_states),
+            lambda values: [None] * len(values),
+        )
+        self._update.sharded.follow_masters()
+        return str(path), loading.state["client_state"]
+
+    def _take_over(self, loading: _Loading, everything: bool, scheduler: bool) -> Json:
+        """What was checked becomes this engine's."""
+        state, iterator = loading.state, self._data_iterator
+        if everything and loading.data is not None and hasattr(iterator, "load_state_dict"):
+            iterator.load_state_dict(loading.data)
+            self._loader.forget(iterator)
+        loading.read()
+        self._calls.restart()
+        if not everything:
+            return {}
+        counters = state["counters"]
+        self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
+        self._update.skipped_steps = counters["skipped_steps"]
+        self._calls.micro_steps = counters["micro_steps"]
+        self._calls.restart()
+        self._streams.load_state_dict(state["streams"])
+        if loading.optimizer is not None and self._update.scaler is not None and state["loss_scaler"] is not None:
+            self._update.scaler.load_state_dict(state["loss_scaler"])
+        if scheduler and state["lr_scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        # Last: what comes before draws from them.
+        set_generator_states(loading.generators, self._model.device)
+        return {}
+
+
+class _Loading:
+    """A checkpoint on its way into an engine. state: what is one for all ranks; generators, data: where this rank goes on."""
+
+    state: Json
+    generators: Json
+    data: Json | None
+
+    def __init__(self, model: PipelineModule, update: WeightUpdate, path: Path):
+        self._model, self._update, self._path = model, update, path
+        self.wanted = Wanted()
+        self.optimizer: OptimizerTarget | None = None
+
+    def prepare(self, with_optimizer: bool, rank: int) -> Json:
+        """Find out what is to be read; read what isn't the model's."""
+        try:
+            self.reader = Reader(self._path)
+            self._model.wait_for_weights(self._model)
+            self._want_model()
+            if with_optimizer:
+                self.optimizer = OptimizerTarget(
+                    self._update.optimizer, list(self._update.reducer.all_buckets()), self.reader
+                )
+                self.optimizer.want(self.wanted)
+            manifest = self.reader.manifest
+            others = {key: value for key, value in manifest.state.items() if key != "optimizer"}
+            self.state = decode(others, self.reader.read)
+            self.generators, self.data = self._own_state(manifest.ranks, rank)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{other_tags(self._path.parent, self._path.name)}") from None
+        return {}
+
+    def _own_state(self, ranks: list[Json], rank: int) -> tuple[Json, Json | None]:
+        """Where this rank's generators and data go on."""
+        # In a world of another size there may be no rank of that number.
+        generators = decode(ranks[rank % len(ranks)]["generators"], self.reader.read)
+        if self.state["layout"] == _layout(self._model):
+            return generators, decode(ranks[rank]["data"], self.reader.read)
+        data = decode(ranks[0]["data"], self.reader.read)  # rank 0 reads the first inputs in any layout
+        if data is not None and "taken" in data:
+            replicas = self._model.groups.data.size
+            data["taken"] = data["taken"] * self.state["layout"]["data"] // replicas
+        return generators, data
+
+    def _want_model(self) -> None:
+        left_out = set(self.reader.manifest.state["left_out"])
+        buckets = list(self._update.reducer.all_buckets())
+        for part in masters(buckets, wider_alone=False):
+            name = part.name.removeprefix(MASTER)
+            self.wanted.known.append(MODEL + name)
+            self.wanted.add(self.reader, part, part.name if part.name in self.reader.tensors else MODEL + name)
+        others = [part for name, tensor in _other_state(self._model) for part in parts_of(name, tensor, tensor)]
+        for part in (*frozen(self._model.frozen_infos()), *others):
+            self.wanted.known.append(part.name)
+            if part.name.removeprefix(MODEL) not in left_out:
+                self.wanted.add(self.reader, part)
+
+    def read(self) -> None:
+        """Change what the rank holds."""
+        for source, part in self.wanted.targets:
+            self.reader.read_into(source, part.box, part.values)
+        if self.optimizer is not None:
+            self.optimizer.apply()
