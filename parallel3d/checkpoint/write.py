@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def write_parts(
         path = directory / f"rank{rank:05}-{number:02}.safetensors"
         keys = {f"{part.name}#{place}": part for place, part in enumerate(own)}
         # Device memory is moved one file at a time, unless it was before.
-        values = dict(zip(keys, (p.values.contiguous() for p in to_host(own, copied=False)), strict=True))
+        values = dict(zip(keys, _apart(part.values.contiguous() for part in to_host(own, copied=False)), strict=True))
         try:
             files[path.name], checksums = _write_file(path, values, may_thread)
         except (OSError, SafetensorError) as error:
@@ -63,6 +63,14 @@ def write_parts(
             dtype = str(part.values.dtype).removeprefix("torch.")
             tensors[part.name] = StoredTensor(dtype=dtype, shape=part.shape, boxes=(*before, box))
     return files, tensors
+
+
+def _apart(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors, each in memory of its own: safetensors takes no two names of one, as of a buffer that layers share."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        yield tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
 
 
 def _portions(parts: Sequence[Part]) -> Iterator[list[Part]]:
