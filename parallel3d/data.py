@@ -16,12 +16,10 @@ class RepeatingLoader:
 
     def __init__(self, loader: Iterable[Any]):
         self.loader = loader
-        self._passes, self._taken = 0, 0
         self._start()
 
     def _start(self) -> None:
-        self._iterator = iter(self.loader)
-        self._passes, self._taken = self._passes + 1, 0
+        self._iterator, self._taken = iter(self.loader), 0
 
     def __iter__(self) -> RepeatingLoader:
         return self
@@ -49,27 +47,27 @@ class RepeatingLoader:
         if sampler is not None:
             return {"sampler": sampler.state_dict(unused)}
         taken = max(0, self._taken - unused)
-        return {"pass": self._passes, "taken": taken, "generator": self._generator if taken else None}
+        epoch = getattr(getattr(self.loader, "sampler", None), "epoch", None)
+        return {"taken": taken, "epoch": epoch, "generator": self._generator if taken else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position. A loader whose sampler has no position takes the batches before it, and drops them.
 
-        It must deal them in the same order: a sampler's `set_epoch` is called with the number of the pass, and one that
-        draws from torch's generator draws what it did. Raises DataError for what a loader of another kind has saved.
+        It must deal them in the same order: a sampler is given the epoch that it had, as by `set_epoch`, and one that draws
+        from torch's generator draws what it did. Raises DataError for what a loader of another kind has saved.
         """
-        sampler = _resumable_sampler(self.loader)
-        if (sampler is not None) != ("sampler" in state):
+        resumable = _resumable_sampler(self.loader)
+        if (resumable is not None) != ("sampler" in state):
             raise DataError(
                 "the data position was saved of a loader of another kind; let initialize make both, or neither"
             )
-        if sampler is not None:
-            sampler.load_state_dict(state["sampler"])
+        if resumable is not None:
+            resumable.load_state_dict(state["sampler"])
             return
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(state["pass"] - 1)
+        if set_epoch is not None and state["epoch"] is not None:
+            set_epoch(state["epoch"])
         self._start()
-        self._passes = state["pass"]
         if state["taken"]:
             torch.set_rng_state(state["generator"])
         for _ in range(state["taken"]):

@@ -26,6 +26,7 @@ from parallel3d.checkpoint.parts import (
 from parallel3d.checkpoint.read import Reader
 from parallel3d.checkpoint.save import Contents, Meeting, Saver
 from parallel3d.checkpoint.values import decode, encode
+from parallel3d.checkpoint.write import checksum
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.engine.calls import StepByCalls
@@ -48,6 +49,35 @@ def _other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:
     if isinstance(model.loss_fn, nn.Module):
         for name, tensor in (*model.loss_fn.named_parameters(), *persistent_buffers(model.loss_fn)):
             yield f"{MODEL}loss_fn.{name}", tensor
+
+
+class ReplicaState:
+    """What modules of this replica hold that differs from the first's, as running means of the data that it saw."""
+
+    def __init__(self, model: PipelineModule):
+        self._model = model
+        self.settle({})
+
+    def settle(self, own: Mapping[str, Tensor]) -> None:
+        """From now on what is written to counts as its own, and what is in `own`, by name, which is copied here."""
+        tensors = dict(_other_state(self._model))
+        for name, value in own.items():
+            if name in tensors:
+                tensors[name].data.copy_(value)
+        self._own = set(own)
+        self._seen = self._checksums()
+
+    def _checksums(self) -> dict[str, int]:
+        """Not the tensors' versions: torch's batch norm writes without counting."""
+        if self._model.groups.coordinate("data") == 0:
+            return {}
+        return {name: checksum(tensor.cpu().contiguous()) for name, tensor in _other_state(self._model)}
+
+    def own(self) -> dict[str, Tensor]:
+        """By name; of the first replica nothing."""
+        now = self._checksums()
+        changed = {name for name, value in now.items() if name in self._own or self._seen.get(name) != value}
+        return {name: tensor for name, tensor in _other_state(self._model) if name in changed}
 
 
 def _parts(model: PipelineModule, update: WeightUpdate, exclude_frozen: bool) -> tuple[list[Part], Json]:
@@ -87,10 +117,12 @@ class Saving:
     _update: WeightUpdate
     _meeting: Meeting
     _saver: Saver
+    _replica_state: ReplicaState
 
     def _set_up_checkpoints(self) -> None:
         self._meeting = Meeting(self._groups.control, self.config.checkpoint.timeout_s)
         self._saver = Saver(self._meeting, self.config.checkpoint)
+        self._replica_state = ReplicaState(self._model)
 
     def save_checkpoint(
         self,
@@ -136,7 +168,7 @@ class Saving:
         data = None
         if hasattr(iterator, "state_dict"):
             data = iterator.state_dict(self._loader.num_left(iterator))
-        return {"generators": generator_states(self._model.device), "data": data}
+        return {"generators": generator_states(self._model.device), "data": data, "replica": self._replica_state.own()}
 
     def _shared_state(self) -> Json:
         update, scheduler = self._update, self.lr_scheduler
@@ -213,6 +245,7 @@ class Saving:
             iterator.load_state_dict(loading.data)
             self._loader.forget(iterator)
         loading.read()
+        self._replica_state.settle(loading.replica)
         self._calls.restart()
         if not everything:
             return {}
@@ -232,11 +265,12 @@ class Saving:
 
 
 class _Loading:
-    """A checkpoint on its way into an engine. state: what is one for all ranks; generators, data: where this rank goes on."""
+    """A checkpoint on its way into an engine. state: what is one for all ranks; the others: this rank's own."""
 
     state: Json
     generators: Json
     data: Json | None
+    replica: dict[str, Tensor]
 
     def __init__(self, model: PipelineModule, update: WeightUpdate, path: Path):
         self._model, self._update, self._path = model, update, path
@@ -257,22 +291,21 @@ class _Loading:
             manifest = self.reader.manifest
             others = {key: value for key, value in manifest.state.items() if key != "optimizer"}
             self.state = decode(others, self.reader.read)
-            self.generators, self.data = self._own_state(manifest.ranks, rank)
+            self._read_own_state(manifest.ranks, rank)
         except CheckpointError as error:
             raise CheckpointError(f"{error}{other_tags(self._path.parent, self._path.name)}") from None
         return {}
 
-    def _own_state(self, ranks: list[Json], rank: int) -> tuple[Json, Json | None]:
-        """Where this rank's generators and data go on."""
-        # In a world of another size there may be no rank of that number.
-        generators = decode(ranks[rank % len(ranks)]["generators"], self.reader.read)
-        if self.state["layout"] == _layout(self._model):
-            return generators, decode(ranks[rank]["data"], self.reader.read)
-        data = decode(ranks[0]["data"], self.reader.read)  # rank 0 reads the first inputs in any layout
-        if data is not None and "taken" in data:
+    def _read_own_state(self, ranks: list[Json], rank: int) -> None:
+        """Where this rank's generators and data go on, and what is its replica's own."""
+        same = self.state["layout"] == _layout(self._model)
+        # In a world of another size there may be no rank of that number. Rank 0 reads the first inputs in any layout.
+        self.generators = decode(ranks[rank % len(ranks)]["generators"], self.reader.read)
+        self.data = decode(ranks[rank if same else 0]["data"], self.reader.read)
+        self.replica = decode(ranks[rank]["replica"], self.reader.read) if same else {}
+        if not same and self.data is not None and "taken" in self.data:
             replicas = self._model.groups.data.size
-            data["taken"] = data["taken"] * self.state["layout"]["data"] // replicas
-        return generators, data
+            self.data["taken"] = self.data["taken"] * self.state["layout"]["data"] // replicas
 
     def _want_model(self) -> None:
         left_out = set(self.reader.manifest.state["left_out"])

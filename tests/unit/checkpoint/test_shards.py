@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def save(path: Path, tensors: dict[str, list[tuple[Box, torch.Tensor]]], shapes:
 def test_any_box_is_read_from_the_shards_of_any_cut(shape, cuts, dtype, data) -> None:
     whole = torch.randint(0, 100, shape).to(dtype)
     bounds = sorted({0, whole.numel(), *(c % (whole.numel() + 1) for c in cuts)})
-    boxes = [b for a, z in zip(bounds, bounds[1:], strict=False) for b in boxes_of_range(shape, a, z)]
+    boxes = [b for a, z in pairwise(bounds) for b in boxes_of_range(shape, a, z)]
     boxes += [boxes[0]]  # written twice: it may be read from either
     starts = [data.draw(st.integers(0, n - 1)) for n in shape]
     box = Box(tuple(starts), tuple(data.draw(st.integers(1, n - a)) for a, n in zip(starts, shape, strict=True)))
