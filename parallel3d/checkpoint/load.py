@@ -105,7 +105,9 @@ def _differences(values: Sequence[dict[str, Any]], stored: Iterable[str]) -> str
     kinds = {
         "missing": sorted({name for item in values for name in item["missing"]}),
         "not known to the model": sorted(set(stored) - known),
-        "of another shape": [f"{name} is {found}, not {want}" for name, (want, found) in sorted(misshapen.items())],
+        "of another shape": [
+            f"{name} is {list(found)}, not {list(want)}" for name, (want, found) in sorted(misshapen.items())
+        ],
     }
     return "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names)
 

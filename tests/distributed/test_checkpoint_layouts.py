@@ -14,7 +14,7 @@ import torch
 import toy3d
 from layouts import BASE_SEED, OPTIMIZERS, make_optimizer, own_iterator, specs
 from reference import Reference, distance
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 import parallel3d
 from parallel3d.engine import Engine
@@ -50,7 +50,7 @@ LAYOUTS = [
 ]
 
 
-def make(layout: Layout) -> Engine:
+def make(layout: Layout, **options: Any) -> Engine:
     config = {
         "train_micro_batch_size_per_gpu": toy3d.SAMPLES,
         "gradient_accumulation_steps": MICRO_BATCHES // layout.dp,
@@ -68,6 +68,7 @@ def make(layout: Layout) -> Engine:
             "schedule": "interleaved" if layout.num_chunks > 1 else "1f1b",
         },
         "steps_per_print": None,
+        **options,
     }
     loss = LayerSpec(toy3d.SlicedLoss, False)
     items = specs(toy3d.model(tied=True))
@@ -109,18 +110,18 @@ def unbroken() -> tuple[list[float], dict[str, torch.Tensor]]:
     return [reference.step(batches(k, 1))[0] for k in range(BEFORE, BEFORE + AFTER)], state
 
 
-def whole_tensors(path: Path) -> dict[str, np.ndarray]:
+def whole_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint but the ranks' own, put together as the manifest says: nothing of parallel3d is used."""
     manifest = json.loads((path / "manifest.json").read_text())
     files = {name: load_file(path / name) for name in manifest["files"]}
     wholes = {}
     for name, tensor in manifest["tensors"].items():
         if name.startswith(("model/", "master/", "optimizer/")):
-            whole = wholes[name] = np.full(tensor["shape"], np.nan, tensor["dtype"])
+            whole = wholes[name] = torch.full(tensor["shape"], torch.nan, dtype=getattr(torch, tensor["dtype"]))
             for box in tensor["boxes"]:
                 index = tuple(slice(a, a + n) for a, n in zip(box["start"], box["shape"], strict=True))
                 part = files[box["file"]][box["key"]]
-                assert np.isnan(whole[index]).all() or np.array_equal(whole[index], part), "overlapping boxes differ"
+                assert whole[index].isnan().all() or torch.equal(whole[index], part), "overlapping boxes differ"
                 whole[index] = part
     return wholes
 
@@ -136,8 +137,8 @@ def test_it_holds_what_one_process_has(saved: Path) -> None:
     wholes, (_, wanted) = whole_tensors(saved / "global_step3"), unbroken()
     assert wholes.keys() == wanted.keys()
     for name, whole in wholes.items():
-        assert not np.isnan(whole).any(), f"{name} is not all there"
-        assert distance(torch.from_numpy(whole), wanted[name]) <= 1e-4, name
+        assert not whole.isnan().any(), f"{name} is not all there"
+        assert distance(whole, wanted[name]) <= 1e-4, name
 
 
 def test_copies_are_written_once_and_by_all_ranks_alike(saved: Path) -> None:
@@ -161,8 +162,36 @@ def test_every_layout_goes_on_from_it(run_ranks, saved: Path, tmp_path: Path, la
         assert own_losses == pytest.approx(losses, rel=1e-5)
         total = BEFORE + AFTER
         assert (steps, samples) == (total, total * MICRO_BATCHES * toy3d.SAMPLES)
-    first, again = whole_tensors(saved / "global_step3"), whole_tensors(tmp_path / "again")
-    assert first.keys() == again.keys()
-    for name, whole in first.items():
-        assert whole.dtype == again[name].dtype
-        assert np.array_equal(whole, again[name]), f"{name} is other when {layout} saves it again"
+    check_same(whole_tensors(saved / "global_step3"), whole_tensors(tmp_path / "again"))
+
+
+def check_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, whole in one.items():
+        assert whole.dtype == other[name].dtype
+        assert torch.equal(whole, other[name]), f"{name} is other when it is saved again"
+
+
+def save_again(layout: Layout, options: dict[str, Any], source: str | None, target: str) -> None:
+    engine = make(layout, **options)
+    if source is None:
+        data = own_iterator(engine, batches(0, BEFORE))
+        for _ in range(BEFORE):
+            engine.train_batch(data)
+    else:
+        engine.load_checkpoint(source)
+    engine.save_checkpoint(target, tag="tag")
+
+
+def test_wider_masters_go_to_other_layouts_and_precisions(run_ranks, tmp_path: Path) -> None:
+    bf16 = {"bf16": {"enabled": True}}
+    run_ranks(4, save_again, Layout(tp=2, dp=2, zero="2"), bf16, None, str(tmp_path / "bf16"))
+    run_ranks(4, save_again, Layout(pp=2, dp=2, zero="0"), bf16, str(tmp_path / "bf16"), str(tmp_path / "again"))
+    run_ranks(2, save_again, Layout(dp=2, zero="1"), {}, str(tmp_path / "again"), str(tmp_path / "fp32"))
+    run_ranks(2, save_again, Layout(tp=2, dp=1, zero="0"), bf16, str(tmp_path / "fp32"), str(tmp_path / "back"))
+    first, again, wide, back = (whole_tensors(tmp_path / name / "tag") for name in ("bf16", "again", "fp32", "back"))
+    assert {first[name].dtype for name in first if name.startswith("model/")} == {torch.bfloat16}
+    check_same(first, again)
+    check_same(first, back)
+    for name, whole in wide.items():
+        assert torch.equal(whole, first[name.replace("model/", "master/")])
