@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from layouts import specs
 from torch import Tensor, nn
 
 from parallel3d.errors import PartitionError
+from parallel3d.models import DecoderConfig, causal_lm_loss
+from parallel3d.models import decoder as decoder_layers
 from parallel3d.parity import Subject
 from parallel3d.pipe import LayerSpec
 
@@ -101,6 +104,27 @@ def by_tokens() -> dict[str, Any]:
 def by_tokens_with_sgd() -> dict[str, Any]:
     """In bf16 Adam would normalize what is rounding in the gradient of norms' biases."""
     return {**by_tokens(), "config": {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.05}}}}
+
+
+def dropping() -> Subject:
+    """Dropout between regions and inside them; the sequence is odd, and two query heads share a key and value head."""
+    config = DecoderConfig(
+        vocab_size=toy3d.WORDS,
+        hidden_size=toy3d.HIDDEN,
+        ffn_size=toy3d.FFN,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        embedding_dropout=0.2,
+        attention_dropout=0.2,
+        residual_dropout=0.2,
+    )
+    common = {**CONFIG, "rng": {"layout_independent": True}}
+    return Subject(decoder_layers(config), toy3d.micro_batch, causal_lm_loss, common)
+
+
+def dropping_apart() -> Subject:
+    return replace(dropping(), config=CONFIG)
 
 
 def faulty() -> Subject:

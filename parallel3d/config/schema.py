@@ -11,7 +11,7 @@ from parallel3d.config.deepspeed_keys import TOP_LEVEL
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.section import OWN, Dtype, KnownKey, NonNegative, Positive, Section, differs
-from parallel3d.config.training import ActivationCheckpointingConfig, OptimizerConfig, SchedulerConfig
+from parallel3d.config.training import ActivationCheckpointingConfig, OptimizerConfig, RngConfig, SchedulerConfig
 from parallel3d.config.zero import ZeroConfig
 
 
@@ -66,6 +66,7 @@ class Config(Section):
     seed: NonNegative = Field(
         1234, description="a whole number >= 0, which fixes the order of the training data", json_schema_extra=OWN
     )
+    rng: RngConfig = Field(RngConfig(), description='a mapping such as {"layout_independent": true}')
     steps_per_print: Positive | None = Field(10, description="a whole number of steps >= 1, or null to print nothing")
     wall_clock_breakdown: bool = Field(False, description=_BOOL)
     memory_breakdown: bool = Field(False, description=_BOOL)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from parallel3d.config.section import KnownKey, Params, Positive, ReadOnlyMapping, Section, Support, known
+from parallel3d.config.section import OWN, KnownKey, Params, Positive, ReadOnlyMapping, Section, Support, known
 
 _BOOL = "true or false"
 
@@ -42,6 +42,17 @@ class SchedulerConfig(Section):
 
     type: str = Field(min_length=1, description='the name of a schedule, such as "WarmupLR"')
     params: Params = Field(default_factory=_no_params, description="a mapping of the schedule's arguments")
+
+
+class RngConfig(Section):
+    """What random numbers depend on besides the seed."""
+
+    layout_independent: bool = Field(
+        False,
+        description="true or false, whether what tensor slices drop is part of what one process would drop, for the price of "
+        "drawing all of it, and of attention that holds its probabilities",
+        json_schema_extra=OWN,
+    )
 
 
 class ActivationCheckpointingConfig(Section):

@@ -89,8 +89,8 @@ class Engine(Answers, Reports):
             model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch
         )
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
-        messages = Messages(transport, model.device, dynamic)
-        self._executor = Executor(model, messages, update.reducer, update.sharded.gather, self._precision)
+        self._messages = Messages(transport, model.device, dynamic)
+        self._executor = Executor(model, self._messages, update.reducer, update.sharded.gather, self._precision)
         # A schedule that can't run is an error now, not at the first batch.
         splits = any(i.op is Op.BACKWARD_WEIGHT for i in self._program().instructions[model.stage_id])
         if splits or update.policy.weight_dtype is not None:
@@ -215,7 +215,7 @@ class Engine(Answers, Reports):
     def _run_program(self, program: Program, batch: Batch) -> BatchResult:
         owners = self._programs.replica_owners
         if batch.training and self._memory_next:
-            memory = MemoryRecorder(self._model.device)
+            memory = MemoryRecorder(self._model.device, self._messages.in_transit)
             with memory.running():
                 result = self._executor.run(program, owners, batch, memory, no_record)
             self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self._model.device))

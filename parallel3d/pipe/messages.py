@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from parallel3d.comm.collectives import Work
@@ -143,6 +144,7 @@ class Messages:
         self._dynamic = dynamic
         self._structures = _Structures(most_structures)
         self._unposted: dict[int, deque[Receipt]] = {}
+        self._leaving: list[tuple[StorageWeakRef, int]] = []
         self._met: set[tuple[int, bool]] = set()
         self._careful = 0
 
@@ -209,6 +211,12 @@ class Messages:
     def send_gradient(self, gradients: Sequence[Tensor], stage: int) -> None:
         """Send the gradients of a chunk's input, in the order of Structure.gradients, to the stage that made it."""
         self._transport.send(gradients, stage)
+        self._leaving = [sent for sent in self._leaving if not sent[0].expired()]
+        self._leaving += [(StorageWeakRef(g.untyped_storage()), g.untyped_storage().nbytes()) for g in gradients]
+
+    def in_transit(self) -> int:
+        """Bytes of sent gradients that are there only because they may not have left."""
+        return sum(nbytes for storage, nbytes in self._leaving if not storage.expired())
 
     def known_structure(self, key: Key) -> Structure | None:
         """The cached structure of a chunk's output, where one can be relied on."""

@@ -73,6 +73,15 @@ def test_token_loss_dropout_and_frozen_layers_pass(capsys: pytest.CaptureFixture
     assert code == 0, out + err
 
 
+@pytest.mark.parametrize(("function", "code"), [("dropping", 0), ("dropping_apart", 1)])
+def test_masks_of_slices_are_those_of_one_process_where_asked(
+    capsys: pytest.CaptureFixture[str], function: str, code: int
+):
+    got, out, err = run(capsys, function, "--layouts", "tp2,sp,m2", "pp2,tp2,m2,ckpt1", "--steps", "2")
+    assert got == code, out + err
+    assert out.count("FAIL") == 0 or code
+
+
 def test_a_replica_that_drifts_is_found(capsys: pytest.CaptureFixture[str]):
     code, out, err = run(capsys, "drifting", "--layouts", "dp2,m1", "--steps", "1")
     assert code == 1, out + err

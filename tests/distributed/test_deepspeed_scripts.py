@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,6 +61,7 @@ def test_only_the_import_line_tells_it_from_a_deepspeed_script(name: str):
 STEPS = 40
 
 
+@cache
 def pipeline_losses() -> list[float]:
     """Plain PyTorch's, of whole batches."""
     module, config = example("deepspeed_pipeline"), json.loads((EXAMPLES / "deepspeed_pipeline.json").read_text())
