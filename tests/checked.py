@@ -70,12 +70,18 @@ class Uncut(nn.Module):
 
 
 class FaultyMLP(toy3d.MLP):
-    """One rank of the tensor slices scales one gradient by 1.001."""
+    """One rank of the tensor slices scales one gradient."""
+
+    factor = 1.001
 
     def __init__(self, context: Any = None):
         super().__init__(context)
         if context is not None and context.groups.coordinate("model") == 1:
-            self.gate_up.weight.register_hook(lambda gradient: gradient * 1.001)
+            self.gate_up.weight.register_hook(lambda gradient: gradient * self.factor)
+
+
+class GrosslyFaultyMLP(FaultyMLP):
+    factor = 1.5
 
 
 CONFIG = {
@@ -101,11 +107,6 @@ def by_tokens() -> dict[str, Any]:
     return {"layers": layers, "micro_batch": toy3d.micro_batch, "loss_fn": LayerSpec(Loss, True), "config": SCHEDULED}
 
 
-def by_tokens_with_sgd() -> dict[str, Any]:
-    """In bf16 Adam would normalize what is rounding in the gradient of norms' biases."""
-    return {**by_tokens(), "config": {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.05}}}}
-
-
 def dropping() -> Subject:
     """Dropout between regions and inside them; the sequence is odd, and two query heads share a key and value head."""
     config = DecoderConfig(
@@ -127,10 +128,14 @@ def dropping_apart() -> Subject:
     return replace(dropping(), config=CONFIG)
 
 
-def faulty() -> Subject:
+def faulty(mlp: type[FaultyMLP] = FaultyMLP) -> Subject:
     layers = specs(toy3d.model(tied=True, num_blocks=1))
-    layers[2] = LayerSpec(FaultyMLP)
+    layers[2] = LayerSpec(mlp)
     return Subject(layers, toy3d.micro_batch, LayerSpec(Loss), CONFIG)
+
+
+def grossly_faulty() -> Subject:
+    return faulty(GrosslyFaultyMLP)
 
 
 def drifting() -> Subject:
