@@ -10,7 +10,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -309,13 +309,19 @@ def checkpointable_rule(choice: Checkpointable | None, names: Sequence[str]) -> 
 # DeepSpeed's names. One object for the process, because layers call `checkpoint` without knowing an engine; a
 # PipelineModule has a Checkpointer of its own.
 
-_shared = Checkpointer()
-_configured = False
+
+@dataclass
+class _Process:
+    checkpointer: Checkpointer = field(default_factory=Checkpointer)
+    is_configured: bool = False
+
+
+_process = _Process()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), recomputed in its backward, as `configure` says; see Checkpointer."""
-    return _shared(function, *args, **kwargs)
+    return _process.checkpointer(function, *args, **kwargs)
 
 
 def configure(
@@ -334,7 +340,6 @@ def configure(
     contiguous_checkpointing and num_checkpoints, the size of its buffer, have no effect: PyTorch's allocator reuses the
     blocks. Raises ConfigError.
     """
-    global _shared, _configured
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
@@ -345,18 +350,18 @@ def configure(
     }
     section = load_activation_checkpointing(deepspeed_config).model_dump(exclude_none=True)
     section.update({key: value for key, value in given.items() if value is not None})
-    _shared = Checkpointer(load({"activation_checkpointing": section}).activation_checkpointing)
-    _configured = True
+    _process.checkpointer = Checkpointer(load({"activation_checkpointing": section}).activation_checkpointing)
+    _process.is_configured = True
 
 
 def is_configured() -> bool:
     """Whether `configure` was called."""
-    return _configured
+    return _process.is_configured
 
 
 def times() -> RecomputationTimes:
     """Of all regions run by `checkpoint` since the last call, where configured with `profile`."""
-    return _shared.times()
+    return _process.checkpointer.times()
 
 
 def reset() -> None:
