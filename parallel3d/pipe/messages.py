@@ -211,11 +211,16 @@ class Messages:
     def send_gradient(self, gradients: Sequence[Tensor], stage: int) -> None:
         """Send the gradients of a chunk's input, in the order of Structure.gradients, to the stage that made it."""
         self._transport.send(gradients, stage)
-        self._leaving = [sent for sent in self._leaving if not sent[0].expired()]
-        self._leaving += [(StorageWeakRef(g.untyped_storage()), g.untyped_storage().nbytes()) for g in gradients]
+        self.let_go(gradients)
+
+    def let_go(self, sent: Sequence[Tensor]) -> None:
+        """Say that of these tensors nothing is needed any more but that they arrive."""
+        storages = [tensor.untyped_storage() for tensor in sent]
+        self._leaving = [other for other in self._leaving if not other[0].expired()]
+        self._leaving += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
 
     def in_transit(self) -> int:
-        """Bytes of sent gradients that are there only because they may not have left."""
+        """Bytes of tensors that are there only because they may not have left."""
         return sum(nbytes for storage, nbytes in self._leaving if not storage.expired())
 
     def known_structure(self, key: Key) -> Structure | None:
