@@ -6,7 +6,7 @@ from parallel3d.config.load import load, load_activation_checkpointing, load_lay
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.schema import Config
-from parallel3d.config.training import ActivationCheckpointingConfig, OptimizerConfig, SchedulerConfig
+from parallel3d.config.training import ActivationCheckpointingConfig, CompileConfig, OptimizerConfig, SchedulerConfig
 from parallel3d.config.zero import ZeroConfig
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "AmpConfig",
     "BatchSizes",
     "Bf16Config",
+    "CompileConfig",
     "Config",
     "DataTypesConfig",
     "Fp16Config",

@@ -11,7 +11,13 @@ from parallel3d.config.deepspeed_keys import TOP_LEVEL
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.section import OWN, Dtype, KnownKey, NonNegative, Positive, Section, differs
-from parallel3d.config.training import ActivationCheckpointingConfig, OptimizerConfig, RngConfig, SchedulerConfig
+from parallel3d.config.training import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    OptimizerConfig,
+    RngConfig,
+    SchedulerConfig,
+)
 from parallel3d.config.zero import ZeroConfig
 
 
@@ -60,6 +66,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingConfig = Field(
         ActivationCheckpointingConfig(), description='a mapping such as {"cpu_checkpointing": true}'
     )
+    compile: CompileConfig = Field(CompileConfig(), description='a mapping {"enabled": false}')
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
     tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), description='a mapping such as {"size": 2}')
     dataloader_drop_last: bool = Field(False, description=_BOOL)

@@ -17,6 +17,7 @@ from parallel3d.config import BatchSizes, Config, resolve_batch
 from parallel3d.data import RepeatingLoader
 from parallel3d.engine.answers import Answers
 from parallel3d.engine.calls import StepByCalls, check_metrics
+from parallel3d.engine.compiling import Compiling
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.report import Reports, dump_state
 from parallel3d.engine.update import LossShare, WeightUpdate
@@ -33,7 +34,7 @@ from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
 
 
-class Engine(Answers, Reports):
+class Engine(Answers, Reports, Compiling):
     """Trains a model. Made by `initialize`; every rank calls its methods at the same places.
 
     By train_batch in any layout; a model that is whole on every rank also by `loss = engine(inputs)`,
@@ -76,6 +77,8 @@ class Engine(Answers, Reports):
         torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
         self._streams = RandomStreams((config.seed, torch_seed), model.device)
         self._set_up_pipeline(transport or DistributedTransport(self._groups))
+        if config.compile.enabled:
+            self.compile()
         if config.dump_state:
             dump_state(self.config, self._batch_sizes, model, self._update, self._program())
 
@@ -326,6 +329,7 @@ class Engine(Answers, Reports):
     # What a run says of itself
 
     def _report(self, loss: Tensor) -> None:
+        self._report_compilation()
         groups = self.optimizer.param_groups
         momentum = [g.get("betas", g.get("momentum")) for g in groups if "betas" in g or "momentum" in g]
         self._monitor.finish(

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from parallel3d.checkpointing import Checkpointable, Checkpointer, checkpointable_rule
+from parallel3d.checkpointing import Checkpointer
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import DataError, PartitionError
+from parallel3d.layer_choice import LayerChoice, choice_rule
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method, Partition, resolve_partition
 from parallel3d.pipe.settings import settle
@@ -82,7 +83,7 @@ class PipelineModule(nn.Module):
         partition_method: Method | None = None,
         activation_checkpoint_interval: int | None = None,
         activation_checkpoint_func: Callable[..., Any] | None = None,
-        checkpointable_layers: Checkpointable | None = None,
+        checkpointable_layers: LayerChoice | None = None,
         dynamic_shape: bool = False,
         num_chunks: int | None = None,
         placement: str | None = None,
@@ -133,7 +134,7 @@ class PipelineModule(nn.Module):
         self._calls = {
             c: [self._build(layers, k, seed, context) for k in self.partition.layers(c)] for c in self.own_chunks
         }
-        rule = checkpointable_rule(self.settings.checkpointable_layers, self._names)
+        rule = choice_rule(self.settings.checkpointable_layers, self._names, "checkpointable_layers")
         self._recomputed = {
             c: [rule(call.layer, call.function if call.module is None else call.module) for call in self._calls[c]]
             for c in self.own_chunks
@@ -243,6 +244,16 @@ class PipelineModule(nn.Module):
     def num_stages(self) -> int:
         """The pipeline's length."""
         return self.settings.num_stages
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Of all layers of the model: their class or function names."""
+        return list(self._names)
+
+    def called_modules(self) -> list[tuple[int, nn.Module]]:
+        """(place in the list, module) of this rank's layers that are called as modules, each module once."""
+        calls = (call for calls in self._calls.values() for call in calls)
+        return list({id(c.module): (c.layer, c.module) for c in calls if c.module is c.function and c.module}.values())
 
     def topology(self) -> ProcessTopology:
         """The axes of this world."""

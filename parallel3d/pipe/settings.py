@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallel3d.checkpointing import Checkpointable
 from parallel3d.comm.environment import get_world_size
 from parallel3d.config import Config, load_layout
 from parallel3d.errors import ConfigError, PartitionError
+from parallel3d.layer_choice import LayerChoice
 from parallel3d.partition import Method
 from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
@@ -27,7 +27,7 @@ class BuildSettings:
     placement: str
     seed_layers: bool
     partition_method: Method
-    checkpointable_layers: Checkpointable | None
+    checkpointable_layers: LayerChoice | None
     activation_checkpoint_interval: int
     sequence_parallel: bool
     layout_independent: bool
@@ -41,7 +41,7 @@ def settle(
     seed_layers: bool | None,
     partition_method: Method | None,
     activation_checkpoint_interval: int | None,
-    checkpointable_layers: Checkpointable | None,
+    checkpointable_layers: LayerChoice | None,
     num_chunks: int | None,
     placement: str | None,
 ) -> BuildSettings:
@@ -80,7 +80,7 @@ def _as_configured(method: Method | None) -> Method | None:
     return tuple(method) if isinstance(method, list) else method
 
 
-def _as_tuple(choice: Checkpointable | None) -> Checkpointable | None:
+def _as_tuple(choice: LayerChoice | None) -> LayerChoice | None:
     """A choice of layers as the configuration reads it: names are a tuple."""
     return tuple(choice) if isinstance(choice, list) else choice
 
