@@ -43,6 +43,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Config",
         {**_SIZES, "intermediate_size": 49, "num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 3},
     ),
+    "mixtral": ("MixtralConfig", {**_GQA, "num_local_experts": 2}),
+    "cohere-norms": ("CohereConfig", {**_GQA, "use_qk_norm": True, "pad_token_id": 0}),
+    "deepseek": (
+        "DeepseekV2Config",
+        {**_SIZES, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 2}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    ),
+    "gpt-oss": ("GptOssConfig", {**_GQA, "head_dim": 8, "num_local_experts": 2}),
     "neox": ("GPTNeoXConfig", {**_SIZES, "num_attention_heads": 8, "attention_bias": True}),
 }
 

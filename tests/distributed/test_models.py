@@ -81,14 +81,15 @@ def train_directory(source: str, stages: int, out: str, tensor_parallel: dict[st
     return train_and_export(from_hf(source, dtype=DTYPE), stages, out, tensor_parallel=tensor_parallel)
 
 
-def train_wrapped(name: str, stages: int, out: str, slices: int, words: dict[str, str]) -> Result:
-    """words: what the model is to say of its tensor slices besides what it says by itself."""
+def train_wrapped(name: str, stages: int, out: str, slices: int, words: dict[str, str]) -> tuple[Result, int]:
+    """Also the number of weights held. words: what the model is to say of its slices besides what it says by itself."""
     model = make_model(name).to(DTYPE)
     model.tp_plan.update(words)
     # transformers leaves out a mask without a zero: what travels depends on values.
     settings = {"pipeline": {"shapes": "dynamic"}, "tensor_parallel": {"size": slices}}
-    logits, steps = train_and_export(from_hf(model), stages, out, **settings)
-    return logits, steps
+    layers = from_hf(model)
+    result = train_and_export(layers, stages, out, **settings)
+    return result, sum(p.numel() for p in PipelineModule(layers, stages, config=settings).parameters())
 
 
 def check_against_transformers(model: nn.Module, results: list[Any], out: Path, tolerance: float) -> None:
@@ -166,10 +167,36 @@ def test_another_architecture_trains_by_its_own_layers(
     run_ranks, tmp_path, name: str, stages: int, slices: int, words: dict[str, str]
 ):
     """With few, shared or odd numbers of heads, and a head whose logits are gathered or not, tied or not."""
-    results = run_ranks(stages * slices, train_wrapped, name, stages, str(tmp_path / "out"), slices, words)
+    ranks = run_ranks(stages * slices, train_wrapped, name, stages, str(tmp_path / "out"), slices, words)
+    model = make_model(name).to(DTYPE)
+    whole = sum(p.numel() for p in model.parameters())
+    assert slices == 1 or sum(held for _, held in ranks) < 0.8 * slices * whole
     # Norms in fp32, which are theirs in the reference too, round what differs in the last bit of a double.
     tolerance = 1e-8 if name.startswith(("phi-", "neox")) or name == "phi" else 1e-5
-    check_against_transformers(make_model(name).to(DTYPE), results, tmp_path / "out", tolerance)
+    check_against_transformers(model, [result for result, _ in ranks], tmp_path / "out", tolerance)
+
+
+@torch.no_grad()
+def logits_with_dropout(resid_pdrop: float) -> tuple[Tensor, Tensor]:
+    """In training and in evaluation, of two heads that are one another's negative in what they add up to."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = make_model("phi", attention_dropout=0.5, resid_pdrop=resid_pdrop, **heads)
+    model.tp_plan["lm_head"] = "replicate"  # logits of each rank's own hidden states
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            projection.weight[16:], projection.bias[16:] = projection.weight[:16], projection.bias[:16]
+        layer.self_attn.dense.weight[:, 16:] = -layer.self_attn.dense.weight[:, :16]
+    module = PipelineModule(from_hf(model), num_stages=1, config={"tensor_parallel": {"size": 2}})
+    torch.manual_seed(3)
+    return module.train()(token_ids(BATCH, SEQ)), module.eval()(token_ids(BATCH, SEQ))
+
+
+def test_dropout_is_each_rank_s_own_between_its_heads_and_common_elsewhere(run_ranks):
+    (first, without), (second, _) = run_ranks(2, logits_with_dropout, 0.0)
+    assert torch.equal(first, second)
+    assert not torch.allclose(first, without)  # masks that were alike would cancel out, too
+    (first, _), (second, _) = run_ranks(2, logits_with_dropout, 0.5)
+    assert torch.equal(first, second)
 
 
 def export_bf16(source: str, out: str) -> None:

@@ -1,4 +1,4 @@
-"""A Hugging Face model that the native decoder doesn't know: its own layers, along its pipeline plan.
+"""A Hugging Face model that the native decoder doesn't know: its own layers, along its pipeline plan, by its tensor plan.
 
 What the model computes around its layers (masks, rotary embeddings, scaled embeddings, capped logits) is not written down
 again: its own forward runs, before the layers with recorders in their place, behind them with their result.
@@ -205,6 +205,8 @@ def wrap(model: nn.Module) -> list[LayerSpec]:
 
     Token ids, or a dict of what the base model takes, -> logits. Raises ConfigError for a model without a pipeline plan
     (base_model_pp_plan of its config), with persistent buffers, or with weights shared other than by embedding and head.
+    Where the context has a group to slice over, layers are built from copies, sliced by the config's base_model_tp_plan;
+    the build then raises ConfigError for what can't be sliced, and for sequence parallelism.
     """
     hf: Any = model
     name, config = type(model).__name__, hf.config
