@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from collective_counts import Collectives
 from hf_models import VOCAB, load_model, make_model, save_model, token_ids
 from ranks import RankError
 from reference import distance
@@ -174,6 +175,25 @@ def test_another_architecture_trains_by_its_own_layers(
     # Norms in fp32, which are theirs in the reference too, round what differs in the last bit of a double.
     tolerance = 1e-8 if name.startswith(("phi-", "neox")) or name == "phi" else 1e-5
     check_against_transformers(model, [result for result, _ in ranks], tmp_path / "out", tolerance)
+
+
+def count_layer(name: str) -> list[dict[Any, int]]:
+    """Of a wrapped layer: forward, backward."""
+    module = PipelineModule(from_hf(make_model(name)), num_stages=1, config={"tensor_parallel": {"size": 2}})
+    entry, layer, *_ = module.layers.values()
+    x = entry(token_ids(BATCH, SEQ))
+    with Collectives() as forward:
+        y = layer(x)["hidden"]
+    with Collectives() as backward:
+        y.sum().backward(inputs=[x["hidden"], *layer.parameters()])
+    return [forward.counts, backward.counts]
+
+
+@pytest.mark.parametrize("name", ["gemma-one-kv-head", "phi"])
+def test_a_wrapped_layer_communicates_as_in_the_paper(run_ranks, name: str):
+    """Two all-reduces forward and two backward (arXiv:1909.08053), whatever the number of its projections."""
+    twice = {("allreduce_", BATCH * SEQ * 32 * 4): 2}
+    assert run_ranks(2, count_layer, name) == [[twice, twice]] * 2
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ class TensorPlan:
                 self._refuse(prefix + region.name, str(error))
         result = parallelize(result, styles, group)
         for region in regions:
-            region.draw_apart(group)
+            region.connect(group)
         return result
 
     def around(self, part: nn.Module, prefix: str, context: BuildContext | None) -> nn.Module:

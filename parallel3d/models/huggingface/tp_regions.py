@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.rng import OwnStream
 from parallel3d.tensor_parallel.parallelize import Column, Row, Style, Whole
+from parallel3d.tensor_parallel.regions import enter_region
 from parallel3d.tensor_parallel.slicing import AttentionHeads
 
 # Attributes by which an attention module knows its heads.
@@ -60,14 +61,22 @@ class Region:
         inside = f"{self.name}." if self.name else ""
         return {inside + name: style for name, style in styles.items()}
 
-    def draw_apart(self, group: Group) -> None:
-        """Once the layers are sliced: dropout inside is each rank's own, and leaves the random numbers behind it alike."""
+    def connect(self, group: Group) -> None:
+        """Once the layers are sliced: column layers of one input enter the region together, and dropout is each rank's own."""
+        columns: list[Any] = [self.module.get_submodule(name) for name in self.columns]
+        row = self.module.get_submodule(self.rows[0])
+        if len(columns) > 1:
+            entry = _Entry(group)
+            for column in columns:
+                column.in_region = True
+                column.register_forward_pre_hook(entry.enter)
+            row.register_forward_pre_hook(entry.leave)
         rates = [v for name, v in vars(self.module).items() if "drop" in name and isinstance(v, (int, float))]
         rates += [m.p for m in self.module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
         if any(rates):
             stream = OwnStream(group.index)
-            self.module.get_submodule(next(iter(self.columns))).register_forward_pre_hook(stream.begin)
-            self.module.get_submodule(self.rows[0]).register_forward_pre_hook(stream.end)
+            columns[0].register_forward_pre_hook(stream.begin)
+            row.register_forward_pre_hook(stream.end)
 
     def _by_numbers(self, columns: Mapping[str, Any], row: Any) -> dict[str, Style]:
         """Of a feed-forward network: each number that the row layer takes is made of one that each column layer gives."""
@@ -115,6 +124,25 @@ class Region:
                 raise UnknownRegion(f"has {name or 'weights of its own'} that works on what is sliced")
             partial[name] = Whole(partial=True)
         return partial
+
+
+class _Entry:
+    """Forward pre-hooks by which layers that are called with one tensor share its way into the region: one all-reduce."""
+
+    def __init__(self, group: Group):
+        self._group = group
+        self._outside: Tensor | None = None
+        self._inside: Tensor | None = None
+
+    def enter(self, column: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a column layer is called with instead."""
+        if args[0] is not self._outside:
+            self._outside, self._inside = args[0], enter_region(args[0], self._group)
+        return (self._inside, *args[1:])
+
+    def leave(self, row: nn.Module, args: tuple[Any, ...]) -> None:
+        """The next call is another."""
+        self._outside = self._inside = None
 
 
 def regions_of(layer: nn.Module, styles: Mapping[str, Style]) -> list[Region]:
