@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from collective_counts import Collectives
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -399,24 +399,6 @@ def check_autocast() -> None:
 
 def test_autocast(run_ranks) -> None:
     run_ranks(2, check_autocast)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts (collective, bytes that this rank gives)."""
-
-    NAMES: ClassVar[dict[str, int]] = {"allreduce_": 0, "_allgather_base_": 1, "_reduce_scatter_base_": 1}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[tuple[str, int]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.overloadpacket.__name__
-            tensors = args[self.NAMES[name]]
-            tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            self.counts[name, sum(t.numel() * t.element_size() for t in tensors)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def count_block(sequence_parallel: bool, fused: bool, seq: int) -> tuple[dict[Any, int], dict[Any, int]]:
