@@ -67,6 +67,11 @@ class TensorPlan:
         result = _copy_of(layer)
         regions = regions_of(result, styles)
         for region in regions:
+            if region.drops and context is not None and context.layout_independent:
+                raise ConfigError(
+                    f"{self.model} drops inside {prefix + region.name}, by its own code, which can't draw whole masks; set "
+                    "rng.layout_independent to false, or its dropout to 0"
+                )
             try:
                 styles |= region.prepare(group)
             except UnknownRegion as error:

@@ -71,12 +71,17 @@ class Region:
                 column.in_region = True
                 column.register_forward_pre_hook(entry.enter)
             row.register_forward_pre_hook(entry.leave)
-        rates = [v for name, v in vars(self.module).items() if "drop" in name and isinstance(v, (int, float))]
-        rates += [m.p for m in self.module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-        if any(rates):
+        if self.drops:
             stream = OwnStream(group.index)
             columns[0].register_forward_pre_hook(stream.begin)
             row.register_forward_pre_hook(stream.end)
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout inside."""
+        rates = [v for name, v in vars(self.module).items() if "drop" in name and isinstance(v, (int, float))]
+        rates += [m.p for m in self.module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+        return any(rates)
 
     def _by_numbers(self, columns: Mapping[str, Any], row: Any) -> dict[str, Style]:
         """Of a feed-forward network: each number that the row layer takes is made of one that each column layer gives."""

@@ -19,9 +19,9 @@ from parallel3d.tensor_parallel import ColumnParallelLinear
 from parallel3d.tensor_parallel.parallelize import STYLES
 
 
-def on_first_of(ranks: int, sequence_parallel: bool = False) -> BuildContext:
+def on_first_of(ranks: int, sequence_parallel: bool = False, layout_independent: bool = False) -> BuildContext:
     groups: Any = SimpleNamespace(model=Group(tuple(range(ranks)), None))
-    return BuildContext(groups, torch.device("cpu"), sequence_parallel)
+    return BuildContext(groups, torch.device("cpu"), sequence_parallel, layout_independent)
 
 
 def build(model: nn.Module, context: BuildContext) -> list[nn.Module]:
@@ -98,6 +98,16 @@ def test_projections_that_are_not_heads_are_refused(features: int):
 def test_more_ranks_than_heads_are_refused():
     with pytest.raises(PartitionError, match="4 attention heads can't be split over 5 ranks"):
         build(make_model("phi"), on_first_of(5))
+
+
+def test_masks_of_whole_tensors_are_refused_by_name():
+    build(make_model("phi"), on_first_of(2, layout_independent=True))
+    model = make_model("phi", attention_dropout=0.1)
+    build(model, on_first_of(2))
+    with pytest.raises(
+        ConfigError, match=r"PhiForCausalLM drops inside .*self_attn.* set rng\.layout_independent to false"
+    ):
+        build(model, on_first_of(2, layout_independent=True))
 
 
 def test_sequence_parallelism_is_refused_by_name():
