@@ -83,8 +83,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, seq, 3, self.heads, self.head_dim)
-        query, key, value = qkv.unbind(2)
+        # Split on the last dim: cuDNN's attention takes these strides as they are.
+        qkv = self.qkv(self.attention_norm(x)).split(hidden, dim=-1)
+        query, key, value = (t.unflatten(-1, (self.heads, self.head_dim)) for t in qkv)
         query, key, value = (t.transpose(1, 2) for t in (self.rotate(query), self.rotate(key), value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, seq, hidden))

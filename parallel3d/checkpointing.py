@@ -6,11 +6,10 @@ for one of them that layers of the user's share. arXiv:1604.06174.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallel3d.clock import Clock, clock_of
 from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_activation_checkpointing
-from parallel3d.errors import ConfigError, ExecutionError, nearest
+from parallel3d.errors import ExecutionError
 
 # Marks kept before they are read: with `profile` and nobody who asks, the device is waited for once in so many regions.
 _MOST_MARKS = 4096
@@ -274,48 +273,22 @@ class HostOffload:
                 parked.back = self._transfers.to_device(parked.host, parked.device)
 
 
-# Which layers are recomputed: class names, a regular expression that is searched in them, or a function of the layer's
-# place in the list and the layer.
-Checkpointable = Sequence[str] | str | Callable[[int, Any], bool]
-
-
-def checkpointable_rule(choice: Checkpointable | None, names: Sequence[str]) -> Callable[[int, Any], bool]:
-    """layer index, layer -> whether it is recomputed. names: of all layers of the model; choice None: all of them.
-
-    Raises ConfigError for what is no regular expression, and for one, or a class name, that no layer has.
-    """
-    if choice is None:
-        return lambda k, layer: True
-    if callable(choice):
-        return choice
-    if isinstance(choice, str):
-        try:
-            regex = re.compile(choice)
-        except re.error as error:
-            raise ConfigError(f"checkpointable_layers {choice!r} is no regular expression: {error}") from error
-        chosen = {name for name in names if regex.search(name)}
-        unknown = [] if chosen else [choice]
-    else:
-        chosen = set(choice)
-        unknown = [name for name in choice if name not in names]
-    if unknown:
-        raise ConfigError(
-            f"checkpointable_layers names {unknown[0]!r}, which no layer has;{nearest(unknown[0], names)} the layers are "
-            + ", ".join(dict.fromkeys(names))
-        )
-    return lambda k, layer: names[k] in chosen
-
-
 # DeepSpeed's names. One object for the process, because layers call `checkpoint` without knowing an engine; a
 # PipelineModule has a Checkpointer of its own.
 
-_shared = Checkpointer()
-_configured = False
+
+@dataclass
+class _Process:
+    checkpointer: Checkpointer = field(default_factory=Checkpointer)
+    is_configured: bool = False
+
+
+_process = _Process()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), recomputed in its backward, as `configure` says; see Checkpointer."""
-    return _shared(function, *args, **kwargs)
+    return _process.checkpointer(function, *args, **kwargs)
 
 
 def configure(
@@ -334,7 +307,6 @@ def configure(
     contiguous_checkpointing and num_checkpoints, the size of its buffer, have no effect: PyTorch's allocator reuses the
     blocks. Raises ConfigError.
     """
-    global _shared, _configured
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
@@ -345,18 +317,18 @@ def configure(
     }
     section = load_activation_checkpointing(deepspeed_config).model_dump(exclude_none=True)
     section.update({key: value for key, value in given.items() if value is not None})
-    _shared = Checkpointer(load({"activation_checkpointing": section}).activation_checkpointing)
-    _configured = True
+    _process.checkpointer = Checkpointer(load({"activation_checkpointing": section}).activation_checkpointing)
+    _process.is_configured = True
 
 
 def is_configured() -> bool:
     """Whether `configure` was called."""
-    return _configured
+    return _process.is_configured
 
 
 def times() -> RecomputationTimes:
     """Of all regions run by `checkpoint` since the last call, where configured with `profile`."""
-    return _shared.times()
+    return _process.checkpointer.times()
 
 
 def reset() -> None:

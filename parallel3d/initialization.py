@@ -92,17 +92,18 @@ def _check_module(model: PipelineModule, config: Config) -> None:
     if any(dim > 1 for dim in others.values()):
         raise ConfigError(f"the topology has axes {others} besides pipe, data and model; give them 1 rank")
     _check_slices(model, config)
+    own = model.settings
     pairs = {
-        "stages": (config.pipeline.stages, model.num_stages),
-        "num_chunks": (config.pipeline.num_chunks, model.num_chunks),
-        "placement": (config.pipeline.placement, model.placement_kind),
-        "partition": (config.pipeline.partition, model.partition_method),
+        "stages": (config.pipeline.stages, own.num_stages),
+        "num_chunks": (config.pipeline.num_chunks, own.num_chunks),
+        "placement": (config.pipeline.placement, own.placement),
+        "partition": (config.pipeline.partition, own.partition_method),
         "activation_checkpoint_interval": (
             config.pipeline.activation_checkpoint_interval,
-            model.activation_checkpoint_interval,
+            own.activation_checkpoint_interval,
         ),
-        "checkpointable_layers": (config.pipeline.checkpointable_layers, model.checkpointable_layers),
-        "seed_layers": (config.pipeline.seed_layers, model.seed_layers),
+        "checkpointable_layers": (config.pipeline.checkpointable_layers, own.checkpointable_layers),
+        "seed_layers": (config.pipeline.seed_layers, own.seed_layers),
     }
     what, remedy = "the PipelineModule was built with", "pass the same config= to PipelineModule"
     if isinstance(model, WholeModel):
@@ -113,19 +114,24 @@ def _check_module(model: PipelineModule, config: Config) -> None:
     for key, (wanted, built) in pairs.items():
         if wanted is not None and wanted != built:
             raise ConfigError(f"pipeline.{key} is {wanted!r}, but {what} {built!r}; {remedy}, or drop the key")
-    if config.pipeline.schedule == "1f1b" and model.num_chunks > 1:
+    if config.pipeline.schedule == "1f1b" and own.num_chunks > 1:
         raise ConfigError(
-            f"the PipelineModule has {model.num_chunks} chunks a stage, which schedule '1f1b' can't run; set "
+            f"the PipelineModule has {own.num_chunks} chunks a stage, which schedule '1f1b' can't run; set "
             "pipeline.schedule to 'interleaved' or 'gpipe'"
         )
 
 
 def _check_slices(model: PipelineModule, config: Config) -> None:
-    wanted, built = config.tensor_parallel, model.groups.model.size
-    if wanted.size not in (None, built) or wanted.sequence_parallel != model.sequence_parallel:
+    wanted, built, own = config.tensor_parallel, model.groups.model.size, model.settings
+    if wanted.size not in (None, built) or wanted.sequence_parallel != own.sequence_parallel:
         raise ConfigError(
             f"tensor_parallel asks for size {wanted.size} and sequence_parallel {wanted.sequence_parallel}, but the "
-            f"PipelineModule was built with {built} and {model.sequence_parallel}; pass the same config= to PipelineModule"
+            f"PipelineModule was built with {built} and {own.sequence_parallel}; pass the same config= to PipelineModule"
+        )
+    if built > 1 and config.rng.layout_independent != own.layout_independent:
+        raise ConfigError(
+            f"rng.layout_independent is {config.rng.layout_independent}, but the PipelineModule was built with "
+            f"{own.layout_independent}; pass the same config= to PipelineModule"
         )
 
 

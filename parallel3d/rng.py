@@ -66,6 +66,14 @@ def stream_seed(*coordinates: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """The CPU's, and the device's if it is CUDA."""
+    return [
+        torch.default_generator,
+        *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []),
+    ]
+
+
 class RandomStreams:
     """What layers draw in training, such as dropout masks: a stream for each (seed, step, micro-batch, layer).
 
@@ -75,9 +83,7 @@ class RandomStreams:
 
     def __init__(self, seed: tuple[int, ...], device: torch.device):
         self._seed = seed
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._generators = _generators(device)
 
     def state_dict(self) -> dict[str, list[int]]:
         """The seed: a stream holds nothing between two layers."""
@@ -117,10 +123,39 @@ def own_stream(index: int, size: int, device: torch.device) -> Iterator[None]:
     if size == 1:
         yield
         return
-    # Drawn on the CPU: on CUDA the host would have to wait.
-    drawn = int(torch.randint(2**62, ()))
-    with seeded(stream_seed(drawn, index), device):
+    with seeded(_own_seed(index), device):
         yield
+
+
+def _own_seed(index: int) -> int:
+    # Drawn on the CPU: on CUDA the host would have to wait.
+    return stream_seed(int(torch.randint(2**62, ())), index)
+
+
+class OwnStream:
+    """`own_stream` for part `index` of several, begun and ended by forward pre-hooks of two modules, in training.
+
+    A begin without an end (a recomputation that stops as soon as it has what it was for) leaves nothing behind.
+    """
+
+    def __init__(self, index: int):
+        self._index = index
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def begin(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """Draw from the part's own stream."""
+        if not module.training:
+            return
+        seed = _own_seed(self._index)
+        self._states = [(generator, generator.get_state()) for generator in _generators(args[0].device)]
+        for generator, _ in self._states:
+            generator.manual_seed(seed)
+
+    def end(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """Draw from the common stream again."""
+        for generator, state in self._states:
+            generator.set_state(state)
+        self._states = []
 
 
 def same_stream(layer: int) -> None:

@@ -151,6 +151,11 @@ def _splits(layer: nn.Module, x: Tensor) -> bool:
     )
 
 
+def is_split(layer: nn.Module) -> bool:
+    """Whether the whole of a layer's backward is split: there is nothing in it to compile."""
+    return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), _SplitForward)
+
+
 def _can_split(layer: nn.Module) -> bool:
     if type(layer).forward is nn.Linear.forward:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from layouts import specs
 from torch import Tensor, nn
 
 from parallel3d.errors import PartitionError
+from parallel3d.models import DecoderConfig, causal_lm_loss
+from parallel3d.models import decoder as decoder_layers
 from parallel3d.parity import Subject
 from parallel3d.pipe import LayerSpec
 
@@ -67,12 +70,18 @@ class Uncut(nn.Module):
 
 
 class FaultyMLP(toy3d.MLP):
-    """One rank of the tensor slices scales one gradient by 1.001."""
+    """One rank of the tensor slices scales one gradient."""
+
+    factor = 1.001
 
     def __init__(self, context: Any = None):
         super().__init__(context)
         if context is not None and context.groups.coordinate("model") == 1:
-            self.gate_up.weight.register_hook(lambda gradient: gradient * 1.001)
+            self.gate_up.weight.register_hook(lambda gradient: gradient * self.factor)
+
+
+class GrosslyFaultyMLP(FaultyMLP):
+    factor = 1.5
 
 
 CONFIG = {
@@ -98,15 +107,35 @@ def by_tokens() -> dict[str, Any]:
     return {"layers": layers, "micro_batch": toy3d.micro_batch, "loss_fn": LayerSpec(Loss, True), "config": SCHEDULED}
 
 
-def by_tokens_with_sgd() -> dict[str, Any]:
-    """In bf16 Adam would normalize what is rounding in the gradient of norms' biases."""
-    return {**by_tokens(), "config": {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.05}}}}
+def dropping() -> Subject:
+    """Dropout between regions and inside them; the sequence is odd, and two query heads share a key and value head."""
+    config = DecoderConfig(
+        vocab_size=toy3d.WORDS,
+        hidden_size=toy3d.HIDDEN,
+        ffn_size=toy3d.FFN,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        embedding_dropout=0.2,
+        attention_dropout=0.2,
+        residual_dropout=0.2,
+    )
+    common = {**CONFIG, "rng": {"layout_independent": True}}
+    return Subject(decoder_layers(config), toy3d.micro_batch, causal_lm_loss, common)
 
 
-def faulty() -> Subject:
+def dropping_apart() -> Subject:
+    return replace(dropping(), config=CONFIG)
+
+
+def faulty(mlp: type[FaultyMLP] = FaultyMLP) -> Subject:
     layers = specs(toy3d.model(tied=True, num_blocks=1))
-    layers[2] = LayerSpec(FaultyMLP)
+    layers[2] = LayerSpec(mlp)
     return Subject(layers, toy3d.micro_batch, LayerSpec(Loss), CONFIG)
+
+
+def grossly_faulty() -> Subject:
+    return faulty(GrosslyFaultyMLP)
 
 
 def drifting() -> Subject:

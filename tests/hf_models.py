@@ -35,7 +35,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("GemmaConfig", {**_GQA, "head_dim": 8}),
     "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 2.0}),
+    "gemma-one-kv-head": ("GemmaConfig", {**_SIZES, "num_key_value_heads": 1, "head_dim": 8}),
     "phi": ("PhiConfig", {**_SIZES}),
+    "phi-norms": ("PhiConfig", {**_GQA, "qk_layernorm": True, "resid_pdrop": 0.0}),
+    "phi3": ("Phi3Config", {**_GQA, "pad_token_id": 0}),
+    "qwen3-odd": (
+        "Qwen3Config",
+        {**_SIZES, "intermediate_size": 49, "num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 3},
+    ),
+    "mixtral": ("MixtralConfig", {**_GQA, "num_local_experts": 2}),
+    "cohere-norms": ("CohereConfig", {**_GQA, "use_qk_norm": True, "pad_token_id": 0}),
+    "deepseek": (
+        "DeepseekV2Config",
+        {**_SIZES, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 2}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    ),
+    "gpt-oss": ("GptOssConfig", {**_GQA, "head_dim": 8, "num_local_experts": 2}),
+    "neox": ("GPTNeoXConfig", {**_SIZES, "num_attention_heads": 8, "attention_bias": True}),
 }
 
 

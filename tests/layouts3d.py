@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations, product
@@ -79,7 +80,9 @@ def cover(max_ranks: int = 16) -> list[Layout]:
     return chosen
 
 
-def train(layout: Layout, per_token: bool = False) -> tuple[list[float], list[float], Held]:
+def train(
+    layout: Layout, per_token: bool = False, changes: Mapping[str, Any] | None = None
+) -> tuple[list[float], list[float], Held]:
     config = {
         "train_micro_batch_size_per_gpu": toy3d.SAMPLES,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -97,6 +100,7 @@ def train(layout: Layout, per_token: bool = False) -> tuple[list[float], list[fl
             "num_chunks": 2 if layout.schedule == "interleaved" else 1,
         },
         "steps_per_print": None,
+        **(changes or {}),
     }
     loss = LayerSpec(toy3d.SlicedLoss, per_token)
     module = PipelineModule(

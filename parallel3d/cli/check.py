@@ -25,7 +25,9 @@ def add_command(commands: Any) -> None:
         "compare losses, gradients and weights. The exit code is 0 if all agree, 1 if any differ, 2 if it can't be done.",
     )
     parser.add_argument(
-        "target", help="script.py:FUNCTION or package.module:FUNCTION that returns a parallel3d.parity.Subject"
+        "target",
+        help="script.py:FUNCTION or package.module:FUNCTION that returns a parallel3d.parity.Subject; or the directory of a "
+        "Hugging Face model, or its config.json",
     )
     parser.add_argument(
         "--layouts", nargs="+", required=True, metavar="LAYOUT", help='such as "pp2,dp2,tp2,zero2" "pp4,zero1,zb-h1"'

@@ -6,7 +6,13 @@ from parallel3d.config.load import load, load_activation_checkpointing, load_lay
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.schema import Config
-from parallel3d.config.training import ActivationCheckpointingConfig, CheckpointConfig, OptimizerConfig, SchedulerConfig
+from parallel3d.config.training import (
+    ActivationCheckpointingConfig,
+    CheckpointConfig,
+    CompileConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
 from parallel3d.config.zero import ZeroConfig
 
 __all__ = [
@@ -15,6 +21,7 @@ __all__ = [
     "BatchSizes",
     "Bf16Config",
     "CheckpointConfig",
+    "CompileConfig",
     "Config",
     "DataTypesConfig",
     "Fp16Config",

@@ -108,7 +108,6 @@ _DATA = known(
     Support.REFUSED, "samples are dealt whole and in the loader's order", "curriculum_learning data_efficiency"
 )
 _HOST = {
-    **known(Support.LATER, "compile layers with torch.compile", "compile", switch=("deepcompile", (False, None))),
     **known(Support.WITHOUT_EFFECT, "no graph of a step is captured", "graph_harvesting"),
     **known(Support.WITHOUT_EFFECT, "Python's garbage collector is left alone", "disable_python_gc"),
     **known(Support.WITHOUT_EFFECT, "optimizers run where the parameters are", "zero_force_ds_cpu_optimizer"),

@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.config.auto import fill
 from parallel3d.config.files import decode, read_mapping
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.review import Review, warnings_of
 from parallel3d.config.schema import Config
-from parallel3d.config.training import ActivationCheckpointingConfig
+from parallel3d.config.training import ActivationCheckpointingConfig, RngConfig
 from parallel3d.errors import ConfigError
 
 Source = str | Path | Mapping[str, Any] | Config | None
@@ -52,10 +52,18 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
     return reading.config
 
 
-def load_layout(source: Source) -> tuple[PipelineConfig, TensorParallelConfig]:
-    """The sections pipeline and tensor_parallel, read without looking at others, whose "auto"s may be filled later."""
-    config = _load_sections(source, ("pipeline", "tensor_parallel"))
-    return config.pipeline, config.tensor_parallel
+class LayoutSections(NamedTuple):
+    """What of a configuration decides how layers are built."""
+
+    pipeline: PipelineConfig
+    tensor_parallel: TensorParallelConfig
+    rng: RngConfig
+
+
+def load_layout(source: Source) -> LayoutSections:
+    """The sections that decide on layers, read without looking at others, whose "auto"s may be filled later."""
+    config = _load_sections(source, LayoutSections._fields)
+    return LayoutSections(config.pipeline, config.tensor_parallel, config.rng)
 
 
 def load_activation_checkpointing(source: Source) -> ActivationCheckpointingConfig:

@@ -10,6 +10,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, mod
 from parallel3d.config.section import (
     OWN,
     KnownKey,
+    LayerNames,
     NonNegative,
     Positive,
     ReadOnlyMapping,
@@ -60,14 +61,6 @@ def _read_partition(value: object) -> object:
     )
 
 
-def _read_checkpointable(value: object) -> object:
-    if value is None or (isinstance(value, str) and value):
-        return value
-    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
-        return tuple(value)
-    raise ValueError('give a regular expression such as "Block|MLP", or a list of class names such as ["Block"]')
-
-
 Schedule = Annotated[
     str | tuple[tuple[str, ...], ...],
     PlainValidator(_read_schedule),
@@ -78,12 +71,6 @@ Partition = Annotated[
     PlainValidator(_read_partition),
     PlainSerializer(dumped),
     WithJsonSchema({"type": ["string", "array", "object", "null"]}),
-]
-
-Checkpointable = Annotated[
-    str | tuple[str, ...] | None,
-    PlainValidator(_read_checkpointable),
-    WithJsonSchema({"type": ["string", "array", "null"]}),
 ]
 
 
@@ -113,7 +100,7 @@ class PipelineConfig(Section):
     activation_checkpoint_interval: NonNegative | None = Field(
         None, description="a whole number of layers >= 0, where 0 recomputes nothing"
     )
-    checkpointable_layers: Checkpointable = Field(
+    checkpointable_layers: LayerNames = Field(
         None, description="a regular expression or a list of class names", json_schema_extra=OWN
     )
     max_in_flight: float | None = Field(

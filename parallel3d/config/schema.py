@@ -11,7 +11,14 @@ from parallel3d.config.deepspeed_keys import TOP_LEVEL
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.section import OWN, Dtype, KnownKey, NonNegative, Positive, Section, differs
-from parallel3d.config.training import ActivationCheckpointingConfig, CheckpointConfig, OptimizerConfig, SchedulerConfig
+from parallel3d.config.training import (
+    ActivationCheckpointingConfig,
+    CheckpointConfig,
+    CompileConfig,
+    OptimizerConfig,
+    RngConfig,
+    SchedulerConfig,
+)
 from parallel3d.config.zero import ZeroConfig
 
 
@@ -61,12 +68,14 @@ class Config(Section):
         ActivationCheckpointingConfig(), description='a mapping such as {"cpu_checkpointing": true}'
     )
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description='a mapping such as {"keep_last": 3}')
+    compile: CompileConfig = Field(CompileConfig(), description='a mapping {"enabled": false}')
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
     tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), description='a mapping such as {"size": 2}')
     dataloader_drop_last: bool = Field(False, description=_BOOL)
     seed: NonNegative = Field(
         1234, description="a whole number >= 0, which fixes the order of the training data", json_schema_extra=OWN
     )
+    rng: RngConfig = Field(RngConfig(), description='a mapping such as {"layout_independent": true}')
     steps_per_print: Positive | None = Field(10, description="a whole number of steps >= 1, or null to print nothing")
     wall_clock_breakdown: bool = Field(False, description=_BOOL)
     memory_breakdown: bool = Field(False, description=_BOOL)

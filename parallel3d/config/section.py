@@ -123,6 +123,14 @@ def _read_half(value: object) -> object:
     return value if (short := _read_dtype(value)) == "fp32" else short
 
 
+def _read_layer_names(value: object) -> object:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    raise ValueError('give a regular expression such as "Block|MLP", or a list of class names such as ["Block"]')
+
+
 Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
 NonNegative = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 Params = Annotated[
@@ -130,6 +138,12 @@ Params = Annotated[
 ]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_read_dtype, json_schema_input_type=str)]
 HalfDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_read_half, json_schema_input_type=str)]
+
+LayerNames = Annotated[
+    str | tuple[str, ...] | None,
+    PlainValidator(_read_layer_names),
+    WithJsonSchema({"type": ["string", "array", "null"]}),
+]
 
 # Marks of a field, which the table of keys shows.
 OWN: dict[str, Any] = {"own": True}

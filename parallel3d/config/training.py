@@ -7,7 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from parallel3d.config.section import OWN, KnownKey, Params, Positive, ReadOnlyMapping, Section, Support, differs, known
+from parallel3d.config.section import (
+    OWN,
+    KnownKey,
+    LayerNames,
+    Params,
+    Positive,
+    ReadOnlyMapping,
+    Section,
+    Support,
+    differs,
+    known,
+)
 
 _BOOL = "true or false"
 
@@ -42,6 +53,44 @@ class SchedulerConfig(Section):
 
     type: str = Field(min_length=1, description='the name of a schedule, such as "WarmupLR"')
     params: Params = Field(default_factory=_no_params, description="a mapping of the schedule's arguments")
+
+
+class CompileConfig(Section):
+    """torch.compile, layer by layer."""
+
+    known_keys: ClassVar[Mapping[str, KnownKey]] = known(
+        Support.WITHOUT_EFFECT,
+        "layers are compiled one by one where enabled is true",
+        "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
+        "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
+        "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+        "keep_int_input_tensors keep_all_input_tensors passes",
+    )
+
+    enabled: bool = Field(False, description=_BOOL, json_schema_extra=OWN)
+    backend: str = Field("inductor", description="a backend of torch.compile", json_schema_extra=OWN)
+    mode: str | None = Field(None, description="a mode of torch.compile, or null", json_schema_extra=OWN)
+    dynamic: bool | None = Field(
+        None,
+        description="true or false, whether shapes are expected to change, or null to find out",
+        json_schema_extra=OWN,
+    )
+    layers: LayerNames = Field(
+        None,
+        description="class names, or a regular expression that is searched in them; null for all",
+        json_schema_extra=OWN,
+    )
+
+
+class RngConfig(Section):
+    """What random numbers depend on besides the seed."""
+
+    layout_independent: bool = Field(
+        False,
+        description="true or false, whether what tensor slices drop is part of what one process would drop, for the price of "
+        "drawing all of it, and of attention that holds its probabilities",
+        json_schema_extra=OWN,
+    )
 
 
 class ActivationCheckpointingConfig(Section):

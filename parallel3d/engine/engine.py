@@ -17,6 +17,7 @@ from parallel3d.config import BatchSizes, Config, resolve_batch
 from parallel3d.data import RepeatingLoader
 from parallel3d.engine.answers import Answers
 from parallel3d.engine.calls import StepByCalls, check_metrics
+from parallel3d.engine.compiling import Compiling
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.report import Reports, dump_state
 from parallel3d.engine.saving import Saving
@@ -34,7 +35,7 @@ from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
 
 
-class Engine(Answers, Reports, Saving):
+class Engine(Answers, Reports, Saving, Compiling):
     """Trains a model. Made by `initialize`; every rank calls its methods at the same places.
 
     By train_batch in any layout; a model that is whole on every rank also by `loss = engine(inputs)`,
@@ -78,6 +79,8 @@ class Engine(Answers, Reports, Saving):
         self._streams = RandomStreams((config.seed, torch_seed), model.device)
         self._set_up_pipeline(transport or DistributedTransport(self._groups))
         self._set_up_checkpoints()
+        if config.compile.enabled:
+            self.compile()
         if config.dump_state:
             dump_state(self.config, self._batch_sizes, model, self._update, self._program())
 
@@ -91,8 +94,8 @@ class Engine(Answers, Reports, Saving):
             model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch
         )
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
-        messages = Messages(transport, model.device, dynamic)
-        self._executor = Executor(model, messages, update.reducer, update.sharded.gather, self._precision)
+        self._messages = Messages(transport, model.device, dynamic)
+        self._executor = Executor(model, self._messages, update.reducer, update.sharded.gather, self._precision)
         # A schedule that can't run is an error now, not at the first batch.
         splits = any(i.op is Op.BACKWARD_WEIGHT for i in self._program().instructions[model.stage_id])
         if splits or update.policy.weight_dtype is not None:
@@ -217,7 +220,7 @@ class Engine(Answers, Reports, Saving):
     def _run_program(self, program: Program, batch: Batch) -> BatchResult:
         owners = self._programs.replica_owners
         if batch.training and self._memory_next:
-            memory = MemoryRecorder(self._model.device)
+            memory = MemoryRecorder(self._model.device, self._messages.in_transit)
             with memory.running():
                 result = self._executor.run(program, owners, batch, memory, no_record)
             self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
@@ -328,6 +331,7 @@ class Engine(Answers, Reports, Saving):
     # What a run says of itself
 
     def _report(self, loss: Tensor) -> None:
+        self._report_compilation()
         groups = self.optimizer.param_groups
         momentum = [g.get("betas", g.get("momentum")) for g in groups if "betas" in g or "momentum" in g]
         self._monitor.finish(

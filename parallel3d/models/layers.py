@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -130,7 +129,8 @@ class TokenEmbedding(DecoderLayer):
                 raise DataError(f"{ids.shape[1]} tokens in a row, but max_positions is {self.config.max_positions}")
             where = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
             hidden, positions = self._slices.scatter(hidden + self.positions(where)), None
-        return _close(Stream(self.dropout(hidden), mask, positions, self._slices.length(ids.shape[1])))
+        length = self._slices.length(ids.shape[1])
+        return _close(Stream(self.dropout(hidden, length), mask, positions, length))
 
 
 class Block(DecoderLayer):
@@ -153,6 +153,7 @@ class Block(DecoderLayer):
         self.attention_norm = self._slices.norm(_make_norm(config))
         # Three layers and not one: where ranks share a key and value head, they don't share queries.
         self.query, self.key, self.value, self.attention_out = self._slices.attention(config)
+        self.attention_dropout = self._slices.attention_dropout(config)
         self.mlp_norm = self._slices.norm(_make_norm(config))
         self.up = self._slices.column(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias)
         self.down = self._slices.row(ffn, hidden, config.mlp_bias)
@@ -162,9 +163,9 @@ class Block(DecoderLayer):
     def forward(self, x: Travels) -> Travels:
         """See the class."""
         stream = _open(x)
-        hidden = stream.hidden
-        hidden = hidden + self.dropout(self._attend(stream._replace(hidden=self.attention_norm(hidden))))
-        hidden = hidden + self.dropout(self._mlp(self.mlp_norm(hidden), stream.length))
+        hidden, length = stream.hidden, stream.length
+        hidden = hidden + self.dropout(self._attend(stream._replace(hidden=self.attention_norm(hidden))), length)
+        hidden = hidden + self.dropout(self._mlp(self.mlp_norm(hidden), length), length)
         return _close(stream._replace(hidden=hidden))
 
     def _attend(self, stream: Stream) -> Tensor:
@@ -177,18 +178,18 @@ class Block(DecoderLayer):
             cos, sin = tables.rotary(query, stream.position_ids)
             query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
         mask = tables.mask(query, self._window, stream.attention_mask)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        with self._slices.own_numbers(query.device) if dropout else nullcontext():
-            mixed = F.scaled_dot_product_attention(
-                query.transpose(1, 2),
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                enable_gqa=query.shape[2] != key.shape[2],
-            )
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        if self.training and self.config.attention_dropout:
+            mixed = self._mix_with_dropout(query, key, value, mask)
+        else:
+            mixed = _mix(query, key, value, mask)
         return self.attention_out(mixed.transpose(1, 2).flatten(2))
+
+    def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if self._slices.layout_independent:
+            return attend(query, key, value, mask, self.attention_dropout)
+        with self._slices.own_numbers(query.device):
+            return _mix(query, key, value, mask, self.config.attention_dropout)
 
     def _mlp(self, x: Tensor, length: int | None) -> Tensor:
         up = self.up(x, length)
@@ -196,6 +197,35 @@ class Block(DecoderLayer):
             return self.down(self._activation(up))
         gate, up = up.chunk(2, dim=-1)
         return self.down(self._activation(gate) * up)
+
+
+def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+    """The fastest attention that there is; shapes and mask: see `attend`."""
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Attention whose dropout is given, and which therefore holds all its probabilities, [batch, heads, seq, seq].
+
+    query: [batch, heads, seq, head_dim]; key, value: as many or fewer heads, each for heads in a row; mask: True
+    where there is attention, causal for None.
+    """
+    shared = query.shape[1] // key.shape[1]
+    key, value = (heads.repeat_interleave(shared, dim=1) for heads in (key, value))
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    return dropout(scores.masked_fill(~mask, -math.inf).softmax(-1)) @ value
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

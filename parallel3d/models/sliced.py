@@ -14,6 +14,7 @@ from parallel3d.models.config import DecoderConfig
 from parallel3d.parameters import slicing_of, whole_shape
 from parallel3d.pipe.specs import BuildContext
 from parallel3d.rng import own_stream
+from parallel3d.tensor_parallel.dropout import SequenceDropout, SlicedDropout
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.regions import (
@@ -26,19 +27,12 @@ from parallel3d.tensor_parallel.regions import (
 from parallel3d.tensor_parallel.slicing import AttentionHeads, cut
 
 
-class ShardDropout(nn.Dropout):
-    """nn.Dropout of a rank's shard of a tensor."""
+class Dropout(nn.Dropout):
+    """nn.Dropout of replicated hidden states, which needs no length of theirs."""
 
-    def __init__(self, p: float, group: Group):
-        super().__init__(p)
-        self._group = group
-
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, length: int | None = None) -> Tensor:
         """As nn.Dropout's."""
-        if not self.training or self.p == 0:
-            return input
-        with own_stream(self._group.index, self._group.size, input.device):
-            return super().forward(input)
+        return super().forward(input)
 
 
 class Slices:
@@ -51,14 +45,29 @@ class Slices:
     def __init__(self, context: BuildContext | None):
         self.group: Group = slicing_group(None, context)
         self.sequence_parallel = context is not None and context.sequence_parallel and self.group.size > 1
+        self.layout_independent = context is not None and context.layout_independent
+
+    def dropout(self, rate: float) -> nn.Module:
+        """Of what lies between regions; called with it and the length of the whole sequence."""
+        if not self.sequence_parallel:
+            return Dropout(rate)
+        return SequenceDropout(rate, layout_independent=self.layout_independent, group=self.group)
+
+    def attention_dropout(self, config: DecoderConfig) -> SlicedDropout:
+        """Of attention probabilities, [batch, a rank's heads, query, key]."""
+        heads = AttentionHeads(config.num_heads, config.kv_heads, head_dim=1)
+        return SlicedDropout(
+            config.attention_dropout,
+            config.num_heads,
+            dim=-3,
+            segments=[heads.query],
+            layout_independent=self.layout_independent,
+            group=self.group,
+        )
 
     def own_numbers(self, device: torch.device) -> AbstractContextManager[None]:
         """For dropout inside a region: each rank draws for its own heads."""
         return own_stream(self.group.index, self.group.size, device)
-
-    def dropout(self, rate: float) -> nn.Dropout:
-        """Of what lies between regions: where that is a shard, each rank draws for its own."""
-        return ShardDropout(rate, self.group) if self.sequence_parallel else nn.Dropout(rate)
 
     def embedding(self, vocab_size: int, size: int, scatters: bool) -> VocabParallelEmbedding:
         """[batch, seq] token ids -> hidden states; scatters: those between regions, else replicated ones."""

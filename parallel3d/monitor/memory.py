@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,11 +54,13 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 class MemoryRecorder:
     """Records how much memory is held beyond what was there at its start: by instructions, or at most.
 
-    held: (instruction, bytes it added with what was waited for just before, bytes held after it); peak: the most at any
-    time, with what operations need for themselves.
+    in_transit: bytes that sent messages still hold, which leave at no certain instruction and count for none. held:
+    (instruction, bytes it added with what was waited for just before, bytes held after it); peak: the most at any time,
+    with what operations need for themselves, and what is in transit.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, in_transit: Callable[[], int] = lambda: 0):
+        self._in_transit = in_transit
         self.held: list[tuple[Instruction, int, int]] = []
         self.peak = 0
         self._device = device
@@ -92,9 +94,9 @@ class MemoryRecorder:
         self._before = now
 
     def _now(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device) - self._start
-        return self._storages.nbytes
+        on_cuda = self._device.type == "cuda"
+        held = torch.cuda.memory_allocated(self._device) - self._start if on_cuda else self._storages.nbytes
+        return held - self._in_transit()
 
 
 @dataclass(frozen=True)

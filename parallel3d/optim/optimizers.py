@@ -136,9 +136,11 @@ def _has_fused_kernel(cls: type[torch.optim.Optimizer], tensors: Sequence[Tensor
     if "fused" not in inspect.signature(cls).parameters:
         return False
     make: Any = cls
+    probe = torch.zeros(1, dtype=tensors[0].dtype, device=tensors[0].device)
+    probe.grad = torch.zeros_like(probe)
     try:
-        make([torch.zeros(1, dtype=tensors[0].dtype, device=tensors[0].device)], fused=True)
-    except RuntimeError:  # Adagrad had a fused kernel for the CPU before it had one for CUDA
+        make([probe], fused=True).step()
+    except RuntimeError:  # Adagrad had a fused kernel for the CPU before it had one for CUDA, which its step finds out
         return False
     return True
 

@@ -7,18 +7,18 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from parallel3d.config import load
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
 from parallel3d.parity.layout import RunLayout
-from parallel3d.parity.reference import Reference, Step
-from parallel3d.parity.report import Report, make_report
+from parallel3d.parity.reference import Reference
+from parallel3d.parity.report import Report, Trained, make_report
 from parallel3d.parity.subject import Subject, describe, load_subject
 from parallel3d.parity.worker import DTYPES, Plan, RankResult, building_dtype, run_rank
 from parallel3d.pipe.specs import layer_name
@@ -36,12 +36,6 @@ class Settings:
     tolerance: float | None = None
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    steps: list[Step]
-    gradients: dict[str, Tensor]
-
-
 def check(target: str, layouts: Sequence[RunLayout], settings: Settings) -> Iterator[Report]:
     """A report for each layout, in the order given. target: see load_subject.
 
@@ -55,19 +49,21 @@ def check(target: str, layouts: Sequence[RunLayout], settings: Settings) -> Iter
             _check_layout(layout, subject, settings)
         classes = tuple(map(layer_name, subject.layers))
         launched: dict[int, Path] = {}
-        wanted: dict[tuple[int, str], _Wanted] = {}
+        wanted: dict[tuple[int, str], tuple[Trained, Trained | None]] = {}
         for layout in layouts:
             same = [other for other in layouts if other.world_size == layout.world_size]
             per_step = layout.accumulation(subject.given()) * layout.replicas
             device = torch.device("cuda", 0) if _uses_gpus(layout.world_size) else torch.device("cpu")
             if (per_step, device.type) not in wanted:
-                wanted[per_step, device.type] = _train_reference(target, layout, settings, per_step, device)
+                alone = partial(_train_reference, target, layout, settings, per_step, device)
+                dtype = DTYPES[settings.dtype]
+                exact = alone(torch.float32) if dtype == torch.bfloat16 else None
+                wanted[per_step, device.type] = alone(dtype), exact
             if layout.world_size not in launched:
                 launched[layout.world_size] = Path(folder) / str(layout.world_size)
                 _launch(launched[layout.world_size], target, same, settings)
-            here = wanted[per_step, device.type]
             ranks = _results(launched[layout.world_size], same.index(layout), layout.world_size)
-            yield make_report(layout.text, ranks, here.steps, here.gradients, tolerance, classes)
+            yield make_report(layout.text, ranks, *wanted[per_step, device.type], tolerance, classes)
 
 
 @contextmanager
@@ -103,16 +99,16 @@ def _uses_gpus(world_size: int) -> bool:
 
 
 def _train_reference(
-    target: str, layout: RunLayout, settings: Settings, per_step: int, device: torch.device
-) -> _Wanted:
+    target: str, layout: RunLayout, settings: Settings, per_step: int, device: torch.device, dtype: torch.dtype
+) -> Trained:
     subject = load_subject(target, settings.seed)
     config = load(layout.config(subject.given(), settings.seed, settings.dtype))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
-            reference = Reference(subject, config, settings.seed, DTYPES[settings.dtype], device)
+            reference = Reference(subject, config, settings.seed, dtype, device)
             first = reference.step(per_step)
             gradients = reference.gradients
-            return _Wanted([first, *(reference.step(per_step) for _ in range(settings.steps - 1))], gradients)
+            return Trained([first, *(reference.step(per_step) for _ in range(settings.steps - 1))], gradients)
         except Parallel3DError:
             raise
         except Exception as error:

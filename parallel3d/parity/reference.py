@@ -6,12 +6,14 @@ No engine, executor, schedule, bucket or partition: layers are built one after t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from parallel3d.config import Config
@@ -87,9 +89,11 @@ class Reference:
         x, y = tree_map(self._to_device, inputs), tree_map(self._to_device, labels)
         if self._dtype == torch.bfloat16:
             x = tree_map(lambda leaf: leaf.to(self._dtype) if _is_float(leaf) else leaf, x)
-        for k, call in enumerate(self._calls):
-            torch.manual_seed(stream_seed(self._config.seed, self._seed, self._steps, index, k))
-            x = call(x)
+        # Other kernels of attention draw their dropout in an order of their own.
+        with sdpa_kernel(SDPBackend.MATH) if self._config.rng.layout_independent else nullcontext():
+            for k, call in enumerate(self._calls):
+                torch.manual_seed(stream_seed(self._config.seed, self._seed, self._steps, index, k))
+                x = call(x)
         loss = x if self._loss_fn is None else self._loss_fn(x, y)
         return (loss[0], float(loss[1])) if isinstance(loss, (tuple, list)) else (loss, 1.0)
 

@@ -65,23 +65,37 @@ class Report:
         return [name for name, difference in differences.items() if not _agrees(difference, self.tolerance)]
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What one process computed: its steps, and the gradients of the first."""
+
+    steps: Sequence[Step]
+    gradients: Mapping[str, Tensor]
+
+
 def make_report(
     layout: str,
     ranks: Sequence[RankResult],
-    wanted: Sequence[Step],
-    gradients: Mapping[str, Tensor],
+    wanted: Trained,
+    exact: Trained | None,
     tolerance: float,
     classes: tuple[str, ...],
 ) -> Report:
-    """Compare what all ranks hold with the reference's steps, and its gradients of the first."""
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-    of_gradients = differences((r["gradients"] for r in ranks), gradients, dict.fromkeys(gradients, norm))
+    """Compare what all ranks hold with one process.
+
+    exact: the same in a dtype whose rounding is negligible. Where `wanted` is itself far from that, as where Adam
+    normalizes the rounding of a gradient that is truly zero, twice that distance passes.
+    """
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in wanted.gradients.values()))
+    scales = {name: max(float(g.double().norm()), _NEGLIGIBLE * norm) for name, g in wanted.gradients.items()}
+    if exact is not None:
+        _allow_rounding(scales, wanted.gradients, exact.gradients, tolerance)
+    of_gradients = differences((r["gradients"] for r in ranks), wanted.gradients, scales)
     steps, of_weights = [], {}
-    for k, step in enumerate(wanted):
-        total = sum(w.numel() for w in step.weights.values())
-        squares = sum(float(w.double().square().sum()) for w in step.weights.values())
-        # A tensor of its size with the root mean square of all weights.
-        scales = {name: math.sqrt(squares * w.numel() / max(1, total)) for name, w in step.weights.items()}
+    for k, step in enumerate(wanted.steps):
+        scales = _weight_scales(step)
+        if exact is not None:
+            _allow_rounding(scales, step.weights, exact.steps[k].weights, tolerance)
         of_weights = differences((r["weights"][k] for r in ranks), step.weights, scales)
         loss, own_norm = _farthest(ranks, "losses", k, step.loss), _farthest(ranks, "norms", k, step.norm)
         largest = _largest(of_weights.values())
@@ -89,10 +103,29 @@ def make_report(
     return Report(layout, tuple(steps), of_gradients, of_weights, tolerance, classes)
 
 
+def _weight_scales(step: Step) -> dict[str, float]:
+    """Each tensor's norm, or 1% of that of a tensor of its size with the root mean square of all weights."""
+    total = sum(w.numel() for w in step.weights.values())
+    squares = sum(float(w.double().square().sum()) for w in step.weights.values())
+    return {
+        name: max(float(w.double().norm()), _NEGLIGIBLE * math.sqrt(squares * w.numel() / max(1, total)))
+        for name, w in step.weights.items()
+    }
+
+
+def _allow_rounding(
+    scales: dict[str, float], wanted: Mapping[str, Tensor], exact: Mapping[str, Tensor], tolerance: float
+) -> None:
+    """Raise the scales to where twice the distance between the two is the tolerance."""
+    for name, tensor in wanted.items():
+        rounding = float((tensor.double() - exact[name].double()).norm())
+        scales[name] = max(scales[name], 2 * rounding / tolerance)
+
+
 def differences(
     ranks: Iterable[Sequence[Held]], wanted: Mapping[str, Tensor], scales: Mapping[str, float]
 ) -> dict[str, float]:
-    """name -> ‖got - wanted‖ / max(‖wanted‖, 1% of its scale), each element by the copy that is farthest off.
+    """name -> ‖got - wanted‖ / its scale, each element by the copy that is farthest off.
 
     Infinite where no rank holds some element, or a name is not the reference's.
     """
@@ -105,9 +138,8 @@ def differences(
             unknown.append(part["name"])
     found = {}
     for name, error in errors.items():
-        norm = max(float(wanted[name].double().norm()), _NEGLIGIBLE * scales[name], 1e-30)
         is_whole = not bool((error < 0).any())
-        found[name] = float(error.double().norm()) / norm if is_whole else math.inf
+        found[name] = float(error.double().norm()) / max(scales[name], 1e-30) if is_whole else math.inf
     return found | dict.fromkeys(unknown, math.inf)
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from parallel3d.config import read_source
 from parallel3d.errors import ConfigError, nearest
+from parallel3d.models import DecoderConfig, causal_lm_loss, from_hf
 from parallel3d.pipe.specs import Layer, LayerSpec, check_layers
 from parallel3d.rng import seeded, stream_seed
 
@@ -61,12 +62,17 @@ def _in_default_dtype(leaf: Any) -> Any:
 def load_subject(target: str, seed: int) -> Subject:
     """Call the function `script.py:name` or `package.module:name` with torch seeded, and again seed torch.
 
-    Every call makes layers of its own. Raises ConfigError, saying what is missing, where there is no such function or it
-    returns neither a Subject nor a mapping with a Subject's fields.
+    target may also be a Hugging Face directory, or its config.json. Every call makes layers of its own. Raises ConfigError,
+    saying what is missing, where there is no such function or it returns neither a Subject nor a mapping with its fields.
     """
+    if Path(target).name == "config.json" or Path(target).is_dir():
+        torch.manual_seed(seed)
+        return _of_hugging_face(Path(target))
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise ConfigError(f"{target!r} names no function; give script.py:FUNCTION or package.module:FUNCTION")
+        raise ConfigError(
+            f"{target!r} names no function; give script.py:FUNCTION, package.module:FUNCTION or a Hugging Face directory"
+        )
     module = _import(place)
     function = getattr(module, name, None)
     if not callable(function):
@@ -81,6 +87,21 @@ def load_subject(target: str, seed: int) -> Subject:
     torch.manual_seed(seed)
     check_layers(subject.layers)
     return subject
+
+
+def _of_hugging_face(path: Path) -> Subject:
+    """The native decoder of a directory, with its weights, or fresh ones where it has none, on random tokens."""
+    directory = path.parent if path.name == "config.json" else path
+    layers = from_hf(directory, weights=any(directory.glob("*.safetensors")))
+    decoder: DecoderConfig = layers[0].module_args[0]
+    batch, seq = 2, min(64, decoder.max_positions)
+
+    def micro_batch(_: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(decoder.vocab_size, (batch, seq + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    # The model's own dropout, in every layout the same.
+    return Subject(layers, micro_batch, causal_lm_loss, {"rng": {"layout_independent": True}})
 
 
 def describe(error: Exception) -> str:

@@ -263,6 +263,8 @@ class Executor:
             torch.autograd.backward(done.outputs, gradients)
         if done.entry is not None:
             self._gradients[i.chunk - 1, i.micro_batch] = done.entry.gradients()
+        if done.structure is not None and not self._is_local(i.chunk + 1):
+            self._messages.let_go(done.outputs)
 
     def _send_gradient(self, i: Instruction) -> None:
         gradients = self._gradients.pop((i.chunk - 1, i.micro_batch))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from parallel3d.comm.collectives import Work
@@ -143,6 +144,7 @@ class Messages:
         self._dynamic = dynamic
         self._structures = _Structures(most_structures)
         self._unposted: dict[int, deque[Receipt]] = {}
+        self._leaving: list[tuple[StorageWeakRef, int]] = []
         self._met: set[tuple[int, bool]] = set()
         self._careful = 0
 
@@ -209,6 +211,17 @@ class Messages:
     def send_gradient(self, gradients: Sequence[Tensor], stage: int) -> None:
         """Send the gradients of a chunk's input, in the order of Structure.gradients, to the stage that made it."""
         self._transport.send(gradients, stage)
+        self.let_go(gradients)
+
+    def let_go(self, sent: Sequence[Tensor]) -> None:
+        """Say that of these tensors nothing is needed any more but that they arrive."""
+        storages = [tensor.untyped_storage() for tensor in sent]
+        self._leaving = [other for other in self._leaving if not other[0].expired()]
+        self._leaving += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+
+    def in_transit(self) -> int:
+        """Bytes of tensors that are there only because they may not have left."""
+        return sum(nbytes for storage, nbytes in self._leaving if not storage.expired())
 
     def known_structure(self, key: Key) -> Structure | None:
         """The cached structure of a chunk's output, where one can be relied on."""

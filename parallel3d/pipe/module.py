@@ -6,19 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from parallel3d.checkpointing import Checkpointable, Checkpointer, checkpointable_rule
+from parallel3d.checkpointing import Checkpointer
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
-from parallel3d.comm.environment import get_rank, get_world_size, local_device
+from parallel3d.comm.environment import get_rank, local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.config import Config, load_layout
-from parallel3d.errors import ConfigError, DataError, PartitionError
+from parallel3d.config import Config
+from parallel3d.errors import DataError, PartitionError
+from parallel3d.layer_choice import LayerChoice, choice_rule
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method, Partition, resolve_partition
+from parallel3d.pipe.settings import settle
 from parallel3d.pipe.specs import (
     BuildContext,
     Layer,
@@ -28,12 +30,17 @@ from parallel3d.pipe.specs import (
     count_parameters,
     layer_name,
 )
-from parallel3d.pipe.ties import TieIndex, replace_parameter, tied_parameters
+from parallel3d.pipe.ties import (
+    TieIndex,
+    check_copies,
+    kind_of,
+    refuse_untied_sharing,
+    replace_parameter,
+    tied_parameters,
+)
 from parallel3d.rng import EnterLayer, layer_seed, same_stream, seeded
 from parallel3d.schedule.builders import placement_of
-from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-
-T = TypeVar("T")
+from parallel3d.topology import ProcessTopology
 
 
 class _Call(NamedTuple):
@@ -76,7 +83,7 @@ class PipelineModule(nn.Module):
         partition_method: Method | None = None,
         activation_checkpoint_interval: int | None = None,
         activation_checkpoint_func: Callable[..., Any] | None = None,
-        checkpointable_layers: Checkpointable | None = None,
+        checkpointable_layers: LayerChoice | None = None,
         dynamic_shape: bool = False,
         num_chunks: int | None = None,
         placement: str | None = None,
@@ -87,77 +94,69 @@ class PipelineModule(nn.Module):
         self.wait_for_weights: Callable[[nn.Module], None] = lambda module: None
         layers = list(layers)
         check_layers(layers)
-        pipeline, tensor_parallel = load_layout(config)
-        self.num_chunks = _choose("num_chunks", num_chunks, pipeline.num_chunks, 1)
-        self.placement_kind = _choose("placement", placement, pipeline.placement, "loop")
-        self.checkpointable_layers = _choose(
-            "checkpointable_layers", _as_tuple(checkpointable_layers), pipeline.checkpointable_layers, None
+        settings = settle(
+            config,
+            num_stages=num_stages,
+            topology=topology,
+            seed_layers=seed_layers,
+            partition_method=partition_method,
+            activation_checkpoint_interval=activation_checkpoint_interval,
+            checkpointable_layers=checkpointable_layers,
+            num_chunks=num_chunks,
+            placement=placement,
         )
-        self.activation_checkpoint_interval = _choose(
-            "activation_checkpoint_interval",
-            activation_checkpoint_interval,
-            pipeline.activation_checkpoint_interval,
-            0 if self.checkpointable_layers is None else 1,
-        )
-        self._own_checkpoint_func = activation_checkpoint_func
-        self.use_checkpointer(Checkpointer())
-        stages = _choose("num_stages", num_stages, pipeline.stages, None)
-        self._topology = topology or _make_topology(stages, tensor_parallel.size or 1)
-        self.num_stages = _choose("num_stages", stages, max(1, self._topology.get_dim("pipe")), 1)
-        self.placement = placement_of(self.placement_kind, self.num_stages, self.num_chunks)
-        self.groups = ProcessGroups(self._topology)
+        self.settings, self.dynamic_shape = settings, dynamic_shape
+        self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)
+        self.groups = ProcessGroups(settings.topology)
         self.device = local_device()
         self.stage_id = self.groups.coordinate("pipe")
         self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
-
-        self.sequence_parallel = tensor_parallel.sequence_parallel
-        context = BuildContext(self.groups, self.device, self.sequence_parallel)
-        self.seed_layers = _choose("seed_layers", seed_layers, pipeline.seed_layers, False)
-        seed = base_seed if self.seed_layers else torch.initial_seed() % 2**62
+        self._own_checkpoint_func = activation_checkpoint_func
+        self.use_checkpointer(Checkpointer())
+        context = BuildContext(self.groups, self.device, settings.sequence_parallel, settings.layout_independent)
         self.loss_fn = loss_fn.build(context) if isinstance(loss_fn, LayerSpec) else loss_fn
         _refuse_trained_loss(self.loss_fn)
-        self.dynamic_shape = dynamic_shape
-        self._seed_fn = seed_fn if self.seed_layers else None
-        method: Method = "parameters"
-        self.partition_method = _choose(
-            "partition_method", _as_configured(partition_method), pipeline.partition, method
-        )
+        self._seed_fn = seed_fn if settings.seed_layers else None
+        self._build_layers(layers, base_seed if settings.seed_layers else torch.initial_seed() % 2**62, context)
+        self.to(self.device)
+        self.replica_groups = self._make_replica_groups()
+        self._synchronize()
+
+    def _build_layers(self, layers: Sequence[Layer], seed: int, context: BuildContext) -> None:
+        """Split the list over the chunks, and build those of this rank."""
         with seeded(seed, self.device):
             self.partition = self._split(layers, context)
         if get_rank() == 0 and len(self.placement) > 1:
             print(self.partition_table(), flush=True)
         self._ties = TieIndex(layers, self.partition.part_of)
+        refuse_untied_sharing(layers, self._ties, self.partition.part_of)
         self.layers = nn.ModuleDict()
         self._calls = {
             c: [self._build(layers, k, seed, context) for k in self.partition.layers(c)] for c in self.own_chunks
         }
-        rule = checkpointable_rule(self.checkpointable_layers, self._names)
+        rule = choice_rule(self.settings.checkpointable_layers, self._names, "checkpointable_layers")
         self._recomputed = {
             c: [rule(call.layer, call.function if call.module is None else call.module) for call in self._calls[c]]
             for c in self.own_chunks
         }
         self._share_attributes()
-        _refuse_untied_sharing(layers, self._ties, self.partition.part_of)
-        self.to(self.device)
-        self.replica_groups = self._make_replica_groups()
-        self._synchronize()
 
     def _split(self, layers: Sequence[Layer], context: BuildContext) -> Partition:
         names = [layer_name(layer) for layer in layers]
         partition = resolve_partition(
-            self.partition_method,
+            self.settings.partition_method,
             [float(count_parameters(layer, context)) for layer in layers],
             names,
             [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers],
             len(self.placement),
-            what=f"{self.num_stages} stages x {self.num_chunks} chunks",
+            what=f"{self.settings.num_stages} stages x {self.settings.num_chunks} chunks",
         )
         self._names = names
         return partition
 
     def partition_table(self) -> str:
         """The layers of each stage, or chunk, a line each."""
-        return self.partition.table(self._names, label="stage" if self.num_chunks == 1 else "chunk")
+        return self.partition.table(self._names, label="stage" if self.settings.num_chunks == 1 else "chunk")
 
     def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> _Call:
         """What layer k calls; its module is built, or found where a tie has built it, and registered."""
@@ -234,16 +233,31 @@ class PipelineModule(nn.Module):
                 broadcast(tensor.data, self.groups.model.ranks[0], self.groups.model)
             broadcast(tensor.data, self.groups.data.ranks[0], self.groups.data)
         replicas = {info.name: info for info in self._all_infos() if info.shared}
-        mine = {name: (info.owners, _kind(info.parameter)) for name, info in replicas.items()}
+        mine = {name: (info.owners, kind_of(info.parameter)) for name, info in replicas.items()}
         everyone = all_gather_object(mine, self.groups.control)
-        _check_copies([everyone[rank] for rank in self.groups.pipe.ranks], self.placement)
+        check_copies([everyone[rank] for rank in self.groups.pipe.ranks], self.placement)
         for _, info in sorted(replicas.items()):
             first_owner = self.groups.pipe.ranks[self.placement[info.owners[0]]]
             broadcast(info.parameter.data, first_owner, self.replica_groups[info.owners])
 
+    @property
+    def num_stages(self) -> int:
+        """The pipeline's length."""
+        return self.settings.num_stages
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Of all layers of the model: their class or function names."""
+        return list(self._names)
+
+    def called_modules(self) -> list[tuple[int, nn.Module]]:
+        """(place in the list, module) of this rank's layers that are called as modules, each module once."""
+        calls = (call for calls in self._calls.values() for call in calls)
+        return list({id(c.module): (c.layer, c.module) for c in calls if c.module is c.function and c.module}.values())
+
     def topology(self) -> ProcessTopology:
         """The axes of this world."""
-        return self._topology
+        return self.settings.topology
 
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
         """(inputs, labels) of a micro-batch. Raises DataError for what isn't that."""
@@ -263,7 +277,7 @@ class PipelineModule(nn.Module):
 
         enter: called before each layer, and again before its recomputation.
         """
-        calls, interval = self._calls[chunk], self.activation_checkpoint_interval
+        calls, interval = self._calls[chunk], self.settings.activation_checkpoint_interval
         if not interval or not torch.is_grad_enabled():
             return self._run(calls, enter, x)
         for recomputed, group in groupby(zip(self._recomputed[chunk], calls, strict=True), key=lambda pair: pair[0]):
@@ -305,30 +319,6 @@ class PipelineModule(nn.Module):
         return x
 
 
-def _as_configured(method: Method | None) -> Method | None:
-    """A partition method as the configuration reads it: bounds and weights are tuples."""
-    if isinstance(method, Mapping):
-        return {key: tuple(values) if isinstance(values, list) else values for key, values in method.items()}
-    return tuple(method) if isinstance(method, list) else method
-
-
-def _as_tuple(choice: Checkpointable | None) -> Checkpointable | None:
-    """A choice of layers as the configuration reads it: names are a tuple."""
-    return tuple(choice) if isinstance(choice, list) else choice
-
-
-def _choose(key: str, argument: T | None, configured: Any, default: T) -> T:
-    """An argument, else what the configuration (or topology) says, else the default; ConfigError when the two disagree."""
-    if argument is not None and configured is not None and argument != configured:
-        raise ConfigError(
-            f"{key} is {argument!r} in one place and {configured!r} in another (PipelineModule's arguments, its topology, the "
-            "configuration's pipeline section); give it once"
-        )
-    if argument is not None:
-        return argument
-    return default if configured is None else configured
-
-
 def _refuse_trained_loss(loss_fn: object) -> None:
     """A loss function is no layer: its parameters would belong to no stage, and no gradient of theirs be reduced."""
     trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
@@ -336,57 +326,3 @@ def _refuse_trained_loss(loss_fn: object) -> None:
         raise PartitionError(
             f"loss_fn {type(loss_fn).__name__} has parameters to train, {trained}; move them to the last layer"
         )
-
-
-def _make_topology(num_stages: int | None, num_slices: int) -> ProcessTopology:
-    world_size = get_world_size()
-    if num_stages is None:
-        raise PartitionError("PipelineModule needs num_stages, a topology, or pipeline.stages in its configuration")
-    if num_stages < 1:
-        raise PartitionError(f"num_stages is {num_stages}; a pipeline has at least 1")
-    if world_size % (num_stages * num_slices):
-        fitting = [n for n in range(1, world_size + 1) if world_size % (n * num_slices) == 0]
-        sliced = f" x {num_slices} tensor slices" if num_slices > 1 else ""
-        remedy = f"use one of {fitting} stages" if fitting else f"set tensor_parallel.size to a divisor of {world_size}"
-        raise PartitionError(
-            f"{num_stages} stages{sliced} don't divide a world of {world_size} processes; {remedy}, or start a multiple of "
-            f"{num_stages * num_slices} processes"
-        )
-    num_replicas = world_size // (num_stages * num_slices)
-    if num_slices == 1:
-        return PipeDataParallelTopology(num_stages, num_replicas)
-    return PipeModelDataParallelTopology(num_pp=num_stages, num_mp=num_slices, num_dp=num_replicas)
-
-
-def _kind(parameter: nn.Parameter) -> str:
-    """What copies of a tied parameter must have in common."""
-    return f"{list(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
-
-
-def _check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], placement: Sequence[int]) -> None:
-    """Raise PartitionError unless the tied parameters (name -> owners, kind) of all stages are each other's copies."""
-    for name in sorted({name for there in stages for name in there}):
-        found = {stage: there[name] for stage, there in enumerate(stages) if name in there}
-        owners, _ = next(iter(found.values()))
-        missing = {placement[c] for c in owners} - set(found)
-        if missing:
-            raise PartitionError(
-                f"tied parameter {name} is on stages {sorted(found)} but the layer tied to it on stage {min(missing)} has no "
-                "such parameter; name the same ones by tied_weight_attr"
-            )
-        if len(set(found.values())) > 1:
-            kinds = " and ".join(f"{kind} on stage {stage}" for stage, (_, kind) in found.items())
-            raise PartitionError(f"the copies of tied parameter {name} differ: {kinds}; make them alike")
-
-
-def _refuse_untied_sharing(layers: Sequence[Layer], ties: TieIndex, part_of: Callable[[int], int]) -> None:
-    """Different modules that share a parameter across chunks would drift apart: no tie joins their gradients."""
-    holder: dict[nn.Parameter, int] = {}
-    for k, layer in enumerate(layers):
-        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-            j = holder.setdefault(parameter, k)
-            if ties.builder[j] != ties.builder[k] and part_of(j) != part_of(k):
-                raise PartitionError(
-                    f"layers {j} and {k} share a parameter but lie on chunks {part_of(j)} and {part_of(k)}; "
-                    "use TiedLayerSpec for both"
-                )

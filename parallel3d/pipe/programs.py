@@ -47,13 +47,13 @@ class Programs:
         return self._cache[key]
 
     def _training(self, num_micro_batches: int) -> Program:
-        m = self._module
+        m = self._module.settings
         program = build(
             self._pipeline.schedule,
             m.num_stages,
             num_micro_batches,
             m.num_chunks,
-            m.placement_kind,
+            m.placement,
             self._pipeline.max_in_flight,
         )
         validate(program)
@@ -61,8 +61,8 @@ class Programs:
         return self._gathered(add_replica_reduction(reduced, self.replica_owners))
 
     def _evaluation(self, num_micro_batches: int) -> Program:
-        m = self._module
-        return self._gathered(lower(inference(m.num_stages, num_micro_batches, m.num_chunks, m.placement_kind)))
+        m = self._module.settings
+        return self._gathered(lower(inference(m.num_stages, num_micro_batches, m.num_chunks, m.placement)))
 
     def _gathered(self, program: Program) -> Program:
         return add_parameter_gather(program) if self._partitioned else program

@@ -19,12 +19,13 @@ class BuildContext:
     """What a layer may want to know of where it is built; passed as `context=` to classes that declare it.
 
     groups: `groups.model` are the ranks over which it may slice itself; sequence_parallel: whether what lies between sliced
-    layers is shared along the sequence.
+    layers is shared along the sequence; layout_independent: whether what a slice draws is part of what the whole would draw.
     """
 
     groups: ProcessGroups
     device: torch.device
     sequence_parallel: bool = False
+    layout_independent: bool = False
 
 
 class LayerSpec:

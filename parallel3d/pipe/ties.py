@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -106,3 +106,37 @@ def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -
                 )
             path, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(path), leaf, new)
+
+
+def kind_of(parameter: nn.Parameter) -> str:
+    """What copies of a tied parameter must have in common."""
+    return f"{list(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
+
+
+def check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], placement: Sequence[int]) -> None:
+    """Raise PartitionError unless the tied parameters (name -> owners, kind) of all stages are each other's copies."""
+    for name in sorted({name for there in stages for name in there}):
+        found = {stage: there[name] for stage, there in enumerate(stages) if name in there}
+        owners, _ = next(iter(found.values()))
+        missing = {placement[c] for c in owners} - set(found)
+        if missing:
+            raise PartitionError(
+                f"tied parameter {name} is on stages {sorted(found)} but the layer tied to it on stage {min(missing)} has no "
+                "such parameter; name the same ones by tied_weight_attr"
+            )
+        if len(set(found.values())) > 1:
+            kinds = " and ".join(f"{kind} on stage {stage}" for stage, (_, kind) in found.items())
+            raise PartitionError(f"the copies of tied parameter {name} differ: {kinds}; make them alike")
+
+
+def refuse_untied_sharing(layers: Sequence[Layer], ties: TieIndex, part_of: Callable[[int], int]) -> None:
+    """Different modules that share a parameter across chunks would drift apart: no tie joins their gradients."""
+    holder: dict[nn.Parameter, int] = {}
+    for k, layer in enumerate(layers):
+        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+            j = holder.setdefault(parameter, k)
+            if ties.builder[j] != ties.builder[k] and part_of(j) != part_of(k):
+                raise PartitionError(
+                    f"layers {j} and {k} share a parameter but lie on chunks {part_of(j)} and {part_of(k)}; "
+                    "use TiedLayerSpec for both"
+                )

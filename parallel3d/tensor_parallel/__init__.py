@@ -2,6 +2,7 @@
 
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from parallel3d.tensor_parallel.dropout import SequenceDropout, SlicedDropout
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.parallelize import Column, Row, Vocabulary, Whole, parallelize
@@ -21,6 +22,8 @@ __all__ = [
     "ColumnParallelLinear",
     "Row",
     "RowParallelLinear",
+    "SequenceDropout",
+    "SlicedDropout",
     "Slicing",
     "VocabParallelEmbedding",
     "Vocabulary",

@@ -8,6 +8,7 @@ B, and their transposes backward, move the same bytes as the two all-reduces.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -32,16 +33,16 @@ from parallel3d.tensor_parallel.regions import (
 from parallel3d.tensor_parallel.slicing import Segments, cut
 
 
-class SlicedLayer(SplittableLayer):
+class SlicedLayer(SplittableLayer, ABC):
     """A layer of which each rank of `group` holds a part; its parameters say so by their attributes."""
 
     group: Group
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @abstractmethod
     def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Hold this rank's part of a whole layer's parameters: weight [out, in] or [words, dim], bias [out] or None."""
-        raise NotImplementedError
 
     def _hold(self, weight: Tensor, bias: Tensor | None) -> None:
         self.register_parameter("weight", cast(nn.Parameter, weight))

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,6 +61,7 @@ def test_only_the_import_line_tells_it_from_a_deepspeed_script(name: str):
 STEPS = 40
 
 
+@cache
 def pipeline_losses() -> list[float]:
     """Plain PyTorch's, of whole batches."""
     module, config = example("deepspeed_pipeline"), json.loads((EXAMPLES / "deepspeed_pipeline.json").read_text())
@@ -78,8 +80,8 @@ def pipeline_losses() -> list[float]:
 
 @pytest.mark.parametrize(
     ("command", "stages"),
-    [([*OURS, "2"], 2), ([*TORCHRUN, "2"], 2), ([*OURS, "2"], 0), ([*TORCHRUN, "1"], 1)],
-    ids=["parallel3d pipe", "torchrun pipe", "parallel3d base line", "torchrun one stage"],
+    [([*OURS, "2"], 2), ([*TORCHRUN, "2"], 0), ([*TORCHRUN, "1"], 1)],
+    ids=["parallel3d pipe", "torchrun base line", "torchrun one stage"],
 )
 def test_a_script_of_the_pipeline_tutorial(command: list[str], stages: int):
     config = EXAMPLES / "deepspeed_pipeline.json"
@@ -123,8 +125,8 @@ def plain_losses(config: dict[str, Any], replicas: int, dtype: torch.dtype) -> l
 
 @pytest.mark.parametrize(
     ("command", "replicas", "dtype", "stage"),
-    [([*OURS, "2"], 2, "fp16", 1), ([*TORCHRUN, "2"], 2, "bf16", 2), ([*TORCHRUN, "1"], 1, "fp32", 0)],
-    ids=["parallel3d fp16", "torchrun bf16", "torchrun fp32"],
+    [([*OURS, "2"], 2, "fp16", 1), ([*TORCHRUN, "1"], 1, "fp32", 0)],
+    ids=["parallel3d fp16", "torchrun fp32"],
 )
 def test_a_script_of_the_plain_engine(tmp_path: Path, command: list[str], replicas: int, dtype: str, stage: int):
     config = json.loads((EXAMPLES / "deepspeed_plain.json").read_text())

@@ -78,10 +78,9 @@ def test_two_by_two_learns_what_one_process_does(
     ("command", "arguments"),
     [
         ([*TORCHRUN, "2"], ["--layout", "pp2", "--schedule", "interleaved", "--chunks", "2"]),
-        ([*LAUNCHER, "pp2,tp2,dp2"], ["--layout", "pp2,tp2,dp2"]),
-        ([*LAUNCHER, "sp,tp2"], ["--layout", "sp,tp2"]),
+        ([*LAUNCHER, "pp2,tp2,dp2,sp"], ["--layout", "pp2,tp2,dp2,sp"]),
     ],
-    ids=["torchrun, interleaved", "3D", "sequence parallel"],
+    ids=["torchrun, interleaved", "3D"],
 )
 def test_layout_and_launcher_dont_change_what_it_learns(
     one_process: list[dict[str, str]], tmp_path: Path, command: list[str], arguments: list[str]

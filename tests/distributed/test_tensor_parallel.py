@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from collective_counts import Collectives
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +30,8 @@ from parallel3d.tensor_parallel import (
     ColumnParallelLinear,
     Row,
     RowParallelLinear,
+    SequenceDropout,
+    SlicedDropout,
     VocabParallelEmbedding,
     enter_region,
     gather_sequence,
@@ -38,6 +40,7 @@ from parallel3d.tensor_parallel import (
     sum_gradients_over,
     vocab_parallel_cross_entropy,
 )
+from parallel3d.tensor_parallel.slicing import cut
 
 BATCH, SEQ, HIDDEN, HEAD_DIM, FFN, WORDS = 2, 7, 6, 4, 10, 23
 EXACT: dict[str, float] = {"rtol": 1e-10, "atol": 1e-10}
@@ -398,24 +401,6 @@ def test_autocast(run_ranks) -> None:
     run_ranks(2, check_autocast)
 
 
-class Collectives(TorchDispatchMode):
-    """Counts (collective, bytes that this rank gives)."""
-
-    NAMES: ClassVar[dict[str, int]] = {"allreduce_": 0, "_allgather_base_": 1, "_reduce_scatter_base_": 1}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[tuple[str, int]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.overloadpacket.__name__
-            tensors = args[self.NAMES[name]]
-            tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            self.counts[name, sum(t.numel() * t.element_size() for t in tensors)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def count_block(sequence_parallel: bool, fused: bool, seq: int) -> tuple[dict[Any, int], dict[Any, int]]:
     """Of a transformer layer: forward, backward."""
     layers = Layers(world(), sequence_parallel, seq)
@@ -597,6 +582,41 @@ def check_reduction_in_place() -> None:
 
 def test_a_reduction_in_place_of_any_result(run_ranks) -> None:
     run_ranks(2, check_reduction_in_place)
+
+
+# Parts of seven: features over 3 ranks, the heads of 2 key and value heads over 3 ranks, a sequence that needs padding.
+DROPPED = {
+    "features": (torch.Size([2, 5, 7]), -1, None),
+    "heads": (torch.Size([2, 6, 3, 3]), -3, [AttentionHeads(6, 2, head_dim=1).query]),
+    "sequence": (torch.Size([2, 7, 4]), -2, None),
+}
+
+
+def drop_whole_masks(what: str) -> list[tuple[Tensor, Tensor]]:
+    """Twice: what this rank drops of ones, and its part of the whole that one process would drop."""
+    group, (shape, dim, segments) = world(), DROPPED[what]
+    masks = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        whole = F.dropout(torch.ones(shape), 0.5)
+        torch.manual_seed(seed)
+        if what == "sequence":
+            layer = SequenceDropout(0.5, layout_independent=True, group=group)
+            own, part = layer(torch.ones(2, 3, 4), shape[dim]), F.pad(whole, (0, 0, 0, 2)).split(3, dim)[group.index]
+        else:
+            layer = SlicedDropout(0.5, shape[dim], dim, segments=segments, layout_independent=True, group=group)
+            part = cut(shape[dim], segments, group.size).slicing(dim, group.index).part_of(whole)
+            own = layer(torch.ones_like(part))
+        masks.append((own, part))
+    return masks
+
+
+@pytest.mark.parametrize("what", DROPPED)
+def test_slices_take_their_parts_of_one_mask_where_asked(run_ranks, what: str):
+    for (first, wanted), (second, wanted_next) in run_ranks(3, drop_whole_masks, what):
+        assert torch.equal(first, wanted)
+        assert torch.equal(second, wanted_next)
+        assert not torch.equal(first, second)
 
 
 def draw_in_slices() -> tuple[Tensor, Tensor, Tensor]:

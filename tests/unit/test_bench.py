@@ -63,7 +63,7 @@ def test_a_name_says_what_runs(name: str, schedule: str, chunks: int, zero: int,
         "torch-pp4-zb-h1",
         "fsdp-pp4",
         "ds-dp4-bf16acc",
-        "pp4-compile",
+        "pp4-reshard",
         "pp2pp2-1f1b",
         "dp4-zero1.5",
         "ds",
@@ -83,6 +83,8 @@ def test_own_command():
         " ".join(arguments) == "--size 7b --micro_batch 1 --micro_batches 16 --warmup 3 --steps 6 --pp 2 --dp 2 "
         "--schedule zbv --chunks 2 --zero 2 --placement v --accumulate bf16 --reduce_per_micro_batch false"
     )
+    sliced = " ".join(command_of(parse_case("pp2tp2-zb-h1-sp-compile-cudnn"), WORK, None))
+    assert "--pp 2 --dp 1 --tp 2 --sequence_parallel --compile --cudnn --schedule zb-h1" in sliced
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d import checkpointing
-from parallel3d.checkpointing import Checkpointer, Copy, RecomputationTimes, checkpointable_rule
+from parallel3d.checkpointing import Checkpointer, Copy, RecomputationTimes
 from parallel3d.config import ActivationCheckpointingConfig
 from parallel3d.errors import ConfigError, ExecutionError
 
@@ -227,35 +227,3 @@ def test_configure_reads_the_section_and_arguments_override_it():
     checkpointing.configure(None)
     with pytest.raises(ConfigError, match="number_checkpoints is 0"):
         checkpointing.configure(None, num_checkpoints=0)
-
-
-NAMES = ["Embed", "Block", "MLPBlock", "Head"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "chosen"),
-    [
-        (None, [0, 1, 2, 3]),
-        (["Block"], [1]),
-        (("Head", "Embed"), [0, 3]),
-        ("Block$", [1, 2]),
-        ("^Block|H", [1, 3]),
-        (lambda k, layer: k % 2 == 0 and layer == "layer", [0, 2]),
-    ],
-)
-def test_layers_are_chosen_by_names_a_pattern_or_a_function(choice: Any, chosen: list[int]):
-    rule = checkpointable_rule(choice, NAMES)
-    assert [k for k in range(4) if rule(k, "layer")] == chosen
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        (["Block", "Haed"], "names 'Haed', which no layer has; Did you mean 'Head'\\?"),
-        ("Transformer", "names 'Transformer', which no layer has; the layers are Embed, Block, MLPBlock, Head"),
-        ("Block(", "is no regular expression"),
-    ],
-)
-def test_a_choice_that_no_layer_meets_is_an_error(choice: Any, message: str):
-    with pytest.raises(ConfigError, match=message):
-        checkpointable_rule(choice, NAMES)

@@ -28,11 +28,13 @@ OPTIONS = {
     "bf16comm": "gradients are reduced in bf16",
     "permicro": "gradients are reduced in every micro-batch",
     "once": "gradients are reduced in the last micro-batch alone",
-    "compile": "a peer's blocks are compiled",
+    "compile": "blocks are compiled",
+    "cudnn": "attention by cuDNN where it can",
+    "sp": "sequence parallelism",
     "purebf16": "torch: bf16 weights without FSDP",
     "reshard": "fsdp: parameters are dropped after the forward",
 }
-_OWN_OPTIONS = {"fp32acc", "bf16acc", "fp32comm", "bf16comm", "permicro", "once"}
+_PEER_OPTIONS = {"compile", "purebf16", "reshard"}
 # Chunks a stage, for schedules whose name alone doesn't say.
 _CHUNKS = {"zbv": 2, "dualpipev": 2, "interleaved": 2}
 _V_PLACED = {"zbv", "dualpipev"}
@@ -143,7 +145,7 @@ def _read_options(text: str) -> tuple[set[str], dict[str, str], str]:
 
 
 def _check(case: Case) -> None:
-    allowed = _OWN_OPTIONS if case.framework == OWN else set(OPTIONS) - _OWN_OPTIONS
+    allowed = set(OPTIONS) - {"purebf16", "reshard"} if case.framework == OWN else _PEER_OPTIONS
     if case.options - allowed:
         wrong = ", ".join(sorted(case.options - allowed))
         raise CaseError(f"case {case.name!r}: {wrong} is no option of {case.framework}")
@@ -151,7 +153,7 @@ def _check(case: Case) -> None:
         near = get_close_matches(case.schedule, [*OPTIONS, "zero1", "zero2"], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise CaseError(f"case {case.name!r}: {case.framework} has no option or schedule {case.schedule!r}.{hint}")
-    if case.tp > 1 and case.framework != "megatron":
+    if case.tp > 1 and case.framework not in (OWN, "megatron"):
         raise CaseError(f"case {case.name!r}: {case.framework} runs without tp here; leave tp{case.tp} out")
     if case.framework == "fsdp" and case.pp > 1:
         raise CaseError(f"case {case.name!r}: fsdp is data parallel alone; use torch-{case.layout}-1f1b")
@@ -175,6 +177,8 @@ def command_of(case: Case, work: Workload, peers: Path | None) -> list[str]:
 def _own_arguments(case: Case, work: Workload) -> list[str]:
     arguments = ["--size", work.size, "--micro_batch", work.micro_batch, "--micro_batches", work.micro_batches]
     arguments += ["--warmup", work.warmup, "--steps", work.steps, "--pp", case.pp, "--dp", case.dp]
+    arguments += ["--tp", case.tp] if case.tp > 1 else []
+    arguments += _flags(case, sp="--sequence_parallel", compile="--compile", cudnn="--cudnn")
     arguments += ["--schedule", case.schedule, "--chunks", case.chunks, "--zero", case.zero]
     if case.max_in_flight is not None:
         arguments += ["--max_in_flight", case.max_in_flight]

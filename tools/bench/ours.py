@@ -4,7 +4,8 @@ torchrun --nproc_per_node 4 tools/bench/ours.py --size 7b --pp 4 --schedule 1f1b
 torchrun --nproc_per_node 4 tools/bench/ours.py --size 7b --dp 4 --zero 2 --accumulate bf16
 
 A Llama-shaped decoder on one fixed batch of random tokens, a seed a replica: bf16 weights with fp32 masters, AdamW,
-clipping at 1.0, eager layers, no recomputation. Stages hold equally many blocks unless --partition says otherwise.
+clipping at 1.0, no recomputation, eager layers but with --compile. Stages hold equally many blocks unless --partition says
+otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import parallel3d
 from parallel3d.engine import Engine
+from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.schedule.builders import one_f_one_b
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
@@ -54,13 +58,13 @@ def model_flops_utilization(size: Size, tokens: int, seconds: float, num_ranks: 
     return tokens * flops_per_token(size) / seconds / num_ranks / PEAK_FLOPS
 
 
-def equal_block_bounds(num_blocks: int, num_parts: int) -> list[int]:
-    """Bounds of the layer list [embedding, blocks, head] with equally many blocks in each part, the first ones longer."""
+def equal_block_bounds(num_blocks: int, num_parts: int, behind: int = 1) -> list[int]:
+    """Bounds of the list [embedding, blocks, `behind` others] with equally many blocks in each part, the first ones longer."""
     if num_parts > num_blocks:
         raise ValueError(f"{num_blocks} blocks can't fill {num_parts} parts; use fewer stages or chunks")
     short, longer = divmod(num_blocks, num_parts)
     inner = [1 + part * short + min(part, longer) for part in range(1, num_parts)]
-    return [0, *inner, num_blocks + 2]
+    return [0, *inner, num_blocks + 1 + behind]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -73,6 +77,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--dp", type=int, default=1, help="replicas")
+    parser.add_argument("--tp", type=int, default=1, help="tensor slices, of parallel3d.models' decoder")
+    parser.add_argument("--sequence_parallel", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="compile layers and loss")
+    parser.add_argument("--cudnn", action="store_true", help="attention by cuDNN where it can")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--chunks", type=int, default=1, help="chunks a stage")
     parser.add_argument("--placement", choices=["loop", "v"], default="loop")
@@ -97,6 +105,8 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
         "steps_per_print": None,
         "optimizer": {"type": "AdamW", "params": optimizer},
         "bf16": {"enabled": True},
+        "tensor_parallel": {"size": args.tp, "sequence_parallel": args.sequence_parallel},
+        "compile": {"enabled": args.compile},
         "zero_optimization": {"stage": args.zero, "reduce_per_micro_batch": per_micro_batch},
         "pipeline": {
             "stages": args.pp,
@@ -117,7 +127,7 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
 
 def _partition(args: argparse.Namespace) -> str | list[int]:
     if args.partition == "blocks":
-        return equal_block_bounds(SIZES[args.size].layers, args.pp * args.chunks)
+        return equal_block_bounds(SIZES[args.size].layers, args.pp * args.chunks, behind=1 if args.tp == 1 else 2)
     if "," in args.partition:
         return [int(bound) for bound in args.partition.split(",")]
     return str(args.partition)
@@ -218,7 +228,7 @@ def make_result(args: argparse.Namespace, measured: Measured, extra: Mapping[str
     times = sorted(measured.times)
     step_s = times[len(times) // 2]  # as the peers take it: of an even number the longer of the two in the middle
     chunks = f" chunks{args.chunks}" if args.chunks > 1 else ""
-    layout = f"pp{args.pp} dp{args.dp} zero{args.zero} {args.schedule}{chunks}"
+    layout = f"pp{args.pp} tp{args.tp} dp{args.dp} zero{args.zero} {args.schedule}{chunks}"
     return {
         "name": f"parallel3d {layout} m{args.micro_batches} mb{args.micro_batch}",
         "step_s": round(step_s, 4),
@@ -235,16 +245,43 @@ def make_result(args: argparse.Namespace, measured: Measured, extra: Mapping[str
     }
 
 
+def sliced_decoder(size: Size) -> DecoderConfig:
+    """The same decoder, of layers that slice themselves: query, key, value and gate, up are linears of their own."""
+    return DecoderConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        ffn_size=size.ffn,
+        num_layers=size.layers,
+        num_heads=size.heads,
+        max_positions=size.seq,
+    )
+
+
+def attention_backend(cudnn: bool) -> AbstractContextManager[None]:
+    """PyTorch's choice, or cuDNN before it."""
+    if not cudnn:
+        return nullcontext()
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True)
+
+
 def build(args: argparse.Namespace) -> Engine:
     """The engine of a case. Collective."""
     size = SIZES[args.size]
     parallel3d.init_distributed()
     world = dist.get_world_size()
-    if args.pp * args.dp != world:
-        raise SystemExit(f"pp {args.pp} x dp {args.dp} needs {args.pp * args.dp} processes, not {world}")
+    if args.pp * args.tp * args.dp != world:
+        needed = args.pp * args.tp * args.dp
+        raise SystemExit(f"pp {args.pp} x tp {args.tp} x dp {args.dp} needs {needed} processes, not {world}")
     config = make_config(args, torch.cuda.is_available())
-    layers = [LayerSpec(Embedding, size), *(LayerSpec(Block, size) for _ in range(size.layers)), LayerSpec(Head, size)]
-    model = PipelineModule(layers, loss_fn=loss_fn, seed_layers=True, config=config)
+    layers: list[LayerSpec] = [
+        LayerSpec(Embedding, size),
+        *(LayerSpec(Block, size) for _ in range(size.layers)),
+        LayerSpec(Head, size),
+    ]
+    if args.tp > 1:
+        layers = decoder(sliced_decoder(size))
+    model = PipelineModule(layers, loss_fn=loss_fn if args.tp == 1 else causal_lm_loss, seed_layers=True, config=config)
     engine, *_ = parallel3d.initialize(model=model, config=config)
     return engine
 
@@ -258,10 +295,12 @@ def main() -> None:
     batch = fixed_batch(SIZES[args.size], args.micro_batch, args.micro_batches, seed=replica)
     data = forever([(x.to(engine.device), y.to(engine.device)) for x, y in batch])
     extra: dict[str, Any] = {"setup_s": round(time.perf_counter() - start, 2)}
-    measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps)
+    with attention_backend(args.cudnn):
+        measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps)
+        if args.pp > 1:
+            engine.profile_next_batch()
+            engine.train_batch(data)
     if args.pp > 1:
-        engine.profile_next_batch()
-        engine.train_batch(data)
         extra.update(pipeline_figures(*engine.timeline()))
     result = make_result(args, measured, extra)
     if engine.global_rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -43,14 +44,14 @@ class Family(Json):
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
 
+    @abstractmethod
     def decoder(self) -> DecoderConfig:
         """Its switches."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def of(cls, config: DecoderConfig) -> dict[str, Any]:
         """The keys for a decoder, as well as this architecture can have it."""
-        raise NotImplementedError
 
 
 class _Rotary(Family):

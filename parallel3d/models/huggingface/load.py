@@ -32,9 +32,10 @@ def from_hf(
 
     source: a directory with config.json and safetensors, of which each rank reads what it builds and no more; or a model
     made by transformers. Llama, Qwen2, Mistral and GPT-2 become the native decoder; any other model keeps its own layers,
-    along its config's base_model_pp_plan (`wrap`). dtype: of the weights, torch's default one for None, the stored one for
-    "auto". tied: whether the head shares the embedding's weight, as the config says for None. weights False: start from
-    fresh weights, a directory then needs config.json alone. ignore: keys of the config that may be there unknown.
+    along its config's base_model_pp_plan, sliced by its base_model_tp_plan (`wrap`). dtype: of the weights, torch's default
+    one for None, the stored one for "auto". tied: whether the head shares the embedding's weight, as the config says for
+    None. weights False: start from fresh weights, a directory then needs config.json alone. ignore: keys of the config that
+    may be there unknown.
     Raises ConfigError for an unknown architecture or key, CheckpointError for tensors that are missing, too many or misshapen.
     """
     if isinstance(source, nn.Module):

@@ -1,4 +1,4 @@
-"""A Hugging Face model that the native decoder doesn't know: its own layers, along its pipeline plan.
+"""A Hugging Face model that the native decoder doesn't know: its own layers, along its pipeline plan, by its tensor plan.
 
 What the model computes around its layers (masks, rotary embeddings, scaled embeddings, capped logits) is not written down
 again: its own forward runs, before the layers with recorders in their place, behind them with their result.
@@ -15,8 +15,11 @@ from torch.utils._pytree import tree_map
 
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.names import Stored, all_of
+from parallel3d.models.huggingface.tp_plan import TensorPlan
+from parallel3d.models.sliced import SlicedLogits
 from parallel3d.parameters import whole_shape
-from parallel3d.pipe.specs import LayerSpec, TiedLayerSpec
+from parallel3d.pipe.specs import BuildContext, LayerSpec, TiedLayerSpec
+from parallel3d.tensor_parallel.linear import ColumnParallelLinear
 
 
 class _Shared(int):
@@ -33,9 +36,13 @@ class WrappedPart(nn.Module):
     def stored(self) -> dict[str, Stored]:
         """How each parameter is stored: under its own name in the model."""
         return {
-            name: all_of(self._prefix + name.partition(".")[2], *whole_shape(parameter))
+            name: all_of(self.name_in_model(name), *whole_shape(parameter))
             for name, parameter in self.named_parameters()
         }
+
+    def name_in_model(self, name: str) -> str:
+        """Of a parameter by its name here."""
+        return self._prefix + name.partition(".")[2]
 
     def config_json(self) -> dict[str, Any]:
         """The model's config.json."""
@@ -87,12 +94,20 @@ class Entry(WrappedPart):
     Between layers travels a dict: hidden [batch, seq, hidden], the tensors that layers share, and each layer's arguments.
     """
 
-    def __init__(self, config: Any, prefix: str, base: nn.Module, layers: str, behind: Sequence[str]):
+    def __init__(
+        self,
+        config: Any,
+        prefix: str,
+        plan: TensorPlan,
+        base: nn.Module,
+        layers: str,
+        behind: Sequence[str],
+        context: BuildContext | None = None,
+    ):
         super().__init__(config, prefix)
-        stand_ins: dict[str, nn.Module] = {name: nn.Identity() for name in behind}
+        before = _with_modules(base, {name: nn.Identity() for name in (layers, *behind)})
         self._recorders = [_Recorder(layer) for layer in base.get_submodule(layers).children()]
-        stand_ins[layers] = nn.ModuleList(self._recorders)
-        self.model = _with_modules(base, stand_ins)
+        self.model = _with_modules(plan.around(before, prefix, context), {layers: nn.ModuleList(self._recorders)})
 
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         """See the class. Raises DataError for other inputs."""
@@ -119,9 +134,17 @@ class Entry(WrappedPart):
 class Layer(WrappedPart):
     """One layer of the model, the `place`-th, called as its own model calls it."""
 
-    def __init__(self, config: Any, prefix: str, layer: nn.Module, place: int):
+    def __init__(
+        self,
+        config: Any,
+        prefix: str,
+        plan: TensorPlan,
+        layer: nn.Module,
+        place: int,
+        context: BuildContext | None = None,
+    ):
         super().__init__(config, prefix)
-        self.layer = layer
+        self.layer = plan.layer(layer, prefix, context)
         self._place = place
 
     def forward(self, x: dict[str, Any]) -> dict[str, Any]:
@@ -151,17 +174,24 @@ class Behind(WrappedPart):
 
 
 class Exit(WrappedPart):
-    """The causal language model above its base: hidden states [batch, seq, hidden] -> logits [batch, seq, vocab]."""
+    """The causal language model above its base: hidden states [batch, seq, hidden] -> logits [batch, seq, vocab].
 
-    def __init__(self, config: Any, model: nn.Module, base: str):
+    SlicedLogits where the plan slices the head without gathering what it gives.
+    """
+
+    def __init__(self, config: Any, plan: TensorPlan, model: nn.Module, base: str, context: BuildContext | None = None):
         super().__init__(config, "")
         self._result = _Result()
-        self.model = _with_modules(model, {base: self._result})
+        above = plan.around(_with_modules(model, {base: nn.Identity()}), "", context)
+        self.model = _with_modules(above, {base: self._result})
+        heads = [m for m in above.modules() if isinstance(m, ColumnParallelLinear) and not m.gather_output]
+        self._sliced = [(head.group, head.out_features) for head in heads]
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor | SlicedLogits:
         """See the class."""
         self._result.hidden = hidden
-        return self.model(inputs_embeds=hidden, use_cache=False).logits
+        logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
+        return SlicedLogits(logits, *self._sliced[0]) if self._sliced else logits
 
 
 def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
@@ -176,29 +206,35 @@ def wrap(model: nn.Module) -> list[LayerSpec]:
 
     Token ids, or a dict of what the base model takes, -> logits. Raises ConfigError for a model without a pipeline plan
     (base_model_pp_plan of its config), with persistent buffers, or with weights shared other than by embedding and head.
+    Where the context has a group to slice over, layers are built from copies, sliced by the config's base_model_tp_plan;
+    the build then raises ConfigError for what can't be sliced, and for sequence parallelism.
     """
     hf: Any = model
     name, config = type(model).__name__, hf.config
-    prefix, plan = hf.base_model_prefix, getattr(config, "base_model_pp_plan", None)
+    prefix, stages = hf.base_model_prefix, getattr(config, "base_model_pp_plan", None)
     base = model.get_submodule(prefix)
-    lists = [key for key in plan or {} if isinstance(getattr(base, key, None), nn.ModuleList)]
-    if plan is None or len(lists) != 1:
+    lists = [key for key in stages or {} if isinstance(getattr(base, key, None), nn.ModuleList)]
+    if stages is None or len(lists) != 1:
         raise ConfigError(
             f"{name} is not known to the native decoder, and its config has no base_model_pp_plan with one list of layers to "
             "wrap it by; write its layers as LayerSpecs"
         )
-    order = list(plan)
+    order = list(stages)
     behind = order[order.index(lists[0]) + 1 :]
     layers = base.get_submodule(lists[0])
     _check_model(model, name)
     inside = f"{prefix}."
-    entry_args = (config, inside, base, lists[0], behind)
-    exit_args = (config, model, prefix)
+    plan = TensorPlan.of(model, prefix, lists[0])
     middle = [
-        LayerSpec(Layer, config, f"{inside}{lists[0]}.{k}.", layer, k) for k, layer in enumerate(layers.children())
+        LayerSpec(Layer, config, f"{inside}{lists[0]}.{k}.", plan, layer, k)
+        for k, layer in enumerate(layers.children())
     ]
     tail = LayerSpec(Behind, config, inside, {key: base.get_submodule(key) for key in behind})
-    ties = _ties(Entry(*entry_args), [spec.build() for spec in (*middle, tail)], Exit(*exit_args), name)
+    entry, exit = Entry(config, inside, plan, base, lists[0], behind), Exit(config, plan, model, prefix)
+    ties = _ties(entry, [spec.build() for spec in (*middle, tail)], exit, name)
+    plan = plan.whole_where_tied([(entry.name_in_model(below), exit.name_in_model(above)) for below, above in ties])
+    entry_args = (config, inside, plan, base, lists[0], behind)
+    exit_args = (config, plan, model, prefix)
     if not ties:
         return [LayerSpec(Entry, *entry_args), *middle, tail, LayerSpec(Exit, *exit_args)]
     below, above = zip(*ties, strict=True)

@@ -322,8 +322,8 @@ def test_a_malformed_json_in_base64_is_explained():
 
 def test_a_pipeline_is_read_before_autos_elsewhere_are_filled():
     raw = {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "pipeline": {"stages": 3}}
-    assert load_layout(raw)[0].stages == 3
-    assert load_layout(None) == (Config().pipeline, Config().tensor_parallel)
-    assert load_layout(Config()) == (Config().pipeline, Config().tensor_parallel)
+    assert load_layout(raw).pipeline.stages == 3
+    assert load_layout(None) == (Config().pipeline, Config().tensor_parallel, Config().rng)
+    assert load_layout(Config()) == (Config().pipeline, Config().tensor_parallel, Config().rng)
     with pytest.raises(ConfigError, match=r"unknown key 'pipeline.stage'"):
         load_layout({"pipeline": {"stage": 3}})

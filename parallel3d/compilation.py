@@ -1,0 +1,59 @@
+"""torch.compile of layers, each by itself.
+
+The graph breaks at every linear whose weight gradient the sink takes (split_backward.py): compiled is what lies between,
+so that the gradients of a BACKWARD_INPUT and of its BACKWARD_WEIGHT stay apart, and weight gradients go straight into
+their accumulators.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel3d.config import CompileConfig
+from parallel3d.errors import ConfigError
+from parallel3d.split_backward import COMPILE_REASON, is_split
+
+
+class Compilation:
+    """What is compiled, and where its graphs break. chosen: whether to compile a layer, by its index and itself."""
+
+    def __init__(self, config: CompileConfig, chosen: Callable[[int, Any], bool]):
+        self._config = config
+        self._chosen = chosen
+        self._seen: Counter[str] = Counter()
+        self.num_layers = 0
+        self.options: dict[str, Any] = {}
+
+    def compile(self, layers: Iterable[tuple[int, nn.Module]], **changes: Any) -> None:
+        """Compile these modules in place, but for bare linears and embeddings. changes: of torch.compile's arguments.
+
+        Raises ConfigError for a backend or mode that torch.compile doesn't have.
+        """
+        given = {"backend": self._config.backend, "mode": self._config.mode, "dynamic": self._config.dynamic, **changes}
+        self.options = options = {key: value for key, value in given.items() if value is not None}
+        try:
+            torch.compile(lambda x: x, **options)
+        except Exception as error:
+            raise ConfigError(f"compile: torch.compile takes no {options}: {error}") from error
+        for place, module in layers:
+            if self._chosen(place, module) and not is_split(module):
+                module.compile(**options)
+                self.num_layers += 1
+        self._seen = _graph_breaks()
+
+    def breaks(self) -> dict[str, int]:
+        """Why graphs broke since the last call, the breaks at split linears left out; all compiled code counts."""
+        now = _graph_breaks()
+        new, self._seen = now - self._seen, now
+        return {reason: count for reason, count in new.items() if COMPILE_REASON not in reason}
+
+
+def _graph_breaks() -> Counter[str]:
+    from torch._dynamo.utils import counters  # to import the compiler takes a second
+
+    return Counter({" ".join(str(reason).split()): count for reason, count in counters["graph_break"].items()})

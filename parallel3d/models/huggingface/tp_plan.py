@@ -1,0 +1,168 @@
+"""A wrapped Hugging Face model under tensor slicing: its own plan (base_model_tp_plan of its config), put into effect."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from parallel3d.comm import differentiable
+from parallel3d.comm.collectives import Group
+from parallel3d.errors import ConfigError
+from parallel3d.models.huggingface.tp_regions import UnknownRegion, regions_of
+from parallel3d.parameters import sliced
+from parallel3d.pipe.specs import BuildContext
+from parallel3d.tensor_parallel.embedding import check_indices
+from parallel3d.tensor_parallel.parallelize import STYLES, Column, Row, Style, Vocabulary, Whole, parallelize
+from parallel3d.tensor_parallel.regions import slicing_group
+from parallel3d.tensor_parallel.slicing import cut
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How a model is sliced. words: name in the model, with * for a number -> a word of base_model_tp_plan.
+
+    model: its class's name, for errors; base: the prefix of its base model; names_layers: whether the plan has any of them.
+    """
+
+    model: str
+    base: str
+    words: Mapping[str, str]
+    names_layers: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, prefix: str, layers: str) -> TensorPlan:
+        """Of the list `layers` of the model's `prefix`, what the config says; of what is around, what the model says too."""
+        hf: Any = model
+        own = f"{prefix}.{layers}."
+        words = {key: word for key, word in (getattr(hf, "tp_plan", None) or {}).items() if not key.startswith(own)}
+        words |= {f"{prefix}.{k}": word for k, word in (getattr(hf.config, "base_model_tp_plan", None) or {}).items()}
+        known = {_generic(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+        words = {key: word for key, word in words.items() if key in known}
+        return cls(type(model).__name__, f"{prefix}.", words, any(key.startswith(own) for key in words))
+
+    def whole_where_tied(self, ties: Iterable[tuple[str, str]]) -> TensorPlan:
+        """The plan that slices tied weights alike or not at all. ties: names of both in the model."""
+        whole = set()
+        for tied in ties:
+            below, above = (name.rpartition(".")[0] for name in tied)
+            styles = [STYLES.get(self.words.get(name, "whole")) for name in (below, above)]
+            if not (isinstance(styles[0], (Row, Vocabulary)) and isinstance(styles[1], Column)):
+                whole |= {below, above}
+        return replace(self, words={key: word for key, word in self.words.items() if key not in whole})
+
+    def layer(self, layer: nn.Module, prefix: str, context: BuildContext | None) -> nn.Module:
+        """A layer with this rank's part of its weights, `layer` left as it is; without a group to slice it over, itself.
+
+        prefix: the layer's name in the model. Raises ConfigError for what can't be sliced.
+        """
+        group = self._group(context)
+        if group.size == 1:
+            return layer
+        styles = self._styles(layer, prefix)
+        result = _copy_of(layer)
+        regions = regions_of(result, styles)
+        for region in regions:
+            if region.drops and context is not None and context.layout_independent:
+                raise ConfigError(
+                    f"{self.model} drops inside {prefix + region.name}, by its own code, which can't draw whole masks; set "
+                    "rng.layout_independent to false, or its dropout to 0"
+                )
+            try:
+                styles |= region.prepare(group)
+            except UnknownRegion as error:
+                self._refuse(prefix + region.name, str(error))
+        result = parallelize(result, styles, group)
+        for region in regions:
+            region.connect(group)
+        return result
+
+    def around(self, part: nn.Module, prefix: str, context: BuildContext | None) -> nn.Module:
+        """What is before or behind the layers: embeddings by the vocabulary, a head by its outputs; see `layer`."""
+        group = self._group(context)
+        styles = {} if group.size == 1 else self._styles(part, prefix)
+        sliced_styles = {name: style for name, style in styles.items() if not isinstance(style, Whole)}
+        if not sliced_styles:
+            return part
+        result = _copy_of(part)
+        for name, style in list(sliced_styles.items()):
+            module = result.get_submodule(name)
+            if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
+                if [n for n, _ in module.named_parameters()] != ["weight"] or module.max_norm is not None:
+                    self._refuse(prefix + name, "is an embedding with more than the rows it looks up")
+                _slice_lookup(module, group)
+                del sliced_styles[name]
+            elif isinstance(module, nn.Linear) and isinstance(style, Row) and style.input_is_parallel:
+                self._refuse(prefix + name, "would be sliced by inputs that nothing has sliced")
+        return parallelize(result, sliced_styles, group)
+
+    def _group(self, context: BuildContext | None) -> Group:
+        group = slicing_group(None, context)
+        if group.size > 1 and not self.names_layers:
+            raise ConfigError(
+                f"{self.model} has no tensor slices: nothing in the base_model_tp_plan of its config names its layers; set "
+                "tensor_parallel.size to 1, or give a plan as model.config.base_model_tp_plan = "
+                '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}'
+            )
+        if group.size > 1 and context is not None and context.sequence_parallel:
+            raise ConfigError(
+                f"{self.model} keeps its own layers, whose code takes the length of a sequence from hidden states and can't "
+                "work on a shard of it; set tensor_parallel.sequence_parallel to false (its layers are sliced all the same)"
+            )
+        return group
+
+    def _styles(self, part: nn.Module, prefix: str) -> dict[str, Style]:
+        """Of the modules in a part that the plan names."""
+        modules = {name: self.words.get(_generic(prefix + name)) for name, _ in part.named_modules() if name}
+        parameters = {name: self.words.get(_generic(prefix + name)) for name, _ in part.named_parameters()}
+        for name, word in (*modules.items(), *parameters.items()):
+            if word is not None and (word not in STYLES or name in parameters):
+                self._refuse(prefix + name, f"is {word!r} in its plan, which is not supported here")
+        return {name: STYLES[word] for name, word in modules.items() if word is not None}
+
+    def _refuse(self, where: str, why: str) -> NoReturn:
+        where = where.rstrip(".")
+        key = _generic(where)
+        of_base = key.startswith(self.base)
+        plan = f"model.{'config.base_model_tp_plan' if of_base else 'tp_plan'}"
+        raise ConfigError(
+            f"{self.model} can't be sliced: {where} {why}; set tensor_parallel.size to 1, or take "
+            f"{key.removeprefix(self.base)!r} and what is inside it out of {plan}, which keeps it whole on every rank"
+        )
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    """Other modules and parameters, on the same memory: what is done to them, and said of them, isn't to the model's."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters() if type(p) is nn.Parameter
+    }
+    memo |= {id(buffer): buffer for buffer in module.buffers()}
+    memo |= {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
+    return copy.deepcopy(module, memo)
+
+
+def _slice_lookup(embedding: nn.Embedding, group: Group) -> None:
+    """Slice by the vocabulary, in place, an embedding that goes on computing with the rows it has looked up."""
+    cls = type(embedding)
+    whole = cut(embedding.num_embeddings, None, group.size)
+    ((start, stop),) = whole.ranges[group.index]
+    padding = embedding.padding_idx
+    embedding.padding_idx = padding - start if padding is not None and start <= padding < stop else None
+    embedding.weight = sliced(embedding.weight, whole.slicing(0, group.index))
+
+    def forward(self: nn.Embedding, input: Tensor) -> Tensor:
+        check_indices(input, self.num_embeddings)
+        here = (input >= start) & (input < stop)
+        rows: Tensor = cls.forward(self, (input - start).where(here, 0))
+        return differentiable.reduce_from_region(rows.masked_fill(~here.unsqueeze(-1), 0), group)
+
+    embedding.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+
+
+def _generic(name: str) -> str:
+    """A dotted name with * for each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -1,0 +1,179 @@
+"""Sliced regions inside a layer that knows nothing of slices: from column layers to the row layer that adds up.
+
+In between the layer's own code runs on this rank's part. That is right for a feed-forward network, which works on each
+number by itself, and for attention by whole heads whose module is told how many it has. Else it isn't known to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallel3d.comm.collectives import Group
+from parallel3d.rng import OwnStream
+from parallel3d.tensor_parallel.parallelize import Column, Row, Style, Whole
+from parallel3d.tensor_parallel.regions import enter_region
+from parallel3d.tensor_parallel.slicing import AttentionHeads
+
+# Attributes by which an attention module knows its heads.
+_QUERY_COUNTS = ("num_heads", "num_attention_heads")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
+_HEAD_SIZES = ("head_dim", "head_size")
+_OF_HEADS = (*_HEAD_SIZES, *_QUERY_COUNTS, *_KEY_COUNTS, "num_key_value_groups")
+
+
+class UnknownRegion(Exception):
+    """Something of which it isn't known what it computes from a part of its input. The text goes on from its name."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module with layers whose outputs or inputs stay sliced.
+
+    name: of the module, in its layer; columns: style of each column layer, by its name in the module; rows: names.
+    """
+
+    name: str
+    module: nn.Module
+    columns: Mapping[str, Column]
+    rows: tuple[str, ...]
+
+    def prepare(self, group: Group) -> dict[str, Style]:
+        """The styles, by names in the layer, of all inside that has weights; an attention module is told its heads.
+
+        Raises UnknownRegion, or PartitionError for fewer heads than ranks.
+        """
+        layers = {name: self.module.get_submodule(name) for name in (*self.columns, *self.rows)}
+        for name, layer in layers.items():
+            if not isinstance(layer, nn.Linear):
+                raise UnknownRegion(f"has {name}, a {type(layer).__name__} and no nn.Linear")
+        if len(self.rows) != 1 or not self.columns:
+            counts = f"{len(self.columns)} column and {len(self.rows)} row layers"
+            raise UnknownRegion(f"has {counts} ({', '.join(layers)}), where columns must lead to one row layer")
+        row: Any = layers.pop(self.rows[0])
+        if any(hasattr(self.module, name) for name in _OF_HEADS):
+            styles = self._by_heads(layers, row, group)
+        else:
+            styles = self._by_numbers(layers, row)
+        inside = f"{self.name}." if self.name else ""
+        return {inside + name: style for name, style in styles.items()}
+
+    def connect(self, group: Group) -> None:
+        """Once the layers are sliced: column layers of one input enter the region together, and dropout is each rank's own."""
+        columns: list[Any] = [self.module.get_submodule(name) for name in self.columns]
+        row = self.module.get_submodule(self.rows[0])
+        if len(columns) > 1:
+            entry = _Entry(group)
+            for column in columns:
+                column.in_region = True
+                column.register_forward_pre_hook(entry.enter)
+            row.register_forward_pre_hook(entry.leave)
+        if self.drops:
+            stream = OwnStream(group.index)
+            columns[0].register_forward_pre_hook(stream.begin)
+            row.register_forward_pre_hook(stream.end)
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout inside."""
+        rates = [v for name, v in vars(self.module).items() if "drop" in name and isinstance(v, (int, float))]
+        rates += [m.p for m in self.module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+        return any(rates)
+
+    def _by_numbers(self, columns: Mapping[str, Any], row: Any) -> dict[str, Style]:
+        """Of a feed-forward network: each number that the row layer takes is made of one that each column layer gives."""
+        for name, column in columns.items():
+            if column.out_features != self.columns[name].fused * row.in_features:
+                raise UnknownRegion(f"has {name} of {column.out_features} outputs before {row.in_features} inputs")
+        return self._others(None)
+
+    def _by_heads(self, columns: Mapping[str, Any], row: Any, group: Group) -> dict[str, Style]:
+        """Of attention: separate projections, or one of (query, key, value) of one head behind those of another."""
+        attention: Any = self.module
+        size = next((getattr(attention, name) for name in _HEAD_SIZES if hasattr(attention, name)), 0)
+        groups = getattr(attention, "num_key_value_groups", 1)
+        fused = set(columns) == {"query_key_value"} and groups == 1
+        if not size or not (fused or set(columns) == {"q_proj", "k_proj", "v_proj"}):
+            raise UnknownRegion(f"has {', '.join(columns)}: no attention whose heads are known here")
+        num_kv = (row.in_features if fused else columns["k_proj"].out_features) // size
+        heads = AttentionHeads(num_kv * groups, num_kv, 1)
+
+        def of_width(name: str, features: int, num: int) -> AttentionHeads:
+            width, rest = divmod(features, num)
+            if rest or (fused and name in columns and width != 3 * size):
+                raise UnknownRegion(f"has {name} of {features} numbers for {num} heads of {size}")
+            return replace(heads, head_dim=width)
+
+        styles = self._others(size)
+        for name, column in columns.items():
+            if name in ("k_proj", "v_proj"):
+                styles[name] = Column(segments=[of_width(name, column.out_features, num_kv).key_value])
+            else:
+                styles[name] = Column(segments=[of_width(name, column.out_features, heads.num_heads).query])
+        name = self.rows[0]
+        styles[name] = Row(segments=[of_width(name, row.in_features, heads.num_heads).query])
+        _tell_heads(attention, heads, group)
+        return styles
+
+    def _others(self, size_of_head: int | None) -> dict[str, Style]:
+        """What else has weights: norms of single heads, of whose gradient each rank has a part."""
+        partial: dict[str, Style] = {}
+        for name, module in self.module.named_modules():
+            shapes = [list(parameter.shape) for parameter in module.parameters(recurse=False)]
+            if not shapes or name in self.columns or name in self.rows:
+                continue
+            if not name or any(shape != [size_of_head] for shape in shapes):
+                raise UnknownRegion(f"has {name or 'weights of its own'} that works on what is sliced")
+            partial[name] = Whole(partial=True)
+        return partial
+
+
+class _Entry:
+    """Forward pre-hooks by which layers that are called with one tensor share its way into the region: one all-reduce."""
+
+    def __init__(self, group: Group):
+        self._group = group
+        self._outside: Tensor | None = None
+        self._inside: Tensor | None = None
+
+    def enter(self, column: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a column layer is called with instead."""
+        if args[0] is not self._outside:
+            self._outside, self._inside = args[0], enter_region(args[0], self._group)
+        return (self._inside, *args[1:])
+
+    def leave(self, row: nn.Module, args: tuple[Any, ...]) -> None:
+        """The next call is another."""
+        self._outside = self._inside = None
+
+
+def regions_of(layer: nn.Module, styles: Mapping[str, Style]) -> list[Region]:
+    """Where, in a layer, these styles of its modules leave something sliced."""
+    columns: dict[str, dict[str, Column]] = {}
+    rows: dict[str, list[str]] = {}
+    for path, style in styles.items():
+        parent, _, name = path.rpartition(".")
+        if isinstance(style, Column) and not style.gather_output:
+            columns.setdefault(parent, {})[name] = style
+        elif isinstance(style, Row) and style.input_is_parallel:
+            rows.setdefault(parent, []).append(name)
+    return [
+        Region(parent, layer.get_submodule(parent), columns.get(parent, {}), tuple(rows.get(parent, ())))
+        for parent in dict.fromkeys((*columns, *rows))
+    ]
+
+
+def _tell_heads(attention: Any, heads: AttentionHeads, group: Group) -> None:
+    """Set what an attention module has noted of the numbers of its heads to those of this rank."""
+    (first, last), (start, stop) = (part(group.size, group.index) for part in (heads.query_heads, heads.kv_heads))
+    here = {
+        **dict.fromkeys(_QUERY_COUNTS, last - first),
+        **dict.fromkeys(_KEY_COUNTS, stop - start),
+        "num_key_value_groups": (last - first) // (stop - start),
+    }
+    for name, number in here.items():
+        if hasattr(attention, name):
+            setattr(attention, name, number)

@@ -1,0 +1,100 @@
+"""Dropout of what ranks hold parts of: each draws for its own part, or all draw the whole mask and take their parts.
+
+With numbers of its own a rank's mask depends on the number of slices. With layout_independent it is the rank's part of the
+mask that one process would draw for the whole tensor, for the price of drawing all of that on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d.comm.collectives import Group
+from parallel3d.rng import own_stream
+from parallel3d.tensor_parallel.regions import SEQUENCE_DIM, Context, scatter_sequence, slicing_group
+from parallel3d.tensor_parallel.slicing import Segments, cut
+
+
+class DropoutContext(Context, Protocol):
+    """What LayerSpec.build passes, as far as dropout reads it."""
+
+    @property
+    def layout_independent(self) -> bool:
+        """Whether all ranks draw the whole mask."""
+
+
+class _PartDropout(nn.Dropout):
+    """group, layout_independent: the context's if not given."""
+
+    def __init__(
+        self,
+        p: float,
+        layout_independent: bool | None,
+        group: Group | None,
+        context: DropoutContext | None,
+    ):
+        super().__init__(p)
+        self._group = slicing_group(group, context)
+        if layout_independent is None:
+            layout_independent = context is not None and context.layout_independent
+        self._draws_whole = layout_independent
+
+    def _drop(self, x: Tensor, whole_shape: Sequence[int], part_of: Callable[[Tensor], Tensor]) -> Tensor:
+        if not self.training or self.p == 0 or self._group.size == 1:
+            return super().forward(x)
+        if self._draws_whole:
+            # Of ones, so that the very operation draws which one process runs.
+            return x * part_of(F.dropout(x.new_ones(whole_shape), self.p))
+        with own_stream(self._group.index, self._group.size, x.device):
+            return super().forward(x)
+
+
+class SlicedDropout(_PartDropout):
+    """Dropout of a rank's part of a tensor that is `size` long along `dim` (< 0), cut as the layers before it cut theirs.
+
+    segments: as ColumnParallelLinear's, here of `size`. Raises PartitionError where they don't make it up.
+    """
+
+    def __init__(
+        self,
+        p: float,
+        size: int,
+        dim: int = -1,
+        *,
+        segments: Segments | None = None,
+        layout_independent: bool | None = None,
+        group: Group | None = None,
+        context: DropoutContext | None = None,
+    ):
+        super().__init__(p, layout_independent, group, context)
+        self._size, self._dim = size, dim
+        self._slicing = cut(size, segments, self._group.size).slicing(dim, self._group.index)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., this rank's part, ...] -> as it is."""
+        shape = list(input.shape)
+        shape[self._dim] = self._size
+        return self._drop(input, shape, self._slicing.part_of)
+
+
+class SequenceDropout(_PartDropout):
+    """Dropout of a rank's shard of a sequence, as it lies between regions with sequence parallelism."""
+
+    def __init__(
+        self,
+        p: float,
+        *,
+        layout_independent: bool | None = None,
+        group: Group | None = None,
+        context: DropoutContext | None = None,
+    ):
+        super().__init__(p, layout_independent, group, context)
+
+    def forward(self, input: Tensor, length: int | None = None) -> Tensor:
+        """[..., ceil(length / tp), hidden] -> as it is; length: of the whole sequence, by default without padding."""
+        shape = list(input.shape)
+        shape[SEQUENCE_DIM] = shape[SEQUENCE_DIM] * self._group.size if length is None else length
+        return self._drop(input, shape, lambda mask: scatter_sequence(mask, self._group))

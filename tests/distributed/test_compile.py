@@ -1,0 +1,106 @@
+"""Compiled layers compute what plain PyTorch does, in any schedule and with tensor slices."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import layouts3d
+import pytest
+import torch
+import toy
+from layouts import CLIPPING, Run, check, make_engine, own_iterator, reference_run, run_steps
+from ranks import RankError
+from torch import Tensor, nn
+
+import parallel3d
+
+# Traces forward and backward as inductor does, without the minute that making kernels takes.
+COMPILE = {"enabled": True, "backend": "aot_eager"}
+ACCUMULATION, STEPS = 4, 5
+
+
+def train(stages: int, schedule: str, checkpointing: int, stage: int) -> tuple[Run, bool, str]:
+    out = StringIO()
+    with redirect_stdout(out):
+        engine = make_engine(
+            toy.model(tied=True),
+            accumulation=ACCUMULATION,
+            clipping=CLIPPING,
+            pipeline={"stages": stages, "schedule": schedule, "activation_checkpoint_interval": checkpointing},
+            zero_optimization={"stage": stage, "reduce_bucket_size": 1500},
+            compile=COMPILE,
+        )
+        replicas = engine.grid.get_data_parallel_world_size()
+        data = [toy.micro_batch(g) for g in range(STEPS * ACCUMULATION * replicas)]
+        run = run_steps(engine, own_iterator(engine, data), STEPS)
+    return run, engine.is_compiled, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("dp", "stages", "schedule", "checkpointing", "stage"),
+    [(1, 2, "zb-h1", 0, 1), (2, 1, "1f1b", 1, 2)],
+)
+def test_compiled_layers_train_like_one_plain_process(
+    run_ranks, dp: int, stages: int, schedule: str, checkpointing: int, stage: int
+):
+    results = run_ranks(dp * stages, train, stages, schedule, checkpointing, stage)
+    check([run for run, _, _ in results], reference_run(dp * ACCUMULATION, True, "tensor", True, "SGD", 0.0), dp)
+    assert all(compiled for _, compiled, _ in results)
+    printed = results[0][2]
+    assert "compiled" in printed
+    assert "layers of rank 0; their graphs break at linears" in printed
+    assert " x: " not in printed, "no other graph breaks"
+
+
+def test_compiled_slices_train_like_one_plain_process(run_ranks):
+    layout = layouts3d.Layout(2, 2, 1, "1", True, "zb-h1", True, True, "SGD")
+    ranks = run_ranks(4, layouts3d.train, layout, False, {"compile": COMPILE})
+    layouts3d.check(ranks, layouts3d.wanted(1, True, True, "SGD"))
+
+
+class Breaking(nn.Module):
+    """Asks the host for a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x).relu()
+        return y * y.sum().item()
+
+
+def compile_plainly(config: dict[str, Any]) -> str:
+    out = StringIO()
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
+    with redirect_stdout(out):
+        engine, *_ = parallel3d.initialize(model=Breaking(), config=config)
+        if "compile" not in config:
+            engine.compile(backend="aot_eager")
+        loss = engine(torch.ones(2, 4)).sum()
+        engine.backward(loss)
+        engine.step()
+    return out.getvalue()
+
+
+def test_other_graph_breaks_are_named(run_ranks):
+    (printed,) = run_ranks(1, compile_plainly, {})
+    assert "compiled 1 layers of rank 0" in printed
+    assert "1 x: " in printed
+    assert "item" in printed
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"enabled": True, "backend": "inducter"}, "torch.compile takes no {'backend': 'inducter'}"),
+        ({"enabled": True, "mode": "fastest"}, "torch.compile takes no {'backend': 'inductor', 'mode': 'fastest'}"),
+        ({"enabled": True, "layers": ["Braking"]}, "Did you mean 'Breaking'?"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said(run_ranks, section: dict[str, Any], message: str):
+    with pytest.raises(RankError) as caught:
+        run_ranks(1, compile_plainly, {"compile": section})
+    assert message in str(caught.value)

@@ -1,0 +1,41 @@
+"""Layers are chosen by their names, a pattern or a function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parallel3d.errors import ConfigError
+from parallel3d.layer_choice import choice_rule
+
+NAMES = ["Embed", "Block", "MLPBlock", "Head"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "chosen"),
+    [
+        (None, [0, 1, 2, 3]),
+        (["Block"], [1]),
+        (("Head", "Embed"), [0, 3]),
+        ("Block$", [1, 2]),
+        ("^Block|H", [1, 3]),
+        (lambda k, layer: k % 2 == 0 and layer == "layer", [0, 2]),
+    ],
+)
+def test_layers_are_chosen_by_names_a_pattern_or_a_function(choice: Any, chosen: list[int]):
+    rule = choice_rule(choice, NAMES, "compile.layers")
+    assert [k for k in range(4) if rule(k, "layer")] == chosen
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (["Block", "Haed"], "compile.layers names 'Haed', which no layer has; Did you mean 'Head'\\?"),
+        ("Transformer", "names 'Transformer', which no layer has; the layers are Embed, Block, MLPBlock, Head"),
+        ("Block(", "is no regular expression"),
+    ],
+)
+def test_a_choice_that_no_layer_meets_is_an_error(choice: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        choice_rule(choice, NAMES, "compile.layers")
