@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.errors import DataError
 from parallel3d.models.config import DecoderConfig
+from parallel3d.models.huggingface.config import config_json
 from parallel3d.models.huggingface.names import LayerNames, layer_names
 from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.models.sliced import SlicedLogits, Slices, fill_whole
@@ -64,6 +65,10 @@ class DecoderLayer(nn.Module):
     def stored(self) -> LayerNames:
         """How each parameter is stored in a Hugging Face checkpoint."""
         return layer_names(self.config, self._place)
+
+    def config_json(self) -> dict[str, Any]:
+        """The whole model's config.json. Raises ConfigError where Hugging Face has no such architecture."""
+        return config_json(self.config)
 
     def _finish(self, weights: Weights | None, dtype: torch.dtype | None) -> None:
         """Last in a constructor: the weights are read, or drawn anew; counted on the meta device, neither."""

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +9,13 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CheckpointError
-from parallel3d.models.huggingface.config import config_json
+from parallel3d.models.huggingface.files import MAX_FILE_BYTES, Target, Writing, check_empty, dtype_of
 from parallel3d.models.huggingface.names import LayerNames, Stored
-from parallel3d.models.huggingface.weights import INDEX, SINGLE
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.models.layers import DecoderLayer
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
@@ -54,7 +47,7 @@ def save_hf(
     directory: str | Path,
     dtype: torch.dtype | None = None,
     masters: bool = False,
-    max_file_bytes: int = 5 * 10**9,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write config.json and safetensors, which transformers' from_pretrained and `from_hf` read, of a model of `models`.
 
@@ -74,8 +67,8 @@ def save_hf(
         values = engine.master_weights()
     module.wait_for_weights(module)
     own = _own_pieces(module, values) if module.groups.coordinate("data") == 0 else _Own()
-    if module.groups.rank == 0 and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        own.error = own.error or f"{directory} is there already and not empty; remove it or choose another directory"
+    if module.groups.rank == 0:
+        own.error = own.error or check_empty(directory)
     everyone = all_gather_object((own.pieces, own.config, own.error), module.groups.control)
     _raise_first([error for _, _, error in everyone])
     config = next(config for _, config, _ in everyone if config)
@@ -115,9 +108,7 @@ def _own_pieces(module: PipelineModule, values: Mapping[nn.Parameter, Tensor]) -
     """values: of the parameters that are not to be written as they are."""
     own = _Own()
     for place, layer in module.layers.items():
-        if isinstance(layer, DecoderLayer):
-            own.config = config_json(layer.config)
-        elif isinstance(layer, WrappedPart):
+        if isinstance(layer, (DecoderLayer, WrappedPart)):
             own.config = layer.config_json()
         elif next(layer.parameters(), None) is not None:
             kind = type(layer).__name__
@@ -150,26 +141,9 @@ class _Plan:
             if written.setdefault(next(iter(held.values())).stored, key) == key:
                 self.tensors[key] = held
 
-    def files(self, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, str]:
-        """Name of a stored tensor -> its file."""
-        numbers: dict[str, int] = {}
-        number, size = 1, 0
-        for held in self.tensors.values():
-            piece = next(iter(held.values()))
-            for name, shape in piece.stored.shapes.items():
-                if name in numbers:
-                    continue
-                num_bytes = math.prod(shape) * _dtype_of(piece, dtype).itemsize
-                if size and size + num_bytes > max_file_bytes:
-                    number, size = number + 1, 0
-                numbers[name], size = number, size + num_bytes
-        if number == 1:
-            return dict.fromkeys(numbers, SINGLE)
-        return {name: f"model-{k:05}-of-{number:05}.safetensors" for name, k in numbers.items()}
-
-
-def _dtype_of(piece: Piece, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and piece.dtype.is_floating_point else piece.dtype
+    def pieces(self) -> dict[Key, Piece]:
+        """One of each tensor."""
+        return {key: next(iter(held.values())) for key, held in self.tensors.items()}
 
 
 class _Gathering:
@@ -193,38 +167,6 @@ class _Gathering:
         return whole
 
 
-class _Files:
-    """Stored tensors on their way to their files: each is written once all its tensors are there."""
-
-    def __init__(self, directory: Path, file_of: Mapping[str, str]):
-        self._directory, self._file_of = directory, file_of
-        self._tensors: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}
-        self._unwritten = Counter(file_of.values())
-        self.num_bytes = 0
-
-    def add(self, stored: Stored, parameter: Tensor) -> None:
-        """Put a whole parameter where it is stored. Raises OSError, SafetensorError."""
-        shapes = stored.shapes
-        parts = parameter.split([section.size for section in stored.sections]) if parameter.dim() else [parameter]
-        for section, part in zip(stored.sections, parts, strict=True):
-            name = section.name
-            if name not in self._tensors:
-                self._tensors[name] = torch.empty(shapes[name] if parameter.dim() else (), dtype=parameter.dtype)
-                self._missing[name] = section.rows
-            stored.rows_of(self._tensors[name], section).copy_(part)
-            self._missing[name] -= section.size
-            if not self._missing[name]:
-                self._complete(self._file_of[name])
-
-    def _complete(self, file: str) -> None:
-        self._unwritten[file] -= 1
-        if not self._unwritten[file]:
-            tensors = {name: self._tensors.pop(name) for name in list(self._tensors) if self._file_of[name] == file}
-            self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-            save_file(tensors, self._directory / file, metadata={"format": "pt"})
-
-
 def _write(
     plan: _Plan,
     gathering: _Gathering,
@@ -234,54 +176,23 @@ def _write(
     max_file_bytes: int,
 ) -> str | None:
     """Write all on rank 0; returns what went wrong, once all other ranks have been received from."""
-    partial = directory.parent / f".{directory.name}.partial"
-    file_of = plan.files(dtype, max_file_bytes)
-    files = _Files(partial, file_of)
+    targets = {key: Target(piece.stored, dtype_of(piece.dtype, dtype)) for key, piece in plan.pieces().items()}
+    writing = Writing(directory, list(targets.values()), max_file_bytes)
     error: Exception | None = None
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        partial.mkdir(parents=True)
+        writing.begin()
     except OSError as raised:
         error = raised
     for key, held in plan.tensors.items():
         whole = gathering.whole(key, held)
         if error is None:
-            piece = next(iter(held.values()))
             try:
-                files.add(piece.stored, whole.to(_dtype_of(piece, dtype)))
+                writing.add(targets[key], whole)
             except (OSError, SafetensorError) as raised:
                 error = raised
     if error is None:
         try:
-            _finish(partial, directory, file_of, files.num_bytes, _config_of(plan, config, dtype))
+            writing.finish(config)
         except OSError as raised:
             error = raised
-    if error is None:
-        return None
-    shutil.rmtree(partial, ignore_errors=True)
-    return f"{directory} can't be written: {error}"
-
-
-def _config_of(plan: _Plan, config: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """config.json with the dtype that most of the numbers have."""
-    sizes: Counter[torch.dtype] = Counter()
-    for held in plan.tensors.values():
-        piece = next(iter(held.values()))
-        sizes[_dtype_of(piece, dtype)] += math.prod(piece.whole)
-    name = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
-    # As transformers 4 and 5 both read it.
-    return {**{key: value for key, value in config.items() if key != "dtype"}, "torch_dtype": name}
-
-
-def _finish(partial: Path, directory: Path, file_of: Mapping[str, str], total: int, config: Mapping[str, Any]) -> None:
-    """Index and config.json, on the disk before the directory gets its name."""
-    if set(file_of.values()) != {SINGLE}:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    text = json.dumps(config, indent=2, sort_keys=True, default=lambda value: str(value).removeprefix("torch."))
-    (partial / "config.json").write_text(text + "\n")
-    for path in (*partial.iterdir(), partial):
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-    partial.rename(directory)
+    return None if error is None else str(writing.drop(error))
