@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.checkpoint.directory import other_tags
+from parallel3d.checkpoint.export import write_one_file
+from parallel3d.checkpoint.files import SINGLE
 from parallel3d.checkpoint.format import MASTER, MODEL
 from parallel3d.checkpoint.load import Wanted, agree_to_read, find_checkpoint
+from parallel3d.checkpoint.names import huggingface_names, merge_names
 from parallel3d.checkpoint.optimizer import OptimizerTarget, describe_groups, merge_groups
 from parallel3d.checkpoint.parts import (
     Part,
@@ -149,6 +153,7 @@ class Saving:
             parts, optimizer = _parts(self._model, self._update, exclude_frozen_parameters)
             tensors: dict[str, Tensor] = {}
             own = {"optimizer": optimizer, "rank": encode(self._own_state(), f"rank{self._groups.rank}", tensors)}
+            own["huggingface"] = huggingface_names(self._model.layers_by_place(), self._model.global_name)
             own["frozen"] = [info.name for info in self._model.frozen_infos()] if exclude_frozen_parameters else []
             if self._groups.rank == 0:
                 state = {**self._shared_state(), "client_state": dict(client_state or {})}
@@ -157,6 +162,36 @@ class Saving:
             return Contents(parts, own)
 
         self._saver.save(place, name, save_latest, collect, self._summarize)
+        return True
+
+    def save_16bit_model(
+        self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Save the weights that the layers compute with, in their dtype, as one file of safetensors under the model's names.
+
+        The ranks write their parts beside it, of which rank 0, holding all weights, makes the file. Collective; raises
+        CheckpointError on all ranks, also for a filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
+        """
+        place = Path(save_dir)
+
+        def collect() -> Contents:
+            if not save_filename.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"save_filename is {save_filename!r}; weights are safetensors: give {SINGLE!r}, say"
+                )
+            parts, _ = _parts(self._model, self._update, exclude_frozen_parameters)
+            return Contents([part for part in parts if part.name.startswith(MODEL)], {})
+
+        def assemble() -> Json:
+            if self._groups.rank == 0:
+                write_one_file(beside / "weights", place / save_filename)
+                shutil.rmtree(beside)
+            return {}
+
+        beside = place / f".{save_filename}.parts"
+        self._saver.save(beside, "weights", False, collect, lambda everyone: ({}, [{} for _ in everyone]))
+        self._saver.wait()
+        self._meeting.attempt("save_16bit_model", assemble, lambda values: [None] * len(values))
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -197,7 +232,8 @@ class Saving:
             "numbers": numbers,
         }
         left_out = sorted({name for own in everyone for name in own["frozen"]})
-        state = {**everyone[0]["shared"], "optimizer": optimizer, "left_out": left_out}
+        huggingface = merge_names(own["huggingface"] for own in everyone)
+        state = {**everyone[0]["shared"], "optimizer": optimizer, "left_out": left_out, "huggingface": huggingface}
         return state, [own["rank"] for own in everyone]
 
     def load_checkpoint(
@@ -289,7 +325,7 @@ class _Loading:
                 )
                 self.optimizer.want(self.wanted)
             manifest = self.reader.manifest
-            others = {key: value for key, value in manifest.state.items() if key != "optimizer"}
+            others = {key: value for key, value in manifest.state.items() if key not in ("optimizer", "huggingface")}
             self.state = decode(others, self.reader.read)
             self._read_own_state(manifest.ranks, rank)
         except CheckpointError as error:

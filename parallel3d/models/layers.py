@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.checkpoint.stored import LayerNames
 from parallel3d.errors import DataError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.config import config_json
-from parallel3d.models.huggingface.names import LayerNames, layer_names
+from parallel3d.models.huggingface.names import layer_names
 from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.models.sliced import SlicedLogits, Slices, fill_whole
 from parallel3d.models.tables import Tables

@@ -255,6 +255,10 @@ class PipelineModule(nn.Module):
         calls = (call for calls in self._calls.values() for call in calls)
         return list({id(c.module): (c.layer, c.module) for c in calls if c.module is c.function and c.module}.values())
 
+    def layers_by_place(self) -> dict[int, nn.Module]:
+        """This rank's modules, by the places in the list of the layers that they were built for."""
+        return dict(self._modules_in_order())
+
     def topology(self) -> ProcessTopology:
         """The axes of this world."""
         return self.settings.topology

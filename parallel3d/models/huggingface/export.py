@@ -11,11 +11,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from parallel3d.checkpoint.files import MAX_FILE_BYTES, Target, Writing, check_empty, dtype_of
+from parallel3d.checkpoint.stored import LayerNames, Stored
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CheckpointError
-from parallel3d.models.huggingface.files import MAX_FILE_BYTES, Target, Writing, check_empty, dtype_of
-from parallel3d.models.huggingface.names import LayerNames, Stored
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.models.layers import DecoderLayer
 from parallel3d.parameters import Slicing, slicing_of, whole_shape

@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from parallel3d.checkpoint.files import INDEX, SINGLE
 from parallel3d.checkpoint.read import open_safetensors
+from parallel3d.checkpoint.stored import LayerNames, Stored
 from parallel3d.errors import CheckpointError
-from parallel3d.models.huggingface.names import LayerNames, Stored
 from parallel3d.parameters import slicing_of
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 # What old checkpoints hold besides weights: buffers that are computed.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # How many of a kind of fault a message lists.

@@ -1,0 +1,161 @@
+"""`p3d ckpt`: what checkpoints there are, whether they are whole, their weights for others, and how two differ."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from parallel3d.checkpoint.directory import complete_checkpoints, damage, find, latest_tag
+from parallel3d.checkpoint.export import export_checkpoint
+from parallel3d.checkpoint.format import MANIFEST, Manifest
+from parallel3d.checkpoint.read import Reader
+from parallel3d.errors import CheckpointError
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CHECKPOINT = "the directory of a checkpoint, or one of several, of which `latest` names one, or the newest is taken"
+# Lines of a kind that are shown.
+_MOST = 20
+
+
+def add_command(commands: Any) -> None:
+    """Adds `ckpt` to the subcommands of an argparse parser."""
+    parser = commands.add_parser("ckpt", help="list, verify, export and compare checkpoints")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+
+    listing = actions.add_parser("ls", help="what checkpoints a directory holds, and what is in it besides")
+    listing.add_argument("directory", type=Path)
+    listing.set_defaults(run=_list)
+
+    verify = actions.add_parser(
+        "verify", help="compare everything with its checksums; the exit code is 1 where one differs"
+    )
+    verify.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
+    verify.set_defaults(run=_verify)
+
+    export = actions.add_parser(
+        "export",
+        help="write the weights as Hugging Face has them",
+        description="Write a directory that from_pretrained accepts, of a model of parallel3d.models; of another model, or "
+        "with --plain, safetensors under the model's own names.",
+    )
+    export.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
+    export.add_argument("directory", type=Path, help="what to write; it must not exist, or be empty")
+    export.add_argument(
+        "--dtype", choices=list(_DTYPES), help="of floating-point numbers (default: as they were saved)"
+    )
+    export.add_argument("--masters", action="store_true", help="what the optimizer updated, in fp32, where it had such")
+    export.add_argument("--plain", action="store_true", help="the model's own names")
+    export.set_defaults(run=_export)
+
+    diff = actions.add_parser(
+        "diff", help="compare the tensors of two checkpoints; the exit code is 1 where they differ"
+    )
+    diff.add_argument("first", type=Path, help=_CHECKPOINT)
+    diff.add_argument("second", type=Path)
+    diff.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="X", help="relative difference that passes (default: 0)"
+    )
+    diff.set_defaults(run=_diff)
+
+
+def locate(path: Path) -> Path:
+    """The directory of one checkpoint. Raises CheckpointError with what there is instead."""
+    if (path / MANIFEST).is_file():
+        return path
+    tag = latest_tag(path)
+    if tag is not None:
+        return find(path, tag)
+    complete = complete_checkpoints(path)
+    if not complete:
+        raise CheckpointError(
+            f"{path} is no checkpoint and holds none that is complete; `p3d ckpt ls` says what there is"
+        )
+    return complete[-1].path
+
+
+def _list(options: argparse.Namespace) -> int:
+    directory: Path = options.directory
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory")
+    complete, latest = complete_checkpoints(directory), latest_tag(directory)
+    table = Table(box=None)
+    for column in ("tag", "saved", "GB", "steps", "layout", ""):
+        table.add_column(column, no_wrap=True)
+    for found in complete:
+        mark = "latest" if found.tag == latest else ""
+        table.add_row(escape(found.tag), *_described(found.manifest), mark)
+    console = Console()
+    console.print(table)
+    known = {found.path for found in complete}
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and path not in known:
+            console.print(f"not complete: {damage(path)}", highlight=False, markup=False, soft_wrap=True)
+    if latest is not None and latest not in {found.tag for found in complete}:
+        console.print(f"latest names {latest!r}, which is not complete", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _described(manifest: Manifest) -> tuple[str, str, str, str]:
+    saved = datetime.fromtimestamp(manifest.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    size = sum(file.num_bytes for file in manifest.files.values()) / 1e9
+    layout = manifest.state["layout"]
+    shown = f"pp{layout['pipe']} tp{layout['model']} dp{layout['data']}"
+    return saved, f"{size:.3g}", str(manifest.state["counters"]["global_steps"]), shown
+
+
+def _verify(options: argparse.Namespace) -> int:
+    path = locate(options.checkpoint)
+    reader = Reader(path)
+    problems = list(reader.verify_all())
+    for problem in problems:
+        print(problem)
+    if not problems:
+        print(f"{path}: {len(reader.tensors)} tensors in {len(reader.manifest.files)} files are what was written")
+    return 1 if problems else 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    path, dtype = locate(options.checkpoint), _DTYPES.get(options.dtype)
+    as_theirs = export_checkpoint(path, options.directory, dtype, options.masters, options.plain)
+    names = "as Hugging Face has it" if as_theirs else "under the model's own names"
+    print(f"{options.directory}: the weights of {path}, {names}")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    first, second = Reader(locate(options.first)), Reader(locate(options.second))
+    lines = [*_only(first, second), *_only(second, first), *_changed(first, second, options.tolerance)]
+    for line in lines[:_MOST]:
+        print(line)
+    if len(lines) > _MOST:
+        print(f"and {len(lines) - _MOST} more")
+    common = len(first.tensors.keys() & second.tensors.keys())
+    print(f"{common} tensors in both, {len(lines)} differences")
+    return 1 if lines else 0
+
+
+def _only(one: Reader, other: Reader) -> list[str]:
+    return [f"{name} is in {one.directory} alone" for name in sorted(one.tensors.keys() - other.tensors.keys())]
+
+
+def _changed(first: Reader, second: Reader, tolerance: float) -> Iterator[str]:
+    for name in sorted(first.tensors.keys() & second.tensors.keys()):
+        a, b = first.tensors[name], second.tensors[name]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            yield f"{name} is {a.dtype} {list(a.shape)} in one and {b.dtype} {list(b.shape)} in the other"
+            continue
+        left, right = (reader.read(name) for reader in (first, second))
+        if torch.equal(left, right):
+            continue
+        left, right = left.double(), right.double()
+        off = float((left - right).norm()) / max(float(left.norm()), 1e-30)
+        if not off <= tolerance:
+            yield f"{name} differs by {off:.2e}, at most by {float((left - right).abs().max()):.2e} in a number"
