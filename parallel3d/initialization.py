@@ -61,12 +61,14 @@ def initialize(
     pipeline = model if isinstance(model, PipelineModule) else WholeModel(model)
     _check_module(pipeline, settings)
     topology = pipeline.topology()
+    replicas = max(1, topology.get_dim("data"))
+    _check_replicas(replicas, settings)
     sizes = resolve_batch(
         settings.train_batch_size,
         settings.train_micro_batch_size_per_gpu,
-        settings.gradient_accumulation_steps,
+        None if settings.elastic.enabled else settings.gradient_accumulation_steps,
         pipe=pipeline.num_stages,
-        data=max(1, topology.get_dim("data")),
+        data=replicas,
         model=max(1, topology.get_dim("model")),
     )
     parameters = _trainable(model_parameters if model_parameters is not None else model.parameters())
@@ -76,6 +78,14 @@ def initialize(
     iterator = RepeatingLoader(loader) if loader is not None else None
     engine = Engine(pipeline, settings, sizes, built, scheduler, iterator)
     return engine, built, loader, scheduler
+
+
+def _check_replicas(replicas: int, config: Config) -> None:
+    least = config.elastic.min_replicas
+    if config.elastic.enabled and replicas < least:
+        raise ConfigError(
+            f"{replicas} replicas are left, but elastic.min_replicas is {least}; start more processes, or set it"
+        )
 
 
 def _check_mpu(mpu: Any) -> None:

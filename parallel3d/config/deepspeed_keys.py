@@ -96,7 +96,11 @@ _PARALLELISM = {
     ),
     **known(Support.REFUSED, "experts are not yet distributed", "expert_parallel"),
     **known(Support.WITHOUT_EFFECT, "experts are not yet distributed", "use_data_before_expert_parallelism"),
-    **known(Support.REFUSED, "batch sizes don't follow the number of ranks: give them", "elasticity"),
+    **known(
+        Support.REFUSED,
+        "batch sizes are not searched for: give them, and elastic for fewer ranks",
+        "elasticity",
+    ),
     **known(Support.REFUSED, "an engine trains, but doesn't generate", "hybrid_engine"),
 }
 _COMPRESSION = known(

@@ -15,6 +15,7 @@ from parallel3d.config.training import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     CompileConfig,
+    ElasticConfig,
     OptimizerConfig,
     RngConfig,
     SchedulerConfig,
@@ -69,6 +70,7 @@ class Config(Section):
     )
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description='a mapping such as {"keep_last": 3}')
     compile: CompileConfig = Field(CompileConfig(), description='a mapping {"enabled": false}')
+    elastic: ElasticConfig = Field(ElasticConfig(), description='a mapping {"enabled": false}')
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
     tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), description='a mapping such as {"size": 2}')
     dataloader_drop_last: bool = Field(False, description=_BOOL)
@@ -80,6 +82,15 @@ class Config(Section):
     wall_clock_breakdown: bool = Field(False, description=_BOOL)
     memory_breakdown: bool = Field(False, description=_BOOL)
     dump_state: bool = Field(False, description=_BOOL)
+
+    @model_validator(mode="after")
+    def _fixed_batch(self) -> Config:
+        if self.elastic.enabled and (self.train_batch_size is None or self.train_micro_batch_size_per_gpu is None):
+            raise ValueError(
+                "elastic keeps the train batch whatever the number of replicas; give train_batch_size and "
+                "train_micro_batch_size_per_gpu, from which gradient_accumulation_steps follows"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_precision(self) -> Config:

@@ -82,6 +82,17 @@ class CompileConfig(Section):
     )
 
 
+class ElasticConfig(Section):
+    """Whether a restart may have another number of replicas: the train batch stays, by another number of micro-batches."""
+
+    enabled: bool = Field(False, description=_BOOL, json_schema_extra=OWN)
+    min_replicas: Positive = Field(
+        1,
+        description="a whole number >= 1 of data-parallel replicas, with fewer of which training stops",
+        json_schema_extra=OWN,
+    )
+
+
 class RngConfig(Section):
     """What random numbers depend on besides the seed."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.directory import other_tags
+from parallel3d.checkpoint.directory import complete_checkpoints, other_tags
 from parallel3d.checkpoint.export import write_one_file
 from parallel3d.checkpoint.files import SINGLE
 from parallel3d.checkpoint.format import MASTER, MODEL
@@ -273,6 +274,33 @@ class Saving:
         )
         self._update.sharded.follow_masters()
         return str(path), loading.state["client_state"]
+
+    def resume(self, load_dir: Location) -> dict[str, Any] | None:
+        """Go on from the newest checkpoint of a directory that is whole; its client_state, or None where there is none.
+
+        One call at the start of a script that may be restarted. Of those that were saved as the latest; with a warning it
+        passes over one that turns out to be damaged, and what is not complete. Collective; raises CheckpointError on all
+        ranks where none can be loaded, as when they are another model's.
+        """
+        self._saver.wait()
+        place = str(Path(load_dir).absolute())
+
+        def choose(values: list[Json]) -> list[list[str]]:
+            complete = complete_checkpoints(Path(values[0]["directory"]))
+            return [[found.tag for found in reversed(complete) if found.manifest.latest]] * len(values)
+
+        tags: list[str] = self._meeting.meet("resume", {"directory": place}, choose)
+        first: CheckpointError | None = None
+        for tag in tags:
+            try:
+                return self.load_checkpoint(place, tag)[1]
+            except CheckpointError as error:
+                first = first or error
+                if self._groups.rank == 0:
+                    warnings.warn(f"resume passes over {tag!r}: {error}", stacklevel=2)
+        if first is not None:
+            raise first
+        return None
 
     def _take_over(self, loading: _Loading, everything: bool, scheduler: bool) -> Json:
         """What was checked becomes this engine's."""
