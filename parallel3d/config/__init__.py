@@ -6,7 +6,7 @@ from parallel3d.config.load import load, load_activation_checkpointing, load_lay
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.schema import Config
-from parallel3d.config.training import ActivationCheckpointingConfig, OptimizerConfig, SchedulerConfig
+from parallel3d.config.training import ActivationCheckpointingConfig, FailuresConfig, OptimizerConfig, SchedulerConfig
 from parallel3d.config.zero import ZeroConfig
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Bf16Config",
     "Config",
     "DataTypesConfig",
+    "FailuresConfig",
     "Fp16Config",
     "Layout",
     "OptimizerConfig",

@@ -11,7 +11,12 @@ from parallel3d.config.deepspeed_keys import TOP_LEVEL
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.section import OWN, Dtype, KnownKey, NonNegative, Positive, Section, differs
-from parallel3d.config.training import ActivationCheckpointingConfig, OptimizerConfig, SchedulerConfig
+from parallel3d.config.training import (
+    ActivationCheckpointingConfig,
+    FailuresConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
 from parallel3d.config.zero import ZeroConfig
 
 
@@ -62,6 +67,12 @@ class Config(Section):
     )
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
     tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), description='a mapping such as {"size": 2}')
+    failures: FailuresConfig = Field(FailuresConfig(), description='a mapping such as {"timeout_s": 60}')
+    check_numerics: bool = Field(
+        False,
+        description="true or false: look for inf and NaN in what each layer returns, the loss and the gradients",
+        json_schema_extra=OWN,
+    )
     dataloader_drop_last: bool = Field(False, description=_BOOL)
     seed: NonNegative = Field(
         1234, description="a whole number >= 0, which fixes the order of the training data", json_schema_extra=OWN

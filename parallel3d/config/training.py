@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from parallel3d.config.section import KnownKey, Params, Positive, ReadOnlyMapping, Section, Support, known
+from parallel3d.config.section import OWN, KnownKey, Params, Positive, ReadOnlyMapping, Section, Support, known
 
 _BOOL = "true or false"
 
@@ -53,3 +53,15 @@ class ActivationCheckpointingConfig(Section):
     number_checkpoints: Positive | None = Field(None, description="a whole number of checkpoints >= 1, or null")
     synchronize_checkpoint_boundary: bool = Field(False, description=_BOOL)
     profile: bool = Field(False, description=_BOOL)
+
+
+class FailuresConfig(Section):
+    """How a failure is found and told. timeout_s: how long ranks may wait for one that doesn't move; 0: for ever."""
+
+    timeout_s: float = Field(
+        60.0,
+        ge=0,
+        description="seconds >= 0 after which a rank that holds up others is late, 0 for never",
+        json_schema_extra=OWN,
+    )
+    directory: str = Field(".", min_length=1, description="the folder for failure-RANK.json", json_schema_extra=OWN)
