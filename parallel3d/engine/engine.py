@@ -29,6 +29,7 @@ from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.pipe.executor import Batch, BatchResult, Executor, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.numerics import NumericsCheck
 from parallel3d.pipe.programs import Programs
 from parallel3d.pipe.whole import WholeModel
 from parallel3d.precision import make_precision
@@ -80,6 +81,11 @@ class Engine(Answers, Attributed, Reports):
         self._streams = RandomStreams((config.seed, torch_seed), model.device)
         self._set_up_pipeline(transport or DistributedTransport(self._groups))
         self._attribution = Attribution(self, model.groups, config.failures, self._programs.weakly(), model.device)
+        if config.check_numerics:
+            check = NumericsCheck(
+                model, self._update.reducer.sink, not self._precision.checks_overflow, lambda: self._calls.num_backwards
+            )
+            self._executor.look_at_loss = self._calls.look_at_loss = check.loss
         if config.dump_state:
             dump_state(self.config, self._batch_sizes, model, self._update, self._program())
 

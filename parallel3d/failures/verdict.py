@@ -280,7 +280,9 @@ def situation(reports: Mapping[int, Report]) -> str:
     """A line for all ranks in the same situation: where they are, and what they wait for."""
     groups: dict[str, list[int]] = {}
     for rank, r in sorted(reports.items()):
-        state = "" if r.state is State.RUNNING else f" ({r.state.value})"
-        place = "unknown" if r.place is None else str(r.place)
-        groups.setdefault(f"{place}{state}, {waiting_of(r)} for {r.seconds:.0f} s", []).append(rank)
+        place = "an unknown place" if r.place is None else str(r.place)
+        does = f"{waiting_of(r)} for {r.seconds:.0f} s"
+        if r.state is not State.RUNNING:
+            does = r.state.value + (f", {waiting_of(r)}" if r.waits else "")
+        groups.setdefault(f"{place}, {does}", []).append(rank)
     return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in groups.items())

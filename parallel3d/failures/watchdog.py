@@ -21,7 +21,7 @@ from parallel3d.errors import ExecutionError, PeerError
 from parallel3d.failures.board import Board
 from parallel3d.failures.neighbours import Neighbours, ProgramOf, place_in
 from parallel3d.failures.telling import account, grid, say, write_account
-from parallel3d.failures.verdict import Raised, Report, State, Verdict, judge
+from parallel3d.failures.verdict import Kind, Raised, Report, State, Verdict, judge
 
 POLL_S = 0.25
 WINDOW_S = 3.0
@@ -201,7 +201,7 @@ class Watchdog:
 
     def _end(self, verdict: Verdict) -> None:
         """Let the main thread raise, if it does so within the grace; else end the process from here."""
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self._grace_s(verdict)
         while self._failure is None and self._signal is None and time.monotonic() < deadline and not self._closed:
             self._wake.wait(POLL_S)
             self._wake.clear()
@@ -211,6 +211,11 @@ class Watchdog:
             self._release(verdict)
         elif not self._closed:
             _exit(1 if self._signal is None else 128 + self._signal)
+
+    def _grace_s(self, verdict: Verdict) -> float:
+        if verdict.kind is Kind.LATE and verdict.rank == self._rank:
+            return 0.0  # its end frees those that wait for it
+        return 1.0 if verdict.kind in (Kind.SILENT, Kind.DEADLOCK) else GRACE_S
 
     def _end_as_asked(self) -> None:
         """Told to end behind a verdict: no other one is needed. What the main thread still does may take a moment."""

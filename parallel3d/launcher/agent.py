@@ -61,9 +61,10 @@ class WorkerAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         now = time.time()
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
-        self.failed_first = {rank for rank, handler in handlers.items() if handler.proc.poll()}
+        codes = {rank: handler.proc.poll() or 0 for rank, handler in handlers.items()}
+        self.failed_first = {rank for rank, code in codes.items() if code}
         if self.failed_first:
-            self._note_exits({rank: handlers[rank].proc.poll() for rank in self.failed_first})
+            self._note_exits({rank: codes[rank] for rank in self.failed_first})
             # Left to itself torch's agent would end the others here too, but wait 30 s for them.
             self._shutdown()
         else:

@@ -69,6 +69,7 @@ class Executor:
     """Holds the activations and gradients in flight of one batch, and nothing between batches.
 
     gather: starts to gather a chunk's weights; precision: its weights' dtype is that of the model's floating-point inputs.
+    look_at_loss: called with each micro-batch's.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Executor:
         self._reducer = reducer
         self._gather = gather
         self._precision = precision
+        self.look_at_loss: Callable[[Tensor], None] = lambda loss: None
         self._last_chunk = len(module.placement) - 1
         self._run: dict[Op, Callable[[Instruction], None]] = {
             Op.LOAD_MICRO_BATCH: self._load_micro_batch,
@@ -220,6 +222,7 @@ class Executor:
         with self._precision.autocasting(self._module.device):
             loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
         loss, count = split_loss(loss)
+        self.look_at_loss(loss)
         self._result.losses[m] = loss.detach()
         if count is not None:
             self._result.counts[m] = count
