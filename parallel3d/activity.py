@@ -86,7 +86,6 @@ class Activity:
 
     def __init__(self) -> None:
         self.slots = memoryview(bytearray(SLOT_BYTES)).cast("q")
-        self.program: Program | None = None
         self.wait: Wait | None = None
 
     def share(self, memory: memoryview) -> None:
@@ -99,10 +98,15 @@ class Activity:
         """Begin something else."""
         self.slots[PHASE] = phase
 
+    def reset(self) -> None:
+        """A new engine: its first batch may take its time."""
+        self.wait = None
+        self.slots[STEADY] = self.slots[EVALUATES] = self.slots[UNTIMED] = 0
+        self.slots[PHASE] = Phase.SETUP
+
     def start_program(self, program: Program, training: bool) -> memoryview:
         """A batch's list begins: note its POSITION in the slots returned."""
         slots = self.slots
-        self.program = program
         slots[POSITION], slots[PROGRAM] = 0, program_code(program.num_micro_batches, training)
         slots[BATCH] += 1
         slots[PHASE] = Phase.PROGRAM

@@ -63,6 +63,7 @@ class Attribution:
         self._rank = groups.rank
         self._watchdog: Watchdog | None = None
         self._told: BaseException | None = None
+        ACTIVITY.reset()
         if groups.world.size == 1:
             return
         run = all_gather_object(uuid.uuid4().hex, groups.control)[0]

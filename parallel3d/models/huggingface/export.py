@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from parallel3d.activity import ACTIVITY, Phase
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CheckpointError
@@ -50,6 +51,7 @@ class Piece:
     slicing: Slicing | None
 
 
+@ACTIVITY.untimed(Phase.SAVING)
 def save_hf(
     engine: Trained | PipelineModule,
     directory: str | Path,
