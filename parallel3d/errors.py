@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class Parallel3DError(Exception):
@@ -36,6 +37,45 @@ class DataError(Parallel3DError, ValueError):
 
 class ExecutionError(Parallel3DError, RuntimeError):
     """An exception inside an instruction; says rank, stage, micro-batch and instruction, and keeps the cause."""
+
+
+def execution_error(message: str, cause: Exception) -> ExecutionError:
+    """An ExecutionError that an `except` clause for the cause's own type catches too, where types can be joined."""
+    kind = type(cause)
+    if isinstance(cause, (ExecutionError, StopIteration)):  # a StopIteration would end the training loop in silence
+        return ExecutionError(message)
+    try:
+        joined: Any = type("ExecutionError", (ExecutionError, kind), {**_LIKE_EXECUTION_ERROR, "__module__": __name__})
+        error: ExecutionError = joined.__new__(joined, message)
+    except TypeError:  # a type of C code with a layout or a constructor of its own
+        return ExecutionError(message)
+    vars(error).update(vars(cause))
+    error.args = (message,)
+    return error
+
+
+# Joined types can't be pickled by name, and some (KeyError) print or construct themselves in a way of their own.
+_LIKE_EXECUTION_ERROR: dict[str, Any] = {
+    "__init__": ExecutionError.__init__,
+    "__str__": ExecutionError.__str__,
+    "__reduce__": lambda error: (ExecutionError, error.args),
+}
+
+
+class PeerError(CommunicationError):
+    """Another rank failed, so this one can't go on. rank: that rank's, where it is known."""
+
+    def __init__(self, message: str, rank: int | None = None):
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerDataError(PeerError, DataError):
+    """Another rank could not load its micro-batches."""
+
+
+class NumericsError(Parallel3DError, ArithmeticError):
+    """An inf or NaN, where check_numerics found it first."""
 
 
 class CheckpointError(Parallel3DError, RuntimeError):

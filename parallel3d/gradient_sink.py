@@ -174,10 +174,12 @@ class GradientSink:
 
     From autograd they come by a hook, once per backward however often the parameter was used; from layers that
     `make_splittable` has changed, inside `deferring` or `fusing`, they come as products. A parameter with a hook of the
-    user's is neither deferred nor fused: that hook sees its gradient in the backward.
+    user's is neither deferred nor fused: that hook sees its gradient in the backward. look: called with each gradient that
+    autograd brings, and with each accumulator to which a layer has added.
     """
 
     def __init__(self) -> None:
+        self.look: Callable[[nn.Parameter, Tensor], None] | None = None
         self._listener: Listener | None = None
         self._accumulators: dict[nn.Parameter, Accumulator] = {}
         self._handles: dict[nn.Parameter, list[RemovableHandle]] = {}
@@ -266,6 +268,8 @@ class GradientSink:
             gradient.add_to(accumulator)
         else:
             gradient.write_to(accumulator)
+        if self.look is not None:
+            self.look(parameter, accumulator)
 
     def _accumulator(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         accumulator = self._accumulators[parameter]
@@ -354,6 +358,8 @@ class GradientSink:
         """The gradient that autograd had for `parameter` is in its `.grad`."""
         gradient = parameter.grad
         self._touched.add(parameter)
+        if gradient is not None and self.look is not None:
+            self.look(parameter, gradient)
         if gradient is not None and gradient is not self._accumulators[parameter]:
             parameter.grad = None
             self.add(parameter, gradient.detach())

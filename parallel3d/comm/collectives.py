@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.activity import ACTIVITY, Waiting
+
 
 @dataclass(frozen=True)
 class Group:
@@ -54,6 +56,26 @@ class _Done:
 DONE: Work = _Done()
 
 
+class Awaited:
+    """A Work whose waiting is noted as this process's activity: `what`, of `ranks`."""
+
+    __slots__ = ("_work", "ranks", "what")
+
+    def __init__(self, work: Work, what: str, ranks: tuple[int, ...]):
+        self._work, self.what, self.ranks = work, what, ranks
+
+    def is_completed(self) -> bool:
+        """See Work."""
+        return self._work.is_completed()
+
+    def wait(self) -> Any:
+        """See Work."""
+        ACTIVITY.wait = self  # left there by an exception: it says where that came from
+        result = self._work.wait()
+        ACTIVITY.wait = None
+        return result
+
+
 def all_reduce(tensor: Tensor, group: Group) -> Work:
     """Start to sum `tensor` over the group, in place; the caller waits and keeps `tensor` alive until then."""
     return _all_reduce(tensor, group, dist.ReduceOp.SUM)
@@ -69,7 +91,7 @@ def _all_reduce(tensor: Tensor, group: Group, op: Any) -> Work:
         return DONE
     work = dist.all_reduce(tensor, op=op, group=group.handle, async_op=True)
     assert work is not None
-    return work
+    return Awaited(work, "an all-reduce", group.ranks)
 
 
 # torch 2.13 renames these two and deprecates the old names.
@@ -85,7 +107,7 @@ def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
         return DONE
     work = _reduce_scatter(shard, whole, group=group.handle, async_op=True)
     assert work is not None
-    return work
+    return Awaited(work, "a reduce-scatter", group.ranks)
 
 
 def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
@@ -96,13 +118,14 @@ def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
         return DONE
     work = _all_gather(whole, shard, group=group.handle, async_op=True)
     assert work is not None
-    return work
+    return Awaited(work, "an all-gather", group.ranks)
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:
     """Copy `tensor` from global rank `source` to the group, in place."""
     if group.handle is not None:
-        dist.broadcast(tensor, source, group=group.handle)
+        with Waiting("a broadcast", group.ranks):
+            dist.broadcast(tensor, source, group=group.handle)
 
 
 def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:
@@ -111,7 +134,8 @@ def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:
         return [values]
     mine = torch.tensor(values, dtype=torch.int64)
     gathered = [torch.empty_like(mine) for _ in group.ranks]
-    dist.all_gather(gathered, mine, group=group.handle)
+    with Waiting("an agreement", group.ranks):
+        dist.all_gather(gathered, mine, group=group.handle)
     return [t.tolist() for t in gathered]
 
 
@@ -120,17 +144,21 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     if group.handle is None:
         return [value]
     gathered: list[Any] = [None] * group.size
-    dist.all_gather_object(gathered, value, group=group.handle)
+    with Waiting("an exchange", group.ranks):
+        dist.all_gather_object(gathered, value, group=group.handle)
     return gathered
 
 
 def send_bytes(tensor: Tensor, rank: int, group: Group) -> None:
     """Send a tensor's bytes to a global rank, from the host, over a CPU group; for export, not for a step."""
-    dist.send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), rank, group=group.handle)
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    with Waiting(f"rank {rank} to take a message", (rank,)):
+        dist.send(data, rank, group=group.handle)
 
 
 def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Group) -> Tensor:
     """A tensor, on the host, whose bytes a global rank sends over a CPU group."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle)
+    with Waiting(f"a message of rank {rank}", (rank,)):
+        dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle)
     return tensor

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm.collectives import Work
+from parallel3d.activity import Waiting
+from parallel3d.comm.collectives import Awaited, Work
 from parallel3d.comm.groups import ProcessGroups
 
 _HEADER_TAG, _HOST_TAG = 1, 2
@@ -109,31 +110,33 @@ class DistributedTransport:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         group, tag = self._channels.get((self._stage, stage), self._groups.pipe.handle), 0
+        target = self._groups.pipe.ranks[stage]
         if self._by_host:
             group, tag = self._groups.control.handle, _HOST_TAG
         for tensor in tensors:
             if tensor.numel():
                 data = _bytes(tensor.detach().contiguous())
                 data = data.cpu() if self._by_host else data
-                work = dist.isend(data, self._groups.pipe.ranks[stage], group=group, tag=tag)
+                work = dist.isend(data, target, group=group, tag=tag)
                 assert work is not None
-                self._sent.append((work, data))
+                self._sent.append((Awaited(work, f"rank {target} to take a message", (target,)), data))
 
     def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
         """See Transport."""
         source = self._groups.pipe.ranks[stage]
         group = self._channels.get((stage, self._stage), self._groups.pipe.handle)
         works: list[Work] = []
+        what, ranks = f"a message of rank {source}", (source,)
         for buffer in buffers:
             if buffer.numel() and self._by_host:
                 staging = torch.empty(_bytes(buffer).shape, dtype=torch.uint8)
                 work = dist.irecv(staging, source, group=self._groups.control.handle, tag=_HOST_TAG)
                 assert work is not None
-                works.append(_ThroughHost(work, staging, _bytes(buffer)))
+                works.append(_ThroughHost(Awaited(work, what, ranks), staging, _bytes(buffer)))
             elif buffer.numel():
                 work = dist.irecv(_bytes(buffer), source, group=group)
                 assert work is not None
-                works.append(work)
+                works.append(Awaited(work, what, ranks))
         return works
 
     def use_host(self, use: bool) -> None:
@@ -143,18 +146,20 @@ class DistributedTransport:
     def send_header(self, header: Any, stage: int) -> None:
         """See Transport."""
         payload = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+        target = self._groups.pipe.ranks[stage]
         for data in (torch.tensor([payload.numel()]), payload):
-            work = dist.isend(data, self._groups.pipe.ranks[stage], group=self._groups.control.handle, tag=_HEADER_TAG)
+            work = dist.isend(data, target, group=self._groups.control.handle, tag=_HEADER_TAG)
             assert work is not None
-            self._sent.append((work, data))
+            self._sent.append((Awaited(work, f"rank {target} to take a message", (target,)), data))
 
     def receive_header(self, stage: int) -> Any:
         """See Transport."""
         source, group = self._groups.pipe.ranks[stage], self._groups.control.handle
         size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, source, group=group, tag=_HEADER_TAG)
-        payload = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(payload, source, group=group, tag=_HEADER_TAG)
+        with Waiting(f"a message of rank {source}", (source,)):
+            dist.recv(size, source, group=group, tag=_HEADER_TAG)
+            payload = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(payload, source, group=group, tag=_HEADER_TAG)
         return pickle.loads(payload.numpy().tobytes())
 
     def finish(self) -> None:

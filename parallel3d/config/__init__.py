@@ -10,6 +10,7 @@ from parallel3d.config.training import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     CompileConfig,
+    FailuresConfig,
     OptimizerConfig,
     SchedulerConfig,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "CompileConfig",
     "Config",
     "DataTypesConfig",
+    "FailuresConfig",
     "Fp16Config",
     "Layout",
     "OptimizerConfig",

@@ -16,6 +16,7 @@ from parallel3d.config.training import (
     CheckpointConfig,
     CompileConfig,
     ElasticConfig,
+    FailuresConfig,
     OptimizerConfig,
     RngConfig,
     SchedulerConfig,
@@ -73,6 +74,12 @@ class Config(Section):
     elastic: ElasticConfig = Field(ElasticConfig(), description='a mapping {"enabled": false}')
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
     tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), description='a mapping such as {"size": 2}')
+    failures: FailuresConfig = Field(FailuresConfig(), description='a mapping such as {"timeout_s": 60}')
+    check_numerics: bool = Field(
+        False,
+        description="true or false: look for inf and NaN in what each layer returns, the loss and the gradients",
+        json_schema_extra=OWN,
+    )
     dataloader_drop_last: bool = Field(False, description=_BOOL)
     seed: NonNegative = Field(
         1234, description="a whole number >= 0, which fixes the order of the training data", json_schema_extra=OWN

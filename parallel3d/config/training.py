@@ -155,3 +155,15 @@ class CheckpointConfig(Section):
     timeout_s: float = Field(
         1800.0, gt=0, description="a number of seconds > 0 that ranks wait for each other", json_schema_extra=OWN
     )
+
+
+class FailuresConfig(Section):
+    """How a failure is found and told. timeout_s: how long ranks may wait for one that doesn't move; 0: for ever."""
+
+    timeout_s: float = Field(
+        60.0,
+        ge=0,
+        description="seconds >= 0 after which a rank that holds up others is late, 0 for never",
+        json_schema_extra=OWN,
+    )
+    directory: str = Field(".", min_length=1, description="the folder for failure-RANK.json", json_schema_extra=OWN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -32,13 +32,14 @@ class StepByCalls:
     """The micro-batches of one step, as far as the user has come. module: what forward calls, the model or what it wraps.
 
     micro_steps: calls of `step` so far, one a micro-batch; record: wraps each forward and backward of the step under way,
-    None before it has begun.
+    None before it has begun; look_at_loss: called with each micro-batch's.
     """
 
     def __init__(self, model: PipelineModule, module: nn.Module, update: WeightUpdate, precision: Precision):
         self._model, self._module = model, module
         self._update, self._precision = update, precision
         self.micro_steps = 0
+        self.look_at_loss: Callable[[Tensor], None] = lambda loss: None
         self.record: Recorder | None = None
         self._first = 0  # micro_steps at the step's beginning
         self._boundary: bool | None = None
@@ -92,6 +93,7 @@ class StepByCalls:
             total, count = split_loss(loss)
         except ValueError as error:
             raise ConfigError(f"engine.backward: {error}") from None
+        self.look_at_loss(total)
         if not self._losses:
             self._reduced = False
             self._update.reducer.start_step()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel3d.activity import ACTIVITY, EVALUATES, STEADY, Phase
 from parallel3d.checkpointing import Checkpointer
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
@@ -16,6 +17,7 @@ from parallel3d.comm.transport import DistributedTransport, Transport
 from parallel3d.config import BatchSizes, Config, resolve_batch
 from parallel3d.data import RepeatingLoader
 from parallel3d.engine.answers import Answers
+from parallel3d.engine.attributed import Attributed, attributed
 from parallel3d.engine.calls import StepByCalls, check_metrics
 from parallel3d.engine.compiling import Compiling
 from parallel3d.engine.loading import BatchLoader
@@ -23,11 +25,13 @@ from parallel3d.engine.report import Reports, dump_state
 from parallel3d.engine.saving import Saving
 from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError
+from parallel3d.failures.process import Attribution
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
 from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.pipe.executor import Batch, BatchResult, Executor, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.numerics import NumericsCheck
 from parallel3d.pipe.programs import Programs
 from parallel3d.pipe.whole import WholeModel
 from parallel3d.precision import make_precision
@@ -35,7 +39,7 @@ from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
 
 
-class Engine(Answers, Reports, Saving, Compiling):
+class Engine(Answers, Attributed, Reports, Saving, Compiling):
     """Trains a model. Made by `initialize`; every rank calls its methods at the same places.
 
     By train_batch in any layout; a model that is whole on every rank also by `loss = engine(inputs)`,
@@ -81,6 +85,12 @@ class Engine(Answers, Reports, Saving, Compiling):
         self._set_up_checkpoints()
         if config.compile.enabled:
             self.compile()
+        self._attribution = Attribution(self, model.groups, config.failures, self._programs.weakly(), model.device)
+        if config.check_numerics:
+            check = NumericsCheck(
+                model, self._update.reducer.sink, not self._precision.checks_overflow, lambda: self._calls.num_backwards
+            )
+            self._executor.look_at_loss = self._calls.look_at_loss = check.loss
         if config.dump_state:
             dump_state(self.config, self._batch_sizes, model, self._update, self._program())
 
@@ -112,6 +122,7 @@ class Engine(Answers, Reports, Saving, Compiling):
 
     # A step by train_batch
 
+    @attributed(Phase.LOADING)
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step on gradient_accumulation_steps micro-batches, fewer where the iterators end.
 
@@ -136,9 +147,11 @@ class Engine(Answers, Reports, Saving, Compiling):
         lr_kwargs: what the learning-rate schedule's `step` takes.
         """
         self._monitor.computed()
+        ACTIVITY.enter(Phase.REDUCING)
         self._update.reducer.finish_step()
         self._monitor.reduced()
         loss = self._update.reduce_scalars(own_loss)
+        ACTIVITY.enter(Phase.STEP)
         profile = self._memory_profile if self._memory_next else None
         with profile.step.running() if profile is not None else nullcontext():
             taken = self._update.step(self.global_steps + 1)
@@ -152,8 +165,10 @@ class Engine(Answers, Reports, Saving, Compiling):
         self.global_steps += 1
         self.global_samples += num_micro_batches * self._batch_sizes.micro_batch_size * self._groups.data.size
         self._report(loss)
+        ACTIVITY.slots[STEADY] = 1
         return loss
 
+    @attributed(Phase.EVALUATING)
     @torch.no_grad()
     def eval_batch(
         self,
@@ -251,6 +266,7 @@ class Engine(Answers, Reports, Saving, Compiling):
 
     # A step by calls
 
+    @attributed(Phase.CALL)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for one micro-batch's inputs; floating-point ones are cast to the weights' dtype.
 
@@ -270,6 +286,7 @@ class Engine(Answers, Reports, Saving, Compiling):
         recorder = self._monitor.recorder_of(self._program())
         self._calls.record = recorder.running if recorder is not None else no_record
 
+    @attributed(Phase.CALL)
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Add the gradients of a micro-batch's loss, a tensor of one element, to the step's; returns the loss.
 
@@ -284,6 +301,7 @@ class Engine(Answers, Reports, Saving, Compiling):
         self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
         return loss
 
+    @attributed(Phase.CALL)
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At an accumulation boundary, update the weights; between two, only count.
 
@@ -322,6 +340,7 @@ class Engine(Answers, Reports, Saving, Compiling):
     def train(self, mode: bool = True) -> Engine:
         """As torch's, for the module."""
         self._model.train(mode)
+        ACTIVITY.slots[EVALUATES] = not mode
         return self
 
     def eval(self) -> Engine:

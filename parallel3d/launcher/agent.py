@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import cast
 
-from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import DistNetworkError, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, SubprocessContext
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from parallel3d.comm.store import VERDICT_KEY, agents_store, exit_key
 from parallel3d.errors import ConfigError
 from parallel3d.launcher import worker
 from parallel3d.launcher.processes import adopt_orphans, children, kill_children
-from parallel3d.launcher.report import rank_failures, summary
+from parallel3d.launcher.report import ending, rank_failures, summary
 
 GRACE_S = 5
 """Seconds between asking a worker to end and killing it."""
@@ -59,13 +61,30 @@ class WorkerAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         now = time.time()
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
-        self.failed_first = {rank for rank, handler in handlers.items() if handler.proc.poll()}
+        codes = {rank: handler.proc.poll() or 0 for rank, handler in handlers.items()}
+        self.failed_first = {rank for rank, code in codes.items() if code}
         if self.failed_first:
+            self._note_exits({rank: codes[rank] for rank in self.failed_first})
             # Left to itself torch's agent would end the others here too, but wait 30 s for them.
             self._shutdown()
         else:
             self.last_healthy = now
         return super()._monitor_workers(worker_group)
+
+    def _note_exits(self, codes: Mapping[int, int]) -> None:
+        """Tell the other ranks, which are to find out what happened, before they are ended themselves."""
+        for rank, code in codes.items():
+            self.store().set(exit_key(rank), ending(code))
+
+    def store(self) -> Store:
+        """The store by which ranks tell each other, and this agent, of failures."""
+        spec = self._worker_group.spec
+        return agents_store(_ADDRESS, cast(int, spec.master_port), spec.max_restarts - self._remaining_restarts)
+
+    def culprit(self) -> int | None:
+        """The rank that the ranks have found at fault, where they have."""
+        store = self.store()
+        return int(json.loads(store.get(VERDICT_KEY))["rank"]) if store.check([VERDICT_KEY]) else None
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
         # torch 2.11's _shutdown takes no timeout, and 2.13 passes 30 s in places: so GRACE_S whatever is asked. It's
@@ -106,7 +125,7 @@ def _run(options: LaunchOptions) -> int:
         result = agent.run()
         if not result.is_failed():
             return 0
-        failures = rank_failures(result.failures, agent.failed_first, agent.last_healthy)
+        failures = rank_failures(result.failures, agent.failed_first, agent.last_healthy, agent.culprit())
     print(summary(failures), file=sys.stderr)
     return failures[0].status
 

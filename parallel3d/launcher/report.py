@@ -9,6 +9,11 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from parallel3d.errors import PeerDataError, PeerError
+
+# Errors that name another rank's failure.
+_OF_PEERS = (PeerError.__name__, PeerDataError.__name__)
+
 
 @dataclass(frozen=True)
 class RankFailure:
@@ -32,20 +37,23 @@ class RankFailure:
 
 
 def rank_failures(
-    failures: Mapping[int, ProcessFailure], failed_first: set[int], last_healthy: float
+    failures: Mapping[int, ProcessFailure], failed_first: set[int], last_healthy: float, culprit: int | None = None
 ) -> list[RankFailure]:
     """The failures of a run, in order of time, the ranks that the launcher ended last.
 
     failed_first: ranks that had failed when the launcher began to end the others. last_healthy: when none had yet.
     A rank that ended without raising (by a signal, an exit code) is dated to last_healthy: its peers' exceptions of the
-    same moment, such as a closed connection, are its consequences and not its cause.
+    same moment, such as a closed connection, are its consequences and not its cause. culprit: the rank that the ranks
+    themselves found at fault; it goes first, and the others ended because of it, unless with an error of their own.
     """
     found = []
     for rank, failure in failures.items():
         error, time = _recorded(failure)
         was_ended = rank not in failed_first and error is None
+        if culprit in failures:
+            was_ended = rank != culprit and (error is None or error.startswith(_OF_PEERS))
         found.append(RankFailure(rank, failure.exitcode, error, time or last_healthy, was_ended))
-    return sorted(found, key=lambda failure: (failure.was_ended, failure.time, failure.rank))
+    return sorted(found, key=lambda f: (f.rank != culprit, f.was_ended, f.time, f.rank))
 
 
 def summary(failures: Sequence[RankFailure]) -> str:
@@ -56,7 +64,7 @@ def summary(failures: Sequence[RankFailure]) -> str:
         if not failure.was_ended:
             later = "" if failure is first else f" {failure.time - first.time:.1f} s later"
             error = f": {failure.error}" if failure.error else ""
-            lines.append(f"parallel3d: rank {failure.rank} failed{later} ({_ending(failure.exit_code)}){error}")
+            lines.append(f"parallel3d: rank {failure.rank} failed{later} ({ending(failure.exit_code)}){error}")
     ended = sorted(failure.rank for failure in failures if failure.was_ended)
     if ended:
         ranks = ("rank " if len(ended) == 1 else "ranks ") + ", ".join(map(str, ended))
@@ -64,7 +72,8 @@ def summary(failures: Sequence[RankFailure]) -> str:
     return "\n".join(lines)
 
 
-def _ending(exit_code: int) -> str:
+def ending(exit_code: int) -> str:
+    """'SIGKILL' of -9, 'exit code 3' of 3."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:

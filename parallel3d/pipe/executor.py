@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from parallel3d.errors import ExecutionError
+from parallel3d.activity import ACTIVITY, POSITION
+from parallel3d.errors import execution_error
 from parallel3d.pipe.entry import Entry
 from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
 from parallel3d.pipe.module import PipelineModule
@@ -68,6 +69,7 @@ class Executor:
     """Holds the activations and gradients in flight of one batch, and nothing between batches.
 
     gather: starts to gather a chunk's weights; precision: its weights' dtype is that of the model's floating-point inputs.
+    look_at_loss: called with each micro-batch's.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Executor:
         self._reducer = reducer
         self._gather = gather
         self._precision = precision
+        self.look_at_loss: Callable[[Tensor], None] = lambda loss: None
         self._last_chunk = len(module.placement) - 1
         self._run: dict[Op, Callable[[Instruction], None]] = {
             Op.LOAD_MICRO_BATCH: self._load_micro_batch,
@@ -122,15 +125,18 @@ class Executor:
     ) -> BatchResult:
         """Run this rank's list. owners: of each REDUCE_REPLICAS bucket; record: wraps each instruction; wait: its wait.
 
-        Raises ExecutionError, in one line with rank, stage, micro-batch and instruction, from whatever was raised.
+        Raises ExecutionError, in one line with rank, stage, micro-batch and instruction, from whatever was raised, and of
+        that type too.
         """
         self._batch, self._result, self._owners = batch, BatchResult(), owners
         instructions = program.instructions[self._module.stage_id]
+        now = ACTIVITY.start_program(program, batch.training)
         self._messages.begin(batch.signatures, batch.training)
         with torch.set_grad_enabled(batch.training):
             for position, i in enumerate(instructions):
                 if i.op is Op.REDUCE_GRADS:
                     continue  # launched by the backward it stands behind
+                now[POSITION] = position
                 try:
                     if i.op in self._wait:
                         with wait(i):
@@ -142,7 +148,7 @@ class Executor:
                             self._run[i.op](i)
                 except Exception as error:
                     self._clear()
-                    raise ExecutionError(self._explain(i, error)) from error
+                    raise execution_error(self._explain(i, error), error) from error
         self._messages.finish()
         self._clear()
         return self._result
@@ -216,6 +222,7 @@ class Executor:
         with self._precision.autocasting(self._module.device):
             loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
         loss, count = split_loss(loss)
+        self.look_at_loss(loss)
         self._result.losses[m] = loss.detach()
         if count is not None:
             self._result.counts[m] = count

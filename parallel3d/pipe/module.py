@@ -276,6 +276,12 @@ class PipelineModule(nn.Module):
         """Recompute layers through this, unless the module was built with an activation_checkpoint_func."""
         self.activation_checkpoint_func = self._own_checkpoint_func or checkpointer
 
+    def watch_layers(self, watch: Callable[[str, Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
+        """Run watch(name, layer) in place of each layer from now on."""
+        for chunk, calls in self._calls.items():
+            names = [f"layers.{call.layer} ({self._names[call.layer]})" for call in calls]
+            self._calls[chunk] = [c._replace(function=watch(n, c.function)) for n, c in zip(names, calls, strict=True)]
+
     def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
         """Run the layers of one of this rank's chunks on `x`, whatever the first of them takes.
 

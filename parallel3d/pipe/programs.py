@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from weakref import ref
 
 from parallel3d.config import PipelineConfig
 from parallel3d.pipe.module import PipelineModule
@@ -45,6 +46,16 @@ class Programs:
         if key not in self._cache:
             self._cache[key] = self._training(num_micro_batches) if training else self._evaluation(num_micro_batches)
         return self._cache[key]
+
+    def weakly(self) -> Callable[[int, bool], Program | None]:
+        """`get`, from which None comes when these programs are gone: it keeps neither them nor their module alive."""
+        reference = ref(self)
+
+        def get(num_micro_batches: int, training: bool) -> Program | None:
+            programs = reference()
+            return None if programs is None else programs.get(num_micro_batches, training)
+
+        return get
 
     def _training(self, num_micro_batches: int) -> Program:
         m = self._module.settings

@@ -51,7 +51,7 @@ class GradientReducer:
 
     parameters: in the order of the layers; data_group: the ranks that hold the same parameters; replica_groups: owners
     (see ParameterInfo) -> the ranks that hold a copy of those parameters; is_first_slice: whether this rank answers for what
-    tensor slices hold in common. Raises ConfigError for half-precision weights without masters.
+    tensor slices hold in common. sink: by which gradients come. Raises ConfigError for half-precision weights without masters.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GradientReducer:
         self._partition = data_group if policy.stage > 0 else Group((rank,), None)
         self._is_first_slice = is_first_slice
         self._is_first_replica = data_group.ranks[0] == rank
-        self._sink = GradientSink()
+        self.sink = GradientSink()
         # The backward reaches the last layer first: its gradients fill the first bucket.
         by_owners: dict[tuple[int, ...], list[ParameterInfo]] = {}
         for info in reversed(parameters):
@@ -104,9 +104,9 @@ class GradientReducer:
         for bucket in self.all_buckets():
             for k, info in enumerate(bucket.infos):
                 if bucket.gradients is not None and bucket.is_autograds:
-                    self._sink.attach(info.parameter, bucket.view(bucket.gradients, k))
+                    self.sink.attach(info.parameter, bucket.view(bucket.gradients, k))
                 else:
-                    self._sink.attach(info.parameter, partial(self._accumulator, bucket, k))
+                    self.sink.attach(info.parameter, partial(self._accumulator, bucket, k))
 
     def _accumulator(self, bucket: Bucket, k: int) -> tuple[Tensor, bool]:
         """Parameter k's part of the buffer that the bucket fills, and whether a gradient is in it already."""
@@ -132,7 +132,7 @@ class GradientReducer:
 
     def split_backward(self, module: nn.Module) -> None:
         """Let the module's linear and embedding layers add their weight gradients by themselves, at once or later."""
-        make_splittable(module, self._sink)
+        make_splittable(module, self.sink)
 
     def start_step(self) -> None:
         """Empty the accumulators for the next batch, whatever a batch that failed has left."""
@@ -149,7 +149,7 @@ class GradientReducer:
                 bucket.gradient_shard.zero_()
             elif bucket.is_autograds:
                 bucket.gradients.zero_()
-        self._sink.open()
+        self.sink.open()
 
     @contextmanager
     def backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
@@ -158,17 +158,17 @@ class GradientReducer:
         Half-precision weight gradients go straight into wider accumulators, where split_backward has made that possible:
         autograd would write, read and add them once more.
         """
-        with self.launching(reduces), self._sink.fusing() if self._policy.weight_dtype else nullcontext():
+        with self.launching(reduces), self.sink.fusing() if self._policy.weight_dtype else nullcontext():
             yield
 
     def backward_input(self, place: Hashable) -> AbstractContextManager[None]:
         """Weight gradients of the backward run inside are left for `backward_weight(place)`."""
-        return self._sink.deferring(place)
+        return self.sink.deferring(place)
 
     def backward_weight(self, place: Hashable, reduces: Sequence[Instruction]) -> None:
         """Compute the weight gradients left at `place`, launching these REDUCE_GRADS as their buckets fill."""
-        with self.launching(reduces, self._sink.pending(place)):
-            self._sink.run_deferred(place)
+        with self.launching(reduces, self.sink.pending(place)):
+            self.sink.run_deferred(place)
 
     @contextmanager
     def launching(self, reduces: Sequence[Instruction], pending: set[nn.Parameter] | None = None) -> Iterator[None]:
@@ -187,11 +187,11 @@ class GradientReducer:
             parameters = {info.parameter for info in bucket.infos}
             self._missing[bucket] = parameters if pending is None else parameters & pending
         self._launch_full()
-        self._sink.listen(self._accumulated)
+        self.sink.listen(self._accumulated)
         try:
             yield
         finally:
-            self._sink.listen(None)
+            self.sink.listen(None)
         while self._to_launch:
             self._launch(self._to_launch.popleft())
         self._missing.clear()
@@ -274,7 +274,7 @@ class GradientReducer:
 
     def touched(self) -> set[nn.Parameter]:
         """The parameters that got a gradient on this rank since start_step."""
-        return self._sink.touched()
+        return self.sink.touched()
 
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool]) -> Tensor:
         """Squared 2-norm of the gradients this rank answers for, in float64, shape []: all ranks' add up to the model's.

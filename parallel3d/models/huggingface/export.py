@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from parallel3d.activity import ACTIVITY, Phase
 from parallel3d.checkpoint.files import MAX_FILE_BYTES, Target, Writing, check_empty, dtype_of
 from parallel3d.checkpoint.stored import LayerNames, Stored
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
@@ -42,6 +43,7 @@ class Piece:
     slicing: Slicing | None
 
 
+@ACTIVITY.untimed(Phase.SAVING)
 def save_hf(
     engine: Trained | PipelineModule,
     directory: str | Path,

@@ -1,0 +1,288 @@
+"""Who is to blame: a pure function of what each rank says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class State(str, Enum):
+    """What a rank is, as far as the others know."""
+
+    RUNNING = "running"
+    FAILED = "failed"
+    ASKED_TO_END = "asked to end"
+    SILENT = "silent"  # it doesn't answer: stopped, stuck or dead
+    EXITED = "exited"  # the launcher saw it end
+    LEFT = "left"  # its script came to its end
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is. phase: in words; the rest where it runs a schedule's list, of which `position` is the place.
+
+    program: number of micro-batches, and whether it trains.
+    """
+
+    phase: str
+    batch: int
+    untimed: bool = False
+    instruction: str | None = None
+    chunk: int | None = None
+    micro_batch: int | None = None
+    position: int | None = None
+    program: tuple[int, bool] | None = None
+
+    def __str__(self) -> str:
+        return self.instruction or self.phase
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception. follows: it is but the consequence of another rank's end."""
+
+    type: str
+    message: str
+    traceback: str
+    follows: bool
+
+    def __str__(self) -> str:
+        first_line = next(iter(self.message.splitlines()), "")
+        return f"{self.type}: {first_line}" if first_line else self.type
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says of itself; of a rank that doesn't, a neighbour on its host says what is known.
+
+    time: when it failed or answered, in seconds since the epoch; seconds: for how long it has been at this place; waits:
+    what it is blocked in, of the ranks waits_for; ending: how a rank ended that did, as "SIGKILL" or "exit code 3".
+    """
+
+    rank: int
+    stage: int
+    host: str
+    state: State
+    time: float = 0.0
+    place: Place | None = None
+    seconds: float = 0.0
+    waits: str | None = None
+    waits_for: tuple[int, ...] = ()
+    error: Raised | None = None
+    ending: str | None = None
+
+    @property
+    def where(self) -> str:
+        """'rank 2 (stage 1, host h)'."""
+        return f"rank {self.rank} (stage {self.stage}, host {self.host})"
+
+
+class Kind(str, Enum):
+    """What a verdict finds."""
+
+    FAILED = "failed"
+    LATE = "late"
+    SILENT = "silent"
+    EXITED = "exited"
+    LEFT = "left"
+    ENDED = "ended"  # by a signal, for which nobody asked
+    DEADLOCK = "deadlock"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """rank: the one to blame, the lowest of a deadlock's; line: what it did, in one line; waiting: the ranks it holds up."""
+
+    kind: Kind
+    rank: int
+    stage: int
+    host: str
+    line: str
+    place: Place | None
+    error: Raised | None
+    seconds: float
+    waiting: tuple[int, ...]
+
+
+def judge(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
+    """The root cause. reports: of every rank, by rank. None where there is nothing to blame anyone for.
+
+    In this order: an exception that is no consequence of another's end; a rank that ended, or doesn't answer; one whose
+    script is over while others wait for it; one that was told to end when others were not; an exception that only follows;
+    of the ranks that others wait for and that wait for nobody, the one that has not moved for longest, if that is
+    timeout_s and nothing gives it the time; ranks that wait for each other.
+    """
+    blamed = _original(reports) or _gone(reports) or _signalled(reports) or _follower(reports)
+    if blamed is not None:
+        kind, report = blamed
+        return _verdict(kind, report, reports)
+    return _stall(reports, timeout_s)
+
+
+_Blamed = tuple[Kind, Report] | None
+
+
+def _earliest(reports: Iterable[Report]) -> Report | None:
+    return min(reports, key=lambda r: (r.time, r.rank), default=None)
+
+
+def _original(reports: Mapping[int, Report]) -> _Blamed:
+    found = _earliest(r for r in reports.values() if r.error is not None and not r.error.follows)
+    return None if found is None else (Kind.FAILED, found)
+
+
+def _gone(reports: Mapping[int, Report]) -> _Blamed:
+    waited_for = {rank for r in reports.values() for rank in r.waits_for}
+    for state, kind in ((State.EXITED, Kind.EXITED), (State.SILENT, Kind.SILENT), (State.LEFT, Kind.LEFT)):
+        found = [r for r in reports.values() if r.state is state]
+        if state is State.SILENT:
+            found = [r for r in found if r.place is None or not r.place.untimed or _follower(reports)]
+        elif state is State.LEFT:
+            found = [r for r in found if r.rank in waited_for]
+        if found:
+            # Of several the one that others wait for: the rest may be a host that went with it.
+            return kind, min(found, key=lambda r: (r.rank not in waited_for, r.time, r.rank))
+    return None
+
+
+def _signalled(reports: Mapping[int, Report]) -> _Blamed:
+    asked = [r for r in reports.values() if r.state is State.ASKED_TO_END]
+    if not asked or len(asked) == len(reports):
+        return None  # all of them: the job is to end
+    found = _earliest(asked)
+    return None if found is None else (Kind.ENDED, found)
+
+
+def _follower(reports: Mapping[int, Report]) -> _Blamed:
+    found = _earliest(r for r in reports.values() if r.error is not None)
+    return None if found is None else (Kind.FAILED, found)
+
+
+def _stall(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
+    if not timeout_s:
+        return None
+    waiting = {rank for rank, r in reports.items() if r.waits_for}
+    reached = {other for rank in waiting for other in _reach(rank, reports)}
+    working = [reports[rank] for rank in sorted(reached - waiting)]
+    if not working:
+        cycle = _cycle(reports)
+        slow = any(reports[rank].place is not None and reports[rank].seconds >= timeout_s for rank in cycle)
+        return _deadlock(cycle, reports) if slow else None
+    late = max(working, key=lambda r: r.seconds)  # the first to stop: what it holds up stops later
+    if late.seconds < 0.9 * timeout_s or (late.place is not None and late.place.untimed):
+        return None
+    return _verdict(Kind.LATE, late, reports)
+
+
+def _reach(start: int, reports: Mapping[int, Report]) -> set[int]:
+    """The ranks that `start` waits for, those that these wait for, and so on."""
+    seen: set[int] = set()
+    front = [start]
+    while front:
+        for other in _holds_up(reports[front.pop()], reports):
+            if other not in seen and other in reports:
+                seen.add(other)
+                front.append(other)
+    return seen
+
+
+def _holds_up(report: Report, reports: Mapping[int, Report]) -> list[int]:
+    """The ranks that a rank waits for, without those that have come to the same collective."""
+    members = {report.rank, *report.waits_for}
+    return [
+        rank
+        for rank in report.waits_for
+        if rank in reports and not (reports[rank].waits == report.waits and {rank, *reports[rank].waits_for} == members)
+    ]
+
+
+def _cycle(reports: Mapping[int, Report]) -> list[int]:
+    """Ranks each of which waits for the next, and the last for the first; none where there are none."""
+    for start in sorted(reports):
+        path, rank = [start], start
+        while True:
+            following = sorted(_holds_up(reports[rank], reports))
+            if not following:
+                break
+            rank = following[0]
+            if rank in path:
+                return path[path.index(rank) :]
+            path.append(rank)
+    return []
+
+
+def _deadlock(cycle: list[int], reports: Mapping[int, Report]) -> Verdict | None:
+    if not cycle:
+        return None
+    links = "; ".join(f"{reports[rank].where} at {reports[rank].place} {waiting_of(reports[rank])}" for rank in cycle)
+    first = reports[min(cycle)]
+    line = f"ranks {_listed(sorted(cycle))} wait for each other: {links}"
+    return Verdict(
+        Kind.DEADLOCK, first.rank, first.stage, first.host, line, first.place, None, first.seconds, tuple(sorted(cycle))
+    )
+
+
+def waiting_of(report: Report) -> str:
+    """'waits for an all-reduce with ranks 0, 2'."""
+    if report.waits is None:
+        return "works"
+    # A message names its other end.
+    others = "" if "rank " in report.waits else f" with {_ranks(report.waits_for)}"
+    return f"waits for {report.waits}{others}"
+
+
+def _verdict(kind: Kind, report: Report, reports: Mapping[int, Report]) -> Verdict:
+    waiting = tuple(rank for rank in sorted(reports) if rank != report.rank and report.rank in _reach(rank, reports))
+    line = f"{report.where} {_deed(kind, report)}"
+    if waiting and kind is not Kind.FAILED:
+        line += f"; {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it"
+    return Verdict(
+        kind, report.rank, report.stage, report.host, line, report.place, report.error, report.seconds, waiting
+    )
+
+
+def _deed(kind: Kind, report: Report) -> str:
+    place = "an unknown place" if report.place is None else str(report.place)
+    match kind:
+        case Kind.FAILED:
+            return f"failed in {place}: {report.error}"
+        case Kind.LATE:
+            return f"is late: {place} for {report.seconds:.0f} s"
+        case Kind.EXITED:
+            return f"ended ({report.ending}), last in {place}"
+        case Kind.SILENT:
+            return f"doesn't answer, last in {place}: it is stopped, stuck or dead"
+        case Kind.LEFT:
+            return "has come to the end of its script"
+        case _:
+            return f"was ended by {report.ending} in {place}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    several = sorted(ranks)
+    return ("rank " if len(several) == 1 else "ranks ") + _listed(several)
+
+
+def _listed(ranks: list[int]) -> str:
+    """'0, 1, 2', or '0-63' of many in a row."""
+    parts: list[str] = []
+    start = 0
+    for k in range(1, len(ranks) + 1):
+        if k == len(ranks) or ranks[k] != ranks[k - 1] + 1:
+            run = ranks[start:k]
+            parts += [f"{run[0]}-{run[-1]}"] if len(run) > 4 else map(str, run)
+            start = k
+    return ", ".join(parts)
+
+
+def situation(reports: Mapping[int, Report]) -> str:
+    """A line for all ranks in the same situation: where they are, and what they wait for."""
+    groups: dict[str, list[int]] = {}
+    for rank, r in sorted(reports.items()):
+        place = "an unknown place" if r.place is None else str(r.place)
+        does = f"{waiting_of(r)} for {r.seconds:.0f} s"
+        if r.state is not State.RUNNING:
+            does = r.state.value + (f", {waiting_of(r)}" if r.waits else "")
+        groups.setdefault(f"{place}, {does}", []).append(rank)
+    return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in groups.items())

@@ -1,0 +1,73 @@
+"""check_numerics: the first layer and micro-batch at which an inf or a NaN appears, instead of a loss that is NaN later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from parallel3d.activity import ACTIVITY, PHASE, Phase
+from parallel3d.errors import NumericsError
+from parallel3d.gradient_sink import GradientSink
+from parallel3d.pipe.module import PipelineModule
+
+
+class NumericsCheck:
+    """Looks at what layers and the modules inside return, at losses, at activations' gradients and at parameters'.
+
+    A NaN counts everywhere, an inf in what a gradient flows through: masks are made of others. Each look waits for the
+    device. gradients: whether to look at them; a loss scale finds out by overflows how far it can go. micro_batch: which
+    one the script is at, where it calls the engine itself.
+    """
+
+    def __init__(self, model: PipelineModule, sink: GradientSink, gradients: bool, micro_batch: Callable[[], int]):
+        self._gradients = gradients
+        self._place = f"rank {model.groups.rank}, stage {model.stage_id}"
+        self._micro_batch = micro_batch
+        for key, layer in model.layers.items():
+            for name, module in layer.named_modules():
+                title = f"{model.global_name(int(key), name).rstrip('.')} ({type(module).__name__})".strip()
+                module.register_forward_hook(partial(self._hook, title))
+        model.watch_layers(self._watched)
+        if gradients:
+            names = {info.parameter: info.name for info in model.parameter_infos()}
+            sink.look = lambda parameter, gradient: self._look(f"the gradient of {names[parameter]}", gradient)
+
+    def _watched(self, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(x: Any) -> Any:
+            y = function(x)
+            self._returned(name, y)
+            return y
+
+        return run
+
+    def _hook(self, title: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._returned(title, output)
+
+    def _returned(self, name: str, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+                continue
+            self._look(f"what {name} returned", leaf, nan_alone=not leaf.requires_grad)
+            if self._gradients and leaf.requires_grad:
+                leaf.register_hook(partial(self._look, f"the gradient of what {name} returned"))
+
+    def loss(self, loss: Tensor) -> None:
+        """Look at a micro-batch's loss."""
+        self._look("the loss", loss)
+
+    def _look(self, what: str, tensor: Tensor, nan_alone: bool = False) -> None:
+        """Raise NumericsError if there is one in `tensor`."""
+        values = tensor.detach()
+        wrong = values.isnan() if nan_alone else ~values.isfinite()
+        count = int(wrong.sum())
+        if not count:
+            return
+        kind = "NaN" if bool(values.isnan().any()) else "inf"
+        amount = f"{count} of {values.numel()} values, the first at {wrong.nonzero()[0].tolist()}"
+        # In a schedule, what runs the instruction says where that was.
+        place = "" if ACTIVITY.slots[PHASE] == Phase.PROGRAM else f"{self._place}, micro-batch {self._micro_batch()}: "
+        raise NumericsError(f"{place}{kind} in {what} ({amount}), the first that check_numerics found")

@@ -1,0 +1,254 @@
+"""Whatever goes wrong on one rank: all ranks say the same, who it was and where, and end soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_ranks import Ended, FaultRanks
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.errors import ExecutionError, PeerError
+from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from parallel3d.schedule.instructions import Op
+
+TIMEOUT_S = 1.5
+MICRO_BATCHES = 4
+LAYOUTS = {"1f1b": 1, "zb-h1": 2}  # schedule -> ZeRO stage; of pp2 x dp2, whose pipelines are ranks 0, 2 and 1, 3
+FAULTY_STEP = 2  # counted from 0: the first step is exempt from timeouts, and the second fills caches
+
+
+class Widening(nn.Linear):
+    """Returns more features than it should, from a forward on."""
+
+    forwards, fails_at = 0, 10**9
+
+    def forward(self, x: Tensor) -> Tensor:
+        Widening.forwards += 1
+        y = super().forward(x)
+        return torch.cat([y, y], -1) if Widening.forwards > Widening.fails_at else y
+
+
+def make_engine(schedule: str, **config: Any) -> parallel3d.engine.Engine:
+    ends = TiedLayerSpec("ends", nn.Linear, 8, 8)  # for REDUCE_REPLICAS
+    module = PipelineModule(
+        [ends, LayerSpec(Widening, 8, 8), LayerSpec(nn.Linear, 8, 8), ends],
+        num_stages=2,
+        partition_method="uniform",
+        loss_fn=lambda y, labels: lossy(y, labels),
+    )
+    engine, *_ = parallel3d.initialize(
+        model=module,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "pipeline": {"schedule": schedule},
+            "zero_optimization": {"stage": LAYOUTS[schedule]},
+            "failures": {"timeout_s": TIMEOUT_S},
+            "steps_per_print": None,
+            **config,
+        },
+    )
+    return engine
+
+
+lossy: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
+
+
+def strike(fault: str) -> None:
+    Path("struck").write_text(repr(time.time()))
+    if fault == "raise":
+        raise KeyError("the rank is tired")
+    if fault == "sleep":
+        time.sleep(600)
+    os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[fault])
+
+
+def arm(engine: parallel3d.engine.Engine, fault: str, where: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Have the fault happen at the instruction `where`, at a reduction behind it ("RED"), in the loss or in the loader."""
+    executor, reducer = engine._executor, engine._update.reducer
+
+    def armed(function: Callable[..., Any], happens: Callable[..., bool]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if engine.global_steps == FAULTY_STEP and happens(*args):
+                strike(fault)
+            return function(*args)
+
+        return run
+
+    tables: tuple[dict[Op, Any], ...] = (executor._run, executor._run_backward)
+    for table in tables:
+        for op, function in list(table.items()):
+            table[op] = armed(function, lambda i, *_: str(i) == where)
+    if where == "RED":
+        reducer._launch = armed(reducer._launch, lambda *_: True)
+    if where == "loss":
+        global lossy
+        lossy = armed(lossy, lambda *_: True)
+    for k in range(10**9):
+        if where == "loader" and engine.global_steps == FAULTY_STEP and k % MICRO_BATCHES == 2:
+            strike(fault)
+        yield torch.full((2, 8), k % 7 / 7), torch.zeros(2, 8)
+
+
+def train(schedule: str, fault: str, where: str, rank: int) -> None:
+    engine = make_engine(schedule)
+    mine = rank == int(os.environ["RANK"])
+    if where == "widening":  # an evaluation has put the first forward of this shape into the caches
+        Widening.fails_at = 10 if mine else Widening.fails_at
+    data = arm(engine, fault, where if mine else "")
+    while True:
+        engine.train_batch(data)
+        if mine and where == "script" and engine.global_steps == FAULTY_STEP:
+            strike(fault)
+
+
+@pytest.fixture(scope="module")
+def fault_ranks() -> FaultRanks:
+    return FaultRanks()
+
+
+def check(ended: Ended, folder: Path, rank: int, kinds: set[str], place: str | None, expected_ranks: set[int]) -> None:
+    """All ranks of expected_ranks say the same, and all have ended, with an error and in time."""
+    output = "\n".join(ended.outputs)
+    assert all(ended.codes), output
+    assert set(ended.accounts) == expected_ranks, output
+    [verdict] = {str(account["verdict"]): account["verdict"] for account in ended.accounts.values()}.values()
+    assert (verdict["rank"], verdict["stage"]) == (rank, rank // 2), output
+    assert verdict["kind"] in kinds, output
+    assert place is None or (verdict["place"]["instruction"] or verdict["place"]["phase"]) == place, output
+    if place is not None and "@" in place:
+        assert verdict["place"]["micro_batch"] == int(place.split("@")[0].lstrip("".join(map(chr, range(65, 91)))))
+        [marked] = [word for word in "\n".join(ended.accounts[min(expected_ranks)]["grid"]).split() if ">" in word]
+        assert marked == f">{place}<"
+    # Said once, in one line that names the rank and the place.
+    said = [line for line in output.splitlines() if line == verdict["line"]]
+    assert len(said) == 1, output
+    assert said[0].startswith(f"rank {rank} (stage {rank // 2}, host ")
+    waited = TIMEOUT_S if verdict["kind"] in ("late", "silent") else 0.0
+    assert ended.at - float((folder / "struck").read_text()) - waited < 30
+
+
+KINDS = {"raise": {"failed"}, "sleep": {"late"}, "stop": {"silent"}, "kill": {"silent", "exited"}}
+
+
+def survivors(fault: str, rank: int) -> set[int]:
+    return set(range(4)) - ({rank} if fault in ("stop", "kill") else set())
+
+
+CASES = [
+    # schedule, fault, where, rank, the place that the verdict names
+    ("1f1b", "raise", "F1@0", 1, None),
+    ("zb-h1", "raise", "W2@1", 3, None),
+    ("1f1b", "raise", "loss", 2, "F0@1"),
+    ("1f1b", "raise", "loader", 0, "loading data"),
+    ("1f1b", "raise", "script", 3, "user code between steps"),
+    ("1f1b", "sleep", "B1@0", 0, None),
+    ("zb-h1", "sleep", "RED", 2, None),
+    ("1f1b", "sleep", "script", 1, "user code between steps"),
+    ("zb-h1", "stop", "I2@0", 1, None),
+    ("1f1b", "kill", "RG1@0", 0, None),
+]
+
+
+@pytest.mark.parametrize(("schedule", "fault", "where", "rank", "place"), CASES, ids=lambda value: str(value))
+def test_one_verdict(
+    fault_ranks: FaultRanks, tmp_path: Path, schedule: str, fault: str, where: str, rank: int, place: str | None
+):
+    ended = fault_ranks.run(4, tmp_path, train, schedule, fault, where, rank, notes=rank != 0)
+    place = place or (where if "@" in where else None)
+    check(ended, tmp_path, rank, KINDS[fault], place, survivors(fault, rank))
+
+
+def every_place() -> Iterator[tuple[str, str, int]]:
+    """(schedule, instruction, rank): one of each type that a stage's list has, in both schedules."""
+    from parallel3d.schedule.builders import build
+    from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, add_replica_reduction, lower
+
+    for schedule in LAYOUTS:
+        program = lower(build(schedule, 2, MICRO_BATCHES, 1, "loop", None))
+        program = add_replica_reduction(add_gradient_reduction(program, [1, 1], LAYOUTS[schedule] == 2), [(0, 1)])
+        for stage, instructions in enumerate(add_parameter_gather(program).instructions):
+            ops: dict[Op, list[str]] = {}
+            for i in instructions:
+                ops.setdefault(i.op, []).append(str(i))
+            for op, texts in ops.items():
+                if op is not Op.REDUCE_GRADS:  # part of a backward: "RED"
+                    yield schedule, texts[len(texts) // 2], 2 * stage + len(ops) % 2
+        yield schedule, "RED", 1
+        yield schedule, "loss", 2
+        yield schedule, "loader", 3
+
+
+@pytest.mark.parametrize("fault", list(KINDS))
+@pytest.mark.parametrize(("schedule", "where", "rank"), list(every_place()), ids=str)
+def test_one_verdict_at_every_instruction(
+    full: bool, fault_ranks: FaultRanks, tmp_path: Path, fault: str, schedule: str, where: str, rank: int
+):
+    if not full:
+        pytest.skip("a part of it runs without --full: test_one_verdict")
+    ended = fault_ranks.run(4, tmp_path, train, schedule, fault, where, rank)
+    place = where if "@" in where else {"loss": "F0@1", "loader": "loading data"}.get(where)
+    check(ended, tmp_path, rank, KINDS[fault], place, survivors(fault, rank))
+
+
+def test_stages_whose_shapes_differ(fault_ranks: FaultRanks, tmp_path: Path):
+    """Rank 1's first stage returns twice as much from its second batch on, which its messages' cache knows better."""
+    (tmp_path / "struck").write_text(repr(time.time()))
+    ended = fault_ranks.run(4, tmp_path, train, "1f1b", "none", "widening", 1)
+    check(ended, tmp_path, 1, {"failed"}, "SA2@0", {0, 1, 2, 3})
+    assert "chunk 0 returned" in ended.accounts[2]["verdict"]["error"]["message"]
+
+
+def train_and_catch(schedule: str) -> None:
+    engine = make_engine(schedule)
+    data = arm(engine, "raise", "F1@1" if os.environ["RANK"] == "3" else "")
+    for _ in range(FAULTY_STEP):
+        engine.train_batch(data)
+    try:
+        engine.train_batch(data)
+    except KeyError as error:
+        Path("caught").write_text(f"{isinstance(error, ExecutionError)} {error}")
+        raise SystemExit(5) from None
+    except PeerError as error:
+        Path(f"peer{os.environ['RANK']}").write_text(f"{error.rank} {error}")
+        raise SystemExit(6) from None
+
+
+def test_a_script_may_catch_the_exception_as_what_it_was(fault_ranks: FaultRanks, tmp_path: Path):
+    ended = fault_ranks.run(4, tmp_path, train_and_catch, "1f1b")
+    check(ended, tmp_path, 3, {"failed"}, "F1@1", {0, 1, 2, 3})
+    assert ended.codes[3] == 5
+    caught = "True rank 3, stage 1, micro-batch 1, instruction F1@1: KeyError: 'the rank is tired'"
+    assert (tmp_path / "caught").read_text() == caught
+    # Its neighbours lose their connections; those further away may have to be ended from beside.
+    told = [(tmp_path / f"peer{rank}").read_text() for rank in range(3) if (tmp_path / f"peer{rank}").exists()]
+    assert told
+    assert all(text.startswith("3 rank 3 (stage 1, host ") for text in told)
+
+
+def take_time(schedule: str) -> None:
+    engine = make_engine(schedule)
+    data = arm(engine, "none", "")
+    engine.train_batch(data)
+    if os.environ["RANK"] == "1":
+        with engine.unwatched():
+            time.sleep(2 * TIMEOUT_S)
+    engine.train_batch(data)
+    engine.eval_batch(data)
+    if os.environ["RANK"] == "2":  # what a script does between an evaluation and the next step is part of it
+        time.sleep(2 * TIMEOUT_S)
+    engine.train_batch(data)
+
+
+def test_some_things_take_their_time(fault_ranks: FaultRanks, tmp_path: Path):
+    ended = fault_ranks.run(4, tmp_path, take_time, "1f1b")
+    assert (ended.codes, ended.accounts) == ([0, 0, 0, 0], {}), ended.outputs
