@@ -37,7 +37,7 @@ class DeviceMark:
     def set(self) -> None:
         """The host has done a batch."""
         if self._device.type == "cuda":
-            self._event = torch.cuda.Event()
+            self._event = self._event or torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self._device))
 
     def is_ahead(self) -> bool:

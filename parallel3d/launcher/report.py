@@ -62,7 +62,8 @@ def summary(failures: Sequence[RankFailure]) -> str:
     lines = []
     for failure in failures:
         if not failure.was_ended:
-            later = "" if failure is first else f" {failure.time - first.time:.1f} s later"
+            seconds = failure.time - first.time  # before the first one where that was slow to end
+            later = "" if failure is first else f" {seconds:.1f} s later" if seconds >= 0 else " too"
             error = f": {failure.error}" if failure.error else ""
             lines.append(f"parallel3d: rank {failure.rank} failed{later} ({ending(failure.exit_code)}){error}")
     ended = sorted(failure.rank for failure in failures if failure.was_ended)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,7 +72,8 @@ def strike(fault: str) -> None:
         raise KeyError("the rank is tired")
     if fault == "sleep":
         time.sleep(600)
-    os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}[fault])
+    os.kill(os.getpid(), {"stop": signal.SIGSTOP, "kill": signal.SIGKILL, "end": signal.SIGTERM}[fault])
+    time.sleep(60 if fault == "end" else 0)  # handled from beside
 
 
 def arm(engine: parallel3d.engine.Engine, fault: str, where: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -137,7 +141,13 @@ def check(ended: Ended, folder: Path, rank: int, kinds: set[str], place: str | N
     assert ended.at - float((folder / "struck").read_text()) - waited < 30
 
 
-KINDS = {"raise": {"failed"}, "sleep": {"late"}, "stop": {"silent"}, "kill": {"silent", "exited"}}
+KINDS = {
+    "raise": {"failed"},
+    "sleep": {"late"},
+    "stop": {"silent"},
+    "kill": {"silent", "exited"},
+    "end": {"ended"},
+}
 
 
 def survivors(fault: str, rank: int) -> set[int]:
@@ -154,8 +164,8 @@ CASES = [
     ("1f1b", "sleep", "B1@0", 0, None),
     ("zb-h1", "sleep", "RED", 2, None),
     ("1f1b", "sleep", "script", 1, "user code between steps"),
-    ("zb-h1", "stop", "I2@0", 1, None),
     ("1f1b", "kill", "RG1@0", 0, None),
+    ("zb-h1", "end", "I2@0", 1, None),
 ]
 
 
@@ -188,7 +198,7 @@ def every_place() -> Iterator[tuple[str, str, int]]:
         yield schedule, "loader", 3
 
 
-@pytest.mark.parametrize("fault", list(KINDS))
+@pytest.mark.parametrize("fault", ["raise", "sleep", "stop", "kill"])
 @pytest.mark.parametrize(("schedule", "where", "rank"), list(every_place()), ids=str)
 def test_one_verdict_at_every_instruction(
     full: bool, fault_ranks: FaultRanks, tmp_path: Path, fault: str, schedule: str, where: str, rank: int
@@ -235,10 +245,21 @@ def test_a_script_may_catch_the_exception_as_what_it_was(fault_ranks: FaultRanks
     assert all(text.startswith("3 rank 3 (stage 1, host ") for text in told)
 
 
+def ends_by_sigterm(child: int) -> bool:
+    """As a loader's worker is ended, and without a word about it here. child: what fork returned."""
+    if child == 0:
+        time.sleep(60)
+        os._exit(1)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    return os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+
+
 def take_time(schedule: str) -> None:
     engine = make_engine(schedule)
     data = arm(engine, "none", "")
     engine.train_batch(data)
+    assert ends_by_sigterm(os.fork())
     if os.environ["RANK"] == "1":
         with engine.unwatched():
             time.sleep(2 * TIMEOUT_S)
@@ -252,3 +273,57 @@ def take_time(schedule: str) -> None:
 def test_some_things_take_their_time(fault_ranks: FaultRanks, tmp_path: Path):
     ended = fault_ranks.run(4, tmp_path, take_time, "1f1b")
     assert (ended.codes, ended.accounts) == ([0, 0, 0, 0], {}), ended.outputs
+
+
+def end_as_told(schedule: str) -> None:
+    engine = make_engine(schedule)
+    data = arm(engine, "none", "")
+    engine.train_batch(data)
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:  # blocked in C code most of the time
+        engine.train_batch(data)
+
+
+def test_a_job_that_is_told_to_end_blames_nobody(fault_ranks: FaultRanks, tmp_path: Path):
+    ended = fault_ranks.run(4, tmp_path, end_as_told, "1f1b")
+    assert (ended.codes, ended.accounts) == ([128 + signal.SIGTERM] * 4, {}), ended.outputs
+    assert "rank" not in "".join(line for output in ended.outputs[1:] for line in output.splitlines())
+
+
+SCRIPT = f"""
+import os, pathlib, sys
+pathlib.Path(os.environ["RANK"] + ".pid").write_text(str(os.getpid()))
+sys.path[:0] = {[str(Path(__file__).parents[1]), str(Path(__file__).parent)]}
+import test_failure_verdicts
+test_failure_verdicts.train("zb-h1", "stop", "I2@0", 1)
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_launcher_kills_a_rank_that_is_stopped(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    job = subprocess.run(
+        [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "4", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    at = time.time()
+    assert job.returncode == 128 + signal.SIGKILL, job.stderr
+    accounts = {rank: json.loads((tmp_path / f"failure-{rank}.json").read_text()) for rank in (0, 2, 3)}
+    check(Ended([1] * 4, at, accounts, [job.stderr]), tmp_path, 1, KINDS["stop"], "I2@0", {0, 2, 3})
+    assert job.stderr.splitlines()[-2:] == [
+        "parallel3d: rank 1 failed (SIGKILL)",
+        "parallel3d: ended because of it: ranks 0, 2, 3",
+    ]
+    pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 4
+    assert not [pid for pid in pids if lives(pid)]

@@ -334,6 +334,15 @@ def test_a_silent_death_counts_as_the_cause_of_its_peers_exceptions(tmp_path: Pa
         3: failure(3, 1, "RuntimeError: Broken pipe", 101.0),
         4: failure(4, -signal.SIGKILL, None),
     }
+    found[5] = failure(5, 1, "PeerError: rank 3 (stage 1, host h) failed", 100.1)
+    # The ranks themselves know better than the order of their deaths.
+    known = rank_failures(found, failed_first={0, 1}, last_healthy=100.0, culprit=3)
+    assert summary(known).splitlines() == [
+        "parallel3d: rank 3 failed (exit code 1): RuntimeError: Broken pipe",
+        "parallel3d: rank 0 failed too (exit code 1): RuntimeError: Connection closed by peer",
+        "parallel3d: ended because of it: ranks 1, 2, 4, 5",
+    ]
+    del found[5]
     failures = rank_failures(found, failed_first={0, 1}, last_healthy=100.0)
     assert summary(failures).splitlines() == [
         "parallel3d: rank 1 failed (SIGKILL)",
