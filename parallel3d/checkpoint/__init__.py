@@ -1,1 +1,22 @@
-"""Checkpoints that know no layout: save, load, list, verify."""
+"""Checkpoints that know no layout: written by each rank as it holds its tensors, read by any other.
+
+See format.py for what is on the disk. What needs files alone, and no engine: of directories `complete_checkpoints`, `find`,
+`latest_tag` and `damage`; of tensors `Reader(path)` with `.manifest`, `.tensors`, `.read(name)` and `.verify_all()`.
+"""
+
+from parallel3d.checkpoint.directory import Found, complete_checkpoints, damage, find, latest_tag
+from parallel3d.checkpoint.format import MASTER, MODEL, OPTIMIZER, Manifest
+from parallel3d.checkpoint.read import Reader
+
+__all__ = [
+    "MASTER",
+    "MODEL",
+    "OPTIMIZER",
+    "Found",
+    "Manifest",
+    "Reader",
+    "complete_checkpoints",
+    "damage",
+    "find",
+    "latest_tag",
+]

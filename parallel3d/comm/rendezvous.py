@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ from parallel3d.comm.collectives import Group
 from parallel3d.errors import CommunicationError, Parallel3DError
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+# torch's TCPStore takes no values of more than 8 MiB.
+_MOST_BYTES = 4 << 20
 # The first rank may own the store: it stays until the others have read their answers, but not for those that died.
 _LEAVE_S = 10.0
 
@@ -41,11 +45,11 @@ class Rendezvous:
             return decide([value])[0]
         self._purpose, self._deadline, self._timeout = purpose, time.monotonic() + timeout_s, timeout_s
         number = self._meetings
-        self._store.set(f"{number}/{self._index}", json.dumps(value))
+        self._put(f"{number}/{self._index}", value)
         try:
             answer = self._lead(number, value, decide) if self._index == 0 else self._follow(number)
         finally:
-            self._store.delete_key(f"{number}/{self._index}")
+            self._remove(f"{number}/{self._index}")
         self._meetings += 1
         if "error" in answer:
             raise _ERRORS.get(answer["kind"], CommunicationError)(answer["error"])
@@ -54,22 +58,39 @@ class Rendezvous:
     def _lead(self, number: int, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> dict[str, Any]:
         others = [f"{number}/{rank}" for rank in range(1, self._size)]
         self._wait(others)
-        values = [value, *(json.loads(text) for text in self._store.multi_get(others))]
         try:
-            answers = [{"item": item} for item in decide(values)]
-        except Parallel3DError as error:
-            answers = [{"error": str(error), "kind": type(error).__name__}] * self._size
+            answers = [{"item": item} for item in decide([value, *(self._get(key) for key in others)])]
+        except Exception as error:  # whatever it is, the others are waiting for it
+            told = str(error) if isinstance(error, Parallel3DError) else f"{type(error).__name__}: {error}"
+            answers = [{"error": told, "kind": type(error).__name__}] * self._size
         for rank in range(1, self._size):
-            self._store.set(f"{number}/answer/{rank}", json.dumps(answers[rank]))
+            self._put(f"{number}/answer/{rank}", answers[rank])
         self._wait_for_readers(number)
         return answers[0]
 
     def _follow(self, number: int) -> dict[str, Any]:
         key = f"{number}/answer/{self._index}"
         self._wait([key])
-        answer: dict[str, Any] = json.loads(self._store.get(key))
-        self._store.delete_key(key)
+        answer: dict[str, Any] = self._get(key)
+        self._remove(key)
         return answer
+
+    def _put(self, key: str, value: Any) -> None:
+        content = zlib.compress(json.dumps(value).encode(), 1)
+        pieces = [content[k : k + _MOST_BYTES] for k in range(0, len(content), _MOST_BYTES)]
+        for k, piece in enumerate(pieces):
+            self._store.set(f"{key}/{k}", base64.b64encode(piece).decode())
+        self._store.set(key, str(len(pieces)))  # last: with it the value is there
+
+    def _get(self, key: str) -> Any:
+        number = int(self._store.get(key))
+        content = b"".join(base64.b64decode(self._store.get(f"{key}/{k}")) for k in range(number))
+        return json.loads(zlib.decompress(content))
+
+    def _remove(self, key: str) -> None:
+        for k in range(int(self._store.get(key))):
+            self._store.delete_key(f"{key}/{k}")
+        self._store.delete_key(key)
 
     def _wait(self, keys: Sequence[str]) -> None:
         pause = _SHORTEST_PAUSE_S

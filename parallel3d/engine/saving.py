@@ -34,6 +34,7 @@ from parallel3d.checkpoint.values import decode, encode
 from parallel3d.checkpoint.write import checksum
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
+from parallel3d.data import RepeatingLoader
 from parallel3d.engine.calls import StepByCalls
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.update import WeightUpdate
@@ -202,7 +203,7 @@ class Saving:
     def _own_state(self) -> Json:
         iterator = self._data_iterator
         data = None
-        if hasattr(iterator, "state_dict"):
+        if isinstance(iterator, RepeatingLoader):
             data = iterator.state_dict(self._loader.num_left(iterator))
         return {"generators": generator_states(self._model.device), "data": data, "replica": self._replica_state.own()}
 
@@ -304,20 +305,23 @@ class Saving:
 
     def _take_over(self, loading: _Loading, everything: bool, scheduler: bool) -> Json:
         """What was checked becomes this engine's."""
-        state, iterator = loading.state, self._data_iterator
-        if everything and loading.data is not None and hasattr(iterator, "load_state_dict"):
+        iterator = self._data_iterator
+        if everything and loading.data is not None and isinstance(iterator, RepeatingLoader):
             iterator.load_state_dict(loading.data)
             self._loader.forget(iterator)
         loading.read()
         self._replica_state.settle(loading.replica)
+        if everything:
+            self._go_on(loading, scheduler)
         self._calls.restart()
-        if not everything:
-            return {}
-        counters = state["counters"]
+        return {}
+
+    def _go_on(self, loading: _Loading, scheduler: bool) -> None:
+        """Counters, schedule and generators are as they were when the checkpoint was saved."""
+        state, counters = loading.state, loading.state["counters"]
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         self._update.skipped_steps = counters["skipped_steps"]
         self._calls.micro_steps = counters["micro_steps"]
-        self._calls.restart()
         self._streams.load_state_dict(state["streams"])
         if loading.optimizer is not None and self._update.scaler is not None and state["loss_scaler"] is not None:
             self._update.scaler.load_state_dict(state["loss_scaler"])
@@ -325,7 +329,6 @@ class Saving:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         # Last: what comes before draws from them.
         set_generator_states(loading.generators, self._model.device)
-        return {}
 
 
 class _Loading:

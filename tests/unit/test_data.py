@@ -203,3 +203,67 @@ def test_every_micro_batch_is_used_once_and_in_order(rounds: list[tuple[int, int
         used += taken[:others]
         source.give_back(iterator, taken[others:])
     assert used == list(range(len(used)))
+
+
+@unhurried
+@given(**sizes, before=st.sampled_from([1, 2, 4]), after=st.sampled_from([1, 2, 4]), data=st.data())
+def test_a_saved_position_goes_on_with_any_number_of_replicas(before: int, after: int, data, **options):
+    step = 4 * options["micro_batch_size"]
+    if options["drop_last"] and options["num_samples"] < step:
+        return
+
+    def samplers(dp: int, seed: int) -> list[MicroBatchSampler]:
+        changed = {**options, "seed": seed}
+        return [MicroBatchSampler(replica=r, num_replicas=dp, num_micro_batches=4 // dp, **changed) for r in range(dp)]
+
+    order = [micro_batch for epoch in epochs(1, 4, 4, **options) for micro_batch in epoch]
+    steps = data.draw(st.integers(0, len(order) // 4 // 2))
+
+    def deal(dp: int, loaders: list[RepeatingLoader], number: int) -> list[list[int]]:
+        return [next(loader) for _ in range(number * 4 // dp) for loader in loaders]
+
+    first = samplers(before, options["seed"])
+    loaders = [RepeatingLoader(DataLoader(range(60), batch_sampler=s, collate_fn=list)) for s in first]
+    assert deal(before, loaders, steps) == order[: 4 * steps]
+    # As if the last step's micro-batches had come back unused.
+    unused = 4 // before if steps else 0
+    state = loaders[0].state_dict(unused)
+    done = steps - 1 if steps else 0
+    others = [
+        RepeatingLoader(DataLoader(range(60), batch_sampler=s, collate_fn=list))
+        for s in samplers(after, options["seed"] + 7)
+    ]
+    if data.draw(st.booleans()):  # one that is under way jumps
+        deal(after, others, 1)
+    for loader in others:
+        loader.load_state_dict(state)
+    assert deal(after, others, 2) == order[4 * done : 4 * done + 8]
+
+
+def test_positions_of_other_data_or_between_micro_batches_are_refused():
+    sampler = MicroBatchSampler(12, 2, 0, 3)
+    for change, words in (
+        ({"num_samples": 13}, "saved of 13 samples"),
+        ({"samples": 4}, "no micro-batches of 3 replicas x 2"),
+    ):
+        with pytest.raises(DataError, match=words):
+            sampler.load_state_dict({**sampler.state_dict(), **change})
+    with pytest.raises(DataError, match="another kind"):
+        RepeatingLoader([1, 2]).load_state_dict({"sampler": sampler.state_dict()})
+
+
+def test_a_loader_that_shuffles_by_torchs_generator_is_brought_back():
+    def loader() -> RepeatingLoader:
+        return RepeatingLoader(DataLoader(range(9), batch_size=2, shuffle=True, collate_fn=list))
+
+    torch.manual_seed(1)
+    one = loader()
+    [next(one) for _ in range(7)]
+    state, generator = one.state_dict(), torch.get_rng_state()
+    rest = [next(one) for _ in range(9)]
+    torch.manual_seed(2)
+    other = loader()
+    next(other)
+    other.load_state_dict(state)
+    torch.set_rng_state(generator)
+    assert [next(other) for _ in range(9)] == rest
