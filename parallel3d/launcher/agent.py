@@ -12,19 +12,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from parallel3d.comm.store import VERDICT_KEY, agents_store, exit_key
 from parallel3d.errors import ConfigError
 from parallel3d.launcher import worker
 from parallel3d.launcher.processes import adopt_orphans, children, kill_children
-from parallel3d.launcher.report import ending, rank_failures, summary
+from parallel3d.launcher.report import RankFailure, ending, rank_failures, summary
 
 GRACE_S = 5
 """Seconds between asking a worker to end and killing it."""
@@ -35,7 +37,10 @@ _RENDEZVOUS_TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What to start. command: the script, or a module's name if is_module, then its own arguments."""
+    """What to start. command: the script, or a module's name if is_module, then its own arguments.
+
+    max_restarts: how often all workers are started again when one has failed.
+    """
 
     num_workers: int
     uses_gpus: bool
@@ -43,6 +48,7 @@ class LaunchOptions:
     is_module: bool = False
     master_port: int = 0
     log_dir: str | None = None
+    max_restarts: int = 0
 
 
 class WorkerAgent(LocalElasticAgent):
@@ -52,8 +58,11 @@ class WorkerAgent(LocalElasticAgent):
     last_healthy: the last time, in seconds since the epoch, at which none had failed.
     """
 
-    def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
+    def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, spare: set[int]) -> None:
+        """spare: processes that are not the workers'."""
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
+        self._spare = spare
+        self._failures: Mapping[int, ProcessFailure] = {}
         self.failed_first: set[int] = set()
         self.last_healthy = time.time()
         self._grace_s = GRACE_S
@@ -69,7 +78,25 @@ class WorkerAgent(LocalElasticAgent):
             self._shutdown()
         else:
             self.last_healthy = now
-        return super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)
+        self._failures = result.failures
+        return result
+
+    def failures(self) -> list[RankFailure]:
+        """Of the workers that were started last, the root cause first."""
+        return rank_failures(self._failures, self.failed_first, self.last_healthy, self._culprit())
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        print(summary(self.failures()), file=sys.stderr)
+        most = worker_group.spec.max_restarts
+        print(f"parallel3d: restart {most - self._remaining_restarts} of {most}", file=sys.stderr, flush=True)
+        end_leftovers(self._spare)
+        super()._restart_workers(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._grace_s = GRACE_S
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
     def _note_exits(self, codes: Mapping[int, int]) -> None:
         """Tell the other ranks, which are to find out what happened, before they are ended themselves."""
@@ -78,10 +105,10 @@ class WorkerAgent(LocalElasticAgent):
 
     def store(self) -> Store:
         """The store by which ranks tell each other, and this agent, of failures."""
-        spec = self._worker_group.spec
-        return agents_store(_ADDRESS, cast(int, spec.master_port), spec.max_restarts - self._remaining_restarts)
+        group = self._worker_group
+        return agents_store(_ADDRESS, cast(int, group.master_port), group.spec.max_restarts - self._remaining_restarts)
 
-    def culprit(self) -> int | None:
+    def _culprit(self) -> int | None:
         """The rank that the ranks have found at fault, where they have."""
         store = self.store()
         return int(json.loads(store.get(VERDICT_KEY))["rank"]) if store.check([VERDICT_KEY]) else None
@@ -107,58 +134,66 @@ def launch(options: LaunchOptions) -> int:
     before = children()
     code = 1
     try:
-        code = _run(options)
+        code = _run(options, before)
     except SignalException as death:
         code = 128 + death.sigval
     except KeyboardInterrupt:  # before the agent has taken over the signals
         code = 128 + signal.SIGINT
     finally:
         if code != 0:
-            _end_leftovers(before)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_IGN)  # deaf to a second Ctrl-C
+            end_leftovers(before)
     return code
 
 
-def _run(options: LaunchOptions) -> int:
+def _run(options: LaunchOptions, spare: set[int]) -> int:
     with _log_folder(options.log_dir) as folder:
         logs = DefaultLogsSpecs(folder, tee=Std.ALL if options.log_dir else Std.NONE)
-        agent = WorkerAgent(_worker_spec(options), logs)
-        result = agent.run()
-        if not result.is_failed():
+        agent = WorkerAgent(_worker_spec(options), logs, spare)
+        if not agent.run().is_failed():
             return 0
-        failures = rank_failures(result.failures, agent.failed_first, agent.last_healthy, agent.culprit())
+        failures = agent.failures()
     print(summary(failures), file=sys.stderr)
     return failures[0].status
 
 
 def _worker_spec(options: LaunchOptions) -> WorkerSpec:
-    rendezvous = _rendezvous(options.master_port)
     arguments = ["-u", worker.__file__, str(os.getpid()), *(["-m"] if options.is_module else []), *options.command]
     return WorkerSpec(
         role="worker",
         local_world_size=options.num_workers,
-        rdzv_handler=rendezvous,
+        rdzv_handler=_StorePerStart(options.master_port),
         entrypoint=sys.executable,
         # The agent substitutes ${local_rank} in them as in a string.Template, where $$ is a dollar sign.
         args=tuple(argument.replace("$", "$$") for argument in arguments),
-        max_restarts=0,
-        master_addr=rendezvous.master_addr,
-        master_port=rendezvous.master_port,
+        max_restarts=options.max_restarts,
     )
 
 
-def _rendezvous(port: int) -> StaticTCPRendezvous:
-    """A rendezvous of this node alone, whose store listens on `port` (0: a free one) from here to the end of the job.
+class _StorePerStart(StaticTCPRendezvous):
+    """A rendezvous of this node alone, whose stores listen from the moment that their port is picked.
 
-    The ranks join that same store, so that no port is ever picked now and bound later.
+    The ranks join that same store. Each start has one of its own: a rank that is started again must not find there what one
+    before it has left, as the address of its connections. port: of the first, 0 for a free one.
     """
+
+    def __init__(self, port: int):
+        super().__init__(_ADDRESS, port, 0, 1, time.strftime("%Y-%m-%d_%H-%M-%S"), _RENDEZVOUS_TIMEOUT_S)
+        self._next: TCPStore | None = _listen(port)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See RendezvousHandler."""
+        self._store, self._next = self._next or _listen(0), None
+        self.master_port = self._store.port
+        return super().next_rendezvous()
+
+
+def _listen(port: int) -> TCPStore:
     try:
-        store = TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
         raise ConfigError(f"--master_port {port} is taken; leave it out to get a free one ({error})") from error
-    run_id = time.strftime("%Y-%m-%d_%H-%M-%S")
-    rendezvous = StaticTCPRendezvous(_ADDRESS, store.port, 0, 1, run_id, _RENDEZVOUS_TIMEOUT_S)
-    rendezvous.next_rendezvous()  # shares the server of `store`, which may go from here on
-    return rendezvous
 
 
 @contextmanager
@@ -193,10 +228,8 @@ def _silence_agent() -> None:
     logger.propagate = False
 
 
-def _end_leftovers(before: set[int]) -> None:
-    """Kill what the workers started and left behind, deaf to a second Ctrl-C."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-    left = kill_children(spare=before)
+def end_leftovers(spare: set[int]) -> None:
+    """Kill what the workers started and left behind. spare: what is not theirs."""
+    left = kill_children(spare=spare)
     if left:
         print(f"parallel3d: these processes can't be killed, the kernel holds them: {sorted(left)}", file=sys.stderr)

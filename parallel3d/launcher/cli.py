@@ -64,6 +64,7 @@ def parse(argv: Sequence[str], num_devices: int, parser: argparse.ArgumentParser
         is_module=known.m,
         master_port=known.master_port,
         log_dir=known.log_dir,
+        max_restarts=known.max_restarts,
     )
 
 
@@ -79,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--log_dir", metavar="DIR", help="also write each rank's output to files under DIR (no live progress bar then)"
+    )
+    parser.add_argument(
+        "--max_restarts",
+        type=_restarts,
+        default=0,
+        metavar="N",
+        help="start all ranks again, up to N times, when one has failed; the script goes on by engine.resume (default: 0)",
     )
     parser.add_argument("-m", action="store_true", help="what follows is a module, as in python -m")
     # One positional for all that follows the options: argparse would drop a "--" between two positionals.
@@ -97,6 +105,12 @@ def _processes(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of processes: give an integer of at least 1, or a layout such as pp2,tp2,dp2"
         )
+    return int(text)
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts: give an integer of at least 0")
     return int(text)
 
 

@@ -1,0 +1,162 @@
+"""Ranks that die are started again and go on from the last whole checkpoint, with fewer replicas if need be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "2"]
+STEPS, BATCH, SAMPLES, SEED = 40, 4, 24, 1234
+
+TRAINING = f"""
+import json, os, sys, time
+import torch
+from torch import nn
+import parallel3d
+
+torch.manual_seed(3)
+net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+data = torch.utils.data.TensorDataset(
+    torch.randn({SAMPLES}, 6, generator=torch.Generator().manual_seed(0)), torch.ones({SAMPLES}, 1)
+)
+config = {{
+    "train_batch_size": {BATCH},
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "seed": {SEED},
+    "optimizer": {{"type": "SGD", "params": {{"lr": 0.1, "momentum": 0.9}}}},
+    "zero_optimization": {{"stage": 1}},
+    "elastic": {{"enabled": True}},
+    "steps_per_print": None,
+}}
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.net(x), y)
+engine, *_ = parallel3d.initialize(model=WithLoss(), config=config, training_data=data)
+engine.resume(sys.argv[1])
+for step in range(engine.global_steps, {STEPS}):
+    loss = engine.train_batch().item()
+    engine.save_checkpoint(sys.argv[1], client_state={{"step": step}})
+    if engine.global_rank == 0:
+        with open(sys.argv[2], "a") as file:
+            file.write(json.dumps([engine.global_steps, engine.dp_world_size, loss]) + "\\n")
+    time.sleep(0.05)
+parallel3d.comm.destroy()
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def test_random_kills_lose_nothing(tmp_path: Path):
+    """tools/soak.py says what it checks; by hand it kills 100 times."""
+    soak = [sys.executable, str(ROOT / "tools" / "soak.py"), "--kills", "10", "--layout", "pp2", "--longest", "0.5"]
+    done = subprocess.run([*soak, "--directory", str(tmp_path)], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10 kills" in done.stdout
+
+
+def test_the_launcher_gives_up_after_its_restarts(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "open(sys.argv[1], 'a').write(os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] + ' ')\n"
+        "if os.environ['RANK'] == '1': raise ValueError('again')\n"
+    )
+    command = [*LAUNCHER, "--max_restarts", "2", str(script), str(tmp_path / "starts")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "restart" in line] == [
+        "parallel3d: restart 1 of 2",
+        "parallel3d: restart 2 of 2",
+    ]
+    assert done.stderr.count("rank 1 failed (exit code 1): ValueError: again") == 3
+    assert {"10", "11", "12"} <= set((tmp_path / "starts").read_text().split())
+
+
+def reference() -> list[float]:
+    """Plain PyTorch's losses, of whole batches."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    losses: list[float] = []
+    epoch = 0
+    while len(losses) < STEPS:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED + epoch))
+        for part in order.split(BATCH):
+            loss = nn.functional.mse_loss(net(inputs[part]), torch.ones(len(part), 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        epoch += 1
+    return losses[:STEPS]
+
+
+def read_rows(path: Path) -> list[list[float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path):
+    """Two agents of torchrun stand for two nodes; one is killed with its rank."""
+    script, losses = tmp_path / "train.py", tmp_path / "losses"
+    script.write_text(TRAINING)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    quick = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"]
+    torchrun += ["--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    train = [str(script), str(tmp_path / "saved"), str(losses)]
+    outputs = [tmp_path / "node0", tmp_path / "node1"]
+    nodes = []
+    try:
+        for output, is_host in zip(outputs, ("true", "false"), strict=True):
+            with output.open("w") as file:
+                command = [*torchrun, "--rdzv_conf", f"{quick},is_host={is_host}", *train]
+                nodes.append(
+                    subprocess.Popen(command, env=environment(), start_new_session=True, stdout=file, stderr=file)
+                )
+        end = time.monotonic() + 100
+        while len(rows := read_rows(losses)) < 5:
+            assert time.monotonic() < end, outputs[0].read_text()[-3000:]
+            time.sleep(0.1)
+        assert rows[-1][1] == 2
+        for pid in processes_of(nodes[1].pid):
+            os.kill(pid, signal.SIGKILL)
+        assert nodes[0].wait(150) == 0, outputs[0].read_text()[-3000:]
+    finally:
+        for node in nodes:
+            for pid in processes_of(node.pid):
+                os.kill(pid, signal.SIGKILL)
+            node.wait()
+    last = {step: (replicas, loss) for step, replicas, loss in read_rows(losses)}
+    assert sorted(last) == list(range(1, STEPS + 1))
+    assert last[1][0] == 2
+    assert last[STEPS][0] == 1
+    assert [loss for _, (_, loss) in sorted(last.items())] == pytest.approx(reference(), rel=1e-4)
+
+
+def processes_of(pid: int) -> list[int]:
+    """A process, if it is there, and all below it."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [pid, *(below for child in children for below in processes_of(int(child)))]

@@ -1,0 +1,200 @@
+"""Kills a random rank of a training at random moments, during steps and saves, and checks that nothing acknowledged is lost.
+
+python tools/soak.py --kills 100 --layout pp2,dp2
+
+The training is restarted by the launcher after each SIGKILL and goes on by engine.resume. It must go on from the last save that
+was acknowledged, or from a later one; every step that is run again must have the loss, bit for bit, that it had before; no
+process may be left at the end; and what is on the disk must be whole. Exits with 1, saying what was wrong, if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+QUIET = 120.0  # seconds without progress after which the run is given up
+LEFT = 30.0  # seconds that processes have to be gone
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="how often a rank is killed")
+    parser.add_argument("--layout", default="pp2,dp2")
+    parser.add_argument("--seed", type=int, default=0, help="of moments and ranks")
+    parser.add_argument(
+        "--longest", type=float, default=1.0, help="seconds from a start's first step to the kill, at most"
+    )
+    parser.add_argument("--directory", type=Path, help="where checkpoints and notes go (default: a temporary one)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def note(path: Path, **what: Any) -> None:
+    """A line of JSON, which another process may read at once."""
+    with path.open("a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def read_notes(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; the last may be half written by a process that was killed."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank of the training, to the step after which the file `enough` is there."""
+    import torch
+    from torch import nn
+
+    import parallel3d
+    from parallel3d.config import parse_layout
+    from parallel3d.pipe import LayerSpec, PipelineModule
+
+    torch.set_num_threads(1)
+    layout, directory = parse_layout(args.layout), args.directory
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    config = {
+        "train_batch_size": 4 * layout.replicas,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": layout.zero or 1},
+        "pipeline": {"stages": layout.stages},
+        # Every other start writes while training goes on.
+        "checkpoint": {"keep_last": 2, "async_save": attempt % 2 == 1},
+        "steps_per_print": None,
+    }
+    widths = [LayerSpec(nn.Linear, 256, 256), LayerSpec(nn.Dropout, 0.1), LayerSpec(nn.Tanh)]
+    data = torch.utils.data.TensorDataset(
+        torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), torch.zeros(64, 256)
+    )
+    module = PipelineModule(widths * 4, loss_fn=nn.functional.mse_loss, seed_layers=True, config=config)
+    engine, *_ = parallel3d.initialize(model=module, config=config, training_data=data)
+    engine.resume(directory / "saved")
+    notes, first = directory / "notes.jsonl", engine.global_rank == 0
+    if first:
+        note(notes, resumed=engine.global_steps, attempt=attempt)
+    (directory / f"pid.{engine.global_rank}").write_text(f"{attempt} {os.getpid()}")
+    pending: int | None = None
+    enough = False
+    while not enough:
+        loss = engine.train_batch()
+        step = engine.global_steps
+        if first:
+            note(notes, step=step, loss=float(loss).hex())
+        if step % 3 == 0:
+            engine.save_checkpoint(directory / "saved")
+            acknowledged = pending if config["checkpoint"]["async_save"] else step
+            pending = step  # an asynchronous one is on the disk when the next save begins
+            if first and acknowledged is not None:
+                note(notes, saved=acknowledged)
+        told = [(directory / "enough").exists()]
+        parallel3d.comm.broadcast_object_list(told, 0)
+        enough = told[0]
+    engine.wait_for_checkpoint()
+    parallel3d.comm.destroy()
+
+
+def wait_for(args: argparse.Namespace, attempt: int, job: subprocess.Popen[bytes], ranks: int) -> dict[int, int]:
+    """The processes of a start, once it has taken a step: rank -> process."""
+    end = time.monotonic() + QUIET
+    while time.monotonic() < end:
+        if job.poll() is not None:
+            raise SystemExit(f"the training ended with exit code {job.returncode} at start {attempt}")
+        notes = read_notes(args.directory / "notes.jsonl")
+        places = [k for k, n in enumerate(notes) if n.get("attempt") == attempt]
+        pids = {rank: args.directory / f"pid.{rank}" for rank in range(ranks)}
+        texts = {rank: path.read_text().split() for rank, path in pids.items() if path.exists()}
+        own = {rank: int(text[1]) for rank, text in texts.items() if len(text) == 2 and int(text[0]) == attempt}
+        if places and len(own) == ranks and any("step" in n for n in notes[places[0] :]):
+            return own
+        time.sleep(0.02)
+    raise SystemExit(f"no step within {QUIET:.0f} s of start {attempt}")
+
+
+def check(notes: list[dict[str, Any]], kills: int) -> list[str]:
+    """What the notes show to be wrong."""
+    problems, losses, saved, starts = [], {}, 0, 0
+    for entry in notes:
+        if "resumed" in entry:
+            starts += 1
+            if entry["resumed"] < saved:
+                problems.append(f"start {entry['attempt']} went on from step {entry['resumed']}, but {saved} was saved")
+        elif "saved" in entry:
+            saved = max(saved, entry["saved"])
+        elif losses.setdefault(entry["step"], entry["loss"]) != entry["loss"]:
+            problems.append(
+                f"step {entry['step']} had loss {losses[entry['step']]}, and {entry['loss']} after a restart"
+            )
+    if starts != kills + 1:
+        problems.append(f"{kills} kills, but {starts} starts")
+    if not saved:
+        problems.append("nothing was ever saved")
+    return problems
+
+
+def main() -> int:
+    """Start, kill, check."""
+    args = parse_arguments()
+    if args.worker:
+        work(args)
+        return 0
+    from parallel3d.checkpoint.directory import complete_checkpoints
+    from parallel3d.checkpoint.read import Reader
+    from parallel3d.config import parse_layout
+
+    ranks = parse_layout(args.layout).world_size
+    with tempfile.TemporaryDirectory(prefix="soak_") as temporary:
+        args.directory = args.directory or Path(temporary)
+        own = [__file__, "--worker", "--layout", args.layout, "--directory", str(args.directory)]
+        launcher = ["-m", "parallel3d.launcher", "--num_procs", str(ranks), "--max_restarts", str(args.kills)]
+        draw, killed = random.Random(args.seed), Counter[int]()
+        with (args.directory / "output.txt").open("wb") as output:
+            job = subprocess.Popen([sys.executable, *launcher, *own], stdout=output, stderr=output)
+            processes: dict[int, int] = {}
+            for attempt in range(args.kills):
+                processes = wait_for(args, attempt, job, ranks)
+                time.sleep(draw.uniform(0, args.longest))
+                rank = draw.randrange(ranks)
+                os.kill(processes[rank], signal.SIGKILL)
+                killed[rank] += 1
+            processes = wait_for(args, args.kills, job, ranks)
+            (args.directory / "enough").touch()
+            code = job.wait(QUIET)
+        problems = check(read_notes(args.directory / "notes.jsonl"), args.kills)
+        if code:
+            problems.append(f"the training ended with exit code {code}")
+        end = time.monotonic() + LEFT
+        while any(Path(f"/proc/{pid}").exists() for pid in processes.values()) and time.monotonic() < end:
+            time.sleep(0.1)
+        problems += [
+            f"process {pid} of rank {r} is left" for r, pid in processes.items() if Path(f"/proc/{pid}").exists()
+        ]
+        whole = complete_checkpoints(args.directory / "saved")
+        problems += [problem for found in whole for problem in Reader(found.path).verify_all()]
+        if not whole:
+            problems.append("no complete checkpoint is left")
+        steps = max((n["step"] for n in read_notes(args.directory / "notes.jsonl") if "step" in n), default=0)
+        print(
+            "\n".join(problems)
+            or f"{args.kills} kills {dict(sorted(killed.items()))} by rank, {steps} steps: all is well"
+        )
+        if problems:
+            print((args.directory / "output.txt").read_text()[-4000:], file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
