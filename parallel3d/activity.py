@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Protocol
 
 from parallel3d.schedule.instructions import Program
 
@@ -48,15 +47,11 @@ PHASE, PROGRAM, POSITION, BATCH, STEADY, EVALUATES, UNTIMED = range(7)
 SLOT_BYTES = 8 * 7
 
 
-class Wait(Protocol):
-    """What a process waits for: `what`, in words, of the ranks `ranks`, itself among them in a collective."""
-
-    what: str
-    ranks: tuple[int, ...]
-
-
 class Waiting:
-    """A Wait for the time of a `with` block; after an exception inside it stays noted, for it says where that came from."""
+    """What a process waits for: `what`, in words, of the ranks `ranks`, itself among them in a collective.
+
+    Noted for the time of a `with` block; after an exception inside it stays noted, for it says where that came from.
+    """
 
     __slots__ = ("ranks", "what")
 
@@ -86,7 +81,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.slots = memoryview(bytearray(SLOT_BYTES)).cast("q")
-        self.wait: Wait | None = None
+        self.wait: Waiting | None = None
 
     def share(self, memory: memoryview) -> None:
         """Write into `memory`, SLOT_BYTES long, from now on; what is noted goes along."""

@@ -32,7 +32,9 @@ class Ended:
     outputs: list[str] = field(default_factory=list)
 
 
-def _rank(rank: int, size: int, port: int, folder: str, script: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, size: int, port: int, agent: bool, folder: str, script: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     os.setpgrp()
     os.chdir(folder)
     output = os.open(f"{rank}.out", os.O_WRONLY | os.O_CREAT)
@@ -40,7 +42,7 @@ def _rank(rank: int, size: int, port: int, folder: str, script: Callable[..., No
         os.dup2(output, stream)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent), "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     import torch
@@ -61,8 +63,9 @@ def _rank(rank: int, size: int, port: int, folder: str, script: Callable[..., No
 class FaultRanks:
     """`run(n, folder, script, *args)` runs script(*args) on n ranks, each a process of its own, and ends them.
 
-    The store is this process's, as the elastic agent's is. Once a rank has ended with an error the others are told to end, and
-    killed GRACE_S later. notes: whether how a rank ended is noted in the store, as this package's launcher does.
+    The store is this process's, as the elastic agent's is, or rank 0's where agent is False. Once a rank has ended with an
+    error the others are told to end, and killed GRACE_S later. notes: whether how a rank ended is noted in the store, as this
+    package's launcher does.
     """
 
     def __init__(self) -> None:
@@ -70,17 +73,27 @@ class FaultRanks:
         self._context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "parallel3d", "pytest"])
 
     def run(
-        self, n: int, folder: Path, script: Callable[..., None], *args: Any, notes: bool = True, timeout: float = 60
+        self,
+        n: int,
+        folder: Path,
+        script: Callable[..., None],
+        *args: Any,
+        notes: bool = True,
+        agent: bool = True,
+        timeout: float = 60,
     ) -> Ended:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        port = store.port
+        if not agent:
+            del store  # rank 0 opens one there
         ranks = [
-            self._context.Process(target=_rank, args=(rank, n, store.port, str(folder), script, args))
+            self._context.Process(target=_rank, args=(rank, n, port, agent, str(folder), script, args))
             for rank in range(n)
         ]
         for rank in ranks:
             rank.start()
         try:
-            ended = self._watch(ranks, store.port, notes, time.monotonic() + timeout)
+            ended = self._watch(ranks, port, notes and agent, time.monotonic() + timeout)
         finally:
             for rank in ranks:
                 rank.kill()

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -25,9 +26,10 @@ class RankError(AssertionError):
         self.tracebacks = tracebacks
 
 
-def _worker(connection: Connection, port: int, device: str) -> None:
+def _worker(connection: Connection, port: int, device: str, folder: str) -> None:
     import torch
 
+    os.chdir(folder)  # for the failure-*.json of what tests break
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -69,6 +71,7 @@ class RankPool:
         self._workers: list[tuple[Any, Connection]] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._runs = 0
+        self._folder = TemporaryDirectory(prefix="parallel3d_ranks_")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["torch", "torch.distributed", "torch._dynamo", "parallel3d", "pytest", "ranks"]
@@ -90,7 +93,8 @@ class RankPool:
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_worker, args=(theirs, self._store.port, self._device), daemon=True)
+        args = (theirs, self._store.port, self._device, self._folder.name)
+        process = self._context.Process(target=_worker, args=args, daemon=True)
         process.start()
         theirs.close()
         self._workers.append((process, ours))
@@ -130,3 +134,4 @@ class RankPool:
 
     def close(self) -> None:
         self._stop_workers()
+        self._folder.cleanup()

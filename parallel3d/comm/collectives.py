@@ -59,10 +59,11 @@ DONE: Work = _Done()
 class Awaited:
     """A Work whose waiting is noted as this process's activity: `what`, of `ranks`."""
 
-    __slots__ = ("_work", "ranks", "what")
+    __slots__ = ("_noted", "_work")
 
     def __init__(self, work: Work, what: str, ranks: tuple[int, ...]):
-        self._work, self.what, self.ranks = work, what, ranks
+        # Noted is not this object: what is noted may outlive the work, and its tensors should not.
+        self._work, self._noted = work, Waiting(what, ranks)
 
     def is_completed(self) -> bool:
         """See Work."""
@@ -70,7 +71,7 @@ class Awaited:
 
     def wait(self) -> Any:
         """See Work."""
-        ACTIVITY.wait = self  # left there by an exception: it says where that came from
+        ACTIVITY.wait = self._noted  # left there by an exception: it says where that came from
         result = self._work.wait()
         ACTIVITY.wait = None
         return result

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Concatenate, ParamSpec, TypeVar
 
 from parallel3d.activity import ACTIVITY, EVALUATES, PHASE, Phase
+from parallel3d.errors import PeerError
 from parallel3d.failures.process import Attribution
 from parallel3d.failures.watchdog import follows
 
@@ -45,7 +46,8 @@ def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Calla
             try:
                 result = method(self, *args, **kwargs)
             except Exception as error:
-                if ACTIVITY.slots[PHASE] in _TOGETHER or follows(error):
+                lost = follows(error) and not isinstance(error, PeerError)
+                if lost or ACTIVITY.slots[PHASE] in _TOGETHER:
                     self._attribution.failed(error)
                 raise
             self._attribution.done()

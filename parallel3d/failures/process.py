@@ -23,8 +23,7 @@ from parallel3d.errors import PeerError
 from parallel3d.failures.board import Board
 from parallel3d.failures.neighbours import Neighbours, ProgramOf
 from parallel3d.failures.telling import say
-from parallel3d.failures.verdict import Kind, Verdict
-from parallel3d.failures.watchdog import Watchdog
+from parallel3d.failures.watchdog import Watchdog, follows
 
 
 class DeviceMark:
@@ -92,17 +91,14 @@ class Attribution:
         self.device_mark.set()
 
     def failed(self, error: BaseException) -> None:
-        """Have all ranks find the one at fault. Raises PeerError, from `error`, where it is another; returns where not."""
+        """Have all ranks find the one at fault. Raises PeerError, from an `error` that but follows from another's."""
         if self._watchdog is None or self._told is error:
             return
         verdict = self._watchdog.failed(error)
         self._told = error
-        if verdict is not None and self._blames_another(verdict) and not isinstance(error, PeerError):
+        if verdict is not None and verdict.rank != self._rank and follows(error) and not isinstance(error, PeerError):
             self._told = PeerError(verdict.line, verdict.rank)
             raise self._told from error
-
-    def _blames_another(self, verdict: Verdict) -> bool:
-        return verdict.rank != self._rank and verdict.kind is not Kind.DEADLOCK
 
     def uncaught(self, error: BaseException) -> BaseException:
         """What to show of an exception that ends the script."""

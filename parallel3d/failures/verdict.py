@@ -134,10 +134,12 @@ def _original(reports: Mapping[int, Report]) -> _Blamed:
 
 def _gone(reports: Mapping[int, Report]) -> _Blamed:
     waited_for = {rank for r in reports.values() for rank in r.waits_for}
+    # While nothing else has happened, one that takes its time may be too busy to answer.
+    alarm = any(r.error is not None or r.state is State.ASKED_TO_END for r in reports.values())
     for state, kind in ((State.EXITED, Kind.EXITED), (State.SILENT, Kind.SILENT), (State.LEFT, Kind.LEFT)):
         found = [r for r in reports.values() if r.state is state]
         if state is State.SILENT:
-            found = [r for r in found if r.place is None or not r.place.untimed or _follower(reports)]
+            found = [r for r in found if alarm or r.place is None or not r.place.untimed]
         elif state is State.LEFT:
             found = [r for r in found if r.rank in waited_for]
         if found:
@@ -148,8 +150,8 @@ def _gone(reports: Mapping[int, Report]) -> _Blamed:
 
 def _signalled(reports: Mapping[int, Report]) -> _Blamed:
     asked = [r for r in reports.values() if r.state is State.ASKED_TO_END]
-    if not asked or len(asked) == len(reports):
-        return None  # all of them: the job is to end
+    if all(r.state in (State.ASKED_TO_END, State.LEFT) for r in reports.values()):
+        return None  # the job is to end
     found = _earliest(asked)
     return None if found is None else (Kind.ENDED, found)
 

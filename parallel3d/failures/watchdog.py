@@ -129,7 +129,7 @@ class Watchdog:
         own = self._report()
         self._board.post(incident, own)
         settled = None if opened else self._board.settled(incident, WINDOW_S + 1)
-        verdict = settled[0] if settled is not None else self._find(incident)
+        verdict = settled[0] if settled is not None else self._find(incident, own)
         reports = self._board.reports(incident) or {own.rank: own}
         if verdict is None:
             self._dismissed(own)
@@ -140,13 +140,16 @@ class Watchdog:
             say(account(verdict, reports, around))
         self._end(verdict)
 
-    def _find(self, incident: int) -> Verdict | None:
+    def _find(self, incident: int, own: Report) -> Verdict | None:
         def has_cause(reports: Mapping[int, Report]) -> bool:
             return any(r.error is not None and not r.error.follows for r in reports.values())
 
+        if own.state is State.ASKED_TO_END:
+            time.sleep(2 * POLL_S)  # the others may be about to be told the same
         reports = self._board.collect(incident, WINDOW_S, has_cause)
         if has_cause(reports):  # the others may have half a second to say what they wait for
             reports = self._board.collect(incident, 2 * POLL_S, lambda _: False)
+        reports[own.rank] = own
         for rank in set(range(len(self._stages))) - set(reports):
             reports[rank] = self._report_on(rank)
             self._board.post(incident, reports[rank])
@@ -181,6 +184,8 @@ class Watchdog:
         stage = self._stages[rank]
         ending = self._board.ending(rank)
         state = State.EXITED if ending is not None else State.LEFT if self._board.has_left(rank) else State.SILENT
+        if self._board.lost and rank != 0:
+            state = State.RUNNING  # nobody knows; but rank 0, whose store it was, is gone
         place = self._neighbours.place(rank, stage, self._program_of)
         return Report(rank, stage, self._neighbours.hosts[rank], state, place=place, ending=ending)
 

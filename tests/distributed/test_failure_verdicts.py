@@ -178,6 +178,14 @@ def test_one_verdict(
     check(ended, tmp_path, rank, KINDS[fault], place, survivors(fault, rank))
 
 
+def test_without_an_agent_the_end_of_rank_0_is_seen_from_the_end_of_its_store(fault_ranks: FaultRanks, tmp_path: Path):
+    ended = fault_ranks.run(4, tmp_path, train, "1f1b", "kill", "F2@0", 0, agent=False)
+    assert all(ended.codes), ended.outputs
+    found = {rank: account["verdict"] for rank, account in ended.accounts.items()}
+    assert set(found) == {1, 2, 3}, ended.outputs
+    assert {(v["rank"], v["kind"], v["place"]["instruction"]) for v in found.values()} == {(0, "silent", "F2@0")}
+
+
 def every_place() -> Iterator[tuple[str, str, int]]:
     """(schedule, instruction, rank): one of each type that a stage's list has, in both schedules."""
     from parallel3d.schedule.builders import build
@@ -327,3 +335,19 @@ def test_the_launcher_kills_a_rank_that_is_stopped(tmp_path: Path):
     pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
     assert len(pids) == 4
     assert not [pid for pid in pids if lives(pid)]
+
+
+def survive_a_broken_loader(schedule: str) -> None:
+    engine = make_engine(schedule)
+    data = arm(engine, "none", "")
+    engine.train_batch(data)
+    broken = (1 / (os.environ["RANK"] != "1") for _ in range(1))  # raises on rank 1
+    with pytest.raises((ZeroDivisionError, PeerError, parallel3d.errors.DataError)):
+        engine.train_batch(broken)
+    time.sleep(1)  # a watchdog that minded would have come by now
+    engine.train_batch(data)
+
+
+def test_what_all_ranks_agree_on_ends_nothing(fault_ranks: FaultRanks, tmp_path: Path):
+    ended = fault_ranks.run(4, tmp_path, survive_a_broken_loader, "1f1b")
+    assert (ended.codes, ended.accounts) == ([0, 0, 0, 0], {}), ended.outputs

@@ -122,7 +122,16 @@ def test_lines(culprit: Report, line: str | None):
 
 
 def test_a_job_that_is_asked_to_end_is_nobodys_fault():
-    assert judge({r: report(r, state=State.ASKED_TO_END, ending="SIGTERM") for r in range(3)}, TIMEOUT_S) is None
+    reports = {r: report(r, state=State.ASKED_TO_END, ending="SIGTERM") for r in range(3)}
+    assert judge(reports, TIMEOUT_S) is None
+    assert judge({**reports, 3: report(3, state=State.LEFT)}, TIMEOUT_S) is None
+
+
+def test_a_silent_rank_is_to_blame_for_the_end_of_all_others_even_in_its_first_batch():
+    reports = {r: report(r, state=State.ASKED_TO_END, ending="SIGTERM") for r in range(3)}
+    verdict = judge({**reports, 3: report(3, state=State.SILENT, place=UNTIMED)}, TIMEOUT_S)
+    assert verdict is not None
+    assert (verdict.kind, verdict.rank) == (Kind.SILENT, 3)
 
 
 def test_without_a_timeout_nobody_is_late():
