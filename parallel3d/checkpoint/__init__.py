@@ -1,10 +1,10 @@
 """Checkpoints that know no layout: written by each rank as it holds its tensors, read by any other.
 
 See format.py for what is on the disk. What needs files alone, and no engine: of directories `complete_checkpoints`, `find`,
-`latest_tag` and `damage`; of tensors `Reader(path)` with `.manifest`, `.tensors`, `.read(name)` and `.verify_all()`.
+`latest_tag` and `check_complete`; of tensors `Reader(path)` with `.manifest`, `.tensors`, `.read(name)` and `.verify_all()`.
 """
 
-from parallel3d.checkpoint.directory import Found, complete_checkpoints, damage, find, latest_tag
+from parallel3d.checkpoint.directory import Found, check_complete, complete_checkpoints, find, latest_tag
 from parallel3d.checkpoint.format import MASTER, MODEL, OPTIMIZER, Manifest
 from parallel3d.checkpoint.read import Reader
 
@@ -15,8 +15,8 @@ __all__ = [
     "Found",
     "Manifest",
     "Reader",
+    "check_complete",
     "complete_checkpoints",
-    "damage",
     "find",
     "latest_tag",
 ]

@@ -41,32 +41,32 @@ class Found:
     manifest: Manifest
 
 
-def damage(path: Path) -> str | None:
-    """Why a directory is no complete checkpoint, as far as its manifest and the sizes of its files tell; None if it is one."""
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        return str(error)
+def check_complete(path: Path) -> Manifest:
+    """The manifest of a directory whose files are all there, in their sizes. Raises CheckpointError."""
+    manifest = read_manifest(path)
     for name, file in manifest.files.items():
         there = path / name
         if not there.is_file():
-            return f"{there} is missing"
+            raise CheckpointError(f"{there} is missing")
         if there.stat().st_size != file.num_bytes:
-            return f"{there} has {there.stat().st_size} bytes, not {file.num_bytes}: it was cut short or replaced"
-    return None
+            size = there.stat().st_size
+            raise CheckpointError(f"{there} is damaged: it has {size} bytes, not {file.num_bytes}")
+    return manifest
 
 
 def complete_checkpoints(save_dir: Path) -> list[Found]:
     """Those of a directory, the oldest first; also one that a save was about to replace when it was killed."""
-    found = {}
+    found = []
     for path in sorted(save_dir.iterdir()) if save_dir.is_dir() else ():
         aside = _ASIDE.fullmatch(path.name)
-        if (aside and aside["kind"] != "old") or not path.is_dir() or damage(path) is not None:
-            continue
         tag = aside["tag"] if aside else path.name
-        if not aside or not (save_dir / tag).is_dir():
-            found[tag] = Found(tag, path, read_manifest(path))
-    return sorted(found.values(), key=lambda checkpoint: checkpoint.manifest.saved)
+        if not path.is_dir() or (aside and (aside["kind"] != "old" or (save_dir / tag).is_dir())):
+            continue
+        try:
+            found.append(Found(tag, path, check_complete(path)))
+        except CheckpointError:
+            continue
+    return sorted(found, key=lambda checkpoint: checkpoint.manifest.saved)
 
 
 def latest_tag(save_dir: Path) -> str | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.directory import damage, find, latest_tag, other_tags
+from parallel3d.checkpoint.directory import check_complete, find, latest_tag, other_tags
 from parallel3d.checkpoint.format import MODEL
 from parallel3d.checkpoint.parts import Part
 from parallel3d.checkpoint.read import Reader
@@ -55,9 +55,10 @@ def find_checkpoint(meeting: Meeting, load_dir: Path, tag: str | None) -> Path |
         if chosen is None:
             return [None] * len(values)
         path = find(place, chosen)
-        wrong = damage(path)
-        if wrong is not None:
-            raise CheckpointError(f"{wrong}{other_tags(place, chosen)}")
+        try:
+            check_complete(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{other_tags(place, chosen)}") from None
         return [str(path)] * len(values)
 
     value = {"directory": str(load_dir.absolute()), "tag": None if tag is None else str(tag)}
@@ -81,8 +82,11 @@ def agree_to_read(meeting: Meeting, reader: Reader, wanted: Wanted, strict: bool
                 reader.verify(source, part.box)
         except CheckpointError as error:
             raise CheckpointError(f"{error}{other_tags(reader.directory.parent, reader.directory.name)}") from None
-        # Names alone: the targets stay here.
-        return {key: value for key, value in asdict(Wanted([], *_names(wanted))).items() if key != "targets"}
+        return {
+            "known": sorted(set(wanted.known)),
+            "missing": sorted(set(wanted.missing)),
+            "misshapen": wanted.misshapen,
+        }
 
     def decide(values: list[dict[str, Any]]) -> list[None]:
         told = _differences(values, (name for name in reader.tensors if name.startswith(MODEL)))
@@ -93,10 +97,6 @@ def agree_to_read(meeting: Meeting, reader: Reader, wanted: Wanted, strict: bool
         return [None] * len(values)
 
     meeting.attempt("load_checkpoint", check, decide)
-
-
-def _names(wanted: Wanted) -> tuple[list[str], list[str], dict[str, Any]]:
-    return wanted.known, wanted.missing, wanted.misshapen
 
 
 def _differences(values: Sequence[dict[str, Any]], stored: Iterable[str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
+import sys
 import threading
 import time
 import warnings
@@ -22,6 +24,8 @@ from parallel3d.config import CheckpointConfig
 from parallel3d.errors import CheckpointError, CommunicationError
 
 Json = dict[str, Any]
+# So long a process that ends by an exception waits for what it saves.
+_LONGEST_FAILING_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Saver:
         self._meeting, self._settings = meeting, settings
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._waits_at_exit = False
 
     def save(
         self, save_dir: Path, tag: str, latest: bool, collect: Callable[[], Contents], summarize: Summarize
@@ -123,8 +128,12 @@ class Saver:
         except Exception as raised:  # memory ran out: the others must be told, by the thread
             error = raised
         job = _Job(job.save_dir, job.tag, directory, latest, parts, job.own, summarize)
-        # Not a daemon: the interpreter waits for it before it ends.
-        self._thread = threading.Thread(target=self._write_later, args=(job, error), name="parallel3d saves")
+        if not self._waits_at_exit:
+            atexit.register(self._wait_at_exit)
+            self._waits_at_exit = True
+        self._thread = threading.Thread(
+            target=self._write_later, args=(job, error), name="parallel3d saves", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -135,6 +144,11 @@ class Saver:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _wait_at_exit(self) -> None:
+        """Let the process end when its checkpoint is on the disk. One that fails may have lost ranks: then not for long."""
+        if self._thread is not None:
+            self._thread.join(_LONGEST_FAILING_S if hasattr(sys, "last_value") else None)
 
     def _plan(self, values: list[Json]) -> list[Json]:
         tag, directory = values[0]["tag"], Path(values[0]["directory"])

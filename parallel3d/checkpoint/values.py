@@ -25,20 +25,26 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, numpy.generic)):
         return value
     if isinstance(value, Tensor):
-        tensors[path] = value.detach()
-        return {_KIND: ["tensor", path]}
+        return {_KIND: ["tensor", _put(value.detach(), path, tensors)]}
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         try:
-            tensors[path] = torch.from_numpy(numpy.array(value, order="C"))
+            tensor = torch.from_numpy(numpy.array(value, order="C"))
         except TypeError:
             raise _refused(value, path, f" of {value.dtype}") from None
-        return {_KIND: ["array" if isinstance(value, numpy.ndarray) else "number", path]}
+        return {_KIND: ["array" if isinstance(value, numpy.ndarray) else "number", _put(tensor, path, tensors)]}
     if isinstance(value, (list, tuple)):
         items = [encode(item, f"{path}.{k}", tensors) for k, item in enumerate(value)]
         return items if isinstance(value, list) else {_KIND: ["tuple", items]}
     if isinstance(value, Mapping):
         return _encode_mapping(value, path, tensors)
     raise _refused(value, path)
+
+
+def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    while path in tensors:  # {"a.b": ..., "a": {"b": ...}}
+        path += "'"
+    tensors[path] = tensor
+    return path
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:

@@ -127,12 +127,8 @@ class CheckpointConfig(Section):
 
     known_keys: ClassVar[Mapping[str, KnownKey]] = {
         **known(Support.WITHOUT_EFFECT, "every checkpoint loads in any layout", "load_universal"),
-        **known(
-            Support.WITHOUT_EFFECT,
-            "every rank writes its own part, as safetensors",
-            "parallel_write writer",
-            keys=("pipeline_stage",),
-        ),
+        **known(Support.WITHOUT_EFFECT, "every rank writes its own part", "parallel_write", keys=("pipeline_stage",)),
+        **known(Support.WITHOUT_EFFECT, "files are written by safetensors", "writer"),
         **known(Support.WITHOUT_EFFECT, "nothing is pickled", "checkpoint_serialization"),
         **known(
             Support.REFUSED,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel3d.activity import ACTIVITY, Phase
 from parallel3d.checkpoint.directory import complete_checkpoints, other_tags
 from parallel3d.checkpoint.export import write_one_file
 from parallel3d.checkpoint.files import SINGLE
@@ -130,6 +131,7 @@ class Saving:
         self._saver = Saver(self._meeting, self.config.checkpoint)
         self._replica_state = ReplicaState(self._model)
 
+    @ACTIVITY.untimed(Phase.SAVING)
     def save_checkpoint(
         self,
         save_dir: Location,
@@ -166,6 +168,7 @@ class Saving:
         self._saver.save(place, name, save_latest, collect, self._summarize)
         return True
 
+    @ACTIVITY.untimed(Phase.SAVING)
     def save_16bit_model(
         self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -196,6 +199,7 @@ class Saving:
         self._meeting.attempt("save_16bit_model", assemble, lambda values: [None] * len(values))
         return True
 
+    @ACTIVITY.untimed(Phase.SAVING)
     def wait_for_checkpoint(self) -> None:
         """Return when what checkpoint.async_save was to write is on the disk. Raises CheckpointError if it failed."""
         self._saver.wait()
@@ -238,6 +242,7 @@ class Saving:
         state = {**everyone[0]["shared"], "optimizer": optimizer, "left_out": left_out, "huggingface": huggingface}
         return state, [own["rank"] for own in everyone]
 
+    @ACTIVITY.untimed(Phase.SAVING)
     def load_checkpoint(
         self,
         load_dir: Location,

@@ -66,6 +66,7 @@ def make(case: str, seed: int, data: Any = None) -> Engine:
             "zero_optimization": {"stage": 1, "reduce_bucket_size": 1500},
         },
         "bf16 zero2": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1500}},
+        "whole tensors": {"optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}},
         "own loader": {"scheduler": {"type": "MultiStepLR", "params": {"milestones": [2, 6, 8]}}},
         "momentum": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "pipeline": {"stages": 2}},
     }.get(case, {})
@@ -127,6 +128,7 @@ def check_equal(one: Any, other: Any) -> None:
         ("bf16 zero2", 4, False),
         ("fp16 zero1", 4, True),
         ("momentum", 2, True),
+        ("whole tensors", 2, False),
         ("plain", 2, False),
         ("own loader", 2, True),
     ],

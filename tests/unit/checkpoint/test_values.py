@@ -46,10 +46,12 @@ def test_tensors_and_arrays_come_back() -> None:
         "a": np.arange(6, dtype=np.uint8).reshape(2, 3),
         "n": np.float64(0.1),
         "c": Counter({30: 2, 80: 1}),
+        "t.0": torch.tensor(3),
     }
     back = there_and_back(value)
     assert torch.equal(back["t"][0], value["t"][0])
     assert back["t"][0].dtype is torch.int16
+    assert back["t.0"].item() == 3
     assert back["t"][1][0].dtype is torch.bfloat16
     assert back["a"].dtype == np.uint8
     assert back["a"].tolist() == value["a"].tolist()
