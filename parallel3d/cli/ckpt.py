@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from parallel3d.checkpoint.directory import complete_checkpoints, damage, find, latest_tag
+from parallel3d.checkpoint.directory import check_complete, complete_checkpoints, find, latest_tag
 from parallel3d.checkpoint.export import export_checkpoint
 from parallel3d.checkpoint.format import MANIFEST, Manifest
 from parallel3d.checkpoint.read import Reader
@@ -97,10 +97,18 @@ def _list(options: argparse.Namespace) -> int:
     known = {found.path for found in complete}
     for path in sorted(directory.iterdir()):
         if path.is_dir() and path not in known:
-            console.print(f"not complete: {damage(path)}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"not complete: {_damage(path)}", highlight=False, markup=False, soft_wrap=True)
     if latest is not None and latest not in {found.tag for found in complete}:
         console.print(f"latest names {latest!r}, which is not complete", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def _damage(path: Path) -> str:
+    try:
+        check_complete(path)
+    except CheckpointError as error:
+        return str(error)
+    return f"{path} is whole, and was set aside while it was replaced"
 
 
 def _described(manifest: Manifest) -> tuple[str, str, str, str]:
