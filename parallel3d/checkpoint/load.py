@@ -96,7 +96,7 @@ def agree_to_read(meeting: Meeting, reader: Reader, wanted: Wanted, strict: bool
             warnings.warn(f"{reader.directory} fits the model in part: {told}", stacklevel=4)
         return [None] * len(values)
 
-    meeting.attempt("load_checkpoint", check, decide)
+    meeting.attempt("load_checkpoint, checking tensors", check, decide)
 
 
 def _differences(values: Sequence[dict[str, Any]], stored: Iterable[str]) -> str:

@@ -73,7 +73,8 @@ class OptimizerTarget:
 
     @torch.no_grad()
     def want(self, wanted: Wanted) -> None:
-        """Add what is to be read, into memory of its own where the optimizer has none for it."""
+        """Add what is to be read, into memory of its own where the optimizer has none for it. Raises CheckpointError."""
+        self._groups = [self._settings(place, group) for place, group in enumerate(self._optimizer.param_groups)]
         trained = {name for group in self._saved["groups"] for name in group["names"]}
         held = {p for group in self._optimizer.param_groups for p in group["params"]}
         for piece in self._pieces:
@@ -117,8 +118,8 @@ class OptimizerTarget:
         """Make what has been read the optimizer's state, and the saved settings its groups'."""
         number = {piece.master: k for k, piece in enumerate(self._pieces)}
         groups = [
-            {**self._settings(place, group), "params": [number[p] for p in group["params"]]}
-            for place, group in enumerate(self._optimizer.param_groups)
+            {**settings, "params": [number[p] for p in group["params"]]}
+            for settings, group in zip(self._groups, self._optimizer.param_groups, strict=True)
         ]
         tensors = [p for group in self._optimizer.param_groups for p in group["params"]]
         state = {number[p]: self._state[p] for p in tensors if self._state.get(p)}

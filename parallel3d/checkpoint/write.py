@@ -99,7 +99,10 @@ def _write_file(path: Path, values: Mapping[str, Tensor], may_thread: bool) -> t
 
 
 def _save(path: Path, values: Mapping[str, Tensor]) -> StoredFile:
+    path.touch()
+    mode = path.stat().st_mode
     save_file(dict(values), path)
+    path.chmod(mode)  # safetensors makes files that only their owner may read
     sync(path)
     return stored_file(path)
 

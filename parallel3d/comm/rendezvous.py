@@ -45,7 +45,7 @@ class Rendezvous:
             return decide([value])[0]
         self._purpose, self._deadline, self._timeout = purpose, time.monotonic() + timeout_s, timeout_s
         number = self._meetings
-        self._put(f"{number}/{self._index}", value)
+        self._put(f"{number}/{self._index}", [purpose, value])
         try:
             answer = self._lead(number, value, decide) if self._index == 0 else self._follow(number)
         finally:
@@ -53,20 +53,24 @@ class Rendezvous:
         self._meetings += 1
         if "error" in answer:
             raise _ERRORS.get(answer["kind"], CommunicationError)(answer["error"])
+        self._check(0, answer["purpose"])
         return answer["item"]
 
     def _lead(self, number: int, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> dict[str, Any]:
         others = [f"{number}/{rank}" for rank in range(1, self._size)]
         self._wait(others)
+        came = [[self._purpose, value], *(self._get(key) for key in others)]
         try:
-            answers = [{"item": item} for item in decide([value, *(self._get(key) for key in others)])]
+            for rank, (purpose, _) in enumerate(came):
+                self._check(rank, purpose)
+            answers = [{"item": item} for item in decide([value for _, value in came])]
         except Exception as error:  # whatever it is, the others are waiting for it
             told = str(error) if isinstance(error, Parallel3DError) else f"{type(error).__name__}: {error}"
             answers = [{"error": told, "kind": type(error).__name__}] * self._size
         for rank in range(1, self._size):
-            self._put(f"{number}/answer/{rank}", answers[rank])
+            self._put(f"{number}/answer/{rank}", {**answers[rank], "purpose": self._purpose})
         self._wait_for_readers(number)
-        return answers[0]
+        return {**answers[0], "purpose": self._purpose}
 
     def _follow(self, number: int) -> dict[str, Any]:
         key = f"{number}/answer/{self._index}"
@@ -74,6 +78,14 @@ class Rendezvous:
         answer: dict[str, Any] = self._get(key)
         self._remove(key)
         return answer
+
+    def _check(self, rank: int, purpose: str) -> None:
+        """Where ranks have lost count, as after one that came too late, what they say would be taken for something else."""
+        if purpose != self._purpose:
+            raise CommunicationError(
+                f"rank {self._index} is at {self._purpose} and rank {rank} at {purpose}; every rank must call the same, in the "
+                "same order (after one that came too late, start the job anew)"
+            )
 
     def _put(self, key: str, value: Any) -> None:
         content = zlib.compress(json.dumps(value).encode(), 1)

@@ -268,13 +268,13 @@ class Saving:
         loading = _Loading(self._model, self._update, path)
         everything = not load_module_only
         self._meeting.attempt(
-            "load_checkpoint",
+            "load_checkpoint, reading the manifest",
             lambda: loading.prepare(everything and load_optimizer_states, self._groups.rank),
             lambda values: [None] * len(values),
         )
         agree_to_read(self._meeting, loading.reader, loading.wanted, strict)
         self._meeting.attempt(
-            "load_checkpoint",
+            "load_checkpoint, reading tensors",
             lambda: self._take_over(loading, everything, load_lr_scheduler_states),
             lambda values: [None] * len(values),
         )

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import toy
-from layouts import copies, make_engine, own_iterator
+from layouts import copies, make_engine, own_iterator, specs
 from torch import nn
 
 import parallel3d
@@ -29,6 +29,7 @@ from parallel3d.checkpoint.directory import complete_checkpoints
 from parallel3d.checkpoint.read import Reader
 from parallel3d.engine import Engine
 from parallel3d.errors import CheckpointError
+from parallel3d.pipe import PipelineModule
 
 STAGES = {"pipeline": {"stages": 2}}
 
@@ -313,6 +314,41 @@ def test_what_does_not_fit_is_listed(run_ranks, tmp_path: Path) -> None:
     assert any("latest" in line for line in found["no latest"])
     assert "hole is not there" in found["tag"]
     assert "Did you mean 'whole'?" in found["tag"]
+
+
+def with_groups(directory: str, saves: bool, joined: bool) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": toy.SAMPLES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "pipeline": {"stages": torch.distributed.get_world_size()},
+        "steps_per_print": None,
+    }
+    items = specs(toy.model(tied=False, num_blocks=1))
+    module = PipelineModule(items, loss_fn=toy.cross_entropy, seed_layers=True, base_seed=1, config=config)
+    matrices, vectors = ([p for p in module.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if joined:
+        groups = [{"params": [*matrices, *vectors]}]
+    engine = parallel3d.initialize(model=module, model_parameters=groups, config=config)[0]
+    if saves:
+        engine.train_batch(own_iterator(engine, [toy.micro_batch(0)]))
+        engine.optimizer.param_groups[1]["lr"] = 0.25
+        engine.save_checkpoint(directory)
+    elif joined:
+        before = copies(engine.module)
+        return refusal(engine.load_checkpoint, directory), equal(before, copies(engine.module))
+    else:
+        engine.load_checkpoint(directory)
+    return [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
+
+
+def test_parameter_groups_keep_their_settings(run_ranks, tmp_path: Path) -> None:
+    wanted = [(0.1, 0.1), (0.25, 0.0)]
+    assert run_ranks(2, with_groups, str(tmp_path), True, False) == [wanted] * 2
+    assert run_ranks(1, with_groups, str(tmp_path), False, False) == [wanted]
+    [(message, unchanged)] = run_ranks(1, with_groups, str(tmp_path), False, True)
+    assert "parameter group 0 joins parameters that were saved with different settings" in message
+    assert unchanged
 
 
 # Saving while training goes on

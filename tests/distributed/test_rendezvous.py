@@ -36,6 +36,10 @@ def meetings() -> tuple[Any, ...]:
             rendezvous.meet("refuse", rank, decide, 20)
         except (CheckpointError, CommunicationError) as error:
             told.append((type(error), str(error)))
+    try:
+        rendezvous.meet("left" if rank == 1 else "right", rank, lambda values: values, 20)
+    except CommunicationError as error:
+        told.append((type(error), str(error)))
     # In a thread, while this one uses the world.
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(rendezvous.meet("later", 1, lambda v: [sum(v)] * 3, 20)))
@@ -52,6 +56,8 @@ def test_each_rank_gets_its_answer_and_all_get_the_same_error(run_ranks) -> None
         assert told[0] == (CheckpointError, "not [0, 1, 2]")
         assert told[1][0] is CommunicationError
         assert "ZeroDivisionError" in told[1][1]
+        assert "left" in told[2][1]
+        assert "right" in told[2][1]
         assert found == [3]
 
 

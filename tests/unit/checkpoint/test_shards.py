@@ -58,6 +58,12 @@ def test_a_tensor_of_which_a_part_was_not_written_is_refused(tmp_path: Path) -> 
     assert reader.read("w", Box((0, 1), (2, 1))).tolist() == [[1], [1]]
 
 
+def test_who_may_read_a_plain_file_may_read_a_shard(tmp_path: Path) -> None:
+    save(tmp_path, {"w": [(whole_box((2,)), torch.ones(2))]}, {"w": (2,)})
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}  # the manifest's too
+    assert len(modes) == 1
+
+
 def test_every_changed_byte_of_a_file_is_found(tmp_path: Path) -> None:
     save(tmp_path, {"w": [(whole_box((2, 3)), torch.arange(6.0).view(2, 3))]}, {"w": (2, 3)})
     [path] = tmp_path.glob("*.safetensors")
