@@ -247,7 +247,7 @@ import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor(int(sys.argv[1]))
 dist.all_reduce(total)
-sys.stdout.write(f"{total.item()}\n")  # at once: the other rank writes too
+sys.stdout.write(f"{total.item()}\\n")  # in one write
 dist.destroy_process_group()
 """
     jobs = [start(tmp_path, script, "--num_procs", "2", args=(job,)) for job in ("1", "10")]
