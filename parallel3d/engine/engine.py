@@ -228,11 +228,9 @@ class Engine(Answers, Reports, Compiling):
         return self._executor.run(program, owners, batch, record, wait)
 
     def _share(self, result: BatchResult, batch: Batch) -> LossShare:
-        losses, counts = list(result.losses.values()), list(result.counts.values())
-        if self._groups.coordinate("model") > 0:
-            losses, counts = [], []  # the first slice's is the same
-        losses, counts = ([t.double() * batch.loss_weight for t in tensors] for tensors in (losses, counts))
-        return LossShare.of(losses, counts, self._groups.data.size, self._model.device)
+        given = (result.losses.values(), result.counts.values())
+        losses, counts = ([t.double() * batch.loss_weight for t in tensors] for tensors in given)
+        return LossShare.of(losses, counts, self._groups, self._model.device)
 
     def _average_loss(self, result: BatchResult, batch: Batch) -> Tensor:
         own = self._share(result, batch)
