@@ -51,6 +51,11 @@ class LossShare:
         return LossShare(total, torch.full_like(zero, 1.0 / groups.data.size if losses else 0.0), False)
 
 
+def countable(count: Tensor) -> Tensor:
+    """What to divide a sum by: of nothing, which is 0, it makes 0."""
+    return count.clamp(min=torch.finfo(torch.float64).tiny)
+
+
 class WeightUpdate:
     """This rank's part of the model's gradients, masters and optimizer: flat buckets, into which the parameters move.
 
@@ -111,7 +116,7 @@ class WeightUpdate:
 
         scalars = torch.stack([own.total, own.count, self.reducer.norm_squared(counts).to(own.total.device)])
         all_reduce(scalars, self._groups.world).wait()
-        self._counted, self._count = own.counted, scalars[1].clamp(min=torch.finfo(scalars.dtype).tiny)
+        self._counted, self._count = own.counted, countable(scalars[1])
         self.grad_norm = scalars[2].sqrt() / self.gradient_scale
         return (scalars[0] / self._count).to(torch.get_default_dtype())
 
