@@ -127,7 +127,7 @@ def _check_slices(model: PipelineModule, config: Config) -> None:
         if isinstance(model, WholeModel):
             raise ConfigError(
                 f"tensor_parallel asks for size {wanted.size}, but the model is a {type(model.model).__name__}, which is whole "
-                "on every rank; build a PipelineModule of sliced layers (docs: tensor_slicing), or drop the key"
+                "on every rank; build a PipelineModule of sliced layers, as parallelize makes them, or drop the key"
             )
         raise ConfigError(
             f"tensor_parallel asks for size {wanted.size} and sequence_parallel {wanted.sequence_parallel}, but the "
