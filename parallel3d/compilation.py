@@ -7,8 +7,9 @@ their accumulators.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,11 +47,23 @@ class Compilation:
                 self.num_layers += 1
         self._seen = _graph_breaks()
 
-    def breaks(self) -> dict[str, int]:
-        """Why graphs broke since the last call, the breaks at split linears left out; all compiled code counts."""
+    def breaks(self) -> Mapping[str, int]:
+        """Why graphs broke since the last call, the breaks at split linears left out; all compiled code counts.
+
+        Reasons are torch's, without what it tells its own developers.
+        """
         now = _graph_breaks()
         new, self._seen = now - self._seen, now
-        return {reason: count for reason, count in new.items() if COMPILE_REASON not in reason}
+        others: Counter[str] = Counter()
+        for reason, count in new.items():
+            if COMPILE_REASON not in reason:
+                others[_short(reason)] += count
+        return others
+
+
+def _short(reason: str) -> str:
+    # Of arguments and addresses, which tell one break's reason in many ways.
+    return re.sub(r" at 0x[0-9a-f]+", "", reason.partition(" Developer debug context: ")[0])
 
 
 def _graph_breaks() -> Counter[str]:

@@ -134,6 +134,11 @@ def _check_module(model: PipelineModule, config: Config) -> None:
 def _check_slices(model: PipelineModule, config: Config) -> None:
     wanted, built, own = config.tensor_parallel, model.groups.model.size, model.settings
     if wanted.size not in (None, built) or wanted.sequence_parallel != own.sequence_parallel:
+        if isinstance(model, WholeModel):
+            raise ConfigError(
+                f"tensor_parallel asks for size {wanted.size}, but the model is a {type(model.model).__name__}, which is whole "
+                "on every rank; build a PipelineModule of sliced layers, as parallelize makes them, or drop the key"
+            )
         raise ConfigError(
             f"tensor_parallel asks for size {wanted.size} and sequence_parallel {wanted.sequence_parallel}, but the "
             f"PipelineModule was built with {built} and {own.sequence_parallel}; pass the same config= to PipelineModule"

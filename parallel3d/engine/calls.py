@@ -139,7 +139,7 @@ class StepByCalls:
                 "engine.step() found gradients that are not reduced over the replicas: the last engine.backward(loss) ran "
                 "inside no_sync, or not at an accumulation boundary; run the last one outside, at the boundary"
             )
-        share = LossShare.of(self._losses, self._counts, self._model.groups.data.size, self._model.device)
+        share = LossShare.of(self._losses, self._counts, self._model.groups, self._model.device)
         self.restart()
         return share
 

@@ -23,7 +23,7 @@ from parallel3d.engine.compiling import Compiling
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.report import Reports, dump_state
 from parallel3d.engine.saving import Saving
-from parallel3d.engine.update import LossShare, WeightUpdate
+from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.errors import ConfigError
 from parallel3d.failures.process import Attribution
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
@@ -245,22 +245,20 @@ class Engine(Answers, Attributed, Reports, Saving, Compiling):
         return self._executor.run(program, owners, batch, record, wait)
 
     def _share(self, result: BatchResult, batch: Batch) -> LossShare:
-        losses, counts = list(result.losses.values()), list(result.counts.values())
-        if self._groups.coordinate("model") > 0:
-            losses, counts = [], []  # the first slice's is the same
-        losses, counts = ([t.double() * batch.loss_weight for t in tensors] for tensors in (losses, counts))
-        return LossShare.of(losses, counts, self._groups.data.size, self._model.device)
+        given = (result.losses.values(), result.counts.values())
+        losses, counts = ([t.double() * batch.loss_weight for t in tensors] for tensors in given)
+        return LossShare.of(losses, counts, self._groups, self._model.device)
 
     def _average_loss(self, result: BatchResult, batch: Batch) -> Tensor:
         own = self._share(result, batch)
         both = torch.stack([own.total, own.count])
         all_reduce(both, self._groups.world).wait()
-        return (both[0] / both[1]).to(torch.get_default_dtype())
+        return (both[0] / countable(both[1])).to(torch.get_default_dtype())
 
     def _all_losses(self, result: BatchResult, batch: Batch) -> list[Tensor]:
         losses = torch.zeros(len(batch.signatures), dtype=torch.float64, device=self._model.device)
         for m, loss in result.losses.items():
-            losses[m] = loss.double() / result.counts[m] if m in result.counts else loss
+            losses[m] = loss.double() / countable(result.counts[m].double()) if m in result.counts else loss
         all_reduce(losses, self._groups.pipe).wait()
         return list(losses.to(torch.get_default_dtype()).unbind())
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import all_gather_integers, all_gather_object, all_reduce
+from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
 from parallel3d.pipe.module import PipelineModule
@@ -24,7 +25,8 @@ _MOST_NAMES = 3
 
 @dataclass(frozen=True)
 class LossShare:
-    """This rank's part of a batch's loss, scalars in float64: 0 but on the last chunk's ranks.
+    """This rank's part of a batch's loss, scalars in float64: 0 but on the last chunk's ranks, of which of those that slice
+    one layer the first gives it for all.
 
     total / count, each summed over all ranks, is the mean loss. counted: whether the loss function counts, as tokens do;
     else the counts add up to 1.
@@ -35,14 +37,23 @@ class LossShare:
     counted: bool
 
     @staticmethod
-    def of(losses: Sequence[Tensor], counts: Sequence[Tensor], num_replicas: int, device: torch.device) -> LossShare:
+    def of(
+        losses: Sequence[Tensor], counts: Sequence[Tensor], groups: ProcessGroups, device: torch.device
+    ) -> LossShare:
         """Of losses, and counts if there are any, each multiplied by the weight that its gradient had."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
+        if groups.coordinate("model") > 0:
+            losses, counts = [], []
         total = sum((loss.double().reshape(()) for loss in losses), zero)
         if counts:
             return LossShare(total, sum(counts, zero), True)
         # A replica's share, however many losses it summed.
-        return LossShare(total, torch.full_like(zero, 1.0 / num_replicas if losses else 0.0), False)
+        return LossShare(total, torch.full_like(zero, 1.0 / groups.data.size if losses else 0.0), False)
+
+
+def countable(count: Tensor) -> Tensor:
+    """What to divide a sum by: of nothing, which is 0, it makes 0."""
+    return count.clamp(min=torch.finfo(torch.float64).tiny)
 
 
 class WeightUpdate:
@@ -105,7 +116,7 @@ class WeightUpdate:
 
         scalars = torch.stack([own.total, own.count, self.reducer.norm_squared(counts).to(own.total.device)])
         all_reduce(scalars, self._groups.world).wait()
-        self._counted, self._count = own.counted, scalars[1].clamp(min=torch.finfo(scalars.dtype).tiny)
+        self._counted, self._count = own.counted, countable(scalars[1])
         self.grad_norm = scalars[2].sqrt() / self.gradient_scale
         return (scalars[0] / self._count).to(torch.get_default_dtype())
 

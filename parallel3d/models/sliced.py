@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +139,14 @@ class SlicedLogits:
     local: Tensor
     group: Group
     vocab_size: int
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"SlicedLogits have no {name!r}: they are this rank's {self.local.shape[-1]} of {self.vocab_size} words; "
+            "logits.whole() is a tensor of all, and models.CausalLMLoss takes them as they are"
+            if not name.startswith("_")
+            else name
+        )
 
     def whole(self) -> Tensor:
         """[batch, seq, vocab], on every rank. Collective over the group."""

@@ -46,8 +46,9 @@ class _PartDropout(nn.Dropout):
         if not self.training or self.p == 0 or self._group.size == 1:
             return super().forward(x)
         if self._draws_whole:
-            # Of ones, so that the very operation draws which one process runs.
-            return x * part_of(F.dropout(x.new_ones(whole_shape), self.p))
+            # Of ones, so that the very operation draws which one process runs; in a half dtype it rounds their scale.
+            kept = part_of(F.dropout(x.new_ones(whole_shape), self.p) != 0)
+            return (x * (1 / (1 - self.p) if self.p < 1 else 0.0)).masked_fill(~kept, 0)
         with own_stream(self._group.index, self._group.size, x.device):
             return super().forward(x)
 

@@ -109,7 +109,9 @@ def parallelize(
             setattr(module.get_submodule(parent), attribute, replacements[layer])
     for layer, (_, style) in styles.items():
         if isinstance(style, Whole) and style.partial:
-            sum_gradients_over(layer.parameters(), group)
+            # What the plan slices inside it says for itself what each rank has of its gradients.
+            own = {p for new in replacements.values() for p in new.parameters()}
+            sum_gradients_over((p for p in layer.parameters() if p not in own), group)
     if sequence_parallel:
         sum_gradients_over((p for p in module.parameters() if slicing_of(p) is None), group)
     return module

@@ -20,7 +20,7 @@ from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import Started
 from parallel3d.comm.environment import get_rank
-from parallel3d.errors import CommunicationError
+from parallel3d.errors import CommunicationError, PartitionError
 from parallel3d.split_backward import Border
 from parallel3d.tensor_parallel.slicing import Cut
 
@@ -44,8 +44,16 @@ class Context(Protocol):
 
 
 def slicing_group(group: Group | None, context: Context | None) -> Group:
-    """The group that slices a layer: the one given, else the context's, else this rank alone."""
+    """The group that slices a layer: the one given, else the context's, else this rank alone.
+
+    Raises PartitionError for a group of another kind, such as torch's.
+    """
     if group is not None:
+        if not isinstance(group, Group):
+            raise PartitionError(
+                f"group is a {type(group).__name__}; layers are sliced over a Group, which the context has that LayerSpec "
+                "passes to a class that declares it: context.groups.model"
+            )
         return group
     if context is not None:
         groups: HasModelGroup = context.groups

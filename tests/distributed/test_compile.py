@@ -90,6 +90,7 @@ def test_other_graph_breaks_are_named(run_ranks):
     assert "compiled 1 layers of rank 0" in printed
     assert "1 x: " in printed
     assert "item" in printed
+    assert "Developer debug context" not in printed
 
 
 @pytest.mark.parametrize(

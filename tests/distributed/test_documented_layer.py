@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d.engine import Engine
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.tensor_parallel import gather_sequence, scatter_sequence
 
@@ -47,7 +49,19 @@ def micro_batches() -> list[tuple[Tensor, Tensor]]:
     return [(x, y) for x, y in torch.randn(shape, generator=torch.Generator().manual_seed(0))]
 
 
-def train(size: int, sequence_parallel: bool) -> tuple[list[float], list[float]]:
+def counted_loss(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return F.mse_loss(output, y, reduction="sum"), torch.tensor(y.numel())
+
+
+def step_by_calls(engine: Engine, x: Tensor, y: Tensor, loss_fn: Callable[..., Any]) -> Tensor:
+    loss = loss_fn(engine(x), y)
+    engine.backward(loss)
+    engine.step()
+    return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+
+
+def train(size: int, sequence_parallel: bool, by_calls: Callable[..., Any] | None) -> tuple[list[float], list[float]]:
+    """by_calls: the loss function of steps by calls; by train_batch for None."""
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": 1,
@@ -60,7 +74,8 @@ def train(size: int, sequence_parallel: bool) -> tuple[list[float], list[float]]
     engine, *_ = parallel3d.initialize(model=model, config=config)
     data, losses, norms = iter(micro_batches()), [], []
     for _ in range(STEPS):
-        losses.append(engine.train_batch(data).item())
+        loss = engine.train_batch(data) if by_calls is None else step_by_calls(engine, *next(data), by_calls)
+        losses.append(loss.item())
         norms.append(engine.get_global_grad_norm().item())
     return losses, norms
 
@@ -79,9 +94,14 @@ def train_plain() -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_the_layer_of_the_guide_trains_as_the_plain_one(run_ranks, size: int, sequence_parallel: bool):
+CASES = [(1, False, None), (2, False, None), (2, True, None), (2, False, F.mse_loss), (2, True, counted_loss)]
+
+
+@pytest.mark.parametrize(("size", "sequence_parallel", "by_calls"), CASES)
+def test_the_layer_of_the_guide_trains_as_the_plain_one(
+    run_ranks, size: int, sequence_parallel: bool, by_calls: Callable[..., Any] | None
+):
     losses, norms = train_plain()
-    for own_losses, own_norms in run_ranks(size, train, size, sequence_parallel):
+    for own_losses, own_norms in run_ranks(size, train, size, sequence_parallel, by_calls):
         assert own_losses == pytest.approx(losses, rel=1e-5)
         assert own_norms == pytest.approx(norms, rel=1e-5)

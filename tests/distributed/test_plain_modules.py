@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.engine import Engine
+from parallel3d.errors import ConfigError
 from parallel3d.rng import stream_seed
 
 STEPS, SAMPLES, WIDTH, CLIPPING = 4, 3, 16, 0.05
@@ -341,3 +342,15 @@ def test_a_micro_batch_may_be_any_mapping(run_ranks, kind: type):
     alone = Squares(WIDTH, WIDTH).bfloat16()
     loss = alone(torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.bfloat16).view(2, WIDTH)).item()
     assert run_ranks(1, of_a_mapping, kind)[0] == [loss, loss]
+
+
+def sliced_plain_module() -> str:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "tensor_parallel": {"size": 2}}
+    with pytest.raises(ConfigError) as caught:
+        parallel3d.initialize(model=Squares(WIDTH, WIDTH), config=config)
+    return str(caught.value)
+
+
+def test_slices_of_a_plain_module_are_refused(run_ranks):
+    for message in run_ranks(2, sliced_plain_module):
+        assert "the model is a Squares, which is whole on every rank; build a PipelineModule" in message

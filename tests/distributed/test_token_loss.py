@@ -120,6 +120,18 @@ def evaluate() -> tuple[float, list[float]]:
     return average, [loss.item() for loss in each]
 
 
+def evaluate_nothing() -> tuple[float, list[float]]:
+    engine = make_engine(toy.model(tied=False), token_loss, accumulation=1, pipeline={"stages": 1})
+    ids, labels = toy.micro_batch(0)
+    nothing = (ids, torch.full_like(labels, IGNORED))
+    each = engine.eval_batch(iter([nothing]), reduce_output=None)
+    return engine.eval_batch(iter([nothing])).item(), [loss.item() for loss in each]
+
+
+def test_of_no_token_the_loss_is_zero_as_in_training(run_ranks):
+    assert run_ranks(1, evaluate_nothing) == [(0.0, [0.0])]
+
+
 def test_evaluation_averages_over_tokens(run_ranks):
     reference = Reference(toy.model(tied=False), token_loss, lambda p: torch.optim.SGD(p, lr=0.1), 0.0, BASE_SEED)
     with torch.no_grad():

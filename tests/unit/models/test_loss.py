@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from parallel3d.comm.collectives import Group
 from parallel3d.errors import DataError
 from parallel3d.models import CausalLMLoss, causal_lm_loss
+from parallel3d.models.sliced import SlicedLogits
 
 
 def case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,3 +72,10 @@ def test_labels_of_another_shape_are_refused():
     logits, labels = case()
     with pytest.raises(DataError, match=r"labels are \[2, 6\]"):
         causal_lm_loss(logits, labels[:, 1:])
+
+
+def test_a_loss_that_takes_sliced_logits_for_a_tensor_is_told_what_they_are():
+    logits = SlicedLogits(torch.zeros(2, 7, 6), Group((0, 1), None), 11)
+    with pytest.raises(AttributeError, match=r"no 'flatten': they are this rank's 6 of 11 words; logits.whole\(\)"):
+        logits.flatten(0, 1)
+    assert copy.deepcopy(logits).local.shape == (2, 7, 6)

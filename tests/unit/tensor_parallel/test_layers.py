@@ -99,6 +99,10 @@ def test_what_can_not_be_sliced_is_refused() -> None:
         RowParallelLinear(4, 6, sequence_parallel=True)(torch.zeros(4))
     with pytest.raises(CommunicationError, match=r"dim 1 of \[2, 4\] can't be cut into 3 equal parts"):
         scatter_to_region(torch.zeros(2, 4), THREE, -1)
+    torchs: Any = torch.distributed.group
+    for make in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
+        with pytest.raises(PartitionError, match=r"group is a _WorldMeta; .* context.groups.model"):
+            make(4, 6, group=torchs)
     with pytest.raises(RuntimeError, match=r"an index is not in \[0, 9\)"):
         VocabParallelEmbedding(9, 2)(torch.tensor([9]))
 
@@ -161,6 +165,13 @@ def test_under_sequence_parallelism_what_is_not_sliced_is_partial() -> None:
     parallelize(model, {"1": "column", "2": "row", "0": "sequence_parallel"}, THREE, sequence_parallel=True)
     partials = {name for name, p in model.named_parameters() if getattr(p, "partial_over", None) is THREE}
     assert partials == {"0.weight", "0.bias", "2.bias", "3.weight", "3.bias"}
+
+
+def test_what_is_sliced_inside_of_a_partial_module_says_for_itself() -> None:
+    model = nn.ModuleDict({"q": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "o": nn.Linear(6, 4)})
+    parallelize(nn.ModuleDict({"attention": model}), {"attention": "partial", "*.q": "column", "*.o": "row"}, THREE)
+    partial_names = {name for name, p in model.named_parameters() if hasattr(p, "partial_over")}
+    assert partial_names == {"norm.weight", "norm.bias"}
 
 
 def test_drawn_weights_do_not_depend_on_the_group() -> None:
