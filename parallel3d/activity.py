@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from threading import get_ident, main_thread
 
 from parallel3d.schedule.instructions import Program
 
@@ -46,6 +47,8 @@ NAMES = {
 PHASE, PROGRAM, POSITION, BATCH, STEADY, EVALUATES, UNTIMED = range(7)
 SLOT_BYTES = 8 * 7
 
+_MAIN_THREAD = main_thread().ident
+
 
 class Waiting:
     """What a process waits for: `what`, in words, of the ranks `ranks`, itself among them in a collective.
@@ -59,11 +62,11 @@ class Waiting:
         self.what, self.ranks = what, ranks
 
     def __enter__(self) -> None:
-        ACTIVITY.wait = self
+        ACTIVITY.note(self)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            ACTIVITY.wait = None
+            ACTIVITY.note(None)
 
 
 def program_code(num_micro_batches: int, training: bool) -> int:
@@ -88,6 +91,11 @@ class Activity:
         shared = memory.cast("q")
         shared[:] = self.slots
         self.slots = shared
+
+    def note(self, wait: Waiting | None) -> None:
+        """What the main thread waits for, or that it no longer does. Of others, such as one that saves, nothing is noted."""
+        if get_ident() == _MAIN_THREAD:
+            self.wait = wait
 
     def enter(self, phase: Phase) -> None:
         """Begin something else."""

@@ -71,9 +71,9 @@ class Awaited:
 
     def wait(self) -> Any:
         """See Work."""
-        ACTIVITY.wait = self._noted  # left there by an exception: it says where that came from
+        ACTIVITY.note(self._noted)  # left there by an exception: it says where that came from
         result = self._work.wait()
-        ACTIVITY.wait = None
+        ACTIVITY.note(None)
         return result
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.activity import ACTIVITY, EVALUATES, Phase
+from parallel3d.activity import ACTIVITY, EVALUATES, SLOT_BYTES, Phase
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.store import failure_store
@@ -79,6 +79,10 @@ class Attribution:
         """Attribute nothing any more."""
         if self._watchdog is not None:
             self._watchdog.close()
+
+    def is_watched(self) -> bool:
+        """Whether there is a watchdog at work."""
+        return self._watchdog is not None and self._watchdog.is_alive()
 
     def leave(self) -> None:
         """This rank's script is over."""
@@ -149,6 +153,8 @@ class _Process:
     def _leave(self) -> None:
         if self._attribution is not None:
             self._attribution.leave()
+        if signal.getsignal(signal.SIGTERM) == self._terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _listen(self) -> None:
         """Have SIGTERM written to a pipe that the watchdog reads: the main thread may be blocked in C code for good.
@@ -166,19 +172,22 @@ class _Process:
             signal.set_wakeup_fd(before)
             return
         self._reader = reader
-        signal.signal(signal.SIGTERM, _left_to_the_watchdog)
+        signal.signal(signal.SIGTERM, self._terminate)
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         """A forked child, such as a loader's worker, has no watchdog: signals are its own affair."""
         self._attribution, self._reader = None, -1
         signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) is _left_to_the_watchdog:
+        ACTIVITY.share(memoryview(bytearray(SLOT_BYTES)))
+        if signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-
-def _left_to_the_watchdog(number: int, frame: object) -> None:
-    """Python's own part in a signal that ends this process: none."""
+    def _terminate(self, number: int, frame: object) -> None:
+        """Python's own part in SIGTERM: none while there is a watchdog, which ends this process."""
+        if self._attribution is None or not self._attribution.is_watched():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 _PROCESS = _Process()

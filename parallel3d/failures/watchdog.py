@@ -72,6 +72,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="parallel3d watchdog", daemon=True)
         self._thread.start()
 
+    def is_alive(self) -> bool:
+        """Whether it watches."""
+        return not self._closed and self._thread.is_alive()
+
     def close(self) -> None:
         """End the thread. Whatever happens from here on is not attributed."""
         self._closed = True
@@ -87,7 +91,7 @@ class Watchdog:
 
     def failed(self, error: BaseException) -> Verdict | None:
         """The verdict on an exception of this rank, once all ranks have answered; None when there is none in time."""
-        if self._closed or not self._thread.is_alive():
+        if not self.is_alive():
             return None
         failure = self._failure = _Failure(error)
         self._wake.set()

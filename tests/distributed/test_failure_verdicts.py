@@ -226,6 +226,27 @@ def test_stages_whose_shapes_differ(fault_ranks: FaultRanks, tmp_path: Path):
     assert "chunk 0 returned" in ended.accounts[2]["verdict"]["error"]["message"]
 
 
+def train_misfits(schedule: str) -> None:
+    Path("struck").write_text(repr(time.time()))
+    module = PipelineModule([nn.Linear(8, 8), nn.Linear(6, 8)], num_stages=2, loss_fn=lossy, partition_method="uniform")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"schedule": schedule},
+    }
+    engine, *_ = parallel3d.initialize(model=module, config=config)
+    engine.train_batch(iter([(torch.ones(2, 8), torch.zeros(2, 8))]))
+
+
+def test_layers_that_do_not_fit_each_other(fault_ranks: FaultRanks, tmp_path: Path):
+    """Both replicas of the second stage fail, at the same moment: either may be named, but the same one everywhere."""
+    ended = fault_ranks.run(4, tmp_path, train_misfits, "1f1b")
+    assert len(ended.accounts) == 4, ended.outputs
+    check(ended, tmp_path, ended.accounts[0]["verdict"]["rank"], {"failed"}, "F0@1", {0, 1, 2, 3})
+    assert ended.accounts[0]["verdict"]["stage"] == 1
+    assert "mat1 and mat2 shapes cannot be multiplied" in ended.accounts[0]["verdict"]["error"]["message"]
+
+
 def train_and_catch(schedule: str) -> None:
     engine = make_engine(schedule)
     data = arm(engine, "raise", "F1@1" if os.environ["RANK"] == "3" else "")
@@ -283,18 +304,22 @@ def test_some_things_take_their_time(fault_ranks: FaultRanks, tmp_path: Path):
     assert (ended.codes, ended.accounts) == ([0, 0, 0, 0], {}), ended.outputs
 
 
-def end_as_told(schedule: str) -> None:
+def end_as_told(schedule: str, with_engine: bool) -> None:
     engine = make_engine(schedule)
     data = arm(engine, "none", "")
     engine.train_batch(data)
+    if not with_engine:
+        engine._attribution.close()
     os.kill(os.getpid(), signal.SIGTERM)
     while True:  # blocked in C code most of the time
         engine.train_batch(data)
 
 
-def test_a_job_that_is_told_to_end_blames_nobody(fault_ranks: FaultRanks, tmp_path: Path):
-    ended = fault_ranks.run(4, tmp_path, end_as_told, "1f1b")
-    assert (ended.codes, ended.accounts) == ([128 + signal.SIGTERM] * 4, {}), ended.outputs
+@pytest.mark.parametrize("with_engine", [True, False])
+def test_a_job_that_is_told_to_end_blames_nobody(fault_ranks: FaultRanks, tmp_path: Path, with_engine: bool):
+    ended = fault_ranks.run(4, tmp_path, end_as_told, "1f1b", with_engine)
+    code = 128 + signal.SIGTERM if with_engine else -signal.SIGTERM  # of python itself, which has no watchdog
+    assert (ended.codes, ended.accounts) == ([code] * 4, {}), ended.outputs
     assert "rank" not in "".join(line for output in ended.outputs[1:] for line in output.splitlines())
 
 
