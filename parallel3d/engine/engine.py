@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,12 +14,12 @@ from parallel3d.checkpointing import Checkpointer
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
 from parallel3d.comm.transport import DistributedTransport, Transport
-from parallel3d.config import BatchSizes, Config, resolve_batch
-from parallel3d.data import RepeatingLoader
+from parallel3d.config import BatchSizes, Config
 from parallel3d.engine.answers import Answers
 from parallel3d.engine.attributed import Attributed, attributed
 from parallel3d.engine.calls import StepByCalls, check_metrics
 from parallel3d.engine.compiling import Compiling
+from parallel3d.engine.feeding import Feeding
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.report import Reports, dump_state
 from parallel3d.engine.saving import Saving
@@ -39,7 +39,7 @@ from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
 
 
-class Engine(Answers, Attributed, Reports, Saving, Compiling):
+class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
     """Trains a model. Made by `initialize`; every rank calls its methods at the same places.
 
     By train_batch in any layout; a model that is whole on every rank also by `loss = engine(inputs)`,
@@ -368,35 +368,3 @@ class Engine(Answers, Attributed, Reports, Saving, Compiling):
             self.memory_report()
         if self.config.activation_checkpointing.profile and self._groups.rank == 0:
             print(f"activation checkpointing on rank 0: {self._checkpointer.times()}", flush=True)
-
-    # Data
-
-    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Take micro-batches from `iterator` when train_batch gets none."""
-        self._data_iterator = iterator
-
-    def set_dataloader(self, loader: Any) -> None:
-        """Take micro-batches from `loader`, over and over, when train_batch gets no iterator."""
-        self._data_iterator = RepeatingLoader(loader)
-
-    def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
-        """Make (inputs, labels) by function(what an iterator yields)."""
-        self._loader.batch_fn = function
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next step on, so many samples a step, by another number of micro-batches of the same size.
-
-        Raises ConfigError when micro-batches of all replicas don't add up to it, and between the micro-batches of a step.
-        """
-        if done := self._calls.num_backwards:
-            raise ConfigError(f"{done} micro-batches of a step are done; set the batch size behind the step's last")
-        sizes = self._batch_sizes
-        topology = self._model.topology()
-        self._batch_sizes = resolve_batch(
-            train_batch_size,
-            sizes.micro_batch_size,
-            None,
-            pipe=self._model.num_stages,
-            data=self._groups.data.size,
-            model=max(1, topology.get_dim("model")),
-        )

@@ -5,106 +5,39 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel3d.activity import ACTIVITY, Phase
-from parallel3d.checkpoint.directory import complete_checkpoints, other_tags
+from parallel3d.checkpoint.directory import complete_checkpoints
 from parallel3d.checkpoint.export import write_one_file
 from parallel3d.checkpoint.files import SINGLE
-from parallel3d.checkpoint.format import MASTER, MODEL
-from parallel3d.checkpoint.load import Wanted, agree_to_read, find_checkpoint
+from parallel3d.checkpoint.format import MODEL
+from parallel3d.checkpoint.load import agree_to_read, find_checkpoint
 from parallel3d.checkpoint.names import huggingface_names, merge_names
-from parallel3d.checkpoint.optimizer import OptimizerTarget, describe_groups, merge_groups
+from parallel3d.checkpoint.optimizer import merge_groups
 from parallel3d.checkpoint.parts import (
-    Part,
-    frozen,
-    masters,
-    optimizer_state,
     parts_of,
-    persistent_buffers,
-    weights,
 )
-from parallel3d.checkpoint.read import Reader
 from parallel3d.checkpoint.save import Contents, Meeting, Saver
-from parallel3d.checkpoint.values import decode, encode
-from parallel3d.checkpoint.write import checksum
+from parallel3d.checkpoint.values import encode
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.data import RepeatingLoader
 from parallel3d.engine.calls import StepByCalls
+from parallel3d.engine.contents import Json, ReplicaState, layout_of, parts_of_engine
 from parallel3d.engine.loading import BatchLoader
+from parallel3d.engine.restoring import Loading
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError
-from parallel3d.parameters import slicing_of
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
 
 Location = str | os.PathLike[str]
-Json = dict[str, Any]
-
-
-def _other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:
-    """What a state_dict holds besides the layers' parameters: buffers, as of running means, and the loss function's own."""
-    for layer, module in model.layers.items():
-        for name, buffer in persistent_buffers(module):
-            yield MODEL + model.global_name(int(layer), name), buffer
-    if isinstance(model.loss_fn, nn.Module):
-        for name, tensor in (*model.loss_fn.named_parameters(), *persistent_buffers(model.loss_fn)):
-            yield f"{MODEL}loss_fn.{name}", tensor
-
-
-class ReplicaState:
-    """What modules of this replica hold that differs from the first's, as running means of the data that it saw."""
-
-    def __init__(self, model: PipelineModule):
-        self._model = model
-        self.settle({})
-
-    def settle(self, own: Mapping[str, Tensor]) -> None:
-        """From now on what is written to counts as its own, and what is in `own`, by name, which is copied here."""
-        tensors = dict(_other_state(self._model))
-        for name, value in own.items():
-            if name in tensors:
-                tensors[name].data.copy_(value)
-        self._own = set(own)
-        self._seen = self._checksums()
-
-    def _checksums(self) -> dict[str, int]:
-        """Not the tensors' versions: torch's batch norm writes without counting."""
-        if self._model.groups.coordinate("data") == 0:
-            return {}
-        return {name: checksum(tensor.cpu().contiguous()) for name, tensor in _other_state(self._model)}
-
-    def own(self) -> dict[str, Tensor]:
-        """By name; of the first replica nothing."""
-        now = self._checksums()
-        changed = {name for name, value in now.items() if name in self._own or self._seen.get(name) != value}
-        return {name: tensor for name, tensor in _other_state(self._model) if name in changed}
-
-
-def _parts(model: PipelineModule, update: WeightUpdate, exclude_frozen: bool) -> tuple[list[Part], Json]:
-    """The tensors of this rank, and what of the optimizer's state is no tensor."""
-    update.sharded.follow_weights()
-    buckets = list(update.reducer.all_buckets())
-    state = optimizer_state(update.optimizer, buckets)
-    parts = [*weights(buckets), *masters(buckets, wider_alone=True), *state.parts]
-    if not exclude_frozen:
-        parts += frozen(model.frozen_infos())
-    # Replicas may differ in these, as in what they saw of the data: the first one's are saved.
-    for name, tensor in _other_state(model) if model.groups.coordinate("data") == 0 else ():
-        if slicing_of(tensor) is not None or model.groups.coordinate("model") == 0:
-            parts += parts_of(name, tensor, tensor)
-    return parts, {"groups": describe_groups(update.optimizer, buckets), "numbers": state.numbers}
-
-
-def _layout(model: PipelineModule) -> dict[str, int]:
-    groups = model.groups
-    return {"pipe": groups.pipe.size, "data": groups.data.size, "model": groups.model.size}
 
 
 class Saving:
@@ -154,7 +87,7 @@ class Saving:
         def collect() -> Contents:
             if done := self._calls.num_backwards:
                 raise CheckpointError(f"{done} micro-batches of a step are done; save behind engine.step() of its last")
-            parts, optimizer = _parts(self._model, self._update, exclude_frozen_parameters)
+            parts, optimizer = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             tensors: dict[str, Tensor] = {}
             own = {"optimizer": optimizer, "rank": encode(self._own_state(), f"rank{self._groups.rank}", tensors)}
             own["huggingface"] = huggingface_names(self._model.layers_by_place(), self._model.global_name)
@@ -184,7 +117,7 @@ class Saving:
                 raise CheckpointError(
                     f"save_filename is {save_filename!r}; weights are safetensors: give {SINGLE!r}, say"
                 )
-            parts, _ = _parts(self._model, self._update, exclude_frozen_parameters)
+            parts, _ = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             return Contents([part for part in parts if part.name.startswith(MODEL)], {})
 
         def assemble() -> Json:
@@ -214,7 +147,7 @@ class Saving:
     def _shared_state(self) -> Json:
         update, scheduler = self._update, self.lr_scheduler
         return {
-            "layout": _layout(self._model),
+            "layout": layout_of(self._model),
             "counters": {
                 "global_steps": self.global_steps,
                 "global_samples": self.global_samples,
@@ -265,7 +198,7 @@ class Saving:
         if path is None:
             return None, None
         strict = strict if load_module_strict is None else load_module_strict
-        loading = _Loading(self._model, self._update, path)
+        loading = Loading(self._model, self._update, path)
         everything = not load_module_only
         self._meeting.attempt(
             "load_checkpoint, reading the manifest",
@@ -308,7 +241,7 @@ class Saving:
             raise first
         return None
 
-    def _take_over(self, loading: _Loading, everything: bool, scheduler: bool) -> Json:
+    def _take_over(self, loading: Loading, everything: bool, scheduler: bool) -> Json:
         """What was checked becomes this engine's."""
         iterator = self._data_iterator
         if everything and loading.data is not None and isinstance(iterator, RepeatingLoader):
@@ -321,7 +254,7 @@ class Saving:
         self._calls.restart()
         return {}
 
-    def _go_on(self, loading: _Loading, scheduler: bool) -> None:
+    def _go_on(self, loading: Loading, scheduler: bool) -> None:
         """Counters, schedule and generators are as they were when the checkpoint was saved."""
         state, counters = loading.state, loading.state["counters"]
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
@@ -334,67 +267,3 @@ class Saving:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         # Last: what comes before draws from them.
         set_generator_states(loading.generators, self._model.device)
-
-
-class _Loading:
-    """A checkpoint on its way into an engine. state: what is one for all ranks; the others: this rank's own."""
-
-    state: Json
-    generators: Json
-    data: Json | None
-    replica: dict[str, Tensor]
-
-    def __init__(self, model: PipelineModule, update: WeightUpdate, path: Path):
-        self._model, self._update, self._path = model, update, path
-        self.wanted = Wanted()
-        self.optimizer: OptimizerTarget | None = None
-
-    def prepare(self, with_optimizer: bool, rank: int) -> Json:
-        """Find out what is to be read; read what isn't the model's."""
-        try:
-            self.reader = Reader(self._path)
-            self._model.wait_for_weights(self._model)
-            self._want_model()
-            if with_optimizer:
-                self.optimizer = OptimizerTarget(
-                    self._update.optimizer, list(self._update.reducer.all_buckets()), self.reader
-                )
-                self.optimizer.want(self.wanted)
-            manifest = self.reader.manifest
-            others = {key: value for key, value in manifest.state.items() if key not in ("optimizer", "huggingface")}
-            self.state = decode(others, self.reader.read)
-            self._read_own_state(manifest.ranks, rank)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{other_tags(self._path.parent, self._path.name)}") from None
-        return {}
-
-    def _read_own_state(self, ranks: list[Json], rank: int) -> None:
-        """Where this rank's generators and data go on, and what is its replica's own."""
-        same = self.state["layout"] == _layout(self._model)
-        # In a world of another size there may be no rank of that number. Rank 0 reads the first inputs in any layout.
-        self.generators = decode(ranks[rank % len(ranks)]["generators"], self.reader.read)
-        self.data = decode(ranks[rank if same else 0]["data"], self.reader.read)
-        self.replica = decode(ranks[rank]["replica"], self.reader.read) if same else {}
-        if not same and self.data is not None and "taken" in self.data:
-            replicas = self._model.groups.data.size
-            self.data["taken"] = self.data["taken"] * self.state["layout"]["data"] // replicas
-
-    def _want_model(self) -> None:
-        left_out = set(self.reader.manifest.state["left_out"])
-        buckets = list(self._update.reducer.all_buckets())
-        for part in masters(buckets, wider_alone=False):
-            name = part.name.removeprefix(MASTER)
-            self.wanted.known.append(MODEL + name)
-            self.wanted.add(self.reader, part, part.name if part.name in self.reader.tensors else MODEL + name)
-        others = [part for name, tensor in _other_state(self._model) for part in parts_of(name, tensor, tensor)]
-        for part in (*frozen(self._model.frozen_infos()), *others):
-            self.wanted.known.append(part.name)
-            if part.name.removeprefix(MODEL) not in left_out:
-                self.wanted.add(self.reader, part)
-
-    def read(self) -> None:
-        """Change what the rank holds."""
-        for source, part in self.wanted.targets:
-            self.reader.read_into(source, part.box, part.values)
-        if self.optimizer is not None:
-            self.optimizer.apply()
