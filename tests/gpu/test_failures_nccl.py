@@ -1,0 +1,67 @@
+"""Over NCCL a rank that raises, dies or hangs is named on all ranks, and all end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import parallel3d
+from parallel3d.pipe import LayerSpec, PipelineModule
+
+class Faulty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.inner = 0, nn.Linear(8, 8)
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 11:  # the third step's third micro-batch
+            what = sys.argv[1]
+            if what == "raise":
+                raise ValueError("planted")
+            if what == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        return self.inner(x)
+
+config = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": None,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "pipeline": {"stages": 2}, "failures": {"timeout_s": 5, "directory": sys.argv[2]},
+}
+module = PipelineModule(
+    [LayerSpec(nn.Linear, 8, 8), LayerSpec(Faulty)], loss_fn=nn.functional.mse_loss, partition_method="uniform", config=config
+)
+engine, *_ = parallel3d.initialize(model=module, config=config)
+data = iter([(torch.ones(2, 8), torch.zeros(2, 8))] * 100)
+for _ in range(5):
+    engine.train_batch(data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("raise", "ValueError: planted"), ("die", "SIGKILL"), ("hang", "is late")],
+    ids=lambda value: value,
+)
+def test_one_verdict_names_rank_1(num_gpus: int, tmp_path: Path, what: str, said: str):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "parallel3d.launcher", "--num_gpus", "2", str(script), what, str(tmp_path)]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode != 0
+    assert time.monotonic() - start < 100
+    verdicts = [json.loads(path.read_text())["verdict"] for path in tmp_path.glob("failure-*.json")]
+    assert verdicts, done.stderr
+    assert {(verdict["rank"], verdict["place"]["instruction"]) for verdict in verdicts} == {(1, "F2@1")}, done.stderr
+    assert said in done.stdout + done.stderr
