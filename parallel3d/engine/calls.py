@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError, ExecutionError
-from parallel3d.pipe.executor import Recorder, no_record, split_loss
+from parallel3d.pipe.executor import Recorder, loss_gradient, no_record, split_loss
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import Precision
 from parallel3d.rng import EnterLayer
@@ -98,7 +98,7 @@ class StepByCalls:
             self._reduced = False
             self._update.reducer.start_step()
         reduces = self._reduces(last)
-        seed = torch.full_like(total, weight * self._update.loss_scale)
+        seed = loss_gradient(total, weight * self._update.loss_scale)
         try:
             with self._recording(Op.BACKWARD), self._update.reducer.backward(reduces):
                 torch.autograd.backward(total, seed, retain_graph=retain_graph)

@@ -230,7 +230,7 @@ class Executor:
             outputs = [loss] if loss.requires_grad else []
             self._in_flight[i.chunk, m] = _InFlight(entry, outputs, None)
             self._gradients[i.chunk, m] = [
-                torch.full_like(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in outputs
+                loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in outputs
             ]
 
     def _send_activation(self, i: Instruction) -> None:
@@ -284,6 +284,11 @@ class Executor:
         assert i.bucket is not None
         owners = self._owners[i.bucket]
         self._reducer.reduce_replicas(owners, i.bucket - self._owners.index(owners))
+
+
+def loss_gradient(loss: Tensor, factor: float) -> Tensor:
+    """The gradient that a backward begins with; inf, as of any overflow, where the loss's dtype has no such number."""
+    return torch.full_like(loss, factor, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
 
 
 def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
