@@ -154,8 +154,9 @@ def survivors(fault: str, rank: int) -> set[int]:
     return set(range(4)) - ({rank} if fault in ("stop", "kill") else set())
 
 
-CASES = [
-    # schedule, fault, where, rank, the place that the verdict names
+# schedule, fault, where, rank, the place that the verdict names where it isn't `where`
+Case = tuple[str, str, str, int, str | None]
+CASES: list[Case] = [
     ("1f1b", "raise", "F1@0", 1, None),
     ("zb-h1", "raise", "W2@1", 3, None),
     ("1f1b", "raise", "loss", 2, "F0@1"),
@@ -169,7 +170,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "fault", "where", "rank", "place"), CASES, ids=lambda value: str(value))
 def test_one_verdict(
     fault_ranks: FaultRanks, tmp_path: Path, schedule: str, fault: str, where: str, rank: int, place: str | None
 ):
@@ -206,16 +206,17 @@ def every_place() -> Iterator[tuple[str, str, int]]:
         yield schedule, "loader", 3
 
 
-@pytest.mark.parametrize("fault", ["raise", "sleep", "stop", "kill"])
-@pytest.mark.parametrize(("schedule", "where", "rank"), list(every_place()), ids=str)
-def test_one_verdict_at_every_instruction(
-    full: bool, fault_ranks: FaultRanks, tmp_path: Path, fault: str, schedule: str, where: str, rank: int
-):
-    if not full:
-        pytest.skip("a part of it runs without --full: test_one_verdict")
-    ended = fault_ranks.run(4, tmp_path, train, schedule, fault, where, rank)
-    place = where if "@" in where else {"loss": "F0@1", "loader": "loading data"}.get(where)
-    check(ended, tmp_path, rank, KINDS[fault], place, survivors(fault, rank))
+def every_case() -> list[Case]:
+    """Each fault at each of these places."""
+    named = {"loss": "F0@1", "loader": "loading data"}
+    faults = ("raise", "sleep", "stop", "kill")
+    return [(s, fault, where, rank, named.get(where)) for s, where, rank in every_place() for fault in faults]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_one_verdict:
+        cases = dict.fromkeys([*CASES, *(every_case() if metafunc.config.getoption("full") else [])])
+        metafunc.parametrize(("schedule", "fault", "where", "rank", "place"), list(cases), ids=str)
 
 
 def test_stages_whose_shapes_differ(fault_ranks: FaultRanks, tmp_path: Path):

@@ -112,7 +112,9 @@ CHOICES: list[tuple[dict[str, Any], dict[str, Any], set[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "pipeline", "recomputed"), CHOICES, ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "pipeline", "recomputed"), CHOICES, ids=lambda value: str(value).split(" at ")[0]
+)
 def test_exactly_the_chosen_layers_run_twice_with_the_same_masks(
     run_ranks, arguments: dict[str, Any], pipeline: dict[str, Any], recomputed: set[int]
 ):
