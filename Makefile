@@ -18,11 +18,13 @@ $(STAMP): setup.py constraints.txt
 train: setup
 	$(BIN)/parallel3d --num_procs $(LAYOUT) examples/train_gpt.py --layout $(LAYOUT) $(ARGS)
 
+# Unit tests on both cores; what runs on many processes takes them by itself.
 test: setup
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests/unit -n 2 $(ARGS)
+	$(BIN)/python -m pytest tests/distributed tests/gpu $(ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest tests --full $(ARGS)
+	$(MAKE) test ARGS="--full $(ARGS)"
 
 lint: setup
 	$(BIN)/ruff check .

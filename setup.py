@@ -5,6 +5,7 @@ from setuptools import find_packages, setup
 PLOT = ["matplotlib>=3.8"]
 TEST = [
     "pytest>=8",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "ruff>=0.6",
     "mypy>=1.11",

@@ -80,8 +80,8 @@ def pipeline_losses() -> list[float]:
 
 @pytest.mark.parametrize(
     ("command", "stages"),
-    [([*OURS, "2"], 2), ([*TORCHRUN, "2"], 0), ([*TORCHRUN, "1"], 1)],
-    ids=["parallel3d pipe", "torchrun base line", "torchrun one stage"],
+    [([*OURS, "2"], 2), ([*TORCHRUN, "2"], 0)],
+    ids=["parallel3d pipe", "torchrun base line"],
 )
 def test_a_script_of_the_pipeline_tutorial(command: list[str], stages: int):
     config = EXAMPLES / "deepspeed_pipeline.json"
