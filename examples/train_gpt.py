@@ -5,6 +5,7 @@ parallel3d --num_gpus 4 examples/train_gpt.py --layout pp4          # NCCL, one 
 parallel3d --num_procs pp2,tp2,dp2 examples/train_gpt.py --layout pp2,tp2,dp2   # 8 processes
 torchrun --nproc_per_node 4 examples/train_gpt.py
 srun --ntasks 4 python examples/train_gpt.py
+parallel3d --num_procs 4 --max_restarts 3 examples/train_gpt.py --save runs/gpt   # goes on when it is started again
 
 Every layout trains on the same samples in the same order, so the loss depends on the layout by rounding alone.
 """
@@ -53,6 +54,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--eval_windows", type=int, default=512, help="held-out windows of an evaluation")
     parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end")
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument(
+        "--save", metavar="DIR", help="save there at each evaluation, and go on from the newest that is there"
+    )
     parser.add_argument("--out", default="runs", help="directory for the results of runs")
     return parser.parse_args()
 
@@ -136,10 +140,10 @@ class Generator:
 
 def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut, metrics: MetricsFile | None) -> None:
     bar = ProgressBar(args.steps, enabled=metrics is not None)
-    eval_loss, bubble = held_out.loss(), float("nan")
+    eval_loss, bubble = held_out.loss(), "-"
     tokens = args.batch * args.context
     with bar:
-        for step in range(1, args.steps + 1):
+        for step in range(engine.global_steps + 1, args.steps + 1):
             measured = step % args.eval_every == 0 or step in (2, args.steps)
             if measured:
                 engine.profile_next_batch()
@@ -149,10 +153,13 @@ def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut
             row["grad_norm"] = float(engine.get_global_grad_norm())
             if measured:
                 row["eval_loss"] = eval_loss = held_out.loss()
-                row["bubble"] = bubble = engine.timeline()[1].bubble
+                row["bubble"] = engine.timeline()[1].bubble
+                bubble = f"{row['bubble']:.0%}"
+                if args.save:
+                    engine.save_checkpoint(args.save)
             if metrics is not None:
                 metrics.write(row)
-            shown = {"loss": f"{loss:.3f}", "held-out": f"{eval_loss:.3f}", "bubble": f"{bubble:.0%}"}
+            shown = {"loss": f"{loss:.3f}", "held-out": f"{eval_loss:.3f}", "bubble": bubble}
             bar.update(step, {**shown, "tokens/s": f"{row['tokens_per_s']:,.0f}"})
 
 
@@ -187,8 +194,11 @@ def main() -> None:
     columns = ["step", "loss", "grad_norm", "eval_loss", "tokens_per_s", "bubble"]
     metrics = MetricsFile(directory / "metrics.csv", columns) if directory else None
 
-    train(engine, args, held_out, metrics)
-    write_timelines(engine, directory)
+    if args.save and engine.resume(args.save) is not None and directory is not None:
+        print(f"goes on from step {engine.global_steps} of {args.save}")
+    if engine.global_steps < args.steps:
+        train(engine, args, held_out, metrics)
+        write_timelines(engine, directory)
     text = sample(Generator(engine), b"\ndef ", args.sample, args.context, 0.8, torch.Generator().manual_seed(0))
     final = held_out.loss()
     if directory is not None and metrics is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -121,6 +122,7 @@ class PipelineModule(nn.Module):
         self.to(self.device)
         self.replica_groups = self._make_replica_groups()
         self._synchronize()
+        self._warn_of_no_slices()
 
     def _build_layers(self, layers: Sequence[Layer], seed: int, context: BuildContext) -> None:
         """Split the list over the chunks, and build those of this rank."""
@@ -221,6 +223,17 @@ class PipelineModule(nn.Module):
     def global_name(self, layer: int, name: str) -> str:
         """What a parameter of a layer is called in the whole model, in every layout."""
         return f"layers.{layer}.{name}"
+
+    def _warn_of_no_slices(self) -> None:
+        if self.groups.model.size == 1:
+            return
+        sliced = any(slicing_of(parameter) is not None for parameter in self.parameters())
+        if not any(all_gather_object(sliced, self.groups.control)) and self.groups.rank == 0:
+            warnings.warn(
+                f"tensor_parallel.size is {self.groups.model.size}, but no layer is sliced: the ranks of a slice group all do "
+                "the same work; build layers of parallel3d.tensor_parallel or use parallelize, or set the size to 1",
+                stacklevel=3,
+            )
 
     @torch.no_grad()
     def _synchronize(self) -> None:

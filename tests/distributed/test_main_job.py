@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,12 +92,25 @@ def test_layout_and_launcher_dont_change_what_it_learns(
     assert "a sample:" in printed
 
 
-def test_users_own_data_and_its_errors(tmp_path: Path):
+def test_users_own_data_and_a_run_that_goes_on(tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
-    _, rows, _ = train([*LAUNCHER, "1"], tmp_path / "out", "--data", str(text))
+    saved = ["--data", str(text), "--save", str(tmp_path / "saved")]
+    _, rows, _ = train([*LAUNCHER, "1"], tmp_path / "out", *saved)
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
-    command = [*LAUNCHER, "1", SCRIPT, "--data", str(tmp_path / "nothing")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode != 0
-    assert "no text at" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "saved").glob("*step*")) == [
+        "global_step12",
+        "global_step2",
+        "global_step6",
+    ]
+    shutil.rmtree(tmp_path / "saved" / "global_step12")
+    _, again, printed = train([*LAUNCHER, "1"], tmp_path / "again", *saved)
+    assert "goes on from step 6" in printed
+    columns = ("step", "loss", "grad_norm", "eval_loss")
+    assert [[row[c] for c in columns] for row in again] == [[row[c] for c in columns] for row in rows[6:]]
+
+
+def test_data_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    with pytest.raises(FileNotFoundError, match=r"no text at .*: give a text file or a directory"):
+        importlib.import_module("corpus").load_corpus(str(tmp_path / "nothing"))

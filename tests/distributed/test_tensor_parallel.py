@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from parallel3d.comm.collectives import Group, Work, all_gather_object
 from parallel3d.comm.differentiable import reduce_from_region_
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import Slicing, slicing_of
+from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.rng import own_stream
 from parallel3d.split_backward import make_splittable
 from parallel3d.tensor_parallel import (
@@ -639,3 +641,19 @@ def test_slices_draw_numbers_of_their_own_and_go_on_alike(run_ranks):
     # A single part draws as if nothing were sliced.
     torch.manual_seed(3)
     assert all(torch.equal(mask, torch.rand(50)) for mask in run_ranks(1, draw_in_slices)[0])
+
+
+def warnings_of(sliced: bool) -> list[str]:
+    config = {"tensor_parallel": {"size": 2}, "pipeline": {"stages": 1}}
+    layer = LayerSpec(ColumnParallelLinear, 4, 4, gather_output=True) if sliced else LayerSpec(nn.Linear, 4, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PipelineModule([layer], loss_fn=F.mse_loss, config=config)
+    return [str(warning.message) for warning in caught]
+
+
+def test_slices_of_a_model_that_slices_nothing_are_warned_of(run_ranks) -> None:
+    first, second = run_ranks(2, warnings_of, False)
+    assert [w for w in first if "tensor_parallel.size is 2, but no layer is sliced" in w]
+    assert not second
+    assert run_ranks(2, warnings_of, True) == [[], []]
