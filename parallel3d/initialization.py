@@ -60,17 +60,7 @@ def initialize(
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
     pipeline = model if isinstance(model, PipelineModule) else WholeModel(model)
     _check_module(pipeline, settings)
-    topology = pipeline.topology()
-    replicas = max(1, topology.get_dim("data"))
-    _check_replicas(replicas, settings)
-    sizes = resolve_batch(
-        settings.train_batch_size,
-        settings.train_micro_batch_size_per_gpu,
-        None if settings.elastic.enabled else settings.gradient_accumulation_steps,
-        pipe=pipeline.num_stages,
-        data=replicas,
-        model=max(1, topology.get_dim("model")),
-    )
+    sizes = _batch_sizes(pipeline, settings)
     parameters = _trainable(model_parameters if model_parameters is not None else model.parameters())
     built = _make_optimizer(optimizer, parameters, settings)
     scheduler = _make_scheduler(lr_scheduler, built, settings)
@@ -80,12 +70,20 @@ def initialize(
     return engine, built, loader, scheduler
 
 
-def _check_replicas(replicas: int, config: Config) -> None:
-    least = config.elastic.min_replicas
+def _batch_sizes(pipeline: PipelineModule, config: Config) -> BatchSizes:
+    replicas, least = pipeline.groups.data.size, config.elastic.min_replicas
     if config.elastic.enabled and replicas < least:
         raise ConfigError(
             f"{replicas} replicas are left, but elastic.min_replicas is {least}; start more processes, or set it"
         )
+    return resolve_batch(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        None if config.elastic.enabled else config.gradient_accumulation_steps,
+        pipe=pipeline.num_stages,
+        data=replicas,
+        model=pipeline.groups.model.size,
+    )
 
 
 def _check_mpu(mpu: Any) -> None:

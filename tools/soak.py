@@ -22,7 +22,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import parallel3d
+from parallel3d.checkpoint import Reader, complete_checkpoints
+from parallel3d.config import parse_layout
+from parallel3d.pipe import LayerSpec, PipelineModule
 
 QUIET = 120.0  # seconds without progress after which the run is given up
 LEFT = 30.0  # seconds that processes have to be gone
@@ -54,25 +62,16 @@ def read_notes(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
 
-def work(args: argparse.Namespace) -> None:
-    """One rank of the training, to the step after which the file `enough` is there."""
-    import torch
-    from torch import nn
-
-    import parallel3d
-    from parallel3d.config import parse_layout
-    from parallel3d.pipe import LayerSpec, PipelineModule
-
+def make_engine(args: argparse.Namespace, attempt: int) -> parallel3d.Engine:
+    """A small model with dropout; every other start saves while training goes on."""
     torch.set_num_threads(1)
-    layout, directory = parse_layout(args.layout), args.directory
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    layout = parse_layout(args.layout)
     config = {
         "train_batch_size": 4 * layout.replicas,
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": layout.zero or 1},
         "pipeline": {"stages": layout.stages},
-        # Every other start writes while training goes on.
         "checkpoint": {"keep_last": 2, "async_save": attempt % 2 == 1},
         "steps_per_print": None,
     }
@@ -82,6 +81,13 @@ def work(args: argparse.Namespace) -> None:
     )
     module = PipelineModule(widths * 4, loss_fn=nn.functional.mse_loss, seed_layers=True, config=config)
     engine, *_ = parallel3d.initialize(model=module, config=config, training_data=data)
+    return engine
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank of the training, to the step after which the file `enough` is there."""
+    attempt, directory = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), args.directory
+    engine = make_engine(args, attempt)
     engine.resume(directory / "saved")
     notes, first = directory / "notes.jsonl", engine.global_rank == 0
     if first:
@@ -96,7 +102,7 @@ def work(args: argparse.Namespace) -> None:
             note(notes, step=step, loss=float(loss).hex())
         if step % 3 == 0:
             engine.save_checkpoint(directory / "saved")
-            acknowledged = pending if config["checkpoint"]["async_save"] else step
+            acknowledged = pending if engine.config.checkpoint.async_save else step
             pending = step  # an asynchronous one is on the disk when the next save begins
             if first and acknowledged is not None:
                 note(notes, saved=acknowledged)
@@ -151,10 +157,6 @@ def main() -> int:
     if args.worker:
         work(args)
         return 0
-    from parallel3d.checkpoint.directory import complete_checkpoints
-    from parallel3d.checkpoint.read import Reader
-    from parallel3d.config import parse_layout
-
     ranks = parse_layout(args.layout).world_size
     with tempfile.TemporaryDirectory(prefix="soak_") as temporary:
         args.directory = args.directory or Path(temporary)

@@ -25,7 +25,7 @@ class HuggingFaceLayer(Protocol):
         """The whole model's config.json. Raises ConfigError where there is no such architecture."""
 
 
-def huggingface_names(layers: Mapping[int, nn.Module], global_name: Callable[[int, str], str]) -> Json | None:
+def huggingface_names(layers: nn.ModuleDict, global_name: Callable[[int, str], str]) -> Json | None:
     """config.json, and how each parameter of this rank's layers is stored; None where a layer with weights doesn't say.
 
     layers: by their places; global_name: of a place and a name in the layer, the name in the whole model.
@@ -38,7 +38,7 @@ def huggingface_names(layers: Mapping[int, nn.Module], global_name: Callable[[in
                 config = config or json.loads(json.dumps(layer.config_json(), default=_name_of_dtype))
             except ConfigError:
                 return None
-            names |= {global_name(place, name): asdict(stored) for name, stored in layer.stored().items()}
+            names |= {global_name(int(place), name): asdict(stored) for name, stored in layer.stored().items()}
         elif next(layer.parameters(), None) is not None:
             return None
     return {"config": config, "names": names}

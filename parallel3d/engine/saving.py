@@ -90,7 +90,7 @@ class Saving:
             parts, optimizer = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             tensors: dict[str, Tensor] = {}
             own = {"optimizer": optimizer, "rank": encode(self._own_state(), f"rank{self._groups.rank}", tensors)}
-            own["huggingface"] = huggingface_names(self._model.layers_by_place(), self._model.global_name)
+            own["huggingface"] = huggingface_names(self._model.layers, self._model.global_name)
             own["frozen"] = [info.name for info in self._model.frozen_infos()] if exclude_frozen_parameters else []
             if self._groups.rank == 0:
                 state = {**self._shared_state(), "client_state": dict(client_state or {})}

@@ -136,7 +136,7 @@ class PipelineModule(nn.Module):
         self._calls = {
             c: [self._build(layers, k, seed, context) for k in self.partition.layers(c)] for c in self.own_chunks
         }
-        rule = choice_rule(self.settings.checkpointable_layers, self._names, "checkpointable_layers")
+        rule = choice_rule(self.settings.checkpointable_layers, self.layer_names, "checkpointable_layers")
         self._recomputed = {
             c: [rule(call.layer, call.function if call.module is None else call.module) for call in self._calls[c]]
             for c in self.own_chunks
@@ -153,12 +153,12 @@ class PipelineModule(nn.Module):
             len(self.placement),
             what=f"{self.settings.num_stages} stages x {self.settings.num_chunks} chunks",
         )
-        self._names = names
+        self.layer_names = names
         return partition
 
     def partition_table(self) -> str:
         """The layers of each stage, or chunk, a line each."""
-        return self.partition.table(self._names, label="stage" if self.settings.num_chunks == 1 else "chunk")
+        return self.partition.table(self.layer_names, label="stage" if self.settings.num_chunks == 1 else "chunk")
 
     def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> _Call:
         """What layer k calls; its module is built, or found where a tie has built it, and registered."""
@@ -258,19 +258,10 @@ class PipelineModule(nn.Module):
         """The pipeline's length."""
         return self.settings.num_stages
 
-    @property
-    def layer_names(self) -> list[str]:
-        """Of all layers of the model: their class or function names."""
-        return list(self._names)
-
     def called_modules(self) -> list[tuple[int, nn.Module]]:
         """(place in the list, module) of this rank's layers that are called as modules, each module once."""
         calls = (call for calls in self._calls.values() for call in calls)
         return list({id(c.module): (c.layer, c.module) for c in calls if c.module is c.function and c.module}.values())
-
-    def layers_by_place(self) -> dict[int, nn.Module]:
-        """This rank's modules, by the places in the list of the layers that they were built for."""
-        return dict(self._modules_in_order())
 
     def topology(self) -> ProcessTopology:
         """The axes of this world."""
@@ -292,7 +283,7 @@ class PipelineModule(nn.Module):
     def watch_layers(self, watch: Callable[[str, Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
         """Run watch(name, layer) in place of each layer from now on."""
         for chunk, calls in self._calls.items():
-            names = [f"layers.{call.layer} ({self._names[call.layer]})" for call in calls]
+            names = [f"layers.{call.layer} ({self.layer_names[call.layer]})" for call in calls]
             self._calls[chunk] = [c._replace(function=watch(n, c.function)) for n, c in zip(names, calls, strict=True)]
 
     def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
