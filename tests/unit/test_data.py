@@ -68,10 +68,7 @@ sizes = {
 
 def epochs(dp: int, per_step: int, number: int, num_samples: int, micro_batch_size: int, **options: bool | int):
     """Of so many epochs, the global order of micro-batches, joined from the replicas."""
-    samplers = [
-        MicroBatchSampler(num_samples, micro_batch_size, r, dp, per_step // dp, **options)  # type: ignore[arg-type]
-        for r in range(dp)
-    ]
+    samplers = [MicroBatchSampler(num_samples, micro_batch_size, r, dp, per_step // dp, **options) for r in range(dp)]
     result = []
     for _ in range(number):
         replicas = [list(sampler) for sampler in samplers]

@@ -93,7 +93,7 @@ def test_it_is_immutable() -> None:
     topology.get_axis_names().append("model")
     assert topology.get_axis_names() == ["pipe", "data"]
     with pytest.raises(AttributeError):
-        topology.dims = (1, 1)  # type: ignore[misc]
+        topology.dims = (1, 1)
 
 
 @settings(deadline=None)

@@ -11,6 +11,7 @@ import runpy
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -22,8 +23,8 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     sys.path.insert(0, str(args.script.parent))
-    report = importlib.import_module("report")
-    report.measure = partial(report.measure, warmup=args.warmup, steps=args.steps)  # type: ignore[attr-defined]
+    report: Any = importlib.import_module("report")
+    report.measure = partial(report.measure, warmup=args.warmup, steps=args.steps)
     sys.argv = [str(args.script), *args.arguments]
     runpy.run_path(str(args.script), run_name="__main__")
 

@@ -221,7 +221,7 @@ def test_what_is_no_text_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"can't read .*give the path of a JSON or YAML file"):
         load(tmp_path)
     with pytest.raises(ConfigError, match="a path or a mapping, not int"):
-        load(3)  # type: ignore[arg-type]
+        load(3)
 
 
 def test_an_error_names_the_file_and_lists_all_problems(tmp_path):

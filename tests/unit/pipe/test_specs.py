@@ -19,7 +19,7 @@ from parallel3d.pipe.specs import (
 )
 from parallel3d.pipe.ties import TieIndex
 
-CONTEXT = BuildContext(groups=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+CONTEXT = BuildContext(groups=None, device=torch.device("cpu"))
 
 
 class Aware(nn.Module):
