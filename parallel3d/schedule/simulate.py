@@ -21,6 +21,14 @@ def unit_cost(i: Instruction) -> float:
     return _UNIT.get(i.op, 0.0)
 
 
+_DECODER = {Op.FORWARD: 1.0, Op.BACKWARD: 2.1, Op.BACKWARD_INPUT: 1.26, Op.BACKWARD_WEIGHT: 0.84}
+
+
+def decoder_cost(i: Instruction) -> float:
+    """In forwards, what a transformer's layers take where attention is a small part of them; all else is free."""
+    return _DECODER.get(i.op, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One instruction as it ran, or would run, on a rank; times in seconds, or in units of the cost function."""
