@@ -52,8 +52,8 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight)
 
 
-class Block(nn.Module):
-    """RMSNorm, rotary attention, SwiGLU. x: [batch, seq, hidden] -> the same."""
+class Attention(nn.Module):
+    """x + rotary attention of RMSNorm(x). x: [batch, seq, hidden] -> the same."""
 
     cos: Tensor
     sin: Tensor
@@ -61,13 +61,10 @@ class Block(nn.Module):
     def __init__(self, size: Size):
         super().__init__()
         self.heads, self.head_dim = size.heads, size.hidden // size.heads
-        self.attention_norm = nn.RMSNorm(size.hidden, eps=1e-5)
-        self.mlp_norm = nn.RMSNorm(size.hidden, eps=1e-5)
+        self.norm = nn.RMSNorm(size.hidden, eps=1e-5)
         self.qkv = nn.Linear(size.hidden, 3 * size.hidden, bias=False)
-        self.attention_out = nn.Linear(size.hidden, size.hidden, bias=False)
-        self.gate_up = nn.Linear(size.hidden, 2 * size.ffn, bias=False)
-        self.down = nn.Linear(size.ffn, size.hidden, bias=False)
-        for linear in (self.qkv, self.attention_out, self.gate_up, self.down):
+        self.out = nn.Linear(size.hidden, size.hidden, bias=False)
+        for linear in (self.qkv, self.out):
             nn.init.normal_(linear.weight, std=0.02)
         frequencies = 10000.0 ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)
         angles = torch.outer(torch.arange(size.seq), frequencies)
@@ -84,13 +81,42 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
         # Split on the last dim: cuDNN's attention takes these strides as they are.
-        qkv = self.qkv(self.attention_norm(x)).split(hidden, dim=-1)
+        qkv = self.qkv(self.norm(x)).split(hidden, dim=-1)
         query, key, value = (t.unflatten(-1, (self.heads, self.head_dim)) for t in qkv)
         query, key, value = (t.transpose(1, 2) for t in (self.rotate(query), self.rotate(key), value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+
+
+class FeedForward(nn.Module):
+    """x + SwiGLU of RMSNorm(x). x: [batch, seq, hidden] -> the same. arXiv:2002.05202."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.norm = nn.RMSNorm(size.hidden, eps=1e-5)
+        self.gate_up = nn.Linear(size.hidden, 2 * size.ffn, bias=False)
+        self.down = nn.Linear(size.ffn, size.hidden, bias=False)
+        for linear in (self.gate_up, self.down):
+            nn.init.normal_(linear.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward as one unit. x: [batch, seq, hidden] -> the same."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(size), FeedForward(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed_forward(self.attention(x))
+
+
+# What a block is made of: one layer, or two between which a stage may end.
+UNITS = {"block": [Block], "half": [Attention, FeedForward]}
 
 
 class Head(nn.Module):
@@ -104,6 +130,12 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.norm(x))
+
+
+def decoder_layers(size: Size, units: str) -> list[LayerSpec]:
+    """Embedding, blocks in these units, head."""
+    blocks = [LayerSpec(unit, size) for _ in range(size.layers) for unit in UNITS[units]]
+    return [LayerSpec(Embedding, size), *blocks, LayerSpec(Head, size)]
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
@@ -130,6 +162,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--micro_batch", type=int, default=1)
     parser.add_argument("--micro_batches", type=int, default=8, help="micro-batches a step, of each replica")
+    parser.add_argument("--units", choices=UNITS, default="block", help="what a stage holds a whole number of")
     parser.add_argument("--checkpoint", type=int, default=0, help="layers a group of activation checkpointing")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -150,7 +183,7 @@ def main() -> None:
             "activation_checkpoint_interval": args.checkpoint,
         },
     }
-    layers = [LayerSpec(Embedding, size), *(LayerSpec(Block, size) for _ in range(size.layers)), LayerSpec(Head, size)]
+    layers = decoder_layers(size, args.units)
     model = PipelineModule(layers, num_stages=args.stages, loss_fn=loss_fn, seed_layers=True, config=config)
     engine, *_ = parallel3d.initialize(model=model, config=config)
     replica = engine.grid.get_data_parallel_rank()

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
 import ours
 import run
+import train_llama
 from cases import CaseError, Workload, command_of, parse_case
 from results import agreement, as_markdown, baseline_of, describe_agreement, gains_over_1f1b, make_table
 from table import insert
@@ -87,6 +88,19 @@ def test_own_command():
     assert "--pp 2 --dp 1 --tp 2 --sequence_parallel --compile --cudnn --schedule zb-h1" in sliced
 
 
+def test_how_layers_are_split():
+    def arguments(name: str, weights: str = "") -> str:
+        work = Workload("7b", micro_batch=1, micro_batches=16, warmup=3, steps=6, weights=weights)
+        return " ".join(command_of(parse_case(name), work, None))
+
+    assert arguments("pp4-half-profile-bf16acc").endswith("--units half --partition profile --accumulate bf16")
+    assert arguments("pp4-weights", "[1, 2.5]").endswith('--partition {"weights": [1, 2.5]}')
+    with pytest.raises(CaseError, match="--weights"):
+        arguments("pp4-weights")
+    with pytest.raises(CaseError, match="flops, parameters exclude"):
+        arguments("pp4-flops-parameters")
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -107,12 +121,14 @@ def test_peers_commands(name: str, expected: str):
 # FLOPs
 
 
-def test_parameters_are_those_of_the_layers():
+@pytest.mark.parametrize(("units", "names"), [("block", ["Block"]), ("half", ["Attention", "FeedForward"])])
+def test_parameters_are_those_of_the_layers(units: str, names: list[str]):
     size = ours.SIZES["7b"]
     with torch.device("meta"):
-        block, ends = ours.Block(size), (ours.Embedding(size), ours.Head(size))
-    numel = [sum(p.numel() for p in module.parameters()) for module in (block, *ends)]
-    assert ours.num_parameters(size) == 32 * numel[0] + numel[1] + numel[2] == 6_738_415_616
+        layers = [spec.build() for spec in ours.decoder_layers(size, units)]
+    assert [type(layer).__name__ for layer in layers] == ["Embedding", *names * 32, "Head"]
+    numel = sum(p.numel() for layer in layers for p in layer.parameters())
+    assert ours.num_parameters(size) == numel == 6_738_415_616
 
 
 def test_utilization_is_the_one_that_peers_report():
@@ -124,10 +140,26 @@ def test_utilization_is_the_one_that_peers_report():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "parts", "bounds"), [(32, 4, [0, 9, 17, 25, 34]), (8, 1, [0, 10]), (7, 3, [0, 4, 6, 9])]
+    ("blocks", "parts", "units", "behind", "bounds"),
+    [
+        (32, 4, 1, 1, [0, 9, 17, 25, 34]),
+        (8, 1, 1, 1, [0, 10]),
+        (7, 3, 1, 2, [0, 4, 6, 10]),
+        (7, 3, 2, 1, [0, 7, 11, 16]),
+    ],
 )
-def test_stages_hold_equally_many_blocks(blocks: int, parts: int, bounds: list[int]):
-    assert ours.equal_block_bounds(blocks, parts) == bounds
+def test_stages_hold_equally_many_blocks(blocks: int, parts: int, units: int, behind: int, bounds: list[int]):
+    assert ours.equal_block_bounds(blocks, parts, units, behind) == bounds
+
+
+def test_halves_in_a_row_are_a_block():
+    torch.manual_seed(0)
+    size = ours.SIZES["tiny"]
+    block = train_llama.Block(size)
+    halves = torch.nn.Sequential(train_llama.Attention(size), train_llama.FeedForward(size))
+    halves.load_state_dict(dict(zip(halves.state_dict(), block.state_dict().values(), strict=True)))
+    x = torch.randn(2, size.seq, size.hidden)
+    assert torch.equal(halves(x), block(x))
 
 
 # Simulation
@@ -239,7 +271,15 @@ def test_a_result_counts_even_if_the_process_hangs_after_it(monkeypatch: pytest.
 
 def test_one_command_runs_cases_and_writes_them_down(tmp_path: Path):
     out = tmp_path / "results.json"
-    command = [sys.executable, str(BENCH / "run.py"), "--cpu", "--size", "tiny", "--cases", "pp1,pp2-interleaved2"]
+    command = [
+        sys.executable,
+        str(BENCH / "run.py"),
+        "--cpu",
+        "--size",
+        "tiny",
+        "--cases",
+        "pp1-half,pp2-interleaved2-half",
+    ]
     command += "--warmup 1 --steps 2 --micro_batches 2 --commit abc --out".split()
     done = subprocess.run([*command, str(out)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -254,4 +294,4 @@ def test_one_command_runs_cases_and_writes_them_down(tmp_path: Path):
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
     assert len(two["peak_gib"]) == 2
     assert 0 <= two["simulated_bubble"] < two["bubble"] < 1
-    assert "pp2-interleaved2" in done.stdout.splitlines()[-3]
+    assert "pp2-interleaved2-half" in done.stdout.splitlines()[-3]

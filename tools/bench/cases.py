@@ -31,9 +31,15 @@ OPTIONS = {
     "compile": "blocks are compiled",
     "cudnn": "attention by cuDNN where it can",
     "sp": "sequence parallelism",
+    "half": "attention and feed-forward are layers of their own, between which a stage may end",
+    "parameters": "layers are split by their parameters",
+    "flops": "layers are split by their FLOPs",
+    "profile": "layers are split by their measured times",
+    "weights": "layers are split by the weights that the workload gives",
     "purebf16": "torch: bf16 weights without FSDP",
     "reshard": "fsdp: parameters are dropped after the forward",
 }
+_PARTITIONS = {"parameters", "flops", "profile", "weights"}  # without one: equally many blocks
 _PEER_OPTIONS = {"compile", "purebf16", "reshard"}
 # Chunks a stage, for schedules whose name alone doesn't say.
 _CHUNKS = {"zbv": 2, "dualpipev": 2, "interleaved": 2}
@@ -82,7 +88,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Workload:
-    """What every case of a run trains on. config: JSON merged into this framework's configuration, or ""."""
+    """What every case of a run trains on.
+
+    Of this framework's cases alone: config, JSON merged into their configuration, or ""; weights, a JSON list of a number
+    for each layer, by which cases with the option `weights` are split, or "".
+    """
 
     size: str
     micro_batch: int
@@ -90,6 +100,7 @@ class Workload:
     warmup: int
     steps: int
     config: str = ""
+    weights: str = ""
 
 
 def parse_case(name: str) -> Case:
@@ -149,6 +160,8 @@ def _check(case: Case) -> None:
     if case.options - allowed:
         wrong = ", ".join(sorted(case.options - allowed))
         raise CaseError(f"case {case.name!r}: {wrong} is no option of {case.framework}")
+    if len(case.options & _PARTITIONS) > 1:
+        raise CaseError(f"case {case.name!r}: {', '.join(sorted(case.options & _PARTITIONS))} exclude each other")
     if case.framework in ("deepspeed", "fsdp") and case.schedule:
         near = get_close_matches(case.schedule, [*OPTIONS, "zero1", "zero2"], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -174,6 +187,15 @@ def command_of(case: Case, work: Workload, peers: Path | None) -> list[str]:
     return [str(HERE / "peer.py"), *steps, str(peers / script), *workload, *arguments]
 
 
+def _own_partition(case: Case, work: Workload) -> list[str]:
+    arguments = ["--units", "half"] if "half" in case.options else []
+    for method in case.options & _PARTITIONS:
+        if method == "weights" and not work.weights:
+            raise CaseError(f"case {case.name!r} needs --weights, a JSON list of a number for each layer")
+        arguments += ["--partition", f'{{"weights": {work.weights}}}' if method == "weights" else method]
+    return arguments
+
+
 def _own_arguments(case: Case, work: Workload) -> list[str]:
     arguments = ["--size", work.size, "--micro_batch", work.micro_batch, "--micro_batches", work.micro_batches]
     arguments += ["--warmup", work.warmup, "--steps", work.steps, "--pp", case.pp, "--dp", case.dp]
@@ -184,6 +206,7 @@ def _own_arguments(case: Case, work: Workload) -> list[str]:
         arguments += ["--max_in_flight", case.max_in_flight]
     if case.schedule in _V_PLACED:
         arguments += ["--placement", "v"]
+    arguments += _own_partition(case, work)
     for dtype in ("fp32", "bf16"):
         if f"{dtype}acc" in case.options:
             arguments += ["--accumulate", dtype]

@@ -28,14 +28,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import parallel3d
 from parallel3d.engine import Engine
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
-from parallel3d.pipe import LayerSpec, PipelineModule
+from parallel3d.pipe import PipelineModule
 from parallel3d.schedule.builders import one_f_one_b
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.simulate import Cost, Timeline, measured_cost, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from train_llama import SIZES, Block, Embedding, Head, Size, fixed_batch, forever, loss_fn
+from train_llama import SIZES, UNITS, Size, decoder_layers, fixed_batch, forever, loss_fn
 
 PEAK_FLOPS = 989e12  # a second, dense bf16: the H200's datasheet
 
@@ -58,13 +58,13 @@ def model_flops_utilization(size: Size, tokens: int, seconds: float, num_ranks: 
     return tokens * flops_per_token(size) / seconds / num_ranks / PEAK_FLOPS
 
 
-def equal_block_bounds(num_blocks: int, num_parts: int, behind: int = 1) -> list[int]:
-    """Bounds of the list [embedding, blocks, `behind` others] with equally many blocks in each part, the first ones longer."""
+def equal_block_bounds(num_blocks: int, num_parts: int, units: int = 1, behind: int = 1) -> list[int]:
+    """Bounds of [embedding, blocks of `units` layers, `behind` others]: as many blocks a part, or one more in the first."""
     if num_parts > num_blocks:
         raise ValueError(f"{num_blocks} blocks can't fill {num_parts} parts; use fewer stages or chunks")
     short, longer = divmod(num_blocks, num_parts)
-    inner = [1 + part * short + min(part, longer) for part in range(1, num_parts)]
-    return [0, *inner, num_blocks + 1 + behind]
+    inner = [1 + units * (part * short + min(part, longer)) for part in range(1, num_parts)]
+    return [0, *inner, 1 + units * num_blocks + behind]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -85,7 +85,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, default=1, help="chunks a stage")
     parser.add_argument("--placement", choices=["loop", "v"], default="loop")
     parser.add_argument("--max_in_flight", type=float, help="activations that zb-looped may hold, in units of 1f1b's")
-    parser.add_argument("--partition", default="blocks", help="blocks (as many in each), a method or bounds: 0,9,18,34")
+    parser.add_argument("--units", choices=UNITS, default="block", help="layers of a block")
+    parser.add_argument(
+        "--partition", default="blocks", help="blocks (as many in each), a method, or JSON: bounds, weights"
+    )
     parser.add_argument("--zero", type=int, default=0, help="ZeRO stage")
     parser.add_argument("--accumulate", choices=["fp32", "bf16"], help="dtype of gradient accumulation")
     parser.add_argument("--communicate", choices=["fp32", "bf16"], help="dtype of gradient reduction")
@@ -125,11 +128,13 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
     return merge(config, args.config)
 
 
-def _partition(args: argparse.Namespace) -> str | list[int]:
+def _partition(args: argparse.Namespace) -> str | list[int] | dict[str, Any]:
     if args.partition == "blocks":
-        return equal_block_bounds(SIZES[args.size].layers, args.pp * args.chunks, behind=1 if args.tp == 1 else 2)
-    if "," in args.partition:
-        return [int(bound) for bound in args.partition.split(",")]
+        num_blocks, units, behind = SIZES[args.size].layers, len(UNITS[args.units]), 1 if args.tp == 1 else 2
+        return equal_block_bounds(num_blocks, args.pp * args.chunks, units, behind)
+    if args.partition[0] in "[{":
+        given: list[int] | dict[str, Any] = json.loads(args.partition)
+        return given
     return str(args.partition)
 
 
@@ -274,13 +279,7 @@ def build(args: argparse.Namespace) -> Engine:
         needed = args.pp * args.tp * args.dp
         raise SystemExit(f"pp {args.pp} x tp {args.tp} x dp {args.dp} needs {needed} processes, not {world}")
     config = make_config(args, torch.cuda.is_available())
-    layers: list[LayerSpec] = [
-        LayerSpec(Embedding, size),
-        *(LayerSpec(Block, size) for _ in range(size.layers)),
-        LayerSpec(Head, size),
-    ]
-    if args.tp > 1:
-        layers = decoder(sliced_decoder(size))
+    layers = decoder(sliced_decoder(size)) if args.tp > 1 else decoder_layers(size, args.units)
     model = PipelineModule(layers, loss_fn=loss_fn if args.tp == 1 else causal_lm_loss, seed_layers=True, config=config)
     engine, *_ = parallel3d.initialize(model=model, config=config)
     return engine

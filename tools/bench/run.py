@@ -53,6 +53,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro_batch", type=int, default=1, help="samples")
     parser.add_argument("--micro_batches", type=int, default=16, help="micro-batches a step, of each replica")
     parser.add_argument("--config", default="", help="JSON merged into this framework's configuration, in every case")
+    parser.add_argument(
+        "--weights", default="", help="JSON list of a number a layer, for cases with the option weights"
+    )
     parser.add_argument("--baseline", default="", help="cases to compare with, first choice first; default: the peers")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds a case may take")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds all may take; the rest is skipped")
@@ -224,7 +227,7 @@ def main() -> int:
     args = parse_arguments()
     gpus = find_gpus() if not args.cpu and cuda_version() else []
     size = args.size if gpus else "tiny"
-    work = Workload(size, args.micro_batch, args.micro_batches, args.warmup, args.steps, args.config)
+    work = Workload(size, args.micro_batch, args.micro_batches, args.warmup, args.steps, args.config, args.weights)
     names = split_names(args.cases) + (split_names(args.peer_cases) if args.peers else [])
     try:
         cases = [parse_case(name) for name in names]
