@@ -23,7 +23,7 @@ from parallel3d.config.section import (
 )
 from parallel3d.errors import nearest
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-looped")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-looped", "auto")
 _QUOTED_SCHEDULES = ", ".join(f'"{name}"' for name in SCHEDULES)
 
 
@@ -82,6 +82,7 @@ class PipelineConfig(Section):
         "no tensor slices share what travels between stages",
         "pipe_partitioned grad_partitioned",
     )
+    auto_is_a_value = frozenset({"schedule"})
     unset_by_auto = frozenset({"stages"})
 
     stages: Positive | None = Field(None, description="a whole number of stages >= 1")
@@ -106,8 +107,11 @@ class PipelineConfig(Section):
     max_in_flight: float | None = Field(
         None,
         gt=0,
-        description='a number > 0, the activations that "zb-looped" may hold as a multiple of "1f1b"\'s',
+        description='a number > 0, the activations that "zb-looped" and "auto" may hold as a multiple of "1f1b"\'s',
         json_schema_extra=OWN,
+    )
+    plan: str | None = Field(
+        None, description='a path, where schedule "auto" finds its plan or else writes it', json_schema_extra=OWN
     )
     shapes: Literal["static", "dynamic"] = Field("static", description='"static" or "dynamic"', json_schema_extra=OWN)
     seed_layers: bool | None = Field(None, description="true or false")
@@ -135,10 +139,12 @@ class PipelineConfig(Section):
                 f'placement "v" puts 2 chunks on each stage, but num_chunks is {self.num_chunks}; set num_chunks to 2, '
                 'or placement to "loop"'
             )
-        if self.max_in_flight is not None and self.schedule != "zb-looped":
+        if self.max_in_flight is not None and self.schedule not in ("zb-looped", "auto"):
             raise ValueError(
-                'max_in_flight bounds schedule "zb-looped"; set schedule to that, or leave max_in_flight out'
+                'max_in_flight bounds schedules "zb-looped" and "auto"; set schedule to one, or leave max_in_flight out'
             )
+        if self.plan is not None and self.schedule != "auto":
+            raise ValueError('plan is the file of schedule "auto"; set schedule to that, or leave plan out')
         if isinstance(self.schedule, tuple) and self.stages not in (None, len(self.schedule)):
             raise ValueError(
                 f"schedule lists instructions for {len(self.schedule)} stages, but stages is {self.stages}; give one "

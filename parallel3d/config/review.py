@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from parallel3d.config.auto import autos
+from parallel3d.config.auto import AUTO, autos
 from parallel3d.config.schema import Config
 from parallel3d.config.section import KnownKey, Section, Support, section_of
 from parallel3d.config.zero import STAGE_3_AS_2
@@ -65,6 +65,8 @@ class Review:
             kept[key] = self._supported(value, inner, f"{where}.")
             return
         open_autos = [path for path, _ in autos(value, where)]
+        if value == AUTO and key in section.auto_is_a_value:
+            open_autos = []
         if open_autos and key not in section.unset_by_auto:
             self.problems.extend(_explain_auto(path, section.model_fields[key], where) for path in open_autos)
         elif open_autos:

@@ -21,6 +21,7 @@ from parallel3d.engine.calls import StepByCalls, check_metrics
 from parallel3d.engine.compiling import Compiling
 from parallel3d.engine.feeding import Feeding
 from parallel3d.engine.loading import BatchLoader
+from parallel3d.engine.planning import AutoSchedule
 from parallel3d.engine.report import Reports, dump_state
 from parallel3d.engine.saving import Saving
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
@@ -37,6 +38,7 @@ from parallel3d.pipe.whole import WholeModel
 from parallel3d.precision import make_precision
 from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.plan import Plan
 
 
 class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
@@ -106,6 +108,9 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
         self._messages = Messages(transport, model.device, dynamic)
         self._executor = Executor(model, self._messages, update.reducer, update.sharded.gather, self._precision)
+        self._auto: AutoSchedule | None = None
+        if config.pipeline.schedule == "auto":
+            self._auto = AutoSchedule(model, self._programs, config.pipeline, self._monitor)
         # A schedule that can't run is an error now, not at the first batch.
         splits = any(i.op is Op.BACKWARD_WEIGHT for i in self._program().instructions[model.stage_id])
         if splits or update.policy.weight_dtype is not None:
@@ -133,13 +138,18 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         """
         check_metrics(self.lr_scheduler, {})
         iterator = data_iter if data_iter is not None else self._data_iterator
+        if self._auto is not None and (what := self._auto.wants()) is not None:
+            self.profile_next_batch(what)
         self._monitor.begin(self.global_steps + 1, self.global_samples)
         batch = self._next_batch(iterator, self._batch_sizes.num_micro_batches, training=True)
         self._model.train()
         self._calls.restart()
         self._update.reducer.start_step()
         result = self._run(batch)
-        return self._finish_step(self._share(result, batch), len(batch.signatures))
+        loss = self._finish_step(self._share(result, batch), len(batch.signatures))
+        if self._auto is not None:
+            self._auto.learn(len(batch.signatures), self._memory_profile)
+        return loss
 
     def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
         """From the last backward on.
@@ -313,6 +323,11 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
             num_micro_batches = self._calls.num_backwards
             self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
         self._calls.advance(boundary)
+
+    @property
+    def schedule_plan(self) -> Plan | None:
+        """What schedule "auto" runs, and what it was made of; None while it measures, and under other schedules."""
+        return None if self._auto is None else self._auto.plan
 
     @property
     def micro_steps(self) -> int:

@@ -65,7 +65,7 @@ class MemoryRecorder:
         self.peak = 0
         self._device = device
         self._storages = LiveStorages()
-        self._start = self._before = 0
+        self.start = self._before = 0
 
     @property
     def most_held(self) -> int:
@@ -77,9 +77,9 @@ class MemoryRecorder:
         """Record what runs inside."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._start = torch.cuda.memory_allocated(self._device)
+            self.start = torch.cuda.memory_allocated(self._device)
             yield
-            self.peak = torch.cuda.max_memory_allocated(self._device) - self._start
+            self.peak = torch.cuda.max_memory_allocated(self._device) - self.start
         else:
             with self._storages:
                 yield
@@ -95,7 +95,7 @@ class MemoryRecorder:
 
     def _now(self) -> int:
         on_cuda = self._device.type == "cuda"
-        held = torch.cuda.memory_allocated(self._device) - self._start if on_cuda else self._storages.nbytes
+        held = torch.cuda.memory_allocated(self._device) - self.start if on_cuda else self._storages.nbytes
         return held - self._in_transit()
 
 

@@ -105,6 +105,7 @@ class PipelineModule(nn.Module):
             checkpointable_layers=checkpointable_layers,
             num_chunks=num_chunks,
             placement=placement,
+            num_layers=len(layers),
         )
         self.settings, self.dynamic_shape = settings, dynamic_shape
         self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)

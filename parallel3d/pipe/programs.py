@@ -10,7 +10,9 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.builders import build, inference
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, add_replica_reduction, lower
+from parallel3d.schedule.plan import Plan, first_plan
 from parallel3d.schedule.validate import validate
+from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
 
 class Programs:
@@ -18,7 +20,7 @@ class Programs:
 
     pipeline: that section of the configuration; num_buckets: owners -> number of gradient buckets, of the whole model
     (see ParameterInfo.owners); partitioned: weights are gathered before they are used; reduce_per_micro_batch: gradients
-    are reduced in every micro-batch.
+    are reduced in every micro-batch. plan: what schedule "auto" runs.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Programs:
             owners for owners in sorted(num_buckets) if len(owners) > 1 for _ in range(num_buckets[owners])
         ]
         self._cache: dict[tuple[int, bool], Program] = {}
+        self.plan: Plan | None = None
 
     def get(self, num_micro_batches: int, training: bool) -> Program:
         """The program of a batch of so many micro-batches. Raises ScheduleError for a schedule that can't run."""
@@ -46,6 +49,11 @@ class Programs:
         if key not in self._cache:
             self._cache[key] = self._training(num_micro_batches) if training else self._evaluation(num_micro_batches)
         return self._cache[key]
+
+    def replan(self, plan: Plan) -> None:
+        """Run this plan from the next training batch on: for schedule "auto"."""
+        self.plan = plan
+        self._cache = {key: program for key, program in self._cache.items() if not key[1]}
 
     def weakly(self) -> Callable[[int, bool], Program | None]:
         """`get`, from which None comes when these programs are gone: it keeps neither them nor their module alive."""
@@ -58,18 +66,21 @@ class Programs:
         return get
 
     def _training(self, num_micro_batches: int) -> Program:
-        m = self._module.settings
-        program = build(
-            self._pipeline.schedule,
-            m.num_stages,
-            num_micro_batches,
-            m.num_chunks,
-            m.placement,
-            self._pipeline.max_in_flight,
-        )
+        program = self._compute(num_micro_batches)
         validate(program)
         reduced = add_gradient_reduction(lower(program), self._chunk_buckets, self._reduce_per_micro_batch)
         return self._gathered(add_replica_reduction(reduced, self.replica_owners))
+
+    def _compute(self, num_micro_batches: int) -> Program:
+        m, given = self._module.settings, self._pipeline
+        if given.schedule != "auto":
+            return build(
+                given.schedule, m.num_stages, num_micro_batches, m.num_chunks, m.placement, given.max_in_flight
+            )
+        if self.plan is None:
+            multiple = given.max_in_flight or DEFAULT_MAX_IN_FLIGHT
+            self.plan = first_plan(self._module.placement, num_micro_batches, multiple)
+        return self.plan.program(num_micro_batches)
 
     def _evaluation(self, num_micro_batches: int) -> Program:
         m = self._module.settings

@@ -44,6 +44,7 @@ def settle(
     checkpointable_layers: LayerChoice | None,
     num_chunks: int | None,
     placement: str | None,
+    num_layers: int,
 ) -> BuildSettings:
     """Arguments, else the configuration's layout, else the defaults. Raises ConfigError where two disagree, PartitionError."""
     layout = load_layout(config)
@@ -54,11 +55,15 @@ def settle(
         "checkpointable_layers", _as_tuple(checkpointable_layers), pipeline.checkpointable_layers, None
     )
     method: Method = "parameters"
+    length = _choose("num_stages", stages, max(1, topology.get_dim("pipe")), 1)
+    given = (num_chunks, pipeline.num_chunks, placement, pipeline.placement)
+    # Schedule "auto" has the chunks that need the least memory for their bubble, unless it is told.
+    split = pipeline.schedule == "auto" and not any(given) and 1 < length <= num_layers // 2
     return BuildSettings(
         topology=topology,
-        num_stages=_choose("num_stages", stages, max(1, topology.get_dim("pipe")), 1),
-        num_chunks=_choose("num_chunks", num_chunks, pipeline.num_chunks, 1),
-        placement=_choose("placement", placement, pipeline.placement, "loop"),
+        num_stages=length,
+        num_chunks=_choose("num_chunks", num_chunks, pipeline.num_chunks, 2 if split else 1),
+        placement=_choose("placement", placement, pipeline.placement, "v" if split else "loop"),
         seed_layers=_choose("seed_layers", seed_layers, pipeline.seed_layers, False),
         partition_method=_choose("partition_method", _as_configured(partition_method), pipeline.partition, method),
         checkpointable_layers=recomputed,

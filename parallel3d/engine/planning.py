@@ -1,0 +1,187 @@
+"""An engine's side of schedule "auto": measures the first steps, plans, and runs the plan from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import ValidationError
+
+from parallel3d.comm.collectives import all_gather_object
+from parallel3d.config import PipelineConfig
+from parallel3d.errors import ConfigError, ScheduleError
+from parallel3d.monitor.measured import instruction_cost, transfer_time
+from parallel3d.monitor.memory import MemoryProfile
+from parallel3d.monitor.steps import StepMonitor
+from parallel3d.monitor.timers import StepRecord
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.programs import Programs
+from parallel3d.schedule.fuse import whole_backwards
+from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.schedule.memory import learn_chunks
+from parallel3d.schedule.plan import Measured, Plan, limits, make_plan
+from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
+
+Profile = Literal["time", "memory"]
+
+# What the first steps are for. The first ones load kernels and compile; whole backwards are timed by a program of their own.
+_STEPS: tuple[tuple[str, Profile | None], ...] = (
+    ("warm up", None),
+    ("warm up", None),
+    ("memory", "memory"),
+    ("halves", "time"),
+    ("halves", "time"),
+    ("halves", "time"),
+    ("whole", "time"),
+    ("whole", "time"),
+)
+_USABLE = 0.9  # of the device's memory: the allocator's blocks don't fit without gaps
+
+
+class AutoSchedule:
+    """Which program an engine runs under schedule "auto".
+
+    Call `wants` before a training batch and `learn` after it, on every rank. With a plan's file that is there, nothing is
+    measured. Raises ConfigError for a file that holds no plan for this pipeline.
+    """
+
+    def __init__(self, model: PipelineModule, programs: Programs, config: PipelineConfig, monitor: StepMonitor):
+        self._model, self._programs, self._config, self._monitor = model, programs, config, monitor
+        self._done = 0
+        self._recorded: dict[str, list[list[StepRecord]]] = {"halves": [], "whole": []}
+        self._memory: MemoryProfile | None = None
+        if (stored := self._stored_plan()) is not None:
+            self._adopt(stored, "read from " + str(config.plan))
+            self._done = len(_STEPS)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was planned, or read from the file; None while steps are measured."""
+        return self._programs.plan if self._done == len(_STEPS) else None
+
+    def wants(self) -> Profile | None:
+        """What is to be recorded of the next training batch."""
+        return _STEPS[self._done][1] if self._done < len(_STEPS) else None
+
+    def learn(self, num_micro_batches: int, memory: MemoryProfile | None) -> None:
+        """A training batch of so many micro-batches is done; fewer than planned for don't count. Collective."""
+        plan = self._programs.plan
+        if self._done == len(_STEPS) or plan is None or num_micro_batches < plan.num_micro_batches:
+            return
+        what, profile = _STEPS[self._done]
+        if profile == "time":
+            self._recorded[what].append(self._monitor.records()[1])
+        elif profile == "memory":
+            self._memory = memory
+        self._done += 1
+        if self._done == len(_STEPS):
+            self._make(plan.num_micro_batches)
+        elif _STEPS[self._done][0] == "whole" and what != "whole":
+            program = whole_backwards(plan.program(plan.num_micro_batches))
+            lists = tuple(tuple(map(str, rank)) for rank in program.instructions)
+            self._programs.replan(plan.model_copy(update={"instructions": lists}))
+
+    def _make(self, num_micro_batches: int) -> None:
+        """Plan on the first rank, for all to run the same."""
+        measured = self._measured()
+        control = self._model.groups.control
+        first = self._model.groups.rank == 0
+        made = make_plan(self._model.placement, num_micro_batches, measured) if first else None
+        plan = all_gather_object(made, control)[0]
+        self._adopt(plan, "planned")
+        self._recorded = {"halves": [], "whole": []}
+        self._memory = None
+        if first and self._config.plan is not None:
+            Path(self._config.plan).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    def _adopt(self, plan: Plan, how: str) -> None:
+        self._programs.replan(plan)
+        if self._model.groups.rank == 0:
+            print(f"schedule auto, {how}: {describe(plan)}", flush=True)
+
+    def _measured(self) -> Measured:
+        """The same on every rank. Collective."""
+        chunks = range(len(self._model.placement))
+        halves, whole = (instruction_cost(self._recorded[what]) for what in ("halves", "whole"))
+        forward, input_gradient, weight_gradient = (
+            tuple(halves(Instruction(op, c, 0)) for c in chunks)
+            for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        )
+        held, deferred, room = self._bytes()
+        needed = [max(pair) for pair in zip(held, deferred, strict=True)]
+        multiple = self._config.max_in_flight or DEFAULT_MAX_IN_FLIGHT
+        wanted = limits(self._model.placement, needed, multiple)
+        least = limits(self._model.placement, needed, 0.0)
+        return Measured(
+            forward=forward,
+            input_gradient=input_gradient,
+            weight_gradient=weight_gradient,
+            backward=tuple(whole(Instruction(Op.BACKWARD, c, 0)) for c in chunks),
+            transfer=transfer_time(self._pipelines()),
+            held=held,
+            deferred=deferred,
+            limit=tuple(max(min(w, r), a) for w, r, a in zip(wanted, room, least, strict=True)),
+        )
+
+    def _pipelines(self) -> list[list[StepRecord]]:
+        ranks = self._model.groups.topology.get_axis_comm_lists("pipe")
+        return [[records[rank] for rank in pipe] for records in self._recorded["halves"] for pipe in ranks]
+
+    def _bytes(self) -> tuple[tuple[float, ...], tuple[float, ...], list[float]]:
+        """(held, deferred) of each chunk, the most of any replica, and of each stage the room for them, the least."""
+        assert self._memory is not None
+        batch = self._memory.batch
+        learned = learn_chunks([(i, change) for i, change, _ in batch.held])
+        own = {c: (b.saved + b.received + b.loaded, b.deferred) for c, b in learned.items()}
+        mine = (self._model.stage_id, own, _room(self._model.device, batch.start, batch.peak - batch.most_held))
+        everyone = all_gather_object(mine, self._model.groups.control)
+        of_chunk = [[o[c] for _, o, _ in everyone if c in o] for c in range(len(self._model.placement))]
+        # At least a byte: a chunk that holds nothing would be free to run ahead forever.
+        held, deferred = (tuple(max(1.0, *(pair[k] for pair in pairs)) for pairs in of_chunk) for k in (0, 1))
+        room = [min(r for stage, _, r in everyone if stage == s) for s in range(self._model.num_stages)]
+        return held, deferred, room
+
+    def _stored_plan(self) -> Plan | None:
+        """Of the file that the configuration names, as the first rank sees it. Collective."""
+        path = self._config.plan
+        if path is None:
+            return None
+        text = Path(path).read_text(encoding="utf-8") if self._model.groups.rank == 0 and Path(path).exists() else None
+        text = all_gather_object(text, self._model.groups.control)[0]
+        if text is None:
+            return None
+        try:
+            plan = Plan.model_validate_json(text)
+            plan.check(self._model.placement)
+        except (ValidationError, ScheduleError) as error:
+            raise ConfigError(f"pipeline.plan {path!r} can't be run: {error}. Delete it to measure anew") from error
+        return plan
+
+
+def _room(device: torch.device, start: int, workspace: int) -> float:
+    """Bytes that activations may take on this rank's device: what its state and its operations leave; no bound on the CPU."""
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return _USABLE * (free + torch.cuda.memory_reserved(device)) - start - workspace
+
+
+def describe(plan: Plan) -> str:
+    """A plan in some lines: the order, what it promises, and what it was made of."""
+    lines = [
+        f"{plan.name!r} for {plan.num_micro_batches} micro-batches, {plan.makespan * 1e3:.4g} ms with a bubble of "
+        f"{plan.bubble:.1%}"
+    ]
+    m = plan.measured
+    rows: Sequence[tuple[str, Sequence[float]]] = (
+        ("forward", m.forward),
+        ("input gradient", m.input_gradient),
+        ("weight gradient", m.weight_gradient),
+        ("whole backward", m.backward),
+    )
+    lines += [f"  {name:15} " + " ".join(f"{t * 1e3:8.3f}" for t in times) + " ms a chunk" for name, times in rows]
+    held = " ".join(f"{h / 2**20:,.0f}/{most / 2**20:,.0f}" for h, most in zip(plan.held, m.limit, strict=True))
+    lines.append(f"  transfer {m.transfer * 1e3:.3f} ms; activations, of at most: {held} MiB a stage")
+    return "\n".join(lines)

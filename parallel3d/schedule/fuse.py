@@ -1,0 +1,89 @@
+"""Two halves of a backward that stand side by side, made whole again.
+
+A whole backward hides a layer's communication behind its weight gradients and frees its tensors at once; but what waits
+for its input gradient waits for the weight gradients too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from parallel3d.schedule.instructions import Instruction, Op, Program
+from parallel3d.schedule.simulate import Cost, simulate
+
+_MOST_TRIALS = 40
+
+Pair = tuple[int, int]  # (rank, position of the input gradient in the rank's list)
+
+
+def fuse_backwards(program: Program, cost: Cost) -> Program:
+    """Make each input gradient and the weight gradient of its chunk that follows one backward, where nothing gets later.
+
+    program: compute instructions alone. Weight gradients of one chunk change places among micro-batches for that, which
+    changes neither times nor memory where micro-batches are alike. cost: as simulate()'s, of whole backwards too. All pairs
+    are tried together, then halves of what made the step longer.
+    """
+    shortest = simulate(program, cost).makespan
+    accepted: list[Pair] = []
+    waiting = deque([pairs]) if (pairs := _pairs(program)) else deque()
+    for _ in range(_MOST_TRIALS):
+        if not waiting:
+            break
+        tried = waiting.popleft()
+        makespan = simulate(_fused(program, [*accepted, *tried]), cost).makespan
+        if makespan <= shortest * (1 + 1e-9):
+            shortest, accepted = makespan, [*accepted, *tried]
+        elif len(tried) > 1:
+            waiting += [tried[: len(tried) // 2], tried[len(tried) // 2 :]]
+    return _fused(program, accepted)
+
+
+def _pairs(program: Program) -> list[Pair]:
+    """From the end on: there a step has no other work that could wait."""
+    found = []
+    for rank, instructions in enumerate(program.instructions):
+        for position in range(len(instructions) - 1):
+            first, second = instructions[position : position + 2]
+            halves = (first.op, second.op) == (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+            if halves and first.chunk == second.chunk:
+                found.append((rank, position))
+    return sorted(found, key=lambda pair: pair[1])
+
+
+def _fused(program: Program, pairs: Sequence[Pair]) -> Program:
+    chosen = set(pairs)
+    lists = [
+        _fused_list(instructions, {position for r, position in chosen if r == rank})
+        for rank, instructions in enumerate(program.instructions)
+    ]
+    return program.with_instructions(lists)
+
+
+def _fused_list(instructions: Sequence[Instruction], chosen: set[int]) -> list[Instruction]:
+    """The other weight gradients of a chunk keep their order in the places that are left."""
+    fused = {instructions[position] for position in chosen}
+    left: dict[int, deque[Instruction]] = {}
+    for i in instructions:
+        if i.op is Op.BACKWARD_WEIGHT and Instruction(Op.BACKWARD_INPUT, i.chunk, i.micro_batch) not in fused:
+            left.setdefault(i.chunk, deque()).append(i)
+    out = []
+    for position, i in enumerate(instructions):
+        if position in chosen:
+            out.append(Instruction(Op.BACKWARD, i.chunk, i.micro_batch))
+        elif position - 1 not in chosen:
+            out.append(left[i.chunk].popleft() if i.op is Op.BACKWARD_WEIGHT else i)
+    return out
+
+
+def whole_backwards(program: Program) -> Program:
+    """Every backward whole, where its input gradient stood."""
+    lists = [
+        [
+            Instruction(Op.BACKWARD, i.chunk, i.micro_batch) if i.op is Op.BACKWARD_INPUT else i
+            for i in instructions
+            if i.op is not Op.BACKWARD_WEIGHT
+        ]
+        for instructions in program.instructions
+    ]
+    return program.with_instructions(lists)

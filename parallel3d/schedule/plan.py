@@ -1,0 +1,202 @@
+"""The best program for measured times and memory, with what was measured and what is promised: schedule "auto"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from parallel3d.errors import ScheduleError
+from parallel3d.schedule.builders import BUILDERS, from_lists
+from parallel3d.schedule.fuse import fuse_backwards
+from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program
+from parallel3d.schedule.search import Memory, search
+from parallel3d.schedule.simulate import decoder_cost, simulate
+from parallel3d.schedule.validate import validate
+
+
+class Measured(BaseModel):
+    """What a model's chunks take on its ranks.
+
+    Seconds of a micro-batch on each chunk: forward, input_gradient, weight_gradient, backward (whole); transfer: of a
+    message between ranks. Bytes: held, of a micro-batch on each chunk from its forward to its input gradient; deferred, from
+    there to its weight gradient; limit, of each rank.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    forward: tuple[float, ...]
+    input_gradient: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+    backward: tuple[float, ...]
+    transfer: float
+    held: tuple[float, ...]
+    deferred: tuple[float, ...]
+    limit: tuple[float, ...]
+
+    def cost(self, i: Instruction) -> float:
+        """As simulate() takes it."""
+        if i.op in SEND_OPS:
+            return self.transfer
+        times = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD_INPUT: self.input_gradient,
+            Op.BACKWARD_WEIGHT: self.weight_gradient,
+            Op.BACKWARD: self.backward,
+        }
+        return times[i.op][i.chunk] if i.op in times else 0.0
+
+    @property
+    def memory(self) -> Memory:
+        """As search() takes it."""
+        return Memory(self.held, self.deferred, self.limit)
+
+
+class Plan(BaseModel):
+    """A program and why it was chosen; as JSON it is the plan's file.
+
+    name: of the order that was the shortest; makespan: predicted, in seconds; bubble: predicted, a share; held: the most
+    bytes of each rank; instructions: compute alone, each rank's as schedules are written.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    placement: tuple[int, ...]
+    num_micro_batches: int
+    makespan: float
+    bubble: float
+    held: tuple[float, ...]
+    measured: Measured
+    instructions: tuple[tuple[str, ...], ...]
+
+    def program(self, num_micro_batches: int) -> Program:
+        """The planned program; of another number of micro-batches, what is best for the same measurements."""
+        if num_micro_batches != self.num_micro_batches:
+            return make_plan(self.placement, num_micro_batches, self.measured).program(num_micro_batches)
+        return from_lists(self.instructions, self.placement)
+
+    def check(self, placement: Sequence[int]) -> None:
+        """Raise ScheduleError unless this is a plan for such a pipeline, and can run."""
+        if tuple(placement) != self.placement:
+            raise ScheduleError(
+                f"the plan is for chunks on stages {list(self.placement)}, but the module's are on {list(placement)}; build "
+                "it with the plan's stages, num_chunks and placement, or make another plan"
+            )
+        chunks = [len(getattr(self.measured, name)) for name in _PER_CHUNK]
+        if chunks != [len(placement)] * len(chunks) or len(self.measured.limit) != max(placement) + 1:
+            raise ScheduleError(f"the plan's measurements are not of {len(placement)} chunks; make another plan")
+        validate(self.program(self.num_micro_batches))
+
+
+_PER_CHUNK = ("forward", "input_gradient", "weight_gradient", "backward", "held", "deferred")
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    name: str
+    program: Program
+    makespan: float
+
+
+def make_plan(placement: Sequence[int], num_micro_batches: int, measured: Measured) -> Plan:
+    """The shortest of what the search finds and of the named schedules that fit this placement and memory.
+
+    Pure: equal arguments give equal plans. Raises ScheduleError where a micro-batch doesn't fit a rank's limit.
+    """
+    found = [
+        _Candidate(name, fused, simulate(fused, measured.cost).makespan)
+        for name, program in _candidates(tuple(placement), num_micro_batches, measured)
+        for fused in (fuse_backwards(program, measured.cost),)
+    ]
+    best = min(found, key=lambda c: round(c.makespan / found[0].makespan, 6))
+    return _plan(best.name, best.program, measured)
+
+
+def _plan(name: str, program: Program, measured: Measured) -> Plan:
+    timeline = simulate(program, measured.cost)
+    return Plan(
+        name=name,
+        placement=program.placement,
+        num_micro_batches=program.num_micro_batches,
+        makespan=timeline.makespan,
+        bubble=timeline.bubble,
+        held=most_held(program, measured.memory),
+        measured=measured,
+        instructions=tuple(tuple(map(str, rank)) for rank in program.instructions),
+    )
+
+
+def _candidates(
+    placement: tuple[int, ...], num_micro_batches: int, measured: Measured
+) -> Iterator[tuple[str, Program]]:
+    memory = measured.memory
+    yield "search", search("auto", placement, num_micro_batches, memory, measured.cost)
+    num_stages = max(placement) + 1
+    num_chunks = len(placement) // num_stages
+    for name in ("1f1b", "zb-h1", "zbv", "interleaved"):
+        for kind in ("loop", "v"):
+            try:
+                program = BUILDERS[name](num_stages, num_micro_batches, num_chunks, kind)
+            except ScheduleError:
+                continue  # not of so many chunks, or placed so
+            held = most_held(program, memory)
+            if program.placement == placement and all(h <= most for h, most in zip(held, memory.limit, strict=True)):
+                yield name, program
+
+
+def most_held(program: Program, memory: Memory) -> tuple[float, ...]:
+    """Of each rank, the most that it holds after any instruction of the program."""
+    most = []
+    for instructions in program.instructions:
+        held = peak = 0.0
+        for i in instructions:
+            held += _change(i, memory)
+            peak = max(peak, held)
+        most.append(peak)
+    return tuple(most)
+
+
+def _change(i: Instruction, memory: Memory) -> float:
+    needed, deferred = memory.needed(i.chunk), memory.deferred[i.chunk]
+    changes = {
+        Op.FORWARD: needed,
+        Op.BACKWARD: -needed,
+        Op.BACKWARD_INPUT: deferred - needed,
+        Op.BACKWARD_WEIGHT: -deferred,
+    }
+    return changes.get(i.op, 0.0)
+
+
+def first_plan(placement: Sequence[int], num_micro_batches: int, max_in_flight: float) -> Plan:
+    """What to run before anything is measured: every backward split, the same times on every chunk, activations of 1 byte.
+
+    max_in_flight: as a multiple of 1F1B's on its first rank.
+    """
+    where, ones = tuple(placement), (1.0,) * len(placement)
+    ops = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)
+    forward, input_gradient, weight_gradient, backward = (
+        tuple(decoder_cost(Instruction(op, c, 0)) for c in range(len(where))) for op in ops
+    )
+    guessed = Measured(
+        forward=forward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        backward=backward,
+        transfer=0.0,
+        held=ones,
+        deferred=ones,
+        limit=limits(where, ones, max_in_flight),
+    )
+    return _plan("search", search("auto", where, num_micro_batches, guessed.memory, guessed.cost), guessed)
+
+
+def limits(placement: Sequence[int], needed: Sequence[float], max_in_flight: float) -> tuple[float, ...]:
+    """Of each rank: `max_in_flight` times what it would hold if its chunks were one, and the first stage of 1F1B.
+
+    needed: by a micro-batch on each chunk. At least what one micro-batch needs.
+    """
+    num_ranks = max(placement) + 1
+    own = [sum(n for n, r in zip(needed, placement, strict=True) if r == rank) for rank in range(num_ranks)]
+    return tuple(max(max_in_flight * num_ranks, 1.0) * total for total in own)

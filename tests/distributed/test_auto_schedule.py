@@ -1,0 +1,137 @@
+"""Schedule "auto": the first steps are measured, then a plan is run; no number of the training changes for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy
+from layouts import BASE_SEED, Run, check, make_engine, make_optimizer, own_iterator, run_reference, run_steps
+from reference import Reference
+
+from parallel3d.errors import ConfigError
+from parallel3d.schedule.plan import Plan
+from parallel3d.schedule.simulate import simulate
+from parallel3d.schedule.validate import validate
+
+STEPS, ACCUMULATION = 10, 4  # of which 8 are measured
+
+
+def train(dp: int, zero: int, pipeline: dict[str, Any]) -> tuple[Run, str | None, tuple[int, ...], int]:
+    engine = make_engine(
+        toy.model(tied=True),
+        accumulation=ACCUMULATION,
+        pipeline={"stages": 2, "schedule": "auto", **pipeline},
+        zero_optimization={"stage": zero, "reduce_bucket_size": 1500},
+    )
+    last = [toy.micro_batch(g) for g in range(dp * ACCUMULATION * STEPS - dp)]  # the last batch is one short
+    run = run_steps(engine, own_iterator(engine, last), STEPS)
+    plan = engine.schedule_plan
+    program = engine._programs.get(ACCUMULATION, training=True)
+    ran = [str(i) for i in program.instructions[engine._model.stage_id] if i.op.value in "FBIW"]
+    planned = plan is not None and list(plan.instructions[engine._model.stage_id]) == ran
+    return run, plan.model_dump_json() if planned else None, engine._model.placement, engine.global_steps
+
+
+@pytest.mark.parametrize(
+    ("dp", "zero", "pipeline", "placement"),
+    [
+        (1, 0, {}, (0, 1, 1, 0)),
+        (2, 2, {"num_chunks": 3, "max_in_flight": 2.0}, (0, 1, 0, 1, 0, 1)),
+        (2, 1, {"num_chunks": 1}, (0, 1)),
+    ],
+    ids=["defaults", "loops", "one chunk"],
+)
+def test_measuring_and_planning_change_no_number(
+    run_ranks, tmp_path: Path, dp: int, zero: int, pipeline: dict[str, Any], placement: tuple[int, ...]
+):
+    file = tmp_path / "plan.json"
+    results = run_ranks(2 * dp, train, dp, zero, {**pipeline, "plan": str(file)})
+    micro_batches = [toy.micro_batch(g) for g in range(dp * ACCUMULATION * STEPS - dp)]
+    reference = Reference(toy.model(tied=True), toy.cross_entropy, make_optimizer("SGD"), base_seed=BASE_SEED)
+    check([run for run, *_ in results], run_reference(reference, micro_batches, dp * ACCUMULATION), dp)
+    plans = [Plan.model_validate_json(text) for _, text, _, _ in results]
+    assert all(plan == plans[0] for plan in plans), "every rank runs the same plan"
+    assert [where for *_, where, _ in results] == [placement] * 2 * dp
+    check_plan(plans[0])
+    assert Plan.model_validate_json(file.read_text()) == plans[0]
+
+
+def check_plan(plan: Plan) -> None:
+    """It can run, keeps to its limits, and promises what the simulator says of it."""
+    program = plan.program(ACCUMULATION)
+    validate(program)
+    timeline = simulate(program, plan.measured.cost)
+    assert (timeline.makespan, timeline.bubble) == (plan.makespan, plan.bubble)
+    assert all(h <= most for h, most in zip(plan.held, plan.measured.limit, strict=True))
+    m = plan.measured
+    assert all(t > 0 for times in (m.forward, m.input_gradient, m.weight_gradient, m.backward) for t in times)
+    # A chunk's input, [samples, length, hidden] in fp32, is held with every micro-batch.
+    assert all(h >= toy.SAMPLES * toy.LENGTH * toy.HIDDEN * 4 for h in m.held[1:])
+
+
+def first_programs(path: str) -> tuple[list[str], bool]:
+    engine = make_engine(
+        toy.model(tied=False), accumulation=2, pipeline={"stages": 2, "schedule": "auto", "plan": path}
+    )
+    program = engine._programs.get(2, training=True)
+    planned = engine.schedule_plan is not None
+    engine.train_batch(own_iterator(engine, [toy.micro_batch(g) for g in range(2)]))
+    return [str(i) for i in program.instructions[engine._model.stage_id] if i.op.value in "FBIW"], planned
+
+
+def plan_of_two() -> dict[str, Any]:
+    """All backwards behind all forwards: nothing that a search would find."""
+    times, most = [0.1] * 4, [1e9, 1e9]
+    lists = [
+        ["F0@0", "F1@0", "F0@3", "F1@3", "B0@3", "B1@3", "B0@0", "B1@0"],
+        ["F0@1", "F1@1", "F0@2", "F1@2", "B0@2", "B1@2", "B0@1", "B1@1"],
+    ]
+    measured = dict.fromkeys(("forward", "input_gradient", "weight_gradient", "backward", "held", "deferred"), times)
+    return {
+        "name": "mine",
+        "placement": [0, 1, 1, 0],
+        "num_micro_batches": 2,
+        "makespan": 1.0,
+        "bubble": 0.5,
+        "held": [0, 0],
+        "measured": {**measured, "transfer": 0.0, "limit": most},
+        "instructions": lists,
+    }
+
+
+def test_a_stored_plan_runs_from_the_first_step(run_ranks, tmp_path: Path):
+    file, stored = tmp_path / "plan.json", plan_of_two()
+    file.write_text(json.dumps(stored))
+    results = run_ranks(2, first_programs, str(file))
+    assert [lists for lists, _ in results] == stored["instructions"]
+    assert all(planned for _, planned in results)
+    assert json.loads(file.read_text()) == stored
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"placement": [0, 1, 0, 1]}, r"chunks on stages \[0, 1, 0, 1\], but the module's are on \[0, 1, 1, 0\]"),
+        ({"bubble": "large"}, "bubble\n.*valid number"),
+        ({"instructions": [["F0@0"], []]}, "micro-batch 0 on chunk 0 needs either B, or I and W"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_by_all_ranks(run_ranks, tmp_path: Path, changes, message: str):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({**plan_of_two(), **changes}))
+    for raised in run_ranks(2, refusal, str(file)):
+        assert raised is not None
+        assert re.search(message, raised, re.DOTALL), raised
+        assert "Delete it to measure anew" in raised
+
+
+def refusal(path: str) -> str | None:
+    try:
+        first_programs(path)
+    except ConfigError as error:
+        return str(error)
+    return None
