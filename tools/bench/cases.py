@@ -3,8 +3,8 @@
     [FRAMEWORK-]LAYOUT[-OPTION...]      pp4-1f1b   pp2dp2-zero1-bf16acc   ds-dp4-zero2   torch-pp4-zbv-compile
 
 LAYOUT is made of pp, dp and tp with their sizes. An OPTION is one of `OPTIONS`, `zero` with a stage, `cap` with the
-activations that schedule zb-looped may hold (in units of 1F1B's), or a schedule, its chunks a stage behind its name
-(`interleaved2`, `zb-looped4`) or as `v4`.
+activations that schedules zb-looped and auto may hold (in units of 1F1B's), or a schedule, its chunks a stage behind its
+name (`interleaved2`, `zb-looped4`, `auto4`) or as `v4`; `auto` has two, placed as zbv's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIONS = {
 _PARTITIONS = {"parameters", "flops", "profile", "weights"}  # without one: equally many blocks
 _PEER_OPTIONS = {"compile", "purebf16", "reshard"}
 # Chunks a stage, for schedules whose name alone doesn't say.
-_CHUNKS = {"zbv": 2, "dualpipev": 2, "interleaved": 2}
+_CHUNKS = {"zbv": 2, "dualpipev": 2, "interleaved": 2, "auto": 2}
 _V_PLACED = {"zbv", "dualpipev"}
 _TORCH_SCHEDULES = {
     "1f1b": "1F1B",
@@ -204,7 +204,7 @@ def _own_arguments(case: Case, work: Workload) -> list[str]:
     arguments += ["--schedule", case.schedule, "--chunks", case.chunks, "--zero", case.zero]
     if case.max_in_flight is not None:
         arguments += ["--max_in_flight", case.max_in_flight]
-    if case.schedule in _V_PLACED:
+    if case.schedule in _V_PLACED or (case.schedule, case.chunks) == ("auto", 2):
         arguments += ["--placement", "v"]
     arguments += _own_partition(case, work)
     for dtype in ("fp32", "bf16"):

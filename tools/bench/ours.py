@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--chunks", type=int, default=1, help="chunks a stage")
     parser.add_argument("--placement", choices=["loop", "v"], default="loop")
-    parser.add_argument("--max_in_flight", type=float, help="activations that zb-looped may hold, in units of 1f1b's")
+    parser.add_argument("--max_in_flight", type=float, help="activations that zb-looped and auto may hold, of 1f1b's")
     parser.add_argument("--units", choices=UNITS, default="block", help="layers of a block")
     parser.add_argument(
         "--partition", default="blocks", help="blocks (as many in each), a method, or JSON: bounds, weights"
@@ -295,12 +295,16 @@ def main() -> None:
     data = forever([(x.to(engine.device), y.to(engine.device)) for x, y in batch])
     extra: dict[str, Any] = {"setup_s": round(time.perf_counter() - start, 2)}
     with attention_backend(args.cudnn):
+        while args.schedule == "auto" and engine.schedule_plan is None:
+            engine.train_batch(data)
         measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps)
         if args.pp > 1:
             engine.profile_next_batch()
             engine.train_batch(data)
     if args.pp > 1:
         extra.update(pipeline_figures(*engine.timeline()))
+    if (plan := engine.schedule_plan) is not None:
+        extra["plan"] = {"name": plan.name, "bubble": round(plan.bubble, 4), "pipeline_s": round(plan.makespan, 4)}
     result = make_result(args, measured, extra)
     if engine.global_rank == 0:
         print("RESULT " + json.dumps(result), flush=True)
