@@ -85,6 +85,7 @@ def test_every_section_is_read():
         {"schedule": "zbv", "num_chunks": 2, "placement": "v"},
         {"schedule": "zbv"},
         {"schedule": "zb-looped", "num_chunks": 4, "max_in_flight": 2},
+        {"schedule": "auto", "max_in_flight": 1.5, "plan": "plan.json"},
         {"schedule": [["F0@0", "B0@0"], ["F0@1", "B0@1"]], "stages": 2},
         {"schedule": [["F0@0", "B0@0"], []]},
         {"partition": [0, 3, 8]},

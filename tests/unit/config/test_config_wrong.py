@@ -81,7 +81,8 @@ WRONG = [
         {"pipeline": {"schedule": "zb-looped", "placement": "v"}},
         'needs placement "loop"; set that, or schedule to "zbv"',
     ),
-    ({"pipeline": {"schedule": "zbv", "max_in_flight": 2}}, 'max_in_flight bounds schedule "zb-looped"'),
+    ({"pipeline": {"schedule": "zbv", "max_in_flight": 2}}, 'max_in_flight bounds schedules "zb-looped" and "auto"'),
+    ({"pipeline": {"plan": "plan.json"}}, 'plan is the file of schedule "auto"; set schedule to that'),
     ({"pipeline": {"schedule": "zb-looped", "max_in_flight": 0}}, "pipeline.max_in_flight is 0: give a number > 0"),
     ({"pipeline": {"schedule": [["F0@0"]], "stages": 2}}, "for 1 stages, but stages is 2; give one list a stage"),
     # not yet supported
