@@ -153,13 +153,18 @@ class PipelineModule(nn.Module):
             [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers],
             len(self.placement),
             what=f"{self.settings.num_stages} stages x {self.settings.num_chunks} chunks",
+            placement=self.placement,
         )
         self.layer_names = names
         return partition
 
     def partition_table(self) -> str:
-        """The layers of each stage, or chunk, a line each."""
-        return self.partition.table(self.layer_names, label="stage" if self.settings.num_chunks == 1 else "chunk")
+        """The layers of each stage, or chunk, a line each; of chunks also what those of each stage cost together."""
+        if self.settings.num_chunks == 1:
+            return self.partition.table(self.layer_names)
+        loads = self.partition.loads(self.placement)
+        shares = ", ".join(f"{load:,.6g} ({load / max(loads):.0%})" if load else "0" for load in loads)
+        return self.partition.table(self.layer_names, label="chunk") + f"\nstages' chunks together: {shares}"
 
     def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> _Call:
         """What layer k calls; its module is built, or found where a tie has built it, and registered."""

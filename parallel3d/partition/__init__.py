@@ -1,0 +1,16 @@
+"""Layers -> stages and chunks: which contiguous layers each part of a pipeline holds."""
+
+from parallel3d.partition.chain import Partition, layer_chain
+from parallel3d.partition.limit import StageLimit
+from parallel3d.partition.methods import MEASURED, Method, resolve_partition
+from parallel3d.partition.split import partition_layers
+
+__all__ = [
+    "MEASURED",
+    "Method",
+    "Partition",
+    "StageLimit",
+    "layer_chain",
+    "partition_layers",
+    "resolve_partition",
+]

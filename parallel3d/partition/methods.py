@@ -1,0 +1,124 @@
+"""Partition methods: what each layer of a model costs, by the name of a method."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import networkx as nx
+
+from parallel3d.errors import PartitionError, nearest
+from parallel3d.partition.chain import SHOWN, Partition, cut, layer_chain, segment_costs
+from parallel3d.partition.limit import StageLimit, check_limit
+from parallel3d.partition.split import partition_layers
+
+# A name of METHODS, "type:REGEX", bounds [0, ..., n] or {"weights": [one number a layer]}
+Method = str | Sequence[int] | Mapping[str, Sequence[float]]
+
+# Costs that the caller finds out from a sample of the inputs.
+MEASURED = ("flops", "profile")
+_NAMED = ("uniform", "parameters", "type", *MEASURED)
+
+
+def resolve_partition(
+    method: Method,
+    chain_costs: Sequence[float],
+    names: Sequence[str],
+    tie_keys: Sequence[str | None],
+    num_parts: int,
+    type_names: Sequence[str] = (),
+    what: str = "",
+    placement: Sequence[int] | None = None,
+    limit: StageLimit | None = None,
+) -> Partition:
+    """Split layers into `num_parts` by `method`; PartitionError, with values and remedy, if that can't be done.
+
+    "uniform": every layer costs 1. "parameters": `chain_costs`, ties counted once a part. "flops", "profile": `chain_costs`,
+    without ties: each place computes. "type:REGEX": a layer whose class name (`type_names`, else `names`) matches, case
+    ignored, costs 1, any other 0. {"weights": [...]}: these, without ties. Bounds [0, ..., n]: as given, costed as
+    "parameters" are; a `limit` must hold for them. `what`, `placement` and `limit` are as in `partition_layers`.
+    """
+    if isinstance(method, str):
+        chain = _named_chain(method, chain_costs, names, tie_keys, type_names)
+    elif isinstance(method, Mapping):
+        chain = layer_chain(_weights(method, names), names)
+    elif isinstance(method, (list, tuple)):
+        _check_bounds(method, names, num_parts)
+        check_limit(method, placement or range(num_parts), limit)
+        return cut(method, segment_costs(layer_chain(chain_costs, names, tie_keys)))
+    else:
+        raise _unknown_method(method)
+    return partition_layers(chain, num_parts, what, placement, limit)
+
+
+def _named_chain(
+    method: str,
+    chain_costs: Sequence[float],
+    names: Sequence[str],
+    tie_keys: Sequence[str | None],
+    type_names: Sequence[str],
+) -> nx.DiGraph:
+    kind, colon, pattern = method.partition(":")
+    match kind.lower(), colon:
+        case "uniform", "":
+            return layer_chain([1.0] * len(names), names)
+        case (("flops" | "profile"), ""):
+            return layer_chain(chain_costs, names)
+        case "parameters", "":
+            return layer_chain(chain_costs, names, tie_keys)
+        case "type", ":":
+            return layer_chain(_type_costs(pattern, type_names or names), names)
+        case _:
+            raise _unknown_method(method)
+
+
+def _unknown_method(method: object) -> PartitionError:
+    word = method.lower().partition(":")[0] if isinstance(method, str) else ""
+    hint = nearest(word, _NAMED).replace("type", "type:REGEX")
+    return PartitionError(
+        f"unknown partition method {method!r}.{hint} Use 'uniform', 'parameters', 'type:REGEX', 'flops', 'profile', "
+        'bounds such as [0, 3, 8], or {"weights": [one number a layer]}'
+    )
+
+
+def _type_costs(pattern: str, type_names: Sequence[str]) -> list[float]:
+    try:
+        regex = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise PartitionError(f"'type:{pattern}' is no regular expression: {error}; correct the pattern") from error
+    costs = [1.0 if regex.search(name) else 0.0 for name in type_names]
+    if not any(costs):
+        present = ", ".join(dict.fromkeys(type_names))
+        raise PartitionError(f"'type:{pattern}' matches none of the {len(costs)} layers; their classes are {present}")
+    return costs
+
+
+def _weights(method: Mapping[str, Sequence[float]], names: Sequence[str]) -> Sequence[float]:
+    if set(method) != {"weights"}:
+        raise PartitionError(f'partition {dict(method)!r} has keys {list(method)}; write {{"weights": [...]}}')
+    weights = method["weights"]
+    if not isinstance(weights, (list, tuple)):
+        raise PartitionError(f"weights are {weights!r}; give a list of {len(names)} numbers, one a layer")
+    if len(weights) != len(names):
+        raise PartitionError(f"{len(weights)} weights for {len(names)} layers; give one weight a layer")
+    return weights
+
+
+def _check_bounds(bounds: Sequence[int], names: Sequence[str], num_parts: int) -> None:
+    shown, n = f"bounds {list(bounds)}", len(names)
+    if not all(isinstance(bound, int) for bound in bounds):
+        raise PartitionError(f"{shown} must be whole numbers, each the first layer of a part")
+    if len(bounds) != num_parts + 1:
+        raise PartitionError(
+            f"{shown} make {max(len(bounds) - 1, 0)} parts, but there are {num_parts}; give {num_parts + 1} bounds"
+        )
+    for part, (first, end) in enumerate(pairwise(bounds)):
+        if first >= end:
+            raise PartitionError(f"{shown} give part {part} no layer; each bound must be larger than the one before")
+    if bounds[0] < 0 or bounds[-1] > n:
+        raise PartitionError(f"{shown} reach outside layers 0 to {n - 1}; start at 0 and end at {n}")
+    left_out = [*range(bounds[0]), *range(bounds[-1], n)]
+    if left_out:
+        listed = ", ".join(f"{i} ({names[i]})" for i in left_out[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)
+        raise PartitionError(f"{shown} leave out {len(left_out)} of {n} layers: {listed}; start at 0 and end at {n}")

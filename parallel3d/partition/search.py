@@ -1,0 +1,161 @@
+"""Chunks for stages that hold several: the largest sum of a stage's chunks sets the pace of a pipeline.
+
+Which sums can be reached is a problem of numbers, as hard as bin packing; no dynamic programming over bounds is exact for it.
+Few splits are tried all. Of many, a fixed set of starts goes downhill by moves that shift a run of neighbouring bounds (chunks
+between them keep their lengths), and then by pairs of such moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.partition.chain import FloatArray
+
+MOST_SPLITS = 60_000
+_ROUNDS = 3  # of starts scattered around the best split so far
+_STARTS = 32  # a round, where as many fit into _ELEMENTS
+_FINISHED = 3  # of the splits that the last round leads to
+_ELEMENTS = 250_000  # of the array of candidates' bounds, which decides how long a step takes
+_LONGEST_RUN = 16  # bounds that one move shifts
+_IMPOSSIBLE = 1e30  # for an empty chunk: finite, since a stage that has none of it would turn infinity into no number
+_TOLERANCE = 1e-12
+
+_Bounds = npt.NDArray[np.int64]
+
+
+class Search:
+    """Splits of a chain into len(placement) chunks, chunk c on stage placement[c].
+
+    cost: [n + 1, n + 1], element (a, b) for layers [a, b) as one chunk, or one such matrix a chunk; inf where that is empty.
+    held: likewise, [chunks, n + 1, n + 1]: what a chunk adds to what its stage may hold, at most `limit`.
+    """
+
+    def __init__(
+        self, cost: FloatArray, placement: Sequence[int], held: FloatArray | None = None, limit: float = np.inf
+    ):
+        self._chunks, self._num_layers = len(placement), cost.shape[-1] - 1
+        self._stage = np.eye(max(placement) + 1)[list(placement)]  # [chunks, stages]
+        total = cost[..., 0, -1].max() / self._stage.shape[1]
+        self._cost = _finite(np.broadcast_to(cost, (self._chunks, *cost.shape[-2:])) / (total or 1.0))
+        self._held = None if held is None else _finite(held / (limit or 1.0))
+        self._runs = _runs(self._chunks)
+
+    @staticmethod
+    def is_exact(num_layers: int, num_chunks: int) -> bool:
+        """Whether the split that is found is the best there is."""
+        return comb(num_layers - 1, num_chunks - 1) <= MOST_SPLITS
+
+    def best(self, starts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Bounds of the best split of all, or of those that these starts, splits themselves, lead to."""
+        n, chunks = self._num_layers, self._chunks
+        if self.is_exact(n, chunks):
+            splits = np.array([[0, *inner, n] for inner in combinations(range(1, n), chunks - 1)])
+            return tuple(map(int, splits[_least(self._objectives(splits))]))
+        found = self._descend(np.array(starts))
+        random = np.random.default_rng(0)
+        count = max(2, min(_STARTS, _ELEMENTS // (len(self._runs) * (chunks + 1))))
+        for round_ in range(_ROUNDS):
+            reach = max(1, n // chunks >> round_)
+            scattered = found[0] + random.integers(-reach, reach + 1, (count, chunks + 1))
+            found = self._descend(np.concatenate([found[:1], self._repaired(scattered)]))
+        finished = np.array([self._finish(bounds) for bounds in found[:_FINISHED]])
+        return tuple(map(int, finished[_least(self._objectives(finished))]))
+
+    def _repaired(self, bounds: _Bounds) -> _Bounds:
+        """The same with no empty chunk."""
+        place = np.arange(self._chunks + 1)
+        inner = np.maximum.accumulate(np.maximum(np.sort(bounds, axis=1) - place, 0), axis=1) + place
+        inner = np.minimum(inner, self._num_layers - self._chunks + place)
+        inner[:, 0], inner[:, -1] = 0, self._num_layers
+        return inner
+
+    def _descend(self, bounds: _Bounds) -> _Bounds:
+        """Each split [chunks + 1] moved until no run of bounds makes it better; the best first."""
+        bounds, scores = bounds.copy(), self._score(bounds)
+        moving = np.arange(len(bounds))
+        while len(moving):
+            moved = bounds[moving][:, None] + self._runs
+            reached = self._score(moved)
+            best = reached.argmin(axis=1)
+            least = np.take_along_axis(reached, best[:, None], axis=1)[:, 0]
+            better = least < scores[moving] - _TOLERANCE
+            moving, best = moving[better], best[better]
+            bounds[moving], scores[moving] = moved[better, best], least[better]
+        return bounds[np.argsort(scores, kind="stable")]
+
+    def _finish(self, bounds: _Bounds) -> _Bounds:
+        """Go on by the objectives themselves, one run or two at a time."""
+        runs = self._runs[: int((2 * _ELEMENTS / (self._chunks + 1)) ** 0.5)]
+        first, second = np.triu_indices(len(runs), 1)
+        neighbourhoods = [self._runs, runs[first] + runs[second]]
+        current = [float(values[0]) for values in self._objectives(bounds[None])]
+        while True:
+            for moves in neighbourhoods:
+                objectives = self._objectives(bounds + moves)
+                best = _least(objectives)
+                reached = [float(values[best]) for values in objectives]
+                if _is_less(reached, current):
+                    bounds, current = bounds + moves[best], reached
+                    break
+            else:
+                return bounds
+
+    def _parts(self, cost: FloatArray, bounds: _Bounds) -> FloatArray:
+        """Cost of each chunk; bounds [..., chunks + 1] that are no split get an impossible one."""
+        inside = np.clip(bounds, 0, self._num_layers)
+        return cost[np.arange(self._chunks), inside[..., :-1], inside[..., 1:]]
+
+    def _excess(self, bounds: _Bounds) -> FloatArray:
+        """By which share of the limit the fullest stage holds too much."""
+        if self._held is None:
+            return np.zeros(bounds.shape[:-1])
+        return np.maximum((self._parts(self._held, bounds) @ self._stage).max(axis=-1) - 1.0, 0.0)
+
+    def _score(self, bounds: _Bounds) -> FloatArray:
+        """What the descent makes small: the largest stage above all, but the others too, or it would stop on plateaus."""
+        loads = self._parts(self._cost, bounds) @ self._stage
+        return 1e6 * self._excess(bounds) + loads.max(axis=-1) + 1e-3 * np.sqrt((loads * loads).mean(axis=-1))
+
+    def _objectives(self, bounds: _Bounds) -> list[FloatArray]:
+        """What counts, the weightiest first."""
+        parts = self._parts(self._cost, bounds)
+        loads = parts @ self._stage
+        return [self._excess(bounds), loads.max(axis=-1), parts.max(axis=-1), (parts * parts).sum(axis=-1)]
+
+
+def _finite(cost: FloatArray) -> FloatArray:
+    return np.where(np.isfinite(cost), cost, _IMPOSSIBLE)
+
+
+def _runs(num_chunks: int) -> _Bounds:
+    """[moves, chunks + 1]: each run of inner bounds shifted by a layer, the short ones first, and single bounds by 2 and 3."""
+    inner = num_chunks - 1
+    moves = []
+    for length in range(1, min(inner, _LONGEST_RUN) + 1):
+        for first in range(1, inner - length + 2):
+            move = np.zeros(num_chunks + 1, dtype=np.int64)
+            move[first : first + length] = 1
+            moves += [move, -move]
+    singles = moves[: 2 * inner]
+    return np.array([*moves, *(step * move for step in (2, 3) for move in singles)])
+
+
+def _least(objectives: Sequence[FloatArray]) -> int:
+    """Index of the least in lexicographic order, equal up to rounding; the last of equals."""
+    left = np.arange(len(objectives[0]))
+    for values in objectives:
+        least = values[left].min()
+        left = left[values[left] <= least + _TOLERANCE * max(1.0, abs(least))]
+    return int(left[-1])
+
+
+def _is_less(a: Sequence[float], b: Sequence[float]) -> bool:
+    for x, y in zip(a, b, strict=True):
+        if abs(x - y) > _TOLERANCE * max(1.0, abs(y)):
+            return x < y
+    return False

@@ -1,0 +1,111 @@
+"""The exact min-max split of a chain of layers into contiguous parts.
+
+The largest part cost, the bottleneck, sets the pace of a pipeline: here it is minimal for certain, by dynamic
+programming over all bounds. DeepSpeed's `partition_balanced` minimizes max - min instead, by a recurrence that is not
+exact for it. Where stages hold several chunks, their sums set the pace: see search.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import networkx as nx
+import numpy as np
+
+from parallel3d.errors import PartitionError
+from parallel3d.partition.chain import FloatArray, Partition, cut, segment_costs
+from parallel3d.partition.limit import StageLimit, refusal, stage_bytes
+from parallel3d.partition.search import Search
+
+
+def partition_layers(
+    chain: nx.DiGraph,
+    num_parts: int,
+    what: str = "",
+    placement: Sequence[int] | None = None,
+    limit: StageLimit | None = None,
+) -> Partition:
+    """The split of `chain` into `num_parts` non-empty parts with the smallest bottleneck.
+
+    The layers of one tie key count once, with the largest of their costs, on each part that holds any of them. Of all
+    optimal splits it takes the smallest sum of squared part costs, then the fewest layers in the last parts.
+
+    placement: the stage that holds each part, each its own by default. Where a stage holds several, what is made small is
+    the largest sum of a stage's parts, then the largest part, then the sum of squares: exactly where there are at most
+    search.MOST_SPLITS splits, else by a search from many starts, which gives the same split every time.
+    limit: only splits within it count.
+
+    Raises PartitionError for a graph that is no chain, a cost that is no finite number >= 0, more parts than layers (the
+    message then calls the parts `what`, such as "5 stages x 5 chunks"), or a limit that no split found keeps to.
+    """
+    cost = segment_costs(chain)
+    num_layers = len(cost) - 1
+    if num_parts < 1:
+        raise PartitionError(f"{num_parts} parts asked for; ask for 1 or more")
+    if num_parts > num_layers:
+        raise PartitionError(
+            f"{num_layers} layers can't fill {what or f'{num_parts} stages'}; each needs at least one layer: "
+            f"make stages x chunks at most {num_layers}, or add layers"
+        )
+    placement = placement or range(num_parts)
+    if len(set(placement)) == num_parts:
+        return cut(_one_chunk(cost, placement, limit), cost)
+    return cut(_several_chunks(cost, placement, limit), cost)
+
+
+def _one_chunk(cost: FloatArray, placement: Sequence[int], limit: StageLimit | None) -> list[int]:
+    if limit is None:
+        return _certain([cost] * len(placement))
+    held = limit.chunk_bytes()
+    bounds = _min_max([np.where(part <= limit.limit, cost, np.inf) for part in held])
+    if bounds is None:
+        raise refusal(limit.limit, stage_bytes(held, _certain(list(held)), placement), exact=True)
+    return bounds
+
+
+def _several_chunks(cost: FloatArray, placement: Sequence[int], limit: StageLimit | None) -> Sequence[int]:
+    start = _certain([cost] * len(placement))
+    if limit is None:
+        return Search(cost, placement).best([start])
+    # What holds least lies within the limit if anything that is found does.
+    held = limit.chunk_bytes()
+    leanest = Search(held, placement).best([_certain(list(held))])
+    loads = stage_bytes(held, leanest, placement)
+    if max(loads) > limit.limit:
+        raise refusal(limit.limit, loads, exact=Search.is_exact(len(cost) - 1, len(placement)))
+    return Search(cost, placement, held, limit.limit).best([start, leanest])
+
+
+def _certain(cost: Sequence[FloatArray]) -> list[int]:
+    bounds = _min_max(cost)
+    assert bounds is not None  # no chunk is empty, and nothing else is infinite
+    return bounds
+
+
+def _min_max(cost: Sequence[FloatArray]) -> list[int] | None:
+    """Bounds of the best split, where part k as [a, b) costs cost[k][a, b]; None where every split costs infinity."""
+    num_layers = len(cost[0]) - 1
+    bottleneck = _best_prefixes(np.maximum, cost)[-1][-1]
+    if not math.isfinite(bottleneck):
+        return None
+    # Scaled by a power of two: squares of whole numbers stay exact, and no square overflows.
+    squares = []
+    for part in cost:
+        scaled = np.ldexp(part, -math.frexp(bottleneck)[1])
+        squares.append(np.where(part <= bottleneck, scaled * scaled, np.inf))
+    prefixes = _best_prefixes(np.add, squares)
+    bounds = [num_layers]
+    for best, part in zip(reversed(prefixes[:-1]), reversed(squares), strict=True):
+        last_part = best + part[:, bounds[-1]]
+        bounds.append(int(np.flatnonzero(last_part == last_part.min())[-1]))
+    return bounds[::-1]
+
+
+def _best_prefixes(combine: np.ufunc, cost: Sequence[FloatArray]) -> list[FloatArray]:
+    """Row k, element b: the smallest value of layers [0, b) in k parts, costs joined by `combine` (sum or max)."""
+    rows = [np.full(len(cost[0]), np.inf)]
+    rows[0][0] = 0.0
+    for part in cost:
+        rows.append(combine(rows[-1][:, None], part).min(axis=0))
+    return rows
