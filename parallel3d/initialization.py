@@ -106,6 +106,7 @@ def _check_module(model: PipelineModule, config: Config) -> None:
         "num_chunks": (config.pipeline.num_chunks, own.num_chunks),
         "placement": (config.pipeline.placement, own.placement),
         "partition": (config.pipeline.partition, own.partition_method),
+        "max_stage_bytes": (config.pipeline.max_stage_bytes, own.max_stage_bytes),
         "activation_checkpoint_interval": (
             config.pipeline.activation_checkpoint_interval,
             own.activation_checkpoint_interval,

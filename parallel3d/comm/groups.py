@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import torch.distributed as dist
@@ -76,6 +77,12 @@ class ProcessGroups:
     def alone(self) -> Group:
         """The group of this rank alone."""
         return Group((self.rank,), None)
+
+    def unsliced(self) -> ProcessGroups:
+        """These groups for layers that are built whole, by this rank alone: its slice group has one rank."""
+        groups = copy.copy(self)
+        groups.model = self.alone()
+        return groups
 
     def across_stages(self, stages: Iterable[int], max_ctas: int | None = None) -> Group:
         """The ranks of these stages in this rank's own pipeline; see `build`. Collective over the world, in one order."""

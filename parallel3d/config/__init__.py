@@ -2,7 +2,7 @@
 
 from parallel3d.config.batch import BatchSizes, resolve_batch
 from parallel3d.config.layout import Layout, parse_layout
-from parallel3d.config.load import load, load_activation_checkpointing, load_layout, read, read_source
+from parallel3d.config.load import load, load_activation_checkpointing, load_layout, load_precision, read, read_source
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.schema import Config
@@ -37,6 +37,7 @@ __all__ = [
     "load",
     "load_activation_checkpointing",
     "load_layout",
+    "load_precision",
     "parse_layout",
     "read",
     "read_source",

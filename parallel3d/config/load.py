@@ -71,6 +71,11 @@ def load_activation_checkpointing(source: Source) -> ActivationCheckpointingConf
     return _load_sections(source, ("activation_checkpointing",)).activation_checkpointing
 
 
+def load_precision(source: Source) -> Config:
+    """A Config that holds only what decides on number formats, as `load_layout` reads its own sections."""
+    return _load_sections(source, ("fp16", "bf16", "torch_autocast", "amp"))
+
+
 def _load_sections(source: Source, sections: tuple[str, ...]) -> Config:
     if isinstance(source, Config):
         return source

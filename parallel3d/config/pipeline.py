@@ -57,7 +57,8 @@ def _read_partition(value: object) -> object:
         if all(_is_number(bound) and isinstance(bound, int) for bound in bounds):
             return bounds
     raise ValueError(
-        'give "uniform", "parameters", "type:REGEX", bounds such as [0, 3, 8] or {"weights": [one number a layer]}'
+        'give "parameters", "flops", "profile", "uniform", "type:REGEX", bounds such as [0, 3, 8] or '
+        '{"weights": [one number a layer]}'
     )
 
 
@@ -95,8 +96,13 @@ class PipelineConfig(Section):
     placement: Literal["loop", "v"] | None = Field(None, description='"loop" or "v"', json_schema_extra=OWN)
     partition: Partition = Field(
         None,
-        description='a method such as "parameters", bounds or weights',
+        description='a method ("parameters", "flops", "profile", "uniform", "type:REGEX"), bounds or weights',
         json_schema_extra=differs("bounds and weights may be given too; layers are split by an exact min-max"),
+    )
+    max_stage_bytes: Positive | None = Field(
+        None,
+        description="a whole number of bytes that model state and activations of a stage may take at most",
+        json_schema_extra=OWN,
     )
     activation_checkpoint_interval: NonNegative | None = Field(
         None, description="a whole number of layers >= 0, where 0 recomputes nothing"

@@ -20,7 +20,7 @@ from parallel3d.config import Config
 from parallel3d.errors import DataError, PartitionError
 from parallel3d.layer_choice import LayerChoice, choice_rule
 from parallel3d.parameters import ParameterInfo, slicing_of
-from parallel3d.partition import Method, Partition, resolve_partition
+from parallel3d.partition import Method
 from parallel3d.pipe.settings import settle
 from parallel3d.pipe.specs import (
     BuildContext,
@@ -28,9 +28,9 @@ from parallel3d.pipe.specs import (
     LayerSpec,
     TiedLayerSpec,
     check_layers,
-    count_parameters,
     layer_name,
 )
+from parallel3d.pipe.splitting import Splitter, make_sample
 from parallel3d.pipe.ties import (
     TieIndex,
     check_copies,
@@ -61,6 +61,9 @@ class PipelineModule(nn.Module):
     result is the loss. partition_method ("parameters"): see partition.resolve_partition. num_chunks (1) a stage;
     placement ("loop") or "v". What is None is taken from the `pipeline` section of `config`, or is the default in brackets.
 
+    sample_input: one micro-batch's inputs, on every rank, for the methods "flops" and "profile" and for the activations under
+    pipeline.max_stage_bytes; sample_labels: its labels, with which the loss counts as part of the last layer.
+
     checkpointable_layers (all): the layers whose activations are recomputed: a list of class names, a regular expression
     that is searched in class and function names, or a function (layer index, layer) -> bool. Neighbours among them are
     recomputed in groups of activation_checkpoint_interval (0, never; 1 where checkpointable_layers is given).
@@ -89,6 +92,8 @@ class PipelineModule(nn.Module):
         num_chunks: int | None = None,
         placement: str | None = None,
         config: str | Path | Mapping[str, Any] | Config | None = None,
+        sample_input: Any = None,
+        sample_labels: Any = None,
     ):
         super().__init__()
         # Called with a module before its weights are read; partitioned optimizers gather them in the background.
@@ -119,16 +124,22 @@ class PipelineModule(nn.Module):
         self.loss_fn = loss_fn.build(context) if isinstance(loss_fn, LayerSpec) else loss_fn
         _refuse_trained_loss(self.loss_fn)
         self._seed_fn = seed_fn if settings.seed_layers else None
-        self._build_layers(layers, base_seed if settings.seed_layers else torch.initial_seed() % 2**62, context)
+        self.layer_names = [layer_name(layer) for layer in layers]
+        rule = choice_rule(settings.checkpointable_layers, self.layer_names, "checkpointable_layers")
+        seed = base_seed if settings.seed_layers else torch.initial_seed() % 2**62
+        with seeded(seed, self.device):
+            sample = make_sample(sample_input, sample_labels, loss_fn, config)
+            self.partition = Splitter(layers, settings, self.placement, context, sample, rule).split(config)
+        self._build_layers(layers, seed, context, rule)
         self.to(self.device)
         self.replica_groups = self._make_replica_groups()
         self._synchronize()
         self._warn_of_no_slices()
 
-    def _build_layers(self, layers: Sequence[Layer], seed: int, context: BuildContext) -> None:
-        """Split the list over the chunks, and build those of this rank."""
-        with seeded(seed, self.device):
-            self.partition = self._split(layers, context)
+    def _build_layers(
+        self, layers: Sequence[Layer], seed: int, context: BuildContext, rule: Callable[[int, Any], bool]
+    ) -> None:
+        """Build the layers of this rank's chunks. rule: which are recomputed."""
         if get_rank() == 0 and len(self.placement) > 1:
             print(self.partition_table(), flush=True)
         self._ties = TieIndex(layers, self.partition.part_of)
@@ -137,26 +148,11 @@ class PipelineModule(nn.Module):
         self._calls = {
             c: [self._build(layers, k, seed, context) for k in self.partition.layers(c)] for c in self.own_chunks
         }
-        rule = choice_rule(self.settings.checkpointable_layers, self.layer_names, "checkpointable_layers")
         self._recomputed = {
             c: [rule(call.layer, call.function if call.module is None else call.module) for call in self._calls[c]]
             for c in self.own_chunks
         }
         self._share_attributes()
-
-    def _split(self, layers: Sequence[Layer], context: BuildContext) -> Partition:
-        names = [layer_name(layer) for layer in layers]
-        partition = resolve_partition(
-            self.settings.partition_method,
-            [float(count_parameters(layer, context)) for layer in layers],
-            names,
-            [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers],
-            len(self.placement),
-            what=f"{self.settings.num_stages} stages x {self.settings.num_chunks} chunks",
-            placement=self.placement,
-        )
-        self.layer_names = names
-        return partition
 
     def partition_table(self) -> str:
         """The layers of each stage, or chunk, a line each; of chunks also what those of each stage cost together."""

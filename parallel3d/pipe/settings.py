@@ -31,6 +31,7 @@ class BuildSettings:
     activation_checkpoint_interval: int
     sequence_parallel: bool
     layout_independent: bool
+    max_stage_bytes: int | None = None
 
 
 def settle(
@@ -75,6 +76,7 @@ def settle(
         ),
         sequence_parallel=layout.tensor_parallel.sequence_parallel,
         layout_independent=layout.rng.layout_independent,
+        max_stage_bytes=pipeline.max_stage_bytes,
     )
 
 

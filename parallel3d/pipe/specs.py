@@ -123,14 +123,13 @@ def check_layers(layers: Sequence[Layer]) -> None:
             raise PartitionError(f"layer {k} is {layer!r}; give a LayerSpec, a module or a function of one argument")
 
 
-def count_parameters(layer: Layer, context: BuildContext) -> int:
-    """Number of parameters of a layer, built without memory where its constructor allows that."""
+def blueprint(layer: Layer, context: BuildContext) -> nn.Module:
+    """A layer to look at, built without memory where its constructor allows that; an empty module for a function."""
     if not isinstance(layer, LayerSpec):
-        return sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0
+        return layer if isinstance(layer, nn.Module) else nn.Module()
     try:
         with torch.device("meta"):
-            module = layer.build(context)
+            return layer.build(context)
     except (RuntimeError, TypeError):
         # A constructor that looks at its weights' values (.item(), .numpy()) can't run on meta tensors.
-        module = layer.build(context)
-    return sum(p.numel() for p in module.parameters())
+        return layer.build(context)

@@ -16,7 +16,7 @@ from parallel3d.comm.differentiable import scatter_to_region
 from parallel3d.errors import CommunicationError, PartitionError
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import Slicing, slicing_of
-from parallel3d.pipe.specs import BuildContext, LayerSpec, count_parameters
+from parallel3d.pipe.specs import BuildContext, LayerSpec, blueprint
 from parallel3d.split_backward import make_splittable
 from parallel3d.tensor_parallel import (
     AttentionHeads,
@@ -32,14 +32,18 @@ from parallel3d.tensor_parallel import (
 THREE = Group((0, 1, 2), None)
 
 
+def size_of(layer: Any, context: Any) -> int:
+    return sum(parameter.numel() for parameter in blueprint(layer, context).parameters())
+
+
 def test_a_spec_gets_its_group_from_the_context_and_counts_its_slice() -> None:
     context: Any = BuildContext(groups=SimpleNamespace(model=THREE), device=torch.device("cpu"))
     spec = LayerSpec(ColumnParallelLinear, 4, 7, segments=(3, 4))
     layer = spec.build(context)
-    assert count_parameters(spec, context) == sum(p.numel() for p in layer.parameters()) == 3 * 4 + 3
+    assert size_of(spec, context) == sum(p.numel() for p in layer.parameters()) == 3 * 4 + 3
     assert slicing_of(layer.weight) == slicing_of(layer.bias) == Slicing(0, 7, ((0, 1), (3, 5)))
-    assert count_parameters(LayerSpec(RowParallelLinear, 7, 4), context) == 3 * 4 + 4
-    assert count_parameters(LayerSpec(VocabParallelEmbedding, 257, 4), context) == 86 * 4
+    assert size_of(LayerSpec(RowParallelLinear, 7, 4), context) == 3 * 4 + 4
+    assert size_of(LayerSpec(VocabParallelEmbedding, 257, 4), context) == 86 * 4
     assert LayerSpec(ColumnParallelLinear, 4, 7).build(None).weight.shape == (7, 4)
 
 
