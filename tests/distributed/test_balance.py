@@ -9,9 +9,11 @@ import torch
 import toy
 from layouts import BASE_SEED, STEPS, Run, check, own_iterator, run_reference, run_steps, specs
 from reference import Reference
+from torch import nn
 
 import parallel3d
-from parallel3d.pipe import PipelineModule
+from parallel3d.errors import PartitionError
+from parallel3d.pipe import LayerSpec, PipelineModule
 
 ACCUMULATION = 4
 CONFIG: dict[str, Any] = {
@@ -23,12 +25,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def train_by(method: str, pp: int, dp: int, chunks: int, limit: int | None = None) -> tuple[Run, tuple[int, ...], int]:
-    """On one rank: the run, the bounds, and the bytes of model state that the rank holds."""
+def train_by(method: str, pp: int, dp: int, chunks: int) -> tuple[Run, tuple[int, ...]]:
+    """On one rank: the run and the bounds."""
     inputs, labels = toy.micro_batch(0, "tuple")
     pipeline: dict[str, Any] = {"stages": pp, "num_chunks": chunks, "partition": method}
     pipeline |= {"schedule": "interleaved"} if chunks > 1 else {}
-    pipeline |= {} if limit is None else {"max_stage_bytes": limit}
     config = {**CONFIG, "pipeline": pipeline}
     module = PipelineModule(
         specs(toy.model(tied=True)),
@@ -42,8 +43,7 @@ def train_by(method: str, pp: int, dp: int, chunks: int, limit: int | None = Non
     engine, *_ = parallel3d.initialize(model=module, config=config)
     total = STEPS * ACCUMULATION * dp
     run = run_steps(engine, own_iterator(engine, [toy.micro_batch(g, "tuple") for g in range(total)]), STEPS)
-    held = sum(info.parameter.nbytes for info in module.parameter_infos())
-    return run, module.partition.bounds, held
+    return run, module.partition.bounds
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,48 @@ def test_numbers_equal_one_process(run_ranks, method: str, pp: int, dp: int, chu
     reference = Reference(toy.model(tied=True), toy.cross_entropy, make_sgd, base_seed=BASE_SEED)
     per_step = ACCUMULATION * dp
     wanted = run_reference(reference, [toy.micro_batch(g, "tuple") for g in range(STEPS * per_step)], per_step)
-    check([run for run, _, _ in ranks], wanted, dp)
-    assert len({bounds for _, bounds, _ in ranks}) == 1
+    check([run for run, _ in ranks], wanted, dp)
+    assert len({bounds for _, bounds in ranks}) == 1
 
 
 def make_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+SIZE, SAMPLE, REPLICAS = 64, 1024, 2
+
+
+def bounds_under(limit: int, zero: int) -> tuple[int, ...] | str:
+    """The bounds of six equal linears without bias on two stages, or the error."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLE,
+        "gradient_accumulation_steps": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "pipeline": {"stages": 2, "max_stage_bytes": limit},
+    }
+    layers = [LayerSpec(nn.Linear, SIZE, SIZE, bias=False) for _ in range(6)]
+    try:
+        return PipelineModule(layers, config=config, sample_input=torch.zeros(SAMPLE, SIZE)).partition.bounds
+    except PartitionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_limit_counts_model_state_and_activations_in_flight(run_ranks, zero: int) -> None:
+    # Of each weight: bf16, fp32 accumulator; master and two moments in fp32, shared by the replicas under ZeRO-1.
+    state = SIZE * SIZE * (2 + 4 + 12 // (REPLICAS if zero else 1))
+    saved = SAMPLE * SIZE * 2  # a linear's input in bf16
+    # 1F1B's first stage of two holds two micro-batches, the last one.
+    peaks = {k: max(k * (state + 2 * saved), (6 - k) * (state + saved)) for k in range(1, 6)}
+    assert peaks[2] < peaks[3]
+
+    def found(limit: int) -> tuple[int, ...] | str:
+        answers = set(run_ranks(2 * REPLICAS, bounds_under, limit, zero))
+        assert len(answers) == 1
+        return answers.pop()
+
+    assert found(peaks[3]) == (0, 3, 6)  # equal numbers of parameters
+    assert found(peaks[3] - 1) == found(peaks[2]) == (0, 2, 6)
+    assert f"the smallest limit that works is {peaks[2]}. " in found(peaks[2] - 1)
