@@ -13,6 +13,9 @@ from torch import nn
 
 import parallel3d
 from parallel3d.errors import PartitionError
+from parallel3d.models.config import DecoderConfig
+from parallel3d.models.decoder import decoder
+from parallel3d.models.loss import CausalLMLoss
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 ACCUMULATION = 4
@@ -99,3 +102,37 @@ def test_a_limit_counts_model_state_and_activations_in_flight(run_ranks, zero: i
     assert found(peaks[3]) == (0, 3, 6)  # equal numbers of parameters
     assert found(peaks[3] - 1) == found(peaks[2]) == (0, 2, 6)
     assert f"the smallest limit that works is {peaks[2]}. " in found(peaks[2] - 1)
+
+
+def sliced_costs(method: str, tp: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Of a Llama on one stage in two chunks, over `tp` slices."""
+    config = DecoderConfig(
+        vocab_size=64, hidden_size=32, ffn_size=64, num_layers=6, num_heads=4, num_kv_heads=2, max_positions=16
+    )
+    ids = torch.arange(32).view(2, 16)
+    module = PipelineModule(
+        decoder(config),
+        loss_fn=CausalLMLoss(),
+        config={
+            "tensor_parallel": {"size": tp, "sequence_parallel": tp > 1},
+            "pipeline": {"stages": 1, "num_chunks": 2, "schedule": "interleaved", "partition": method},
+        },
+        sample_input=ids,
+        sample_labels=ids,
+    )
+    return module.partition.costs, module.partition.bounds
+
+
+def test_sliced_layers_are_traced_whole_and_count_their_share(run_ranks) -> None:
+    ((whole, bounds),) = run_ranks(1, sliced_costs, "flops", 1)
+    sliced = run_ranks(2, sliced_costs, "flops", 2)
+    for costs, own_bounds in sliced:
+        assert own_bounds == bounds
+        # All but norms, which no rank slices, and these are small.
+        assert sum(costs) == pytest.approx(sum(whole) / 2, rel=0.05)
+
+
+def test_sliced_layers_are_measured_together(run_ranks) -> None:
+    first, second = run_ranks(2, sliced_costs, "profile", 2)
+    assert first == second
+    assert min(first[0]) > 0
