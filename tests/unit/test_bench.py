@@ -278,7 +278,7 @@ def test_one_command_runs_cases_and_writes_them_down(tmp_path: Path):
         "--size",
         "tiny",
         "--cases",
-        "pp1-half,pp2-interleaved2-half",
+        "pp1-half,pp2-interleaved2-half-roofline",
     ]
     command += "--warmup 1 --steps 2 --micro_batches 2 --commit abc --out".split()
     done = subprocess.run([*command, str(out)], capture_output=True, text=True, timeout=300)
@@ -294,4 +294,12 @@ def test_one_command_runs_cases_and_writes_them_down(tmp_path: Path):
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
     assert len(two["peak_gib"]) == 2
     assert 0 <= two["simulated_bubble"] < two["bubble"] < 1
-    assert "pp2-interleaved2-half" in done.stdout.splitlines()[-3]
+    assert "pp2-interleaved2-half-roofline" in done.stdout.splitlines()[-3]
+    roofline = two["roofline"]
+    parts = [sum(of_rank) for of_rank in zip(*roofline["parts_ns"].values(), strict=True)]
+    assert parts == roofline["step_ns"]
+    assert min(roofline["parts_ns"]["GEMM"] + roofline["parts_ns"]["attention"]) > 0
+    # The convention counts the norms' weights among the matrices.
+    flops = sum(roofline["gemm_flops"]) + sum(roofline["attention_flops"])
+    tokens = 2 * ours.SIZES["tiny"].seq
+    assert flops == pytest.approx(tokens * ours.flops_per_token(ours.SIZES["tiny"]), rel=0.01)

@@ -36,6 +36,7 @@ OPTIONS = {
     "flops": "layers are split by their FLOPs",
     "profile": "layers are split by their measured times",
     "weights": "layers are split by the weights that the workload gives",
+    "roofline": "one more step is profiled, kernel by kernel",
     "purebf16": "torch: bf16 weights without FSDP",
     "reshard": "fsdp: parameters are dropped after the forward",
 }
@@ -200,7 +201,7 @@ def _own_arguments(case: Case, work: Workload) -> list[str]:
     arguments = ["--size", work.size, "--micro_batch", work.micro_batch, "--micro_batches", work.micro_batches]
     arguments += ["--warmup", work.warmup, "--steps", work.steps, "--pp", case.pp, "--dp", case.dp]
     arguments += ["--tp", case.tp] if case.tp > 1 else []
-    arguments += _flags(case, sp="--sequence_parallel", compile="--compile", cudnn="--cudnn")
+    arguments += _flags(case, sp="--sequence_parallel", compile="--compile", cudnn="--cudnn", roofline="--roofline")
     arguments += ["--schedule", case.schedule, "--chunks", case.chunks, "--zero", case.zero]
     if case.max_in_flight is not None:
         arguments += ["--max_in_flight", case.max_in_flight]

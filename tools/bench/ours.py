@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from profiled import roofline_figures
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -93,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulate", choices=["fp32", "bf16"], help="dtype of gradient accumulation")
     parser.add_argument("--communicate", choices=["fp32", "bf16"], help="dtype of gradient reduction")
     parser.add_argument("--reduce_per_micro_batch", choices=["true", "false", "auto"], default="auto")
+    parser.add_argument("--roofline", action="store_true", help="profile one more step, kernel by kernel")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON merged into the configuration")
     return parser.parse_args()
 
@@ -301,6 +304,10 @@ def main() -> None:
         if args.pp > 1:
             engine.profile_next_batch()
             engine.train_batch(data)
+        if args.roofline:
+            seq, samples = SIZES[args.size].seq, args.micro_batch * args.micro_batches
+            step = partial(engine.train_batch, data)
+            extra["roofline"] = roofline_figures(step, engine.module, seq, samples * seq)
     if args.pp > 1:
         extra.update(pipeline_figures(*engine.timeline()))
     if (plan := engine.schedule_plan) is not None:

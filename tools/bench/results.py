@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from roofline import exposed_communication, roofline_table
+
 Record = Mapping[str, Any]
 OWN = "parallel3d"
 TOLERANCE = 0.02  # relative: frameworks draw other initial weights, and some report the last micro-batch's loss
@@ -88,6 +90,7 @@ HEADERS = (
     "MFU",
     "bubble: measured / simulated",
     "saved over 1F1B: measured / simulated",
+    "exposed comm.",
     "peak GiB",
     "loss",
     "time / baseline",
@@ -118,9 +121,19 @@ def _row(record: Record, records: Sequence[Record], baselines: Sequence[str]) ->
         f"{result['mfu']:.1%}" if result["mfu"] else "",
         f"{result['bubble']:.1%} / {result['simulated_bubble']:.1%}" if "bubble" in result else "",
         "{:.1%} / {:.1%}".format(*gains) if gains else "",
+        "{:,.1f} ms, {:.1%}".format(*exposed_communication(result["roofline"])) if "roofline" in result else "",
         f"{peak:.1f}" if peak else "",
         f"{loss:.4f}" if loss is not None else "",
         f"{result['step_s'] / baseline['result']['step_s']:.3f} of {baseline['case']}" if baseline else "",
+    ]
+
+
+def rooflines(records: Iterable[Record]) -> list[tuple[str, list[list[str]]]]:
+    """(heading, table) of where each millisecond goes, for each record that has a profiled step."""
+    return [
+        (f"Where each millisecond of a profiled step of `{record['case']}` goes:", roofline_table(result["roofline"]))
+        for record in passed(records)
+        if "roofline" in (result := record["result"])
     ]
 
 

@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from cases import Case, CaseError, Workload, command_of, parse_case
 from host import cuda_version, describe_hardware, find_commit, find_gpus, find_versions
-from results import agreement, as_text, describe_agreement, make_table
+from results import agreement, as_text, describe_agreement, make_table, rooflines
 
 ROOT = Path(__file__).parents[2]
 OWN_CASES = "dp4-zero1,dp4-zero2,pp2dp2-zero1,pp2dp2-zero2,pp4-1f1b,pp4-zb-h1,pp4-zbv,pp4-interleaved2"
@@ -246,6 +246,8 @@ def main() -> int:
         run |= {"cases": records, "agreement": agreement(records)}
         args.out.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     table = make_table(records, split_names(args.baseline))
+    for heading, parts in rooflines(records):
+        print("", heading, as_text(parts), sep="\n")
     print("", as_text(table), "", *describe_agreement(run["agreement"]), sep="\n")
     good = all(record["status"] == "ok" for record in records) and all(group["agree"] for group in run["agreement"])
     return 0 if good else 1

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import as_markdown, describe_agreement, make_table
+from results import as_markdown, describe_agreement, make_table, rooflines
 
 
 def section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
-    """Heading lines that say what was run where, the table, whether losses agreed, what failed."""
+    """Heading lines that say what was run where, the table, whether losses agreed, what failed, where profiled steps' time went."""
     hardware, versions, work = run["hardware"], run["versions"], run["workload"]
     machine = f"{hardware['count']} x {hardware['name']}"
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -29,6 +29,7 @@ def section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
         "",
         *describe_agreement(run["agreement"]),
         *(f"`{record['case']}` {record['status']}: {_reason(record)}" for record in run["cases"] if "error" in record),
+        *(line for heading, table in rooflines(run["cases"]) for line in ("", heading, "", as_markdown(table))),
         "",
         f"`{run['command']}`",
     ]
