@@ -245,9 +245,10 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
     def _run_program(self, program: Program, batch: Batch) -> BatchResult:
         owners = self._programs.replica_owners
         if batch.training and self._memory_next:
-            memory = MemoryRecorder(self._model.device, self._messages.in_transit)
-            with memory.running():
-                result = self._executor.run(program, owners, batch, memory, no_record)
+            with self._messages.tracking() as in_transit:
+                memory = MemoryRecorder(self._model.device, in_transit)
+                with memory.running():
+                    result = self._executor.run(program, owners, batch, memory, no_record)
             self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
             return result
         recorder = self._monitor.recorder_of(program) if batch.training else None

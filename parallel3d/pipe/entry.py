@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter
 
+# What makes autograd record an entry; it never gets a gradient.
+_ANCHOR = torch.empty(0, requires_grad=True)
+
 
 class Entry:
     """Catches the gradients of tensors that come from another chunk.
@@ -21,11 +24,10 @@ class Entry:
         # Not the tensors: what the chunk itself holds of its input is its own affair.
         self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._gradients: dict[int, Tensor] = {}
-        anchor = torch.empty(0, requires_grad=True)
         for k, tensor in enumerate(tensors):
             # Entering writes nothing: a chunk of this rank that saved its output for the backward must not notice.
             with _unsafe_preserve_version_counter(tensor):
-                _Enter.apply(anchor, tensor, self._gradients, k)
+                _Enter.apply(_ANCHOR, tensor, self._gradients, k)
 
     def gradients(self) -> list[Tensor]:
         """One for each tensor, zeros where the backward did not reach it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from parallel3d.zero.reducer import GradientReducer
 
 Place = tuple[int, int]  # (chunk, micro-batch)
 Recorder = Callable[[Instruction], AbstractContextManager[None]]
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class _InFlight:
     structure: Structure | None
 
 
+class _Task(NamedTuple):
+    """What is done at one position of a list, settled before it first runs: what to wait for, then what to run."""
+
+    position: int
+    instruction: Instruction
+    wait: Callable[[Instruction], None] | None
+    run: Callable[[Instruction], None]
+
+
 class Executor:
     """Holds the activations and gradients in flight of one batch, and nothing between batches.
 
@@ -97,7 +108,7 @@ class Executor:
             Op.GATHER_PARAMS: self._gather_params,
             Op.REDUCE_REPLICAS: self._reduce_replicas,
         }
-        self._run_backward: dict[Op, Callable[[Instruction, Sequence[Instruction]], None]] = {
+        self._run_backward: dict[Op, Callable[..., None]] = {
             Op.BACKWARD: self._backward,
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
@@ -108,6 +119,7 @@ class Executor:
             Op.BACKWARD: self._wait_for_gradients,
             Op.BACKWARD_INPUT: self._wait_for_gradients,
         }
+        self._planned: tuple[Program | None, list[_Task]] = (None, [])
         self._clear()
 
     def _clear(self) -> None:
@@ -129,29 +141,42 @@ class Executor:
         that type too.
         """
         self._batch, self._result, self._owners = batch, BatchResult(), owners
-        instructions = program.instructions[self._module.stage_id]
+        tasks = self._plan(program)
         now = ACTIVITY.start_program(program, batch.training)
         self._messages.begin(batch.signatures, batch.training)
-        with torch.set_grad_enabled(batch.training):
-            for position, i in enumerate(instructions):
-                if i.op is Op.REDUCE_GRADS:
-                    continue  # launched by the backward it stands behind
-                now[POSITION] = position
-                try:
-                    if i.op in self._wait:
+        try:
+            with torch.set_grad_enabled(batch.training):
+                for position, i, wait_for, run in tasks:
+                    now[POSITION] = position
+                    if wait_for is not None:
                         with wait(i):
-                            self._wait[i.op](i)
+                            wait_for(i)
                     with record(i):
-                        if i.op in self._run_backward:
-                            self._run_backward[i.op](i, reduces_behind(instructions, position))
-                        else:
-                            self._run[i.op](i)
-                except Exception as error:
-                    self._clear()
-                    raise execution_error(self._explain(i, error), error) from error
+                        run(i)
+        except Exception as error:
+            self._clear()
+            failed = program.instructions[self._module.stage_id][now[POSITION]]
+            raise execution_error(self._explain(failed, error), error) from error
         self._messages.finish()
         self._clear()
         return self._result
+
+    def _plan(self, program: Program) -> list[_Task]:
+        """This rank's list, settled once for as long as the program stays the same."""
+        if self._planned[0] is not program:
+            instructions = program.instructions[self._module.stage_id]
+            # REDUCE_GRADS are launched by the backward they stand behind.
+            places = [(k, i) for k, i in enumerate(instructions) if i.op is not Op.REDUCE_GRADS]
+            tasks = [_Task(k, i, self._wait.get(i.op), self._method(i, instructions, k)) for k, i in places]
+            self._planned = (program, tasks)
+        return self._planned[1]
+
+    def _method(
+        self, i: Instruction, instructions: Sequence[Instruction], position: int
+    ) -> Callable[[Instruction], None]:
+        if i.op in self._run_backward:
+            return partial(self._run_backward[i.op], reduces=reduces_behind(instructions, position))
+        return self._run[i.op]
 
     def _explain(self, i: Instruction, error: Exception) -> str:
         first_line = next(iter(str(error).splitlines()), "")
@@ -255,7 +280,7 @@ class Executor:
         with self._reducer.backward(reduces):
             self._run_autograd(i)
 
-    def _backward_input(self, i: Instruction, _: Sequence[Instruction]) -> None:
+    def _backward_input(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
         with self._reducer.backward_input((i.chunk, i.micro_batch)):
             self._run_autograd(i)
 
@@ -312,4 +337,4 @@ def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
 
 def no_record(_: Instruction) -> AbstractContextManager[None]:
     """A Recorder that records nothing."""
-    return nullcontext()
+    return _NOTHING

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,12 +46,12 @@ class Structure:
     def __str__(self) -> str:
         return str(tree_unflatten(self.leaves, self.tree))
 
-    @property
+    @cached_property
     def tensors(self) -> list[TensorSpec]:
         """The tensors that travel forward, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
-    @property
+    @cached_property
     def gradients(self) -> list[TensorSpec]:
         """The tensors whose gradients travel back, in order."""
         return [leaf for leaf in self.tensors if leaf.requires_grad]
@@ -144,7 +146,7 @@ class Messages:
         self._dynamic = dynamic
         self._structures = _Structures(most_structures)
         self._unposted: dict[int, deque[Receipt]] = {}
-        self._leaving: list[tuple[StorageWeakRef, int]] = []
+        self._leaving: list[tuple[StorageWeakRef, int]] | None = None
         self._met: set[tuple[int, bool]] = set()
         self._careful = 0
 
@@ -215,13 +217,22 @@ class Messages:
 
     def let_go(self, sent: Sequence[Tensor]) -> None:
         """Say that of these tensors nothing is needed any more but that they arrive."""
-        storages = [tensor.untyped_storage() for tensor in sent]
-        self._leaving = [other for other in self._leaving if not other[0].expired()]
-        self._leaving += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+        if self._leaving is not None:
+            storages = [tensor.untyped_storage() for tensor in sent]
+            self._leaving += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
 
-    def in_transit(self) -> int:
-        """Bytes of tensors that are there only because they may not have left."""
-        return sum(nbytes for storage, nbytes in self._leaving if not storage.expired())
+    @contextmanager
+    def tracking(self) -> Iterator[Callable[[], int]]:
+        """For what runs inside: how many bytes of tensors are there only because they may not have left.
+
+        For reports of memory alone: keeping track takes time at every message.
+        """
+        leaving: list[tuple[StorageWeakRef, int]] = []
+        self._leaving = leaving
+        try:
+            yield lambda: sum(nbytes for storage, nbytes in leaving if not storage.expired())
+        finally:
+            self._leaving = None
 
     def known_structure(self, key: Key) -> Structure | None:
         """The cached structure of a chunk's output, where one can be relied on."""
@@ -229,7 +240,7 @@ class Messages:
 
     def wait(self, receipt: Receipt, stage: int) -> list[Tensor]:
         """The message's tensors. Those ahead of it in its channel are posted first, so that the order holds."""
-        queue = self._unposted.get(stage, deque())
+        queue = self._unposted[stage]  # where the receipt was posted
         while receipt in queue:
             self._start(queue.popleft(), stage, block=True)
         self._start_known(stage)

@@ -170,16 +170,18 @@ class GradientReducer:
         with self.launching(reduces, self.sink.pending(place)):
             self.sink.run_deferred(place)
 
-    @contextmanager
-    def launching(self, reduces: Sequence[Instruction], pending: set[nn.Parameter] | None = None) -> Iterator[None]:
+    def launching(
+        self, reduces: Sequence[Instruction], pending: set[nn.Parameter] | None = None
+    ) -> AbstractContextManager[None]:
         """Launch these REDUCE_GRADS in order, each as soon as what runs inside has filled its bucket.
 
         pending: the parameters whose gradients are still to come, all by default. What is still missing one at the end
         (parameters that the graph didn't reach) is launched then.
         """
-        if not reduces:
-            yield
-            return
+        return self._launching(reduces, pending) if reduces else nullcontext()
+
+    @contextmanager
+    def _launching(self, reduces: Sequence[Instruction], pending: set[nn.Parameter] | None) -> Iterator[None]:
         assert all(i.bucket is not None for i in reduces)
         buckets = [self.buckets[(i.chunk,)][i.bucket or 0] for i in reduces]
         self._to_launch.extend(buckets)

@@ -80,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--dp", type=int, default=1, help="replicas")
     parser.add_argument("--tp", type=int, default=1, help="tensor slices, of parallel3d.models' decoder")
+    parser.add_argument("--sliced_layers", action="store_true", help="that decoder even without slices")
     parser.add_argument("--sequence_parallel", action="store_true")
     parser.add_argument("--compile", action="store_true", help="compile layers and loss")
     parser.add_argument("--cudnn", action="store_true", help="attention by cuDNN where it can")
@@ -133,7 +134,8 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
 
 def _partition(args: argparse.Namespace) -> str | list[int] | dict[str, Any]:
     if args.partition == "blocks":
-        num_blocks, units, behind = SIZES[args.size].layers, len(UNITS[args.units]), 1 if args.tp == 1 else 2
+        num_blocks, units = SIZES[args.size].layers, len(UNITS[args.units])
+        behind = 2 if has_sliced_layers(args) else 1
         return equal_block_bounds(num_blocks, args.pp * args.chunks, units, behind)
     if args.partition[0] in "[{":
         given: list[int] | dict[str, Any] = json.loads(args.partition)
@@ -273,17 +275,31 @@ def attention_backend(cudnn: bool) -> AbstractContextManager[None]:
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True)
 
 
+def has_sliced_layers(args: argparse.Namespace) -> bool:
+    """Whether a case's layers are those of parallel3d.models, which slice themselves."""
+    return args.tp > 1 or bool(args.sliced_layers)
+
+
+def layer_specs(args: argparse.Namespace) -> list[LayerSpec]:
+    """The decoder of a case: of examples/train_llama.py's layers, or of those that slice themselves."""
+    size = SIZES[args.size]
+    return decoder(sliced_decoder(size)) if has_sliced_layers(args) else decoder_layers(size, args.units)
+
+
+def loss_of(args: argparse.Namespace) -> Callable[[Any, Any], Any]:
+    """The loss function that goes with the layers."""
+    return causal_lm_loss if has_sliced_layers(args) else loss_fn
+
+
 def build(args: argparse.Namespace) -> Engine:
     """The engine of a case. Collective."""
-    size = SIZES[args.size]
     parallel3d.init_distributed()
     world = dist.get_world_size()
     if args.pp * args.tp * args.dp != world:
         needed = args.pp * args.tp * args.dp
         raise SystemExit(f"pp {args.pp} x tp {args.tp} x dp {args.dp} needs {needed} processes, not {world}")
     config = make_config(args, torch.cuda.is_available())
-    layers = decoder(sliced_decoder(size)) if args.tp > 1 else decoder_layers(size, args.units)
-    model = PipelineModule(layers, loss_fn=loss_fn if args.tp == 1 else causal_lm_loss, seed_layers=True, config=config)
+    model = PipelineModule(layer_specs(args), loss_fn=loss_of(args), seed_layers=True, config=config)
     engine, *_ = parallel3d.initialize(model=model, config=config)
     return engine
 

@@ -1,0 +1,176 @@
+"""Host time per instruction of executor, messages and reducer, on the CPU: one rank of a pipeline whose others are a fake.
+
+python tools/bench/overhead.py --steps 1000
+
+The rank runs its list of a real program by the real Executor, Messages and GradientReducer, over a transport that takes every
+message and delivers every receipt at once. Its layers are linears of 8 features; what they take, forward and backward, is
+measured by calling them alone in the same order, and subtracted. Times are the CPU time of the thread, so that what else
+the machine does counts less. Not in it: what gloo or NCCL take to post a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.collectives import DONE, Group, Work
+from parallel3d.parameters import ParameterInfo
+from parallel3d.pipe.executor import Batch, Executor, no_record
+from parallel3d.pipe.messages import Messages, describe
+from parallel3d.precision import Precision
+from parallel3d.schedule.builders import build
+from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.lowering import add_gradient_reduction, lower
+from parallel3d.zero.policy import ZeroPolicy
+from parallel3d.zero.reducer import GradientReducer
+
+FEATURES = 8
+# (schedule, stages, chunks a stage, rank): ends and middles of pipelines, whole and split backwards.
+SETTINGS = (("1f1b", 4, 1, 1), ("interleaved", 4, 2, 0), ("interleaved", 4, 2, 3), ("zb-h1", 4, 1, 2))
+
+
+class Prompt:
+    """A transport on which every message arrives at once: see parallel3d.comm.transport.Transport."""
+
+    def __init__(self, header: Any):
+        self._header = header
+
+    def send(self, tensors: Sequence[Tensor], stage: int) -> None:
+        """Forget them."""
+
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
+        """They are here, whatever is in them."""
+        return [DONE] * len(buffers)
+
+    def send_header(self, header: Any, stage: int) -> None:
+        """Forget it."""
+
+    def receive_header(self, stage: int) -> Any:
+        """Every chunk's output is alike."""
+        return self._header
+
+    def use_host(self, use: bool) -> None:
+        """It's all the same."""
+
+    def finish(self) -> None:
+        """All has left."""
+
+
+class Stage:
+    """What the executor needs of a PipelineModule: a linear for each chunk of this rank, and a loss."""
+
+    def __init__(self, placement: Sequence[int], rank: int):
+        self.placement, self.stage_id = tuple(placement), rank
+        self.device = torch.device("cpu")
+        self.groups = SimpleNamespace(rank=rank)
+        own = [c for c, stage in enumerate(placement) if stage == rank]
+        self.layers = {c: nn.Linear(FEATURES, FEATURES, bias=False) for c in own}
+
+    def forward_chunk(self, chunk: int, inputs: Tensor, _: object) -> Tensor:
+        """The chunk's only layer."""
+        return self.layers[chunk](inputs)
+
+    def loss_fn(self, output: Tensor, _: Tensor) -> Tensor:
+        """The sum."""
+        return output.sum()
+
+    def infos(self) -> list[ParameterInfo]:
+        """Its parameters."""
+        return [ParameterInfo(f"layers.{c}.weight", layer.weight, (c,)) for c, layer in self.layers.items()]
+
+
+class Rank:
+    """One rank of a pipeline, the others of which are prompt; `step` runs a batch, `layers_alone` only what layers do in it."""
+
+    def __init__(self, schedule: str, num_stages: int, num_chunks: int, rank: int, num_micro_batches: int):
+        program = build(schedule, num_stages, num_micro_batches, num_chunks, "loop")
+        self.stage = Stage(program.placement, rank)
+        self.reducer = GradientReducer(self.stage.infos(), ZeroPolicy(0, 1 << 30), rank, Group((rank,), None), {})
+        buckets = [1] * program.num_chunks
+        self.program: Program = add_gradient_reduction(lower(program), buckets)
+        self.instructions = [i for i in self.program.instructions[rank] if i.op is not Op.REDUCE_GRADS]
+        if any(i.op is Op.BACKWARD_WEIGHT for i in self.instructions):
+            for layer in self.stage.layers.values():
+                self.reducer.split_backward(layer)
+        self.sample = torch.ones(1, FEATURES)
+        output = torch.ones(1, FEATURES, requires_grad=True)
+        self.messages = Messages(Prompt(describe(output)[0]), self.stage.device, dynamic=False)
+        stage: Any = self.stage
+        self.executor = Executor(stage, self.messages, self.reducer, lambda chunk: None, Precision())
+        self.alone = Stage(program.placement, rank)
+
+    def step(self) -> None:
+        """A batch, as the engine runs it, but for the optimizer."""
+        count = self.program.num_micro_batches
+        batch = Batch([(self.sample, self.sample)] * count, [7] * count, training=True)
+        self.reducer.start_step()
+        self.executor.run(self.program, (), batch, no_record, no_record)
+        self.reducer.finish_step()
+
+    def layers_alone(self) -> None:
+        """The same forwards and backwards, by plain PyTorch."""
+        last = len(self.alone.placement) - 1
+        outputs: dict[tuple[int, int], Tensor] = {}
+        for i in self.instructions:
+            if i.op is Op.FORWARD:
+                output = self.alone.forward_chunk(i.chunk, self.sample.detach().requires_grad_(i.chunk > 0), None)
+                outputs[i.chunk, i.micro_batch] = output.sum() if i.chunk == last else output
+            elif i.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+                output = outputs.pop((i.chunk, i.micro_batch))
+                torch.autograd.backward(output, torch.ones_like(output))
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Microseconds of host time per instruction; first, last: medians of the first and the last tenth of the steps."""
+
+    schedule: str
+    rank: int
+    instructions: int
+    median_us: float
+    first_us: float
+    last_us: float
+    layers_us: float
+
+
+def measure(setting: tuple[str, int, int, int], num_micro_batches: int, steps: int) -> Overhead:
+    """Median over steps; each step's layers alone are timed right behind it, so that both see the same machine."""
+    rank = Rank(*setting, num_micro_batches)
+    for _ in range(3):
+        rank.step(), rank.layers_alone()
+    count = len(rank.instructions)
+    pairs = [(_microseconds(rank.step) / count, _microseconds(rank.layers_alone) / count) for _ in range(steps)]
+    own = [whole - layers for whole, layers in pairs]
+    tenth = max(1, steps // 10)
+    medians = [median(values) for values in (own, own[:tenth], own[-tenth:], [layers for _, layers in pairs])]
+    return Overhead(setting[0], setting[3], count, *(round(us, 2) for us in medians))
+
+
+def _microseconds(function: Callable[[], None]) -> float:
+    start = time.thread_time_ns()
+    function()
+    return (time.thread_time_ns() - start) / 1e3
+
+
+def main() -> None:
+    """Measure every setting and print a line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--micro_batches", type=int, default=8)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for setting in SETTINGS:
+        print(json.dumps(asdict(measure(setting, args.micro_batches, args.steps))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
