@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import parallel3d
 from parallel3d.engine import Engine
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
-from parallel3d.pipe import PipelineModule
+from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.schedule.builders import one_f_one_b
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.simulate import Cost, Timeline, measured_cost, simulate

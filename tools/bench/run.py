@@ -209,13 +209,15 @@ def show(record: Mapping[str, Any]) -> None:
         print(f"    {line[:400]}", flush=True)
 
 
-def describe_run(args: argparse.Namespace, gpus: list[dict[str, str]], work: Workload) -> dict[str, Any]:
+def describe_run(
+    args: argparse.Namespace, gpus: list[dict[str, str]], work: Workload, script: str = "run.py"
+) -> dict[str, Any]:
     """All of a run but its cases. Of paths on the command line the last part alone: the rest says nothing."""
     words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": args.commit or find_commit(),
-        "command": shlex.join(["python", "tools/bench/run.py", *words]),
+        "command": shlex.join(["python", f"tools/bench/{script}", *words]),
         "hardware": describe_hardware(gpus),
         "versions": find_versions(),
         "workload": vars(work),

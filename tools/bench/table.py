@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deviations import deviation_table, verdict
 from results import as_markdown, describe_agreement, make_table, rooflines
 
 
 def section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
-    """Heading lines that say what was run where, the table, whether losses agreed, what failed, where profiled steps' time went."""
-    hardware, versions, work = run["hardware"], run["versions"], run["workload"]
-    machine = f"{hardware['count']} x {hardware['name']}"
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    """Heading lines that say what was run where, the table, whether losses agreed, what failed, where time went."""
+    work = run["workload"]
     lines = [
-        f"{run['date'][:10]}, {machine}, commit {run['commit']}; {packages}.",
+        _where(run),
         f'Model "{work["size"]}", {work["micro_batches"]} micro-batches of {work["micro_batch"]} a step and replica; medians '
         f"of {work['steps']} steps after {work['warmup']}.",
         "",
@@ -34,6 +33,29 @@ def section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
         f"`{run['command']}`",
     ]
     return "\n".join(lines)
+
+
+def curves_section(run: Mapping[str, Any]) -> str:
+    """The same of loss curves: what was run where, the differences, the verdict."""
+    work = run["workload"]
+    lines = [
+        _where(run),
+        f'Model "{work["size"]}", {work["steps"]} steps of {work["micro_batches"]} micro-batches of {work["micro_batch"]}, '
+        "of all replicas together.",
+        "",
+        as_markdown(deviation_table(run)),
+        "",
+        verdict(run),
+        "",
+        f"`{run['command']}`",
+    ]
+    return "\n".join(lines)
+
+
+def _where(run: Mapping[str, Any]) -> str:
+    machine = f"{run['hardware']['count']} x {run['hardware']['name']}"
+    packages = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    return f"{run['date'][:10]}, {machine}, commit {run['commit']}; {packages}."
 
 
 def _reason(record: Mapping[str, Any]) -> str:
@@ -52,13 +74,14 @@ def insert(page: str, name: str, text: str) -> str:
 def main() -> None:
     """Print the section, or put it in its place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file that run.py wrote")
+    parser.add_argument("results", type=Path, help="a file that run.py or curves.py wrote")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="a markdown page with the markers")
     parser.add_argument("--name", help="of the section; default: the results file's name without .json")
     parser.add_argument("--baseline", default="", help="cases to compare with, first choice first; default: the peers")
     args = parser.parse_args()
     run = json.loads(args.results.read_text(encoding="utf-8"))
-    text = section(run, [name for name in args.baseline.split(",") if name])
+    baselines = [name for name in args.baseline.split(",") if name]
+    text = curves_section(run) if "curves" in run else section(run, baselines)
     if args.into is None:
         print(text)
         return

@@ -1,0 +1,140 @@
+"""Loss curves of cases beside those of plain PyTorch on the same data: a JSON file and a plot.
+
+python tools/bench/curves.py --size 1b --cases dp2-zero2,pp2-zb-h1-compile-cudnn --out curves.json --plot loss_curves.svg
+python tools/bench/table.py curves.json --into docs/benchmarks.md --name loss_curves
+
+The plain runs (curve_run.py) are one in fp32, and some in bf16 that differ in rounding alone: by how much they differ is the
+noise. Cases with tensor slices have other layers; where one is among the cases, all runs have them. Exits with 1 when a case
+has no curve, or one that isn't within noise (deviations.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cases import OWN, Case, CaseError, Workload, command_of, parse_case
+from deviations import deviation_table, noise, verdict
+from host import cuda_version, find_gpus
+from results import as_text
+from run import describe_run, environment, error_lines, find_result, run_process, split_names, start_command
+
+CASES = "dp2-zero1,dp2-zero2-permicro,pp2-zb-h1,pp2-zbv,pp2-zb-looped4-cap1.5"
+WORKER = str(Path(__file__).with_name("curve_run.py"))
+PLAIN = 4  # processes, one for each of curve_run.PLAIN, which only a process with PyTorch can read
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="1b", help="of the model; always tiny on the CPU")
+    parser.add_argument(
+        "--cases", default=CASES, help="separated by commas; all with --micro_batches micro-batches a step"
+    )
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--micro_batch", type=int, default=1, help="samples")
+    parser.add_argument("--micro_batches", type=int, default=8, help="a step, of all replicas together")
+    parser.add_argument("--lr", type=float, help="default: 3e-3 for tiny, else 3e-4")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take, and the plain runs")
+    parser.add_argument("--commit", help="of the code, where git can't say")
+    parser.add_argument("--cpu", action="store_true", help="use no GPU")
+    parser.add_argument("--out", type=Path, default=Path("curves.json"))
+    parser.add_argument("--plot", type=Path, help="an image; the suffix says which kind")
+    return parser.parse_args()
+
+
+def commands_of(cases: list[Case], args: argparse.Namespace, size: str) -> dict[str, list[str]]:
+    """Processes and command line of the plain runs (""), and of each case. Raises CaseError."""
+    lr = args.lr or (3e-3 if size == "tiny" else 3e-4)
+    settings = json.dumps({"optimizer": {"params": {"lr": lr}}})
+    sliced = ["--sliced_layers"] if any(case.tp > 1 for case in cases) else []
+    commands = {}
+    for name, case in {"": parse_case("dp1"), **{case.name: case for case in cases}}.items():
+        if case.framework != OWN or args.micro_batches % case.dp:
+            raise CaseError(
+                f"case {name!r}: only this framework's, whose replicas share {args.micro_batches} micro-batches"
+            )
+        work = Workload(size, args.micro_batch, args.micro_batches // case.dp, 0, args.steps, settings)
+        plain = ["--plain"] if not name else []
+        processes = PLAIN if not name else case.world_size
+        commands[name] = start_command([WORKER, *plain, *command_of(case, work, None)[1:], *sliced], processes)
+    return commands
+
+
+def train(name: str, command: list[str], env: Mapping[str, str], timeout: float) -> dict[str, list[float]]:
+    """The curves of a command, by their names or that of the case; none, and its errors printed, where it fails."""
+    start = time.monotonic()
+    status, output = run_process(command, env, timeout)
+    result = find_result(output)
+    if result is None:
+        print(f"{name or 'plain runs'}: {status}", *error_lines(output), sep="\n    ", flush=True)
+        return {}
+    print(f"{name or 'plain runs'} ({time.monotonic() - start:.0f} s)", flush=True)
+    return {name or own: [round(loss, 5) for loss in curve] for own, curve in result["curves"].items()}
+
+
+def plot(run: Mapping[str, Any], picture: Path) -> None:
+    """Losses on the left; on the right what they differ by from the first plain bf16 run, over the plain runs' band."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # The same curves make the same file.
+    matplotlib.rcParams |= {"svg.hashsalt": "curves", "svg.fonttype": "none"}
+    plain = [run["curves"][name] for name in run["plain_bf16"]]
+    steps = range(1, len(plain[0]) + 1)
+    left, right = (figure := Figure(figsize=(10, 4), layout="constrained")).subplots(1, 2)
+    bands = [(min(losses) - one, max(losses) - one) for one, *losses in zip(plain[0], *plain, strict=True)]
+    width = noise(plain)
+    right.fill_between(steps, [b[0] for b in bands], [b[1] for b in bands], color="0.7", label="plain bf16 runs")
+    right.fill_between(
+        steps, [b[0] - width for b in bands], [b[1] + width for b in bands], color="0.9", zorder=0, label="within noise"
+    )
+    for name, curve in run["curves"].items():
+        style = "--" if name not in run["cases"] else "-"
+        left.plot(steps, curve, style, label=name, linewidth=1)
+        if name in run["cases"]:
+            right.plot(steps, [a - b for a, b in zip(curve, plain[0], strict=True)], label=name, linewidth=1)
+    for axes, label in ((left, "loss"), (right, "loss minus that of plain bf16")):
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    hardware = run["hardware"]
+    figure.suptitle(f"model {run['workload']['size']}, {hardware['name']}, commit {run['commit']}", fontsize=9)
+    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
+
+
+def main() -> int:
+    """Train all, write, print; 0 if every case has a curve within noise."""
+    args = parse_arguments()
+    gpus = find_gpus() if not args.cpu and cuda_version() else []
+    size = args.size if gpus else "tiny"
+    names = split_names(args.cases)
+    try:
+        commands = commands_of([parse_case(name) for name in names], args, size)
+    except CaseError as error:
+        raise SystemExit(f"curves.py: {error}") from None
+    env = environment(gpus)
+    curves = train("", commands.pop(""), env, args.timeout)
+    plain = [name for name in curves if "bf16" in name]
+    if not plain:
+        raise SystemExit("curves.py: no plain run to compare with")
+    for name, command in commands.items():
+        curves |= train(name, command, env, args.timeout)
+    work = Workload(size, args.micro_batch, args.micro_batches, 0, args.steps)
+    run = describe_run(args, gpus, work, "curves.py") | {"plain_bf16": plain}
+    run |= {"cases": [name for name in names if name in curves], "curves": curves}
+    args.out.write_text(json.dumps(run) + "\n", encoding="utf-8")
+    print("", as_text(deviation_table(run)), "", verdict(run), sep="\n")
+    if args.plot:
+        plot(run, args.plot)
+    return 0 if len(run["cases"]) == len(names) and "NOT" not in verdict(run) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

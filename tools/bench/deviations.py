@@ -1,0 +1,58 @@
+"""How far loss curves lie from those of plain runs, beside the noise of bf16. Pure functions of the JSON of curves.py.
+
+`plain`: losses of the plain bf16 runs, which differ in rounding alone, the one to compare with first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Curve = Sequence[float]
+
+
+def noise(plain: Sequence[Curve]) -> float:
+    """The widest spread of the plain runs at any step."""
+    return max(max(losses) - min(losses) for losses in zip(*plain, strict=True))
+
+
+def outside(curve: Curve, plain: Sequence[Curve]) -> float:
+    """How far, at most, the curve leaves the band of the plain runs; inf where a loss is no finite number."""
+    bands = [(min(losses), max(losses)) for losses in zip(*plain, strict=True)]
+    out = [max(low - loss, loss - high, 0.0) for loss, (low, high) in zip(curve, bands, strict=True)]
+    return max(out) if all(loss - loss == 0 for loss in curve) else float("inf")
+
+
+def is_within_noise(curve: Curve, plain: Sequence[Curve]) -> bool:
+    """Whether the curve leaves the band of the plain runs nowhere by more than the band is wide at its widest."""
+    return outside(curve, plain) <= noise(plain)
+
+
+def largest_difference(curve: Curve, other: Curve) -> tuple[float, int]:
+    """(absolute difference, step counted from 1)."""
+    return max((abs(a - b), step) for step, (a, b) in enumerate(zip(curve, other, strict=True), start=1))
+
+
+def deviation_table(run: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of text: each run's first and last loss, its largest difference from the first plain bf16 run, the verdict.
+
+    Other plain runs have no verdict: they make the noise.
+    """
+    curves, plain = run["curves"], [run["curves"][name] for name in run["plain_bf16"]]
+    rows = [["run", "first loss", "last loss", "largest difference", "at step", "outside the band", "within noise"]]
+    for name, curve in curves.items():
+        difference, step = largest_difference(curve, plain[0])
+        row = [name, f"{curve[0]:.4f}", f"{curve[-1]:.4f}"]
+        row += [f"{difference:.4f}", str(step)] if curve is not plain[0] else ["", ""]
+        if name in run["cases"]:
+            row += [f"{outside(curve, plain):.4f}", "yes" if is_within_noise(curve, plain) else "NO"]
+        rows.append(row + [""] * (len(rows[0]) - len(row)))
+    return rows
+
+
+def verdict(run: Mapping[str, Any]) -> str:
+    """A sentence: the noise, and whether all cases lie within it."""
+    plain = [run["curves"][name] for name in run["plain_bf16"]]
+    far = [name for name in run["cases"] if not is_within_noise(run["curves"][name], plain)]
+    found = f"NOT WITHIN NOISE: {', '.join(far)}" if far else "all cases lie within noise"
+    return f"Noise of bf16, the widest spread of {len(plain)} plain runs at any step: {noise(plain):.4f} nats; {found}."
