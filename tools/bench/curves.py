@@ -48,8 +48,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def commands_of(cases: list[Case], args: argparse.Namespace, size: str) -> dict[str, list[str]]:
-    """Processes and command line of the plain runs (""), and of each case. Raises CaseError."""
+def commands_of(cases: list[Case], args: argparse.Namespace, size: str) -> dict[str, tuple[list[str], int]]:
+    """(command, processes) of the plain runs (""), and of each case. Raises CaseError."""
     lr = args.lr or (3e-3 if size == "tiny" else 3e-4)
     settings = json.dumps({"optimizer": {"params": {"lr": lr}}})
     sliced = ["--sliced_layers"] if any(case.tp > 1 for case in cases) else []
@@ -60,16 +60,17 @@ def commands_of(cases: list[Case], args: argparse.Namespace, size: str) -> dict[
                 f"case {name!r}: only this framework's, whose replicas share {args.micro_batches} micro-batches"
             )
         work = Workload(size, args.micro_batch, args.micro_batches // case.dp, 0, args.steps, settings)
-        plain = ["--plain"] if not name else []
-        processes = PLAIN if not name else case.world_size
-        commands[name] = start_command([WORKER, *plain, *command_of(case, work, None)[1:], *sliced], processes)
+        command = [WORKER, *([] if name else ["--plain"]), *command_of(case, work, None)[1:], *sliced]
+        commands[name] = (command, case.world_size if name else PLAIN)
     return commands
 
 
-def train(name: str, command: list[str], env: Mapping[str, str], timeout: float) -> dict[str, list[float]]:
+def train(
+    name: str, command: list[str], processes: int, env: Mapping[str, str], timeout: float
+) -> dict[str, list[float]]:
     """The curves of a command, by their names or that of the case; none, and its errors printed, where it fails."""
     start = time.monotonic()
-    status, output = run_process(command, env, timeout)
+    status, output = run_process(start_command(command, processes), env, timeout)
     result = find_result(output)
     if result is None:
         print(f"{name or 'plain runs'}: {status}", *error_lines(output), sep="\n    ", flush=True)
@@ -120,12 +121,12 @@ def main() -> int:
     except CaseError as error:
         raise SystemExit(f"curves.py: {error}") from None
     env = environment(gpus)
-    curves = train("", commands.pop(""), env, args.timeout)
+    curves = train("", *commands.pop(""), env, args.timeout)
     plain = [name for name in curves if "bf16" in name]
     if not plain:
         raise SystemExit("curves.py: no plain run to compare with")
     for name, command in commands.items():
-        curves |= train(name, command, env, args.timeout)
+        curves |= train(name, *command, env, args.timeout)
     work = Workload(size, args.micro_batch, args.micro_batches, 0, args.steps)
     run = describe_run(args, gpus, work, "curves.py") | {"plain_bf16": plain}
     run |= {"cases": [name for name in names if name in curves], "curves": curves}
