@@ -93,9 +93,16 @@ def test_all_runs_train_on_equally_many_micro_batches_and_the_same_layers():
     assert counts == {"": "8", "pp2dp2-zero2": "4", "tp2": "8"}
     assert all("--sliced_layers" in command for command, _ in commands.values())
     assert [name for name, (command, _) in commands.items() if "--plain" in command] == [""]
-    for name in ("ds-pp4", "dp3"):
-        with pytest.raises(CaseError, match=name):
-            curves.commands_of([parse_case(name)], args, "1b")
+    halves = curves.commands_of([parse_case("pp2-half")], args, "1b")
+    assert all("half" in command for command, _ in halves.values())
+    for names, said in [
+        (["ds-pp4"], "ds-pp4"),
+        (["dp3"], "dp3"),
+        (["pp2-half", "pp2"], "half"),
+        (["pp2-half", "tp2"], "half"),
+    ]:
+        with pytest.raises(CaseError, match=said):
+            curves.commands_of([parse_case(name) for name in names], args, "1b")
 
 
 # Deviations

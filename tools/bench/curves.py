@@ -4,8 +4,8 @@ python tools/bench/curves.py --size 1b --cases dp2-zero2,pp2-zb-h1-compile-cudnn
 python tools/bench/table.py curves.json --into docs/benchmarks.md --name loss_curves
 
 The plain runs (curve_run.py) are one in fp32, and some in bf16 that differ in rounding alone: by how much they differ is the
-noise. Cases with tensor slices have other layers; where one is among the cases, all runs have them. Exits with 1 when a case
-has no curve, or one that isn't within noise (deviations.py).
+noise. Initial weights depend on the list of layers: where a case has tensor slices, all runs have layers that can be sliced;
+half is for all cases or none. Exits with 1 when a case has no curve, or one that isn't within noise (deviations.py).
 """
 
 from __future__ import annotations
@@ -53,8 +53,14 @@ def commands_of(cases: list[Case], args: argparse.Namespace, size: str) -> dict[
     lr = args.lr or (3e-3 if size == "tiny" else 3e-4)
     settings = json.dumps({"optimizer": {"params": {"lr": lr}}})
     sliced = ["--sliced_layers"] if any(case.tp > 1 for case in cases) else []
+    halves = {"half" in case.options for case in cases if case.tp == 1}
+    if len(halves) > 1 or (sliced and True in halves):
+        raise CaseError(
+            "initial weights depend on the list of layers; run cases with half and others in separate calls"
+        )
+    plain = parse_case("dp1-half" if True in halves else "dp1")
     commands = {}
-    for name, case in {"": parse_case("dp1"), **{case.name: case for case in cases}}.items():
+    for name, case in {"": plain, **{case.name: case for case in cases}}.items():
         if case.framework != OWN or args.micro_batches % case.dp:
             raise CaseError(
                 f"case {name!r}: only this framework's, whose replicas share {args.micro_batches} micro-batches"
