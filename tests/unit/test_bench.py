@@ -139,6 +139,18 @@ def test_utilization_is_the_one_that_peers_report():
     assert ours.model_flops_utilization(ours.SIZES["7b"], 64 * 4096, 5.671, 4) == pytest.approx(0.501, abs=5e-4)
 
 
+@pytest.mark.parametrize("units", [["--units", "block"], ["--units", "half"], ["--sliced_layers"]], ids=str)
+def test_a_ranks_flops_are_those_of_its_layers(monkeypatch: pytest.MonkeyPatch, units: list[str]):
+    monkeypatch.setattr(sys, "argv", ["ours.py", *units])
+    size = ours.SIZES["tiny"]
+    with torch.device("meta"):
+        layers = torch.nn.ModuleList(spec.build() for spec in ours.layer_specs(ours.parse_arguments()))
+    gemm, attention = ours.flops_per_token_of(layers, size.seq)
+    norms = (2 * size.layers + 1) * size.hidden  # which the convention counts among the matrices
+    assert gemm + attention + 6 * norms == ours.flops_per_token(size)
+    assert attention == 6 * 8 * 64 * 32
+
+
 @pytest.mark.parametrize(
     ("blocks", "parts", "units", "behind", "bounds"),
     [
@@ -299,7 +311,4 @@ def test_one_command_runs_cases_and_writes_them_down(tmp_path: Path):
     parts = [sum(of_rank) for of_rank in zip(*roofline["parts_ns"].values(), strict=True)]
     assert parts == roofline["step_ns"]
     assert min(roofline["parts_ns"]["GEMM"] + roofline["parts_ns"]["attention"]) > 0
-    # The convention counts the norms' weights among the matrices.
-    flops = sum(roofline["gemm_flops"]) + sum(roofline["attention_flops"])
-    tokens = 2 * ours.SIZES["tiny"].seq
-    assert flops == pytest.approx(tokens * ours.flops_per_token(ours.SIZES["tiny"]), rel=0.01)
+    assert sum(roofline["gemm_flops"]) > sum(roofline["attention_flops"]) > 0

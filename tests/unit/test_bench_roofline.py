@@ -25,6 +25,7 @@ NAMES = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1": "attention",
     "fmha_cutlassB_bf16_aligned_64x64_k128_sm80(PyTorchMemEffAttention::AttentionBackwardKernel)": "attention",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+    "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128, 64, 128>": "attention",
     "aten::_fused_adamw_": "optimizer",
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": OTHER,
     "triton_poi_fused_mul_silu_1": OTHER,

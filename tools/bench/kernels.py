@@ -27,7 +27,7 @@ _RULES = {
     "waiting": r"wait_signal|wait_value",
     "communication": r"^nccl|^Memcpy PtoP|put_signal|write_value|multimem|(one|two)_shot|^gloo:",
     "optimizer": r"multi_tensor_apply|fused_?(adam|adagrad|sgd|lion)|::_foreach",
-    "attention": r"flash|fmha|sdpa|attention|mha_",
+    "attention": r"flash|fmha|sdpa|attention|mha_|cudnn",
     "GEMM": r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|triton_tem|^aten::(mm|addmm|bmm|baddbmm)$",
     "copies": r"^Memcpy|^Memset|^aten::(copy_|_to_copy|clone)$",
 }

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from profiled import roofline_figures
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import parallel3d
@@ -37,7 +37,7 @@ from parallel3d.schedule.simulate import Cost, Timeline, measured_cost, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from train_llama import SIZES, UNITS, Size, decoder_layers, fixed_batch, forever, loss_fn
+from train_llama import SIZES, UNITS, Attention, Size, decoder_layers, fixed_batch, forever, loss_fn
 
 PEAK_FLOPS = 989e12  # a second, dense bf16: the H200's datasheet
 
@@ -53,6 +53,18 @@ def flops_per_token(size: Size) -> int:
     matmul = num_parameters(size) - size.vocab * size.hidden
     # Scores and values forward are 2 * 2 * hidden * seq for each layer; causal is half of it; the backward is twice that.
     return 6 * matmul + 6 * size.layers * size.hidden * size.seq
+
+
+def flops_per_token_of(model: nn.Module, seq: int) -> tuple[int, int]:
+    """(GEMMs, causal attention), forward and backward, of what this rank holds of a decoder, sliced or not.
+
+    Each matrix but an embedding's is multiplied. Attention is as wide as the heads that its output projection takes.
+    """
+    modules = [module for module in model.modules() if "Embedding" not in type(module).__name__]
+    matrices = [p for module in modules for p in module.parameters(recurse=False) if p.dim() == 2]
+    outputs = [module.out for module in modules if isinstance(module, Attention)]
+    outputs += [module.attention_out for module in modules if hasattr(module, "attention_out")]
+    return 6 * sum(p.numel() for p in matrices), 6 * seq * sum(output.weight.shape[1] for output in outputs)
 
 
 def model_flops_utilization(size: Size, tokens: int, seconds: float, num_ranks: int) -> float:
@@ -321,9 +333,10 @@ def main() -> None:
             engine.profile_next_batch()
             engine.train_batch(data)
         if args.roofline:
-            seq, samples = SIZES[args.size].seq, args.micro_batch * args.micro_batches
-            step = partial(engine.train_batch, data)
-            extra["roofline"] = roofline_figures(step, engine.module, seq, samples * seq)
+            seq = SIZES[args.size].seq
+            tokens = args.micro_batch * args.micro_batches * seq
+            flops = [tokens * number for number in flops_per_token_of(engine.module, seq)]
+            extra["roofline"] = roofline_figures(partial(engine.train_batch, data), *flops)
     if args.pp > 1:
         extra.update(pipeline_figures(*engine.timeline()))
     if (plan := engine.schedule_plan) is not None:

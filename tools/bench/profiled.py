@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kernels import PARTS, Kernel, attribute
-from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -52,17 +51,16 @@ def _kernel(event: Any) -> Kernel:
     return Kernel(event.name, round(event.time_range.start * 1e3), round(event.time_range.end * 1e3))
 
 
-def roofline_figures(step: Callable[[], object], model: nn.Module, seq: int, tokens: int) -> dict[str, Any]:
+def roofline_figures(step: Callable[[], object], gemm_flops: int, attention_flops: int) -> dict[str, Any]:
     """What the JSON keeps of a profiled step, lists over the ranks; see roofline.py. Collective.
 
-    tokens: a step, of one replica. The step ends with the last kernel, for which the host waits.
+    FLOPs: of this rank's step. The step ends with the last kernel, for which the host waits.
     """
     kernels, elapsed = profile_step(step)
     end = max((kernel.end for kernel in kernels), default=0)
     found = attribute(kernels, end - elapsed, end)
-    gemm, attention = (tokens * flops for flops in flops_per_token_of(model, seq))
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (elapsed, found.parts, found.hidden, gemm, attention))
+    dist.all_gather_object(ranks, (elapsed, found.parts, found.hidden, gemm_flops, attention_flops))
     steps, parts, hidden, gemms, attentions = map(list, zip(*ranks, strict=True))
     return {
         "step_ns": steps,
@@ -71,19 +69,3 @@ def roofline_figures(step: Callable[[], object], model: nn.Module, seq: int, tok
         "gemm_flops": gemms,
         "attention_flops": attentions,
     }
-
-
-def flops_per_token_of(model: nn.Module, seq: int) -> tuple[int, int]:
-    """(GEMMs, causal attention), forward and backward, of what this rank holds of a decoder, sliced or not.
-
-    Each matrix but an embedding's is multiplied. Attention's width is that of the heads that its output projection takes.
-    """
-    matrices = {
-        f"{owner}.{name}": p
-        for owner, module in model.named_modules()
-        if "Embedding" not in type(module).__name__
-        for name, p in module.named_parameters(recurse=False)
-        if p.dim() == 2
-    }
-    width = sum(p.shape[1] for name, p in matrices.items() if name.endswith("attention_out.weight"))
-    return 6 * sum(p.numel() for p in matrices.values()), 6 * seq * width
