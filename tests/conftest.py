@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 # Before torch is imported. The models are small: a second thread would only spin on the core of another test's process.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 from ranks import RankPool
 
