@@ -121,7 +121,7 @@ def dropping() -> Subject:
         residual_dropout=0.2,
     )
     common = {**CONFIG, "rng": {"layout_independent": True}}
-    return Subject(decoder_layers(config), toy3d.micro_batch, causal_lm_loss, common)
+    return Subject(decoder_layers(config, units="half"), toy3d.micro_batch, causal_lm_loss, common)
 
 
 def dropping_apart() -> Subject:
