@@ -15,7 +15,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import parallel3d
 from parallel3d.engine import Engine
@@ -110,6 +108,7 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "tensor_parallel": {"size": args.tp, "sequence_parallel": args.sequence_parallel},
         "compile": {"enabled": args.compile},
+        "attention": {"backend": ["cudnn", "flash", "efficient", "math"] if args.cudnn else "auto"},
         "zero_optimization": {"stage": args.zero, "reduce_per_micro_batch": per_micro_batch},
         "pipeline": {
             "stages": args.pp,
@@ -262,14 +261,6 @@ def sliced_decoder(size: Size) -> DecoderConfig:
     )
 
 
-def attention_backend(cudnn: bool) -> AbstractContextManager[None]:
-    """PyTorch's choice, or cuDNN before it."""
-    if not cudnn:
-        return nullcontext()
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True)
-
-
 def build(args: argparse.Namespace) -> Engine:
     """The engine of a case. Collective."""
     size = SIZES[args.size]
@@ -279,7 +270,7 @@ def build(args: argparse.Namespace) -> Engine:
         needed = args.pp * args.tp * args.dp
         raise SystemExit(f"pp {args.pp} x tp {args.tp} x dp {args.dp} needs {needed} processes, not {world}")
     config = make_config(args, torch.cuda.is_available())
-    layers = decoder(sliced_decoder(size)) if args.tp > 1 else decoder_layers(size, args.units)
+    layers = decoder(sliced_decoder(size), units=args.units) if args.tp > 1 else decoder_layers(size, args.units)
     model = PipelineModule(layers, loss_fn=loss_fn if args.tp == 1 else causal_lm_loss, seed_layers=True, config=config)
     engine, *_ = parallel3d.initialize(model=model, config=config)
     return engine
@@ -294,14 +285,12 @@ def main() -> None:
     batch = fixed_batch(SIZES[args.size], args.micro_batch, args.micro_batches, seed=replica)
     data = forever([(x.to(engine.device), y.to(engine.device)) for x, y in batch])
     extra: dict[str, Any] = {"setup_s": round(time.perf_counter() - start, 2)}
-    with attention_backend(args.cudnn):
-        while args.schedule == "auto" and engine.schedule_plan is None:
-            engine.train_batch(data)
-        measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps)
-        if args.pp > 1:
-            engine.profile_next_batch()
-            engine.train_batch(data)
+    while args.schedule == "auto" and engine.schedule_plan is None:
+        engine.train_batch(data)
+    measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps)
     if args.pp > 1:
+        engine.profile_next_batch()
+        engine.train_batch(data)
         extra.update(pipeline_figures(*engine.timeline()))
     if (plan := engine.schedule_plan) is not None:
         extra["plan"] = {"name": plan.name, "bubble": round(plan.bubble, 4), "pipeline_s": round(plan.makespan, 4)}

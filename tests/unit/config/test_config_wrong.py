@@ -57,6 +57,12 @@ WRONG = [
     ({"pipeline": {"partition": {"weight": [1]}}}, '{"weights": [one number a layer]}'),
     ({"pipeline": {"partition": {"weights": ["1"]}}}, '{"weights": [one number a layer]}'),
     ({"pipeline": {"activation_checkpoint_interval": -1}}, "where 0 recomputes nothing"),
+    ({"attention": {"backend": "cuddn"}}, "Did you mean 'cudnn'?"),
+    (
+        {"attention": {"backend": ["math", "fused"]}},
+        'give "auto", or "cudnn", "flash", "efficient", "math" or a list of them',
+    ),
+    ({"attention": {"backend": []}}, "attention.backend is []"),
     ({"pipeline": {"shapes": "fixed"}}, 'pipeline.shapes is \'fixed\': give "static" or "dynamic"'),
     # contradictions
     ({"pipeline": {"num_chunks": 2}}, 'num_chunks is 2; set schedule to "interleaved" or "gpipe", or num_chunks to 1'),
