@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from parallel3d.errors import DataError
@@ -191,6 +192,19 @@ def make_loader(
         size, micro_batch_size, replica, num_replicas, num_micro_batches, seed=seed, drop_last=drop_last
     )
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn, pin_memory=pin_memory)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`, without the host waiting for what the device has to do before."""
+    if (
+        device.type == "cuda"
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_pinned()
+    ):
+        # CUDA copies from pageable memory when the stream is there, and the host waits; pinned memory is cached.
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
 
 
 class MicroBatchSource:

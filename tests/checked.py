@@ -121,11 +121,18 @@ def dropping() -> Subject:
         residual_dropout=0.2,
     )
     common = {**CONFIG, "rng": {"layout_independent": True}}
-    return Subject(decoder_layers(config), toy3d.micro_batch, causal_lm_loss, common)
+    return Subject(decoder_layers(config, units="half"), toy3d.micro_batch, causal_lm_loss, common)
 
 
 def dropping_apart() -> Subject:
     return replace(dropping(), config=CONFIG)
+
+
+def halved() -> Subject:
+    """A tied decoder whose blocks are two layers each."""
+    sizes = {"vocab_size": toy3d.WORDS, "hidden_size": toy3d.HIDDEN, "ffn_size": toy3d.FFN}
+    config = DecoderConfig(**sizes, num_layers=1, num_heads=4, num_kv_heads=2, tied=True)
+    return Subject(decoder_layers(config, units="half"), toy3d.micro_batch, causal_lm_loss, CONFIG)
 
 
 def faulty(mlp: type[FaultyMLP] = FaultyMLP) -> Subject:

@@ -8,6 +8,7 @@ from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, 
 from parallel3d.config.schema import Config
 from parallel3d.config.training import (
     ActivationCheckpointingConfig,
+    AttentionConfig,
     CheckpointConfig,
     CompileConfig,
     FailuresConfig,
@@ -19,6 +20,7 @@ from parallel3d.config.zero import ZeroConfig
 __all__ = [
     "ActivationCheckpointingConfig",
     "AmpConfig",
+    "AttentionConfig",
     "BatchSizes",
     "Bf16Config",
     "CheckpointConfig",

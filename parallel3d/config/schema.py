@@ -13,6 +13,7 @@ from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, 
 from parallel3d.config.section import OWN, Dtype, KnownKey, NonNegative, Positive, Section, differs
 from parallel3d.config.training import (
     ActivationCheckpointingConfig,
+    AttentionConfig,
     CheckpointConfig,
     CompileConfig,
     ElasticConfig,
@@ -68,6 +69,9 @@ class Config(Section):
     zero_allow_untested_optimizer: bool = Field(False, description=_BOOL)
     activation_checkpointing: ActivationCheckpointingConfig = Field(
         ActivationCheckpointingConfig(), description='a mapping such as {"cpu_checkpointing": true}'
+    )
+    attention: AttentionConfig = Field(
+        AttentionConfig(), description='a mapping such as {"backend": ["cudnn", "flash"]}'
     )
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description='a mapping such as {"keep_last": 3}')
     compile: CompileConfig = Field(CompileConfig(), description='a mapping {"enabled": false}')

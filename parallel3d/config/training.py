@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, field_validator
 
 from parallel3d.config.section import (
     OWN,
@@ -19,6 +19,7 @@ from parallel3d.config.section import (
     differs,
     known,
 )
+from parallel3d.errors import nearest
 
 _BOOL = "true or false"
 
@@ -78,6 +79,44 @@ class CompileConfig(Section):
     layers: LayerNames = Field(
         None,
         description="class names, or a regular expression that is searched in them; null for all",
+        json_schema_extra=OWN,
+    )
+
+
+ATTENTION_BACKENDS = ("cudnn", "flash", "efficient", "math")
+_QUOTED_BACKENDS = ", ".join(f'"{name}"' for name in ATTENTION_BACKENDS)
+
+
+def _read_backends(value: object) -> object:
+    if value is None:
+        return None
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, (list, tuple)) and names and all(name in ATTENTION_BACKENDS for name in names):
+        return tuple(dict.fromkeys(names))
+    wrong = [name for name in names if name not in ATTENTION_BACKENDS] if isinstance(names, (list, tuple)) else []
+    hint = nearest(wrong[0], ATTENTION_BACKENDS) if wrong and isinstance(wrong[0], str) else ""
+    raise ValueError(f'give "auto", or {_QUOTED_BACKENDS} or a list of them, the first choice first.{hint}')
+
+
+class AttentionConfig(Section):
+    """Which of PyTorch's kernels compute scaled_dot_product_attention."""
+
+    unset_by_auto = frozenset({"backend"})
+
+    backend: Annotated[
+        tuple[str, ...] | None,
+        PlainValidator(_read_backends),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"enum": [*ATTENTION_BACKENDS, None]},
+                    {"type": "array", "items": {"enum": list(ATTENTION_BACKENDS)}},
+                ]
+            }
+        ),
+    ] = Field(
+        None,
+        description=f'"auto" for PyTorch\'s choice, or {_QUOTED_BACKENDS} or a list of them, the first choice first',
         json_schema_extra=OWN,
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.activity import ACTIVITY, EVALUATES, STEADY, Phase
+from parallel3d.attention import attention_context
 from parallel3d.checkpointing import Checkpointer
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
@@ -74,6 +75,7 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         self._step_applied = False
         self._memory_next = False
         self._memory_profile: MemoryProfile | None = None
+        self._attention = attention_context(config.attention.backend, model.device)
         self._monitor = StepMonitor(config, model.groups, model.device)
         self._checkpointer = Checkpointer(config.activation_checkpointing)
         model.use_checkpointer(self._checkpointer)
@@ -239,7 +241,7 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         return self._streams.of(self.global_steps, number)
 
     def _run(self, batch: Batch) -> BatchResult:
-        with self._streams.kept():
+        with self._streams.kept(), self._attention():
             return self._run_program(self._programs.get(len(batch.signatures), batch.training), batch)
 
     def _run_program(self, program: Program, batch: Batch) -> BatchResult:
@@ -284,8 +286,9 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         if self._calls.record is None and self._model.training and torch.is_grad_enabled():
             self._begin_calls()
         if not self._model.training:
-            return self._calls.forward(args, kwargs, same_stream)
-        with self._streams.kept():
+            with self._attention():
+                return self._calls.forward(args, kwargs, same_stream)
+        with self._streams.kept(), self._attention():
             return self._calls.forward(args, kwargs, self._stream(self._calls.num_backwards))
 
     forward = __call__
@@ -307,7 +310,8 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         if self._calls.record is None:
             self._begin_calls()
         weight = 1.0 / ((self._batch_sizes.num_micro_batches if scale_wrt_gas else 1) * self._groups.data.size)
-        self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
+        with self._attention():  # of what is recomputed
+            self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
         return loss
 
     @attributed(Phase.CALL)

@@ -114,7 +114,7 @@ class WeightUpdate:
         def counts(owners: tuple[int, ...]) -> bool:
             return self._model.placement[owners[0]] == self._model.stage_id
 
-        scalars = torch.stack([own.total, own.count, self.reducer.norm_squared(counts).to(own.total.device)])
+        scalars = torch.stack([own.total, own.count, self.reducer.norm_squared(counts, own.total.device)])
         all_reduce(scalars, self._groups.world).wait()
         self._counted, self._count = own.counted, countable(scalars[1])
         self.grad_norm = scalars[2].sqrt() / self.gradient_scale
@@ -137,12 +137,13 @@ class WeightUpdate:
         overflow = False
         if self.sharded.takes_scale():
             self.sharded.step(untouched, divisor, None if finite is None else ~finite)
-            overflow = finite is not None and not bool(finite)
+            self.sharded.gather()
+            overflow = finite is not None and not bool(finite)  # the host waits here, when all is enqueued
         else:
             overflow = finite is not None and not bool(finite)
             if not overflow:
                 self.sharded.step(untouched, divisor)
-        self.sharded.gather()
+            self.sharded.gather()
         self._settle(number, overflow)
         return not overflow
 

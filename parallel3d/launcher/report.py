@@ -14,14 +14,17 @@ from parallel3d.errors import PeerDataError, PeerError
 # Errors that name another rank's failure.
 _OF_PEERS = (PeerError.__name__, PeerDataError.__name__)
 
+# Exit codes of the ranks that the launcher ends, be it while one that has raised still shuts down: its peers may be faster.
+_OF_THE_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL)
+
 
 @dataclass(frozen=True)
 class RankFailure:
     """One failed rank.
 
-    exit_code: the process's, -N when signal N ended it. error: first line of the exception that it raised, None when
-    it ended without raising. time: when it failed, in seconds since the epoch. was_ended: it ended because the launcher
-    ended it, not by itself.
+    exit_code: the process's, -N when signal N ended it; 1 of a rank that raised and was ended as it shut down.
+    error: first line of the exception that it raised, None when it ended without raising. time: when it failed, in
+    seconds since the epoch. was_ended: it ended because the launcher ended it, not by itself.
     """
 
     rank: int
@@ -52,7 +55,8 @@ def rank_failures(
         was_ended = rank not in failed_first and error is None
         if culprit in failures:
             was_ended = rank != culprit and (error is None or error.startswith(_OF_PEERS))
-        found.append(RankFailure(rank, failure.exitcode, error, time or last_healthy, was_ended))
+        exit_code = 1 if error is not None and failure.exitcode in _OF_THE_LAUNCHER else failure.exitcode
+        found.append(RankFailure(rank, exit_code, error, time or last_healthy, was_ended))
     return sorted(found, key=lambda f: (f.rank != culprit, f.was_ended, f.time, f.rank))
 
 

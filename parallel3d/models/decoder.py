@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from parallel3d.errors import ConfigError, nearest
+from parallel3d.models.blocks import Attention, Block, FeedForward
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.weights import Weights
-from parallel3d.models.layers import Block, FinalNorm, Head, TokenEmbedding
+from parallel3d.models.layers import FinalNorm, Head, TokenEmbedding
 from parallel3d.models.tables import Tables
 from parallel3d.pipe.specs import LayerSpec, TiedLayerSpec
 
 
-def decoder(config: DecoderConfig, dtype: torch.dtype | None = None, weights: Weights | None = None) -> list[LayerSpec]:
+def decoder(
+    config: DecoderConfig,
+    dtype: torch.dtype | None = None,
+    weights: Weights | None = None,
+    units: Literal["block", "half"] = "block",
+) -> list[LayerSpec]:
     """Embedding, blocks, final norm and head, for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
 
     dtype: of the weights, torch's default one for None. weights: read by the layers that a rank builds, instead of drawn.
-    The inputs may also be a dict, see TokenEmbedding.
+    units: each block one layer, or two, its attention and its feed-forward, between which a stage may end, so that stages
+    can be balanced to half a block. The inputs may also be a dict, see TokenEmbedding. Raises ConfigError for other units.
     """
+    if units not in ("block", "half"):
+        raise ConfigError(f'units is {units!r}; give "block" or "half".{nearest(str(units), ("block", "half"))}')
     tables = Tables(config)
     given: dict[str, Any] = {"weights": weights, "dtype": dtype}
-    blocks = [LayerSpec(Block, config, k, tables, **given) for k in range(config.num_layers)]
+    blocks = []
+    for k in range(config.num_layers):
+        if units == "block":
+            blocks.append(LayerSpec(Block, config, k, tables, **given))
+        else:
+            blocks += [LayerSpec(Attention, config, k, tables, **given), LayerSpec(FeedForward, config, k, **given)]
     norm = LayerSpec(FinalNorm, config, **given)
     if not config.tied:
         return [LayerSpec(TokenEmbedding, config, **given), *blocks, norm, LayerSpec(Head, config, **given)]

@@ -71,6 +71,7 @@ class Tables:
 
     def __init__(self, config: DecoderConfig):
         self._config = config
+        self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
         self._rotary: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[torch.device, int | None], Tensor] = {}
 
@@ -95,10 +96,15 @@ class Tables:
         return cos[:seq].to(x.dtype), sin[:seq].to(x.dtype)
 
     def _angles(self, positions: Tensor, seq: int) -> tuple[Tensor, Tensor]:
-        rope = self._config.rope
+        rope, device = self._config.rope, positions.device
         assert rope is not None
-        frequencies, scale = rotary_frequencies(rope, self._config.dim_of_head, self._config.max_positions, seq)
-        angles = positions[..., None].float() * frequencies.to(positions.device)
+        if device not in self._frequencies or rope.kind == "dynamic":
+            # Kept on the device: while they are copied there, the host waits for what runs on it.
+            with torch.inference_mode(False):
+                values = rotary_frequencies(rope, self._config.dim_of_head, self._config.max_positions, seq)
+                self._frequencies[device] = values[0].to(device), values[1]
+        frequencies, scale = self._frequencies[device]
+        angles = positions[..., None].float() * frequencies
         return angles.cos() * scale, angles.sin() * scale
 
     def mask(self, x: Tensor, window: int | None, attention_mask: Tensor | None) -> Tensor | None:

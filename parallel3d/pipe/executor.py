@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from parallel3d.activity import ACTIVITY, POSITION
+from parallel3d.data import to_device
 from parallel3d.errors import execution_error
 from parallel3d.pipe.entry import Entry
 from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
@@ -202,7 +203,7 @@ class Executor:
             self._labels[i.micro_batch] = tree_map(self._to_device, labels)
 
     def _to_device(self, leaf: Any) -> Any:
-        return leaf.to(self._module.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+        return to_device(leaf, self._module.device) if isinstance(leaf, Tensor) else leaf
 
     def _receive_activation(self, i: Instruction) -> None:
         source = i.chunk - 1
@@ -329,10 +330,12 @@ def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
         )
     if count is None:
         return total, None
-    counted = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
-    if counted.numel() != 1:
-        raise ValueError(f"the count of a loss (sum, count) must be one number, not {list(counted.shape)}")
-    return total, counted.reshape(())
+    if isinstance(count, Tensor) and count.numel() != 1:
+        raise ValueError(f"the count of a loss (sum, count) must be one number, not {list(count.shape)}")
+    if isinstance(count, Tensor) and count.device == total.device:
+        return total, count.detach().to(torch.float64).reshape(())
+    # A number of the host's is written by a kernel: a copy would make the host wait for all that is enqueued.
+    return total, torch.full((), float(count), dtype=torch.float64, device=total.device)
 
 
 def no_record(_: Instruction) -> AbstractContextManager[None]:

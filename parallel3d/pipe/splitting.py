@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -26,6 +27,7 @@ from parallel3d.precision import make_precision
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
+from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
@@ -150,13 +152,19 @@ class Splitter:
             data=groups.data.size,
             model=groups.model.size,
         )
+        given = config.pipeline
+        if (
+            given.schedule == "auto"
+        ):  # whichever it plans, this bounds what a stage holds, a share for each of its chunks
+            most = ceil((given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * settings.num_stages)
+            return [min(most, sizes.num_micro_batches)] * len(self._placement)
         program = build(
-            config.pipeline.schedule,
+            given.schedule,
             settings.num_stages,
             sizes.num_micro_batches,
             settings.num_chunks,
             settings.placement,
-            config.pipeline.max_in_flight,
+            given.max_in_flight,
         )
         one = ChunkBytes(saved=1, deferred=1)
         return [max(bytes_in_flight(program, rank, {c: one})) for c, rank in enumerate(self._placement)]

@@ -278,7 +278,7 @@ class GradientReducer:
         """The parameters that got a gradient on this rank since start_step."""
         return self.sink.touched()
 
-    def norm_squared(self, counts: Callable[[tuple[int, ...]], bool]) -> Tensor:
+    def norm_squared(self, counts: Callable[[tuple[int, ...]], bool], device: torch.device) -> Tensor:
         """Squared 2-norm of the gradients this rank answers for, in float64, shape []: all ranks' add up to the model's.
 
         counts: which owners' parameters this rank answers for. Unpartitioned ones are the first replica's, copies over
@@ -288,7 +288,7 @@ class GradientReducer:
         own = [b for o, buckets in self.buckets.items() if answers and counts(o) for b in buckets]
         shards = [b.gradient_shard for b in own if b.kind.sliced or self._is_first_slice]
         if not shards:
-            return torch.zeros((), dtype=torch.float64)
+            return torch.zeros((), dtype=torch.float64, device=device)
         norms = [torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards]
         return torch.stack(norms).square().sum()
 

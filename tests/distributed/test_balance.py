@@ -68,7 +68,7 @@ def make_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 SIZE, SAMPLE, REPLICAS = 64, 1024, 2
 
 
-def bounds_under(limit: int, zero: int) -> tuple[int, ...] | str:
+def bounds_under(limit: int, zero: int, schedule: str = "1f1b") -> tuple[int, ...] | str:
     """The bounds of six equal linears without bias on two stages, or the error."""
     config = {
         "train_micro_batch_size_per_gpu": SAMPLE,
@@ -76,7 +76,7 @@ def bounds_under(limit: int, zero: int) -> tuple[int, ...] | str:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "pipeline": {"stages": 2, "max_stage_bytes": limit},
+        "pipeline": {"stages": 2, "max_stage_bytes": limit, "schedule": schedule, "num_chunks": 1},
     }
     layers = [LayerSpec(nn.Linear, SIZE, SIZE, bias=False) for _ in range(6)]
     try:
@@ -102,6 +102,14 @@ def test_a_limit_counts_model_state_and_activations_in_flight(run_ranks, zero: i
     assert found(peaks[3]) == (0, 3, 6)  # equal numbers of parameters
     assert found(peaks[3] - 1) == found(peaks[2]) == (0, 2, 6)
     assert f"the smallest limit that works is {peaks[2]}. " in found(peaks[2] - 1)
+
+
+def test_under_schedule_auto_a_stage_may_hold_what_the_plan_may(run_ranks) -> None:
+    # 1.5 times the two micro-batches of 1F1B's first stage, on either stage.
+    peak = 3 * (SIZE * SIZE * (2 + 4 + 12 // REPLICAS) + 3 * SAMPLE * SIZE * 2)
+    assert set(run_ranks(2 * REPLICAS, bounds_under, peak, 1, "auto")) == {(0, 3, 6)}
+    (refused,) = set(run_ranks(2 * REPLICAS, bounds_under, peak - 1, 1, "auto"))
+    assert f"the smallest limit that works is {peak}. " in refused
 
 
 def sliced_costs(method: str, tp: int) -> tuple[tuple[float, ...], tuple[int, ...]]:

@@ -98,6 +98,11 @@ def test_masks_of_slices_are_those_of_one_process_where_asked(
     assert out.count("FAIL") == 0 or code
 
 
+def test_half_blocks_pass_in_3d(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "halved", "--layouts", "pp2,dp2,tp2,zero2,sp,zb-h1,m2", "--steps", "1")
+    assert code == 0, out + err
+
+
 def test_a_replica_that_drifts_is_found(capsys: pytest.CaptureFixture[str]):
     code, out, err = run(capsys, "drifting", "--layouts", "dp2,m1", "--steps", "1")
     assert code == 1, out + err

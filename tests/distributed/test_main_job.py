@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 # Neither the heads nor the context are even.
 SMALL = "--steps 12 --eval_every 6 --hidden 48 --heads 3 --layers 2 --context 63 --eval_windows 32 --sample 8".split()
+OWN_DATA = [
+    "--data",
+    argparse.__file__,
+]  # a text: each rank would take a second to read the default, the standard library
 LAUNCHER = [sys.executable, "-m", "parallel3d.launcher", "--num_procs"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 
@@ -33,7 +39,7 @@ def train(command: list[str], out: Path, *arguments: str) -> tuple[Path, list[di
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return train([*LAUNCHER, "1"], tmp_path_factory.mktemp("one_process"))[1]
+    return train([*LAUNCHER, "1"], tmp_path_factory.mktemp("one_process"), *OWN_DATA)[1]
 
 
 def check_losses(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> None:
@@ -49,7 +55,7 @@ def check_losses(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> 
 
 @pytest.fixture(scope="module")
 def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]], str]:
-    return train([*LAUNCHER, "4"], tmp_path_factory.mktemp("two_by_two"))
+    return train([*LAUNCHER, "4"], tmp_path_factory.mktemp("two_by_two"), *OWN_DATA)
 
 
 def test_the_main_job_leaves_metrics_plot_and_timelines(two_by_two: tuple[Path, list[dict[str, str]], str]):
@@ -87,16 +93,15 @@ def test_two_by_two_learns_what_one_process_does(
 def test_layout_and_launcher_dont_change_what_it_learns(
     one_process: list[dict[str, str]], tmp_path: Path, command: list[str], arguments: list[str]
 ):
-    _, rows, printed = train(command, tmp_path, *arguments)
+    _, rows, printed = train(command, tmp_path, *OWN_DATA, *arguments)
     check_losses(rows, one_process)
     assert "a sample:" in printed
 
 
-def test_users_own_data_and_a_run_that_goes_on(tmp_path: Path):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
-    saved = ["--data", str(text), "--save", str(tmp_path / "saved")]
-    _, rows, _ = train([*LAUNCHER, "1"], tmp_path / "out", *saved)
+def test_the_default_data_and_a_run_that_goes_on(tmp_path: Path):
+    saved = ["--save", str(tmp_path / "saved")]
+    _, rows, printed = train([*LAUNCHER, "1"], tmp_path / "out", *saved)
+    assert int(re.match(r"([\d,]+) bytes to train on", printed)[1].replace(",", "")) > 10**6
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
     assert sorted(path.name for path in (tmp_path / "saved").glob("*step*")) == [
         "global_step12",

@@ -78,8 +78,9 @@ def train_and_export(layers: list[LayerSpec], stages: int, out: str, **settings:
     return logits.whole() if isinstance(logits, SlicedLogits) else logits, steps
 
 
-def train_directory(source: str, stages: int, out: str, tensor_parallel: dict[str, Any]) -> Result:
-    return train_and_export(from_hf(source, dtype=DTYPE), stages, out, tensor_parallel=tensor_parallel)
+def train_directory(source: str, units: str, stages: int, out: str, tensor_parallel: dict[str, Any]) -> Result:
+    layers = from_hf(source, dtype=DTYPE, units=units)
+    return train_and_export(layers, stages, out, tensor_parallel=tensor_parallel)
 
 
 def train_wrapped(name: str, stages: int, out: str, slices: int, words: dict[str, str]) -> tuple[Result, int]:
@@ -145,7 +146,16 @@ def test_a_directory_trains_as_in_transformers(
     model = in_double(save_model(tmp_path / "in", name))
     sliced = {"size": slices, "sequence_parallel": sequence}
     source, out = str(tmp_path / "in"), str(tmp_path / "out")
-    results = run_ranks(stages * slices, train_directory, source, stages, out, sliced)
+    results = run_ranks(stages * slices, train_directory, source, "block", stages, out, sliced)
+    check_against_transformers(model, results, tmp_path / "out", 1e-8)
+
+
+def test_a_stage_may_end_between_attention_and_feed_forward(run_ranks, tmp_path):
+    """7 layers over 2 stages, cut behind the second attention; a tied head, learned positions, shards of sequences."""
+    model = in_double(save_model(tmp_path / "in", "gpt2"))
+    source, out = str(tmp_path / "in"), str(tmp_path / "out")
+    sliced = {"size": 2, "sequence_parallel": True}
+    results = run_ranks(4, train_directory, source, "half", 2, out, sliced)
     check_against_transformers(model, results, tmp_path / "out", 1e-8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -114,7 +115,20 @@ def train(kind: str, zero: dict[str, Any], config: dict[str, Any], steps: int) -
     return [step(engine, kind, data) for _ in range(steps)], weights_of(engine)
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many for torch's operations."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# Half precision rounds by the number of threads: two runs of one process differ by it as far as both do from fp32.
 @cache
+@threads(2)
 def reference(dtype: torch.dtype | None, autocast: torch.dtype | None = None, steps: int = STEPS) -> Any:
     alone = HalfReference(ITEMS, loss_fn, lambda p: torch.optim.AdamW(p, **ADAM), dtype, CLIPPING, BASE_SEED, autocast)
     per_step = ACCUMULATION * DP

@@ -135,8 +135,7 @@ def engine_curve(args: argparse.Namespace) -> list[float]:
     """The losses of a case. Collective."""
     engine = ours.build(args)
     data = stream(args, engine.grid.get_data_parallel_rank(), engine.device)
-    with ours.attention_backend(args.cudnn):
-        losses = [engine.train_batch(data) for _ in range(args.steps)]
+    losses = [engine.train_batch(data) for _ in range(args.steps)]
     return [float(loss) for loss in losses]
 
 

@@ -53,8 +53,8 @@ def commands_of(cases: list[Case], args: argparse.Namespace, size: str) -> dict[
     lr = args.lr or (3e-3 if size == "tiny" else 3e-4)
     settings = json.dumps({"optimizer": {"params": {"lr": lr}}})
     sliced = ["--sliced_layers"] if any(case.tp > 1 for case in cases) else []
-    halves = {"half" in case.options for case in cases if case.tp == 1}
-    if len(halves) > 1 or (sliced and True in halves):
+    halves = {"half" in case.options for case in cases}
+    if len(halves) > 1:
         raise CaseError(
             "initial weights depend on the list of layers; run cases with half and others in separate calls"
         )

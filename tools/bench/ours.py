@@ -15,7 +15,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 from profiled import roofline_figures
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import parallel3d
 from parallel3d.engine import Engine
@@ -126,6 +124,7 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "tensor_parallel": {"size": args.tp, "sequence_parallel": args.sequence_parallel},
         "compile": {"enabled": args.compile},
+        "attention": {"backend": ["cudnn", "flash", "efficient", "math"] if args.cudnn else "auto"},
         "zero_optimization": {"stage": args.zero, "reduce_per_micro_batch": per_micro_batch},
         "pipeline": {
             "stages": args.pp,
@@ -279,14 +278,6 @@ def sliced_decoder(size: Size) -> DecoderConfig:
     )
 
 
-def attention_backend(cudnn: bool) -> AbstractContextManager[None]:
-    """PyTorch's choice, or cuDNN before it."""
-    if not cudnn:
-        return nullcontext()
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True)
-
-
 def has_sliced_layers(args: argparse.Namespace) -> bool:
     """Whether a case's layers are those of parallel3d.models, which slice themselves."""
     return args.tp > 1 or bool(args.sliced_layers)
@@ -295,7 +286,9 @@ def has_sliced_layers(args: argparse.Namespace) -> bool:
 def layer_specs(args: argparse.Namespace) -> list[LayerSpec]:
     """The decoder of a case: of examples/train_llama.py's layers, or of those that slice themselves."""
     size = SIZES[args.size]
-    return decoder(sliced_decoder(size)) if has_sliced_layers(args) else decoder_layers(size, args.units)
+    if has_sliced_layers(args):
+        return decoder(sliced_decoder(size), units=args.units)
+    return decoder_layers(size, args.units)
 
 
 def loss_of(args: argparse.Namespace) -> Callable[[Any, Any], Any]:
@@ -325,19 +318,17 @@ def main() -> None:
     batch = fixed_batch(SIZES[args.size], args.micro_batch, args.micro_batches, seed=replica)
     data = forever([(x.to(engine.device), y.to(engine.device)) for x, y in batch])
     extra: dict[str, Any] = {"setup_s": round(time.perf_counter() - start, 2)}
-    with attention_backend(args.cudnn):
-        while args.schedule == "auto" and engine.schedule_plan is None:
-            engine.train_batch(data)
-        measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps)
-        if args.pp > 1:
-            engine.profile_next_batch()
-            engine.train_batch(data)
-        if args.roofline:
-            seq = SIZES[args.size].seq
-            tokens = args.micro_batch * args.micro_batches * seq
-            flops = [tokens * number for number in flops_per_token_of(engine.module, seq)]
-            extra["roofline"] = roofline_figures(partial(engine.train_batch, data), *flops)
+    while args.schedule == "auto" and engine.schedule_plan is None:
+        engine.train_batch(data)
+    measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps)
+    if args.roofline:
+        seq = SIZES[args.size].seq
+        tokens = args.micro_batch * args.micro_batches * seq
+        flops = [tokens * number for number in flops_per_token_of(engine.module, seq)]
+        extra["roofline"] = roofline_figures(partial(engine.train_batch, data), *flops)
     if args.pp > 1:
+        engine.profile_next_batch()
+        engine.train_batch(data)
         extra.update(pipeline_figures(*engine.timeline()))
     if (plan := engine.schedule_plan) is not None:
         extra["plan"] = {"name": plan.name, "bubble": round(plan.bubble, 4), "pipeline_s": round(plan.makespan, 4)}

@@ -15,7 +15,7 @@ from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.models.huggingface.config import family_of, parse
-from parallel3d.models.huggingface.names import layer_names, num_places
+from parallel3d.models.huggingface.names import EMBEDDING, names_of, pieces_of
 from parallel3d.models.huggingface.weights import Safetensors, StateDict, Weights, check_weights
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.pipe.specs import LayerSpec
@@ -27,6 +27,7 @@ def from_hf(
     tied: bool | None = None,
     weights: bool = True,
     ignore: Collection[str] = (),
+    units: Literal["block", "half"] = "block",
 ) -> list[LayerSpec]:
     """Layers for a PipelineModule; token ids [batch, seq] -> logits [batch, seq, vocab]. Inputs: see TokenEmbedding.
 
@@ -35,13 +36,13 @@ def from_hf(
     along its config's base_model_pp_plan, sliced by its base_model_tp_plan (`wrap`). dtype: of the weights, torch's default
     one for None, the stored one for "auto". tied: whether the head shares the embedding's weight, as the config says for
     None. weights False: start from fresh weights, a directory then needs config.json alone. ignore: keys of the config that
-    may be there unknown.
+    may be there unknown. units: what a stage holds a whole number of, see `decoder`.
     Raises ConfigError for an unknown architecture or key, CheckpointError for tensors that are missing, too many or misshapen.
     """
     if isinstance(source, nn.Module):
         raw = _config_of(source)
         if family_of(raw) is None:
-            _refuse_for_wrapping(dtype, tied, weights, ignore)
+            _refuse_for_wrapping(dtype, tied, weights, ignore, units)
             return wrap(source)
         family, config = parse(raw, ignore)
         stored: Weights | None = StateDict(source.state_dict()) if weights else None
@@ -53,9 +54,9 @@ def from_hf(
         where = str(source)
     config = replace(_tie(config, tied, stored, where), huggingface=raw)
     if stored is not None:
-        wanted = [tensors for k in range(num_places(config)) for tensors in layer_names(config, k).values()]
+        wanted = [tensors for piece in pieces_of(config) for tensors in names_of(config, piece).values()]
         check_weights(stored, wanted, config.tied, where)
-    return decoder(config, _dtype(raw) if dtype == "auto" else dtype, stored)
+    return decoder(config, _dtype(raw) if dtype == "auto" else dtype, stored, units)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def _tie(config: DecoderConfig, tied: bool | None, weights: Weights | None, wher
     if tied and weights is not None and head in weights.shapes():
         raise ConfigError(f"{where} has a head of its own, {head}, which tied=True would drop; leave tied out")
     if weights is not None:
-        (embedding,) = layer_names(config, 0)["tokens.weight"].sections
+        (embedding,) = names_of(config, EMBEDDING)["tokens.weight"].sections
         weights.alias(head, embedding.name)
     return replace(config, tied=tied)
 
@@ -102,8 +103,10 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _refuse_for_wrapping(dtype: object, tied: bool | None, weights: bool, ignore: Collection[str]) -> None:
-    given = [n for n, v in {"dtype": dtype, "tied": tied, "ignore": ignore or None}.items() if v is not None]
+def _refuse_for_wrapping(dtype: object, tied: bool | None, weights: bool, ignore: Collection[str], units: str) -> None:
+    halves = None if units == "block" else units
+    arguments = {"dtype": dtype, "tied": tied, "ignore": ignore or None, "units": halves}
+    given = [name for name, value in arguments.items() if value is not None]
     if given or not weights:
         raise ConfigError(
             f"{', '.join(given or ['weights'])} can't be given for a model that keeps its own layers; change the model itself"

@@ -1,78 +1,102 @@
-"""Which tensors of a Hugging Face checkpoint the parameters of each layer are."""
+"""Which tensors of a Hugging Face checkpoint the parameters of a decoder's pieces are."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
 from parallel3d.checkpoint.stored import LayerNames, Section, Stored, all_of
 from parallel3d.models.config import DecoderConfig
 
 
-def num_places(config: DecoderConfig) -> int:
-    """Layers in the list: embedding, blocks, final norm, head."""
-    return config.num_layers + 3
+class Piece(NamedTuple):
+    """The smallest that a layer of the list may be. layer: which attention or feed-forward network, from 0 on."""
+
+    kind: Literal["embedding", "attention", "feed_forward", "final_norm", "head"]
+    layer: int = 0
 
 
-def layer_names(config: DecoderConfig, place: int) -> LayerNames:
-    """Of the layer at a place in the list. A tied head is stored as the embedding."""
+EMBEDDING, FINAL_NORM, HEAD = Piece("embedding"), Piece("final_norm"), Piece("head")
+
+
+def pieces_of(config: DecoderConfig) -> Iterator[Piece]:
+    """All of a decoder, in their order."""
+    yield EMBEDDING
+    for layer in range(config.num_layers):
+        yield Piece("attention", layer)
+        yield Piece("feed_forward", layer)
+    yield FINAL_NORM
+    yield HEAD
+
+
+def names_of(config: DecoderConfig, piece: Piece) -> LayerNames:
+    """How a piece's parameters are stored. A tied head is stored as the embedding."""
     family = _llama if config.rope is not None else _gpt2
-    return family(config, place)
+    return family(config, piece)
 
 
-def _llama(config: DecoderConfig, place: int) -> dict[str, Stored]:
-    hidden, vocab = config.hidden_size, config.vocab_size
-    embedding = "model.embed_tokens.weight"
-    if place == 0:
+def _llama(config: DecoderConfig, piece: Piece) -> LayerNames:
+    hidden, vocab, ffn = config.hidden_size, config.vocab_size, config.ffn_size
+    embedding, block = "model.embed_tokens.weight", f"model.layers.{piece.layer}."
+    if piece.kind == "embedding":
         return {"tokens.weight": all_of(embedding, vocab, hidden)}
-    if place == config.num_layers + 1:
+    if piece.kind == "final_norm":
         return _norm("norm", "model.norm", config)
-    if place == config.num_layers + 2:
+    if piece.kind == "head":
         return {"logits.weight": all_of(embedding if config.tied else "lm_head.weight", vocab, hidden)}
-    block = f"model.layers.{place - 1}."
-    attention, mlp = block + "self_attn.", block + "mlp."
+    if piece.kind == "feed_forward":
+        mlp = block + "mlp."
+        ups = [mlp + "gate_proj", mlp + "up_proj"] if config.gated else [mlp + "up_proj"]
+        return {
+            **_norm("mlp_norm", block + "post_attention_layernorm", config),
+            **_rows("up", ups, ffn, hidden, config.mlp_bias),
+            **_rows("down", [mlp + "down_proj"], hidden, ffn, config.mlp_bias),
+        }
+    attention = block + "self_attn."
     query, key = config.num_heads * config.dim_of_head, config.kv_heads * config.dim_of_head
-    ups = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
-    names = {
+    return {
         **_norm("attention_norm", block + "input_layernorm", config),
-        **_norm("mlp_norm", block + "post_attention_layernorm", config),
+        **_rows("query", [attention + "q_proj"], query, hidden, config.qkv_bias),
+        **_rows("key", [attention + "k_proj"], key, hidden, config.qkv_bias),
+        **_rows("value", [attention + "v_proj"], key, hidden, config.qkv_bias),
+        **_rows("attention_out", [attention + "o_proj"], hidden, query, config.attention_out_bias),
     }
-    for ours, theirs, out, size, bias in [
-        ("query", [attention + "q_proj"], query, hidden, config.qkv_bias),
-        ("key", [attention + "k_proj"], key, hidden, config.qkv_bias),
-        ("value", [attention + "v_proj"], key, hidden, config.qkv_bias),
-        ("attention_out", [attention + "o_proj"], hidden, query, config.attention_out_bias),
-        ("up", [mlp + up for up in ups], config.ffn_size, hidden, config.mlp_bias),
-        ("down", [mlp + "down_proj"], hidden, config.ffn_size, config.mlp_bias),
-    ]:
-        names[f"{ours}.weight"] = Stored(tuple(Section(n + ".weight", out) for n in theirs), (size,))
-        if bias:
-            names[f"{ours}.bias"] = Stored(tuple(Section(n + ".bias", out) for n in theirs))
+
+
+def _rows(ours: str, theirs: Iterable[str], out: int, size: int, bias: bool) -> dict[str, Stored]:
+    """A linear that is one or several of theirs, [out, size] each, one behind the other."""
+    names = {f"{ours}.weight": Stored(tuple(Section(name + ".weight", out) for name in theirs), (size,))}
+    if bias:
+        names[f"{ours}.bias"] = Stored(tuple(Section(name + ".bias", out) for name in theirs))
     return names
 
 
-def _gpt2(config: DecoderConfig, place: int) -> dict[str, Stored]:
-    hidden, vocab = config.hidden_size, config.vocab_size
-    embedding = "transformer.wte.weight"
-    if place == 0:
+def _gpt2(config: DecoderConfig, piece: Piece) -> LayerNames:
+    hidden, vocab, ffn = config.hidden_size, config.vocab_size, config.ffn_size
+    embedding, block = "transformer.wte.weight", f"transformer.h.{piece.layer}."
+    if piece.kind == "embedding":
         positions = all_of("transformer.wpe.weight", config.max_positions, hidden)
         return {"tokens.weight": all_of(embedding, vocab, hidden), "positions.weight": positions}
-    if place == config.num_layers + 1:
+    if piece.kind == "final_norm":
         return _norm("norm", "transformer.ln_f", config)
-    if place == config.num_layers + 2:
+    if piece.kind == "head":
         return {"logits.weight": all_of(embedding if config.tied else "lm_head.weight", vocab, hidden)}
-    block = f"transformer.h.{place - 1}."
-    names = {**_norm("attention_norm", block + "ln_1", config), **_norm("mlp_norm", block + "ln_2", config)}
-    for ours, theirs, out, size, start, of in [
-        ("query", "attn.c_attn", hidden, hidden, 0, 3 * hidden),
-        ("key", "attn.c_attn", hidden, hidden, hidden, 3 * hidden),
-        ("value", "attn.c_attn", hidden, hidden, 2 * hidden, 3 * hidden),
-        ("attention_out", "attn.c_proj", hidden, hidden, 0, hidden),
-        ("up", "mlp.c_fc", config.ffn_size, hidden, 0, config.ffn_size),
-        ("down", "mlp.c_proj", hidden, config.ffn_size, 0, hidden),
-    ]:
-        names[f"{ours}.weight"] = Stored(
-            (Section(block + theirs + ".weight", out, start, of),), (size,), transposed=True
-        )
-        names[f"{ours}.bias"] = Stored((Section(block + theirs + ".bias", out, start, of),))
-    return names
+    if piece.kind == "feed_forward":
+        return {
+            **_norm("mlp_norm", block + "ln_2", config),
+            **_columns("up", block + "mlp.c_fc", ffn, hidden),
+            **_columns("down", block + "mlp.c_proj", hidden, ffn),
+        }
+    names = _norm("attention_norm", block + "ln_1", config)
+    for k, ours in enumerate(("query", "key", "value")):
+        names |= _columns(ours, block + "attn.c_attn", hidden, hidden, start=k * hidden, of=3 * hidden)
+    return names | _columns("attention_out", block + "attn.c_proj", hidden, hidden)
+
+
+def _columns(ours: str, theirs: str, out: int, size: int, start: int = 0, of: int | None = None) -> dict[str, Stored]:
+    """A linear that is some columns of one of theirs, transposed, with a bias."""
+    weight = Stored((Section(theirs + ".weight", out, start, of),), (size,), transposed=True)
+    return {f"{ours}.weight": weight, f"{ours}.bias": Stored((Section(theirs + ".bias", out, start, of),))}
 
 
 def _norm(ours: str, theirs: str, config: DecoderConfig) -> dict[str, Stored]:

@@ -52,11 +52,17 @@ WRONG = [
     ({"pipeline": {"schedule": [["F0@0", 3]]}}, "its list of instructions"),
     ({"pipeline": {"num_chunks": 0}}, "pipeline.num_chunks is 0: give a whole number of chunks a stage >= 1"),
     ({"pipeline": {"placement": "w"}}, 'pipeline.placement is \'w\': give "loop" or "v"'),
-    ({"pipeline": {"partition": ""}}, "pipeline.partition is '': give \"uniform\""),
+    ({"pipeline": {"partition": ""}}, "X"),
     ({"pipeline": {"partition": [0, 2.5]}}, "pipeline.partition is [0, 2.5]: give"),
     ({"pipeline": {"partition": {"weight": [1]}}}, '{"weights": [one number a layer]}'),
     ({"pipeline": {"partition": {"weights": ["1"]}}}, '{"weights": [one number a layer]}'),
     ({"pipeline": {"activation_checkpoint_interval": -1}}, "where 0 recomputes nothing"),
+    ({"attention": {"backend": "cuddn"}}, "Did you mean 'cudnn'?"),
+    (
+        {"attention": {"backend": ["math", "fused"]}},
+        'give "auto", or "cudnn", "flash", "efficient", "math" or a list of them',
+    ),
+    ({"attention": {"backend": []}}, "attention.backend is []"),
     ({"pipeline": {"shapes": "fixed"}}, 'pipeline.shapes is \'fixed\': give "static" or "dynamic"'),
     # contradictions
     ({"pipeline": {"num_chunks": 2}}, 'num_chunks is 2; set schedule to "interleaved" or "gpipe", or num_chunks to 1'),

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from hf_models import load_model, make_model, save_model, token_ids
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError, DataError
-from parallel3d.models import DecoderConfig, Rope, decoder, from_hf, save_hf
+from parallel3d.models import CausalLMLoss, DecoderConfig, Rope, decoder, from_hf, save_hf
+from parallel3d.models.huggingface.weights import StateDict, load_layer
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 NATIVE = ["llama", "llama-tied", "mistral", "qwen2", "qwen2-sliding", "gpt2"]
@@ -33,6 +35,62 @@ def test_logits_of_a_directory_equal_transformers(tmp_path, name: str):
     model = save_model(tmp_path, name)
     ids = token_ids(2, 17)
     torch.testing.assert_close(run(from_hf(tmp_path), ids), logits_of(model, input_ids=ids), rtol=1e-5, atol=1e-5)
+
+
+def train_once(
+    layers: list[LayerSpec], inputs: dict[str, Tensor], labels: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor], PipelineModule]:
+    """Logits, loss, the gradient of each parameter, and the module."""
+    module = PipelineModule(layers, num_stages=1)
+    logits = module(inputs)
+    loss = CausalLMLoss(shift=True)(logits, labels)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    return logits.detach(), loss.detach(), [p.grad for p in module.parameters()], module
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2-sliding", "gpt2"])
+def test_halves_compute_what_blocks_and_transformers_do(tmp_path, name: str):
+    model = save_model(tmp_path / "in", name)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 8:] = 0
+    inputs = {"input_ids": token_ids(2, 11), "attention_mask": mask}
+    labels = inputs["input_ids"].masked_fill(mask == 0, -100)
+    logits, loss, gradients, module = train_once(from_hf(tmp_path / "in", units="half"), inputs, labels)
+    names = [type(layer).__name__ for layer in module.layers.values()]
+    assert names == ["TokenEmbedding", *["Attention", "FeedForward"] * 2, "FinalNorm", "Head"]
+    # The same operations in the same order: not a bit differs.
+    block_logits, block_loss, block_gradients, _ = train_once(from_hf(tmp_path / "in"), inputs, labels)
+    assert torch.equal(logits, block_logits)
+    assert torch.equal(loss, block_loss)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, block_gradients, strict=True))
+    wanted = model(**inputs, labels=labels)
+    wanted.loss.backward()
+    torch.testing.assert_close(logits[mask.bool()], wanted.logits[mask.bool()], rtol=1e-5, atol=1e-5)
+    # Transformers' gradients, read as if they were weights, at the same places.
+    stored = StateDict({name: p.grad for name, p in model.named_parameters()})
+    for layer in module.layers.values():
+        found = {name: p.grad.clone() for name, p in layer.named_parameters()}
+        load_layer(layer, layer.stored(), stored)
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_halves_are_exported_bit_for_bit(tmp_path):
+    for name in ("llama", "gpt2"):
+        save_model(tmp_path / name, name)
+        save_hf(PipelineModule(from_hf(tmp_path / name, units="half"), num_stages=1), tmp_path / f"{name}-out")
+        stored, written = (load_file(tmp_path / f / "model.safetensors") for f in (name, f"{name}-out"))
+        assert stored.keys() == written.keys()
+        assert all(torch.equal(stored[key], written[key]) for key in stored)
+
+
+def test_units_that_there_are_not():
+    config = DecoderConfig(vocab_size=9, hidden_size=8, ffn_size=8, num_layers=1, num_heads=1)
+    with pytest.raises(ConfigError, match=r"units is 'halve'.*Did you mean 'half'\?"):
+        decoder(config, units="halve")
+    with pytest.raises(ConfigError, match="units can't be given for a model that keeps its own layers"):
+        from_hf(make_model("phi"), units="half")
 
 
 @pytest.mark.parametrize("name", NATIVE + WRAPPED)

@@ -1,0 +1,57 @@
+"""Which of PyTorch's kernels compute attention: those asked for, in their order, as far as the device has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from parallel3d.errors import ConfigError
+
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# The smallest compute capability for which PyTorch has kernels.
+_CAPABILITIES = {"cudnn": (8, 0), "flash": (8, 0), "efficient": (5, 0)}
+
+
+def attention_context(names: Sequence[str] | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes contexts in which scaled_dot_product_attention tries these backends alone, on CUDA in this order; None: any.
+
+    Forwards run inside, and with them whatever recomputes them; the backward of an attention is that of the kernel which ran.
+    A layer that is compiled inside keeps what it was compiled with. Raises ConfigError where the device has none of them.
+    """
+    if names is None:
+        return nullcontext
+    reasons = [missing(name, device) for name in names]
+    if all(reasons):
+        asked = " and ".join(f"{name} ({reason})" for name, reason in zip(names, reasons, strict=True))
+        usable = [name for name in _BACKENDS if missing(name, device) is None]
+        raise ConfigError(
+            f"attention.backend is {asked}, which can't run; leave it out for PyTorch's choice, or give some of "
+            f"{', '.join(usable)}"
+        )
+    return partial(sdpa_kernel, [_BACKENDS[name] for name in names], set_priority=True)
+
+
+def missing(name: str, device: torch.device) -> str | None:
+    """Why a device of this kind has no such kernel for any input; None where it has one."""
+    if name == "math":
+        return None
+    if device.type == "cpu":
+        return None if name == "flash" else "it needs a CUDA device"
+    if name == "cudnn" and not torch.backends.cudnn.is_available():
+        return "PyTorch is built without cuDNN"
+    if name == "flash" and not torch.backends.cuda.is_flash_attention_available():
+        return "PyTorch is built without it"
+    found, least = torch.cuda.get_device_capability(device), _CAPABILITIES[name]
+    if found < least:
+        return f"it needs compute capability {least[0]}.{least[1]}, the device has {found[0]}.{found[1]}"
+    return None

@@ -1,0 +1,192 @@
+"""The blocks of a decoder, as one layer each or as two: attention and feed-forward, between which a stage may end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d.models.config import DecoderConfig
+from parallel3d.models.huggingface.names import Piece
+from parallel3d.models.huggingface.weights import Weights
+from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, open_stream
+from parallel3d.models.sliced import Slices
+from parallel3d.models.tables import Tables
+from parallel3d.pipe.specs import BuildContext
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class _Residual(DecoderLayer):
+    """A layer that adds to the hidden states [batch, seq, hidden] of what travels."""
+
+    def __init__(self, config: DecoderConfig, context: BuildContext | None, *pieces: Piece):
+        super().__init__(config, *pieces)
+        self._slices = Slices(context)
+        self.dropout = self._slices.dropout(config.residual_dropout)
+
+    def _add(self, stream: Stream, change: Tensor) -> Stream:
+        return stream._replace(hidden=stream.hidden + self.dropout(change, stream.length))
+
+
+class _Attends(_Residual):
+    """The attention of one layer; its parameters have the same names in a block as in a layer of their own."""
+
+    def _make_attention(self, layer: int, tables: Tables) -> None:
+        config = self.config
+        self._tables, self._window = tables, config.window(layer)
+        self.attention_norm = self._slices.norm(make_norm(config))
+        # Three layers and not one: where ranks share a key and value head, they don't share queries.
+        self.query, self.key, self.value, self.attention_out = self._slices.attention(config)
+        self.attention_dropout = self._slices.attention_dropout(config)
+
+    def _attend(self, stream: Stream) -> Stream:
+        tables, hidden = self._tables, self.attention_norm(stream.hidden)
+        x = self._slices.enter(hidden, stream.length)
+        # [batch, seq, heads, head_dim]
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.config.dim_of_head)) for layer in (self.query, self.key, self.value)
+        )
+        if self.config.rope is not None:
+            cos, sin = tables.rotary(query, stream.position_ids)
+            query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        mask = tables.mask(query, self._window, stream.attention_mask)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        if self.training and self.config.attention_dropout:
+            mixed = self._mix_with_dropout(query, key, value, mask)
+        else:
+            mixed = _mix(query, key, value, mask)
+        return self._add(stream, self.attention_out(mixed.transpose(1, 2).flatten(2)))
+
+    def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if self._slices.layout_independent:
+            return attend(query, key, value, mask, self.attention_dropout)
+        with self._slices.own_numbers(query.device):
+            return _mix(query, key, value, mask, self.config.attention_dropout)
+
+
+class _FeedsForward(_Residual):
+    """The feed-forward network of one layer; names: as for attention."""
+
+    def _make_feed_forward(self) -> None:
+        config = self.config
+        hidden, ffn = config.hidden_size, config.ffn_size
+        self._activation = _ACTIVATIONS[config.activation]
+        self.mlp_norm = self._slices.norm(make_norm(config))
+        self.up = self._slices.column(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias)
+        self.down = self._slices.row(ffn, hidden, config.mlp_bias)
+
+    def _feed_forward(self, stream: Stream) -> Stream:
+        up = self.up(self.mlp_norm(stream.hidden), stream.length)
+        if not self.config.gated:
+            return self._add(stream, self.down(self._activation(up)))
+        gate, up = up.chunk(2, dim=-1)
+        return self._add(stream, self.down(self._activation(gate) * up))
+
+
+class Block(_Attends, _FeedsForward):
+    """x + attention(norm(x)), then x + mlp(norm(x)), on the hidden states [batch, seq, hidden] of what travels."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        tables: Tables,
+        weights: Weights | None = None,
+        dtype: torch.dtype | None = None,
+        context: BuildContext | None = None,
+    ):
+        super().__init__(config, context, Piece("attention", layer), Piece("feed_forward", layer))
+        self._make_attention(layer, tables)
+        self._make_feed_forward()
+        self._finish(weights, dtype)
+
+    def forward(self, x: Travels) -> Travels:
+        """See the class."""
+        return close_stream(self._feed_forward(self._attend(open_stream(x))))
+
+
+class Attention(_Attends):
+    """x + attention(norm(x)), on the hidden states [batch, seq, hidden] of what travels: the first half of a block."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        tables: Tables,
+        weights: Weights | None = None,
+        dtype: torch.dtype | None = None,
+        context: BuildContext | None = None,
+    ):
+        super().__init__(config, context, Piece("attention", layer))
+        self._make_attention(layer, tables)
+        self._finish(weights, dtype)
+
+    def forward(self, x: Travels) -> Travels:
+        """See the class."""
+        return close_stream(self._attend(open_stream(x)))
+
+
+class FeedForward(_FeedsForward):
+    """x + mlp(norm(x)), on the hidden states [batch, seq, hidden] of what travels: the second half of a block."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        weights: Weights | None = None,
+        dtype: torch.dtype | None = None,
+        context: BuildContext | None = None,
+    ):
+        super().__init__(config, context, Piece("feed_forward", layer))
+        self._make_feed_forward()
+        self._finish(weights, dtype)
+
+    def forward(self, x: Travels) -> Travels:
+        """See the class."""
+        return close_stream(self._feed_forward(open_stream(x)))
+
+
+def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+    """The fastest attention that there is; shapes and mask: see `attend`."""
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Attention whose dropout is given, and which therefore holds all its probabilities, [batch, heads, seq, seq].
+
+    query: [batch, heads, seq, head_dim]; key, value: as many or fewer heads, each for heads in a row; mask: True
+    where there is attention, causal for None.
+    """
+    shared = query.shape[1] // key.shape[1]
+    key, value = (heads.repeat_interleave(shared, dim=1) for heads in (key, value))
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    return dropout(scores.masked_fill(~mask, -math.inf).softmax(-1)) @ value
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs (i, i + head_dim / 2) of x [batch, seq, heads, head_dim] by their positions' angles."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
