@@ -34,8 +34,9 @@ class _Residual(DecoderLayer):
         self._slices = Slices(context)
         self.dropout = self._slices.dropout(config.residual_dropout)
 
-    def _add(self, stream: Stream, change: Tensor) -> Stream:
-        return stream._replace(hidden=stream.hidden + self.dropout(change, stream.length))
+    # Not of a Stream: torch.compile of PyTorch 2.11 can't carry a NamedTuple that it made over a break of its graph.
+    def _add(self, hidden: Tensor, change: Tensor, length: int | None) -> Tensor:
+        return hidden + self.dropout(change, length)
 
 
 class _Attends(_Residual):
@@ -49,23 +50,25 @@ class _Attends(_Residual):
         self.query, self.key, self.value, self.attention_out = self._slices.attention(config)
         self.attention_dropout = self._slices.attention_dropout(config)
 
-    def _attend(self, stream: Stream) -> Stream:
-        tables, hidden = self._tables, self.attention_norm(stream.hidden)
-        x = self._slices.enter(hidden, stream.length)
+    def _attend(
+        self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, length: int | None
+    ) -> Tensor:
+        tables = self._tables
+        x = self._slices.enter(self.attention_norm(hidden), length)
         # [batch, seq, heads, head_dim]
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.config.dim_of_head)) for layer in (self.query, self.key, self.value)
         )
         if self.config.rope is not None:
-            cos, sin = tables.rotary(query, stream.position_ids)
+            cos, sin = tables.rotary(query, position_ids)
             query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-        mask = tables.mask(query, self._window, stream.attention_mask)
+        mask = tables.mask(query, self._window, attention_mask)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if self.training and self.config.attention_dropout:
             mixed = self._mix_with_dropout(query, key, value, mask)
         else:
             mixed = _mix(query, key, value, mask)
-        return self._add(stream, self.attention_out(mixed.transpose(1, 2).flatten(2)))
+        return self._add(hidden, self.attention_out(mixed.transpose(1, 2).flatten(2)), length)
 
     def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self._slices.layout_independent:
@@ -85,12 +88,12 @@ class _FeedsForward(_Residual):
         self.up = self._slices.column(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias)
         self.down = self._slices.row(ffn, hidden, config.mlp_bias)
 
-    def _feed_forward(self, stream: Stream) -> Stream:
-        up = self.up(self.mlp_norm(stream.hidden), stream.length)
+    def _feed_forward(self, hidden: Tensor, length: int | None) -> Tensor:
+        up = self.up(self.mlp_norm(hidden), length)
         if not self.config.gated:
-            return self._add(stream, self.down(self._activation(up)))
+            return self._add(hidden, self.down(self._activation(up)), length)
         gate, up = up.chunk(2, dim=-1)
-        return self._add(stream, self.down(self._activation(gate) * up))
+        return self._add(hidden, self.down(self._activation(gate) * up), length)
 
 
 class Block(_Attends, _FeedsForward):
@@ -112,7 +115,10 @@ class Block(_Attends, _FeedsForward):
 
     def forward(self, x: Travels) -> Travels:
         """See the class."""
-        return close_stream(self._feed_forward(self._attend(open_stream(x))))
+        hidden, attention_mask, position_ids, length = open_stream(x)
+        hidden = self._attend(hidden, attention_mask, position_ids, length)
+        hidden = self._feed_forward(hidden, length)
+        return close_stream(Stream(hidden, attention_mask, position_ids, length))
 
 
 class Attention(_Attends):
@@ -133,7 +139,9 @@ class Attention(_Attends):
 
     def forward(self, x: Travels) -> Travels:
         """See the class."""
-        return close_stream(self._attend(open_stream(x)))
+        hidden, attention_mask, position_ids, length = open_stream(x)
+        hidden = self._attend(hidden, attention_mask, position_ids, length)
+        return close_stream(Stream(hidden, attention_mask, position_ids, length))
 
 
 class FeedForward(_FeedsForward):
@@ -153,7 +161,9 @@ class FeedForward(_FeedsForward):
 
     def forward(self, x: Travels) -> Travels:
         """See the class."""
-        return close_stream(self._feed_forward(open_stream(x)))
+        hidden, attention_mask, position_ids, length = open_stream(x)
+        hidden = self._feed_forward(hidden, length)
+        return close_stream(Stream(hidden, attention_mask, position_ids, length))
 
 
 def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:

@@ -147,8 +147,8 @@ class FinalNorm(DecoderLayer):
 
     def forward(self, x: Travels) -> Travels:
         """See the class."""
-        stream = open_stream(x)
-        return close_stream(Stream(self.norm(stream.hidden), length=stream.length))
+        hidden, _, _, length = open_stream(x)
+        return close_stream(Stream(self.norm(hidden), length=length))
 
 
 class Head(DecoderLayer):
