@@ -37,6 +37,7 @@ def _worker(connection: Connection, port: int, device: str, folder: str) -> None
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # as init_distributed does, before CUDA is in use
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

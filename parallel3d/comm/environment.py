@@ -51,8 +51,8 @@ def _adopt_slurm() -> None:
             os.environ.setdefault(name, value)
 
 
-def _load_kernels_eagerly() -> None:
-    """Set CUDA_MODULE_LOADING to EAGER, unless the user has chosen.
+def _prepare_cuda() -> None:
+    """Have kernels load eagerly and streams run apart, unless the user has chosen.
 
     Loading a kernel at its first launch waits for those that run. One that sends to another rank runs until that rank
     receives, which may wait for a kernel of its own to load: with lazy loading, the first batch of a pipeline can hang.
@@ -65,6 +65,8 @@ def _load_kernels_eagerly() -> None:
         )
     else:
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        # As many hardware queues as there may be streams: peer_copies.py has some that wait, which hold up their queue.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def _leave_at_exit() -> None:
@@ -123,7 +125,7 @@ def init_distributed(
 
 def _join(dist_backend: str | None, timeout: timedelta, init_method: str | None, rank: int, world_size: int) -> None:
     _adopt_slurm()
-    _load_kernels_eagerly()
+    _prepare_cuda()
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = local_device(backend)
     if device.type == "cuda":

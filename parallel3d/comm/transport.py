@@ -19,7 +19,9 @@ from torch import Tensor
 
 from parallel3d.activity import Waiting
 from parallel3d.comm.collectives import Awaited, Work
+from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.peer_copies import open_peer_copies
 
 _HEADER_TAG, _HOST_TAG = 1, 2
 # A receive posted early spins on the multiprocessors it takes until its message comes, beside the kernels that compute:
@@ -72,16 +74,18 @@ class _ThroughHost:
 class DistributedTransport:
     """gloo and NCCL. Under NCCL each channel has its own communicator, so that the directions don't wait for each other.
 
-    gloo tells that a send has left only when it is waited for, so there what was sent is held until `finish`.
+    peer_copies: where the ranks of each pipeline share a host, tensors travel by peer_copies.py instead of NCCL. gloo tells
+    that a send has left only when it is waited for, so there what was sent is held until `finish`.
     """
 
-    def __init__(self, groups: ProcessGroups):
+    def __init__(self, groups: ProcessGroups, peer_copies: bool = True):
         self._groups = groups
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._stage = groups.coordinate("pipe")
         self._by_host = False
-        if groups.backend == "nccl" and groups.pipe.size > 1:
+        self._copies = open_peer_copies(groups, local_device()) if peer_copies else None
+        if groups.backend == "nccl" and groups.pipe.size > 1 and self._copies is None:
             self._open_channels()
 
     def _open_channels(self) -> None:
@@ -117,7 +121,11 @@ class DistributedTransport:
             if tensor.numel():
                 data = _bytes(tensor.detach().contiguous())
                 data = data.cpu() if self._by_host else data
-                work = dist.isend(data, target, group=group, tag=tag)
+                work: Work | None
+                if self._copies is not None and not self._by_host:
+                    work = self._copies.send(data, stage)
+                else:
+                    work = dist.isend(data, target, group=group, tag=tag)
                 assert work is not None
                 self._sent.append((Awaited(work, f"rank {target} to take a message", (target,)), data))
 
@@ -133,6 +141,8 @@ class DistributedTransport:
                 work = dist.irecv(staging, source, group=self._groups.control.handle, tag=_HOST_TAG)
                 assert work is not None
                 works.append(_ThroughHost(Awaited(work, what, ranks), staging, _bytes(buffer)))
+            elif buffer.numel() and self._copies is not None:
+                works.append(Awaited(self._copies.receive(_bytes(buffer), stage), what, ranks))
             elif buffer.numel():
                 work = dist.irecv(_bytes(buffer), source, group=group)
                 assert work is not None

@@ -119,6 +119,11 @@ class PipelineConfig(Section):
     plan: str | None = Field(
         None, description='a path, where schedule "auto" finds its plan or else writes it', json_schema_extra=OWN
     )
+    peer_copies: bool = Field(
+        True,
+        description="true or false: whether stages of one host send by copies into each other's memory, else by NCCL",
+        json_schema_extra=OWN,
+    )
     shapes: Literal["static", "dynamic"] = Field("static", description='"static" or "dynamic"', json_schema_extra=OWN)
     seed_layers: bool | None = Field(None, description="true or false")
 

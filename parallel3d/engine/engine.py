@@ -85,7 +85,7 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         # Of the first rank, so that scripts which seed each rank differently draw the same in every layout.
         torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
         self._streams = RandomStreams((config.seed, torch_seed), model.device)
-        self._set_up_pipeline(transport or DistributedTransport(self._groups))
+        self._set_up_pipeline(transport or DistributedTransport(self._groups, config.pipeline.peer_copies))
         self._set_up_checkpoints()
         if config.compile.enabled:
             self.compile()

@@ -1,0 +1,65 @@
+"""Peer copies on real devices: every byte arrives, in both directions at once, whatever sizes, delays and reuse of memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from ranks import RankPool
+
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.peer_copies import NUM_SLOTS, SLOT_BYTES, neighbours, open_peer_copies
+from parallel3d.topology import PipeDataParallelTopology
+
+ROUNDS = 200
+
+
+def pattern(source: int, target: int, number: int, size: int, device: torch.device) -> torch.Tensor:
+    """What a message holds, by who sends it."""
+    generator = torch.Generator(device=device).manual_seed(1_000_003 * number + 1009 * source + target)
+    return torch.randint(256, (size,), dtype=torch.uint8, device=device, generator=generator)
+
+
+def size_of(number: int, source: int, target: int) -> int:
+    """Of small and odd messages, those of a slot and about one, and of more than the whole ring."""
+    rng = random.Random(number * 97 + source * 11 + target)
+    return rng.choice(
+        (1, 3, 4097, 1 << 20, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 5, (NUM_SLOTS + 1) * SLOT_BYTES + 7)
+    )
+
+
+def exchange(num_stages: int) -> tuple[int, int]:
+    """(messages, bytes that differ) of rounds in which every rank sends to and receives from its neighbours."""
+    groups = ProcessGroups(PipeDataParallelTopology(num_stages, 1))
+    device = torch.device("cuda", torch.cuda.current_device())
+    copies = open_peer_copies(groups, device)
+    assert copies is not None
+    stage, rng = groups.coordinate("pipe"), random.Random(groups.rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    count = 0
+    for number in range(ROUNDS):
+        works = []
+        for other in neighbours(stage, num_stages):
+            data = pattern(stage, other, number, size_of(number, stage, other), device)
+            work = copies.send(data, other)
+            buffer = torch.full((size_of(number, other, stage),), 7, dtype=torch.uint8, device=device)
+            works.append((other, buffer, copies.receive(buffer, other), work))
+        if rng.random() < 0.3:
+            torch.cuda._sleep(rng.randrange(2_000_000))
+        for other, buffer, received, sent in works:
+            received.wait()
+            wrong += (buffer != pattern(other, stage, number, buffer.numel(), device)).sum()
+            sent.wait()
+            count += 1
+    torch.cuda.synchronize()
+    return count, int(wrong)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_every_byte_arrives(gpu_pool: RankPool, num_gpus: int, num_stages: int):
+    if num_stages > num_gpus:
+        pytest.skip(f"needs {num_stages} CUDA devices")
+    for count, wrong in gpu_pool.run(num_stages, exchange, num_stages):
+        assert count == ROUNDS * len(neighbours(0, num_stages))
+        assert wrong == 0
