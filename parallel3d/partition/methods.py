@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import networkx as nx
@@ -31,16 +31,19 @@ def resolve_partition(
     what: str = "",
     placement: Sequence[int] | None = None,
     limit: StageLimit | None = None,
+    step: Callable[[Sequence[float]], float] | None = None,
 ) -> Partition:
     """Split layers into `num_parts` by `method`; PartitionError, with values and remedy, if that can't be done.
 
     "uniform": every layer costs 1. "parameters": `chain_costs`, ties counted once a part. "flops", "profile": `chain_costs`,
     without ties: each place computes. "type:REGEX": a layer whose class name (`type_names`, else `names`) matches, case
     ignored, costs 1, any other 0. {"weights": [...]}: these, without ties. Bounds [0, ..., n]: as given, costed as
-    "parameters" are; a `limit` must hold for them. `what`, `placement` and `limit` are as in `partition_layers`.
+    "parameters" are; a `limit` must hold for them. `what`, `placement`, `limit` and `step` are
+    as in `partition_layers`; `step` decides where costs are times: "flops", "profile" and weights.
     """
     if isinstance(method, str):
         chain = _named_chain(method, chain_costs, names, tie_keys, type_names)
+        step = step if method.lower() in MEASURED else None
     elif isinstance(method, Mapping):
         chain = layer_chain(_weights(method, names), names)
     elif isinstance(method, (list, tuple)):
@@ -49,7 +52,7 @@ def resolve_partition(
         return cut(method, segment_costs(layer_chain(chain_costs, names, tie_keys)))
     else:
         raise _unknown_method(method)
-    return partition_layers(chain, num_parts, what, placement, limit)
+    return partition_layers(chain, num_parts, what, placement, limit, step)
 
 
 def _named_chain(

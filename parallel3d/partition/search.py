@@ -32,12 +32,19 @@ class Search:
     """Splits of a chain into len(placement) chunks, chunk c on stage placement[c].
 
     cost: [n + 1, n + 1], element (a, b) for layers [a, b) as one chunk, or one such matrix a chunk; inf where that is empty.
-    held: likewise, [chunks, n + 1, n + 1]: what a chunk adds to what its stage may hold, at most `limit`.
+    held: likewise, [chunks, n + 1, n + 1]: what a chunk adds to what its stage may hold, at most `limit`. evenness: so many
+    times the largest chunk is added to the largest stage.
     """
 
     def __init__(
-        self, cost: FloatArray, placement: Sequence[int], held: FloatArray | None = None, limit: float = np.inf
+        self,
+        cost: FloatArray,
+        placement: Sequence[int],
+        held: FloatArray | None = None,
+        limit: float = np.inf,
+        evenness: float = 0.0,
     ):
+        self._evenness = evenness
         self._chunks, self._num_layers = len(placement), cost.shape[-1] - 1
         self._stage = np.eye(max(placement) + 1)[list(placement)]  # [chunks, stages]
         total = cost[..., 0, -1].max() / self._stage.shape[1]
@@ -118,14 +125,18 @@ class Search:
 
     def _score(self, bounds: _Bounds) -> FloatArray:
         """What the descent makes small: the largest stage above all, but the others too, or it would stop on plateaus."""
-        loads = self._parts(self._cost, bounds) @ self._stage
-        return 1e6 * self._excess(bounds) + loads.max(axis=-1) + 1e-3 * np.sqrt((loads * loads).mean(axis=-1))
+        parts = self._parts(self._cost, bounds)
+        loads = parts @ self._stage
+        spread = 1e-3 * np.sqrt((loads * loads).mean(axis=-1))
+        return 1e6 * self._excess(bounds) + loads.max(axis=-1) + self._evenness * parts.max(axis=-1) + spread
 
     def _objectives(self, bounds: _Bounds) -> list[FloatArray]:
         """What counts, the weightiest first."""
         parts = self._parts(self._cost, bounds)
         loads = parts @ self._stage
-        return [self._excess(bounds), loads.max(axis=-1), parts.max(axis=-1), (parts * parts).sum(axis=-1)]
+        largest = parts.max(axis=-1)
+        pace = loads.max(axis=-1) + self._evenness * largest
+        return [self._excess(bounds), pace, largest, (parts * parts).sum(axis=-1)]
 
 
 def _finite(cost: FloatArray) -> FloatArray:

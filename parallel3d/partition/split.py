@@ -8,7 +8,7 @@ exact for it. Where stages hold several chunks, their sums set the pace: see sea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import networkx as nx
 import numpy as np
@@ -25,6 +25,7 @@ def partition_layers(
     what: str = "",
     placement: Sequence[int] | None = None,
     limit: StageLimit | None = None,
+    step: Callable[[Sequence[float]], float] | None = None,
 ) -> Partition:
     """The split of `chain` into `num_parts` non-empty parts with the smallest bottleneck.
 
@@ -34,7 +35,8 @@ def partition_layers(
     placement: the stage that holds each part, each its own by default. Where a stage holds several, what is made small is
     the largest sum of a stage's parts, then the largest part, then the sum of squares: exactly where there are at most
     search.MOST_SPLITS splits, else by a search from many starts, which gives the same split every time.
-    limit: only splits within it count.
+    limit: only splits within it count. step: the length of a step for the parts' costs, by which one is chosen of several
+    splits, the more even of which have somewhat larger sums.
 
     Raises PartitionError for a graph that is no chain, a cost that is no finite number >= 0, more parts than layers (the
     message then calls the parts `what`, such as "5 stages x 5 chunks"), or a limit that no split found keeps to.
@@ -51,7 +53,8 @@ def partition_layers(
     placement = placement or range(num_parts)
     if len(set(placement)) == num_parts:
         return cut(_one_chunk(cost, placement, limit), cost)
-    return cut(_several_chunks(cost, placement, limit), cost)
+    found = [cut(bounds, cost) for bounds in _several_chunks(cost, placement, limit, step is not None)]
+    return min(found, key=lambda partition: step(partition.costs)) if step is not None else found[0]
 
 
 def _one_chunk(cost: FloatArray, placement: Sequence[int], limit: StageLimit | None) -> list[int]:
@@ -64,17 +67,27 @@ def _one_chunk(cost: FloatArray, placement: Sequence[int], limit: StageLimit | N
     return bounds
 
 
-def _several_chunks(cost: FloatArray, placement: Sequence[int], limit: StageLimit | None) -> Sequence[int]:
+# How much the largest chunk weighs beside the largest stage, in the splits among which a step's length decides.
+_EVENNESS = (0.0, 0.1, 0.25, 0.5, 1.0)
+
+
+def _several_chunks(
+    cost: FloatArray, placement: Sequence[int], limit: StageLimit | None, several: bool
+) -> list[Sequence[int]]:
+    """The best split; with `several` also those for which the largest chunk weighs more, each once."""
+    weights = _EVENNESS if several else _EVENNESS[:1]
     start = _certain([cost] * len(placement))
     if limit is None:
-        return Search(cost, placement).best([start])
+        found = [Search(cost, placement, evenness=w).best([start]) for w in weights]
+        return list(dict.fromkeys([*found, tuple(start)] if several else found))
     # What holds least lies within the limit if anything that is found does.
     held = limit.chunk_bytes()
     leanest = Search(held, placement).best([_certain(list(held))])
     loads = stage_bytes(held, leanest, placement)
     if max(loads) > limit.limit:
         raise refusal(limit.limit, loads, exact=Search.is_exact(len(cost) - 1, len(placement)))
-    return Search(cost, placement, held, limit.limit).best([start, leanest])
+    found = [Search(cost, placement, held, limit.limit, w).best([start, leanest]) for w in weights]
+    return list(dict.fromkeys(found))
 
 
 def _certain(cost: Sequence[FloatArray]) -> list[int]:

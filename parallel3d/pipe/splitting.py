@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from statistics import median
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import Config, load_precision, read, resolve_batch
+from parallel3d.config import Config, PipelineConfig, load_layout, load_precision, read, resolve_batch
 from parallel3d.config.load import Source
 from parallel3d.errors import PartitionError
 from parallel3d.optim import build_optimizer
@@ -25,11 +26,16 @@ from parallel3d.pipe.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec,
 from parallel3d.pipe.tracing import Tracer
 from parallel3d.precision import make_precision
 from parallel3d.rng import generator_states, set_generator_states
-from parallel3d.schedule.builders import build
+from parallel3d.schedule.builders import build, placement_of
+from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
+from parallel3d.schedule.search import Memory, search
+from parallel3d.schedule.simulate import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.policy import ZeroPolicy, make_policy
+
+_MICRO_BATCHES_A_STAGE = 4
 
 LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
 
@@ -80,6 +86,13 @@ class Splitter:
             what=f"{settings.num_stages} stages x {settings.num_chunks} chunks",
             placement=self._placement,
             limit=None if settings.max_stage_bytes is None else self._limit(settings.max_stage_bytes, config),
+            step=partial(
+                step_length,
+                load_layout(config).pipeline,
+                settings.num_stages,
+                settings.num_chunks,
+                settings.placement,
+            ),
         )
 
     def _costs(self) -> list[float]:
@@ -168,6 +181,31 @@ class Splitter:
         )
         one = ChunkBytes(saved=1, deferred=1)
         return [max(bytes_in_flight(program, rank, {c: one})) for c, rank in enumerate(self._placement)]
+
+
+def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: str, costs: Sequence[float]) -> float:
+    """How long a step takes with chunks of these costs, simulated: the configured schedule, or what "auto" would find.
+
+    kind: of placement. Of four micro-batches a stage, for how many there will be isn't known yet; a chunk's cost is divided
+    as a decoder's is.
+    """
+    placement = placement_of(kind, num_stages, num_chunks)
+    whole = sum(decoder_cost(Instruction(op, 0, 0)) for op in (Op.FORWARD, Op.BACKWARD))
+    num_micro_batches = _MICRO_BATCHES_A_STAGE * num_stages
+
+    def cost(i: Instruction) -> float:
+        return decoder_cost(i) / whole * costs[i.chunk]
+
+    if given.schedule == "auto":
+        most = (given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * len(placement)
+        memory = Memory.of_activations(placement, max(most, num_chunks))
+        program = search("auto", placement, num_micro_batches, memory, cost)
+    else:
+        name = (
+            given.schedule if isinstance(given.schedule, str) else "gpipe"
+        )  # one that a user wrote needs its own number
+        program = build(name, num_stages, num_micro_batches, num_chunks, kind, given.max_in_flight)
+    return simulate(program, cost).makespan
 
 
 def _weightless(parameter: nn.Parameter) -> nn.Parameter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, combinations, pairwise, takewhile
 from math import comb
 
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel3d.config import PipelineConfig
 from parallel3d.errors import PartitionError
 from parallel3d.partition import Partition, StageLimit, layer_chain, partition_layers, resolve_partition
 from parallel3d.partition.search import MOST_SPLITS
+from parallel3d.pipe.splitting import step_length
 from parallel3d.schedule.instructions import loop_placement, v_placement
 
 Objectives = tuple[float, float, float]
@@ -165,3 +168,31 @@ def test_bounds_that_break_the_limit() -> None:
     assert resolve_partition("uniform", [1] * 4, names, ties, 2, limit=limit).bounds == (0, 1, 4)
     with pytest.raises(PartitionError, match=r"bounds \[0, 2, 4\] stage 0 holds 140 bytes, .* is 100; set it to 140"):
         resolve_partition([0, 2, 4], [1] * 4, names, ties, 2, limit=limit)
+
+
+@given(chunked_chains(), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_a_steps_length_decides_among_splits_that_weigh_evenness_more(case, rng: random.Random) -> None:
+    """Any length; none is longer than that of the split which is chosen without it."""
+    costs, placement = case
+    weights = [rng.random() for _ in placement]
+
+    def step(parts: Sequence[float]) -> float:
+        return sum(w * cost for w, cost in zip(weights, parts, strict=True)) + max(parts)
+
+    plain = partition_layers(layer_chain(costs), len(placement), placement=placement)
+    chosen = partition_layers(layer_chain(costs), len(placement), placement=placement, step=step)
+    assert list(chosen.costs) == part_sums(costs, chosen.bounds)
+    assert step(chosen.costs) <= step(plain.costs)
+
+
+def test_the_schedules_step_decides_where_costs_are_times() -> None:
+    """Half-blocks in a V: the split with the smallest stage has a long chunk in the middle of the pipeline."""
+    costs, placement = [0.3, *[4.2, 5.7] * 32, 4.8], v_placement(4)
+    config = PipelineConfig(stages=4, schedule="auto", num_chunks=2, placement="v")
+    length = partial(step_length, config, 4, 2, "v")
+    names, ties = ["layer"] * len(costs), [None] * len(costs)
+    split = partial(resolve_partition, {"weights": costs}, costs, names, ties, 8, placement=placement)
+    plain, chosen = split(), split(step=length)
+    assert length(chosen.costs) < 0.995 * length(plain.costs)
+    assert resolve_partition("parameters", costs, names, ties, 8, placement=placement, step=length) == plain
