@@ -26,17 +26,11 @@ from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
 Profile = Literal["time", "memory"]
 
-# What the first steps are for. The first ones load kernels and compile; whole backwards are timed by a program of their own.
-_STEPS: tuple[tuple[str, Profile | None], ...] = (
-    ("warm up", None),
-    ("warm up", None),
-    ("memory", "memory"),
-    ("halves", "time"),
-    ("halves", "time"),
-    ("halves", "time"),
-    ("whole", "time"),
-    ("whole", "time"),
-)
+# What is recorded of the first steps; those of which nothing is load kernels and compile.
+_STEPS: tuple[Profile | None, ...] = (None, None, "memory", None, "time", "time", "time", "time")
+# From this one on every other micro-batch's backward is whole. Both kinds are timed in the same steps, for a device's clock
+# falls with its load: programs of one kind would be timed by clocks of their own.
+_MIXED_FROM = 3
 _USABLE = 0.9  # of the device's memory: the allocator's blocks don't fit without gaps
 
 
@@ -50,7 +44,7 @@ class AutoSchedule:
     def __init__(self, model: PipelineModule, programs: Programs, config: PipelineConfig, monitor: StepMonitor):
         self._model, self._programs, self._config, self._monitor = model, programs, config, monitor
         self._done = 0
-        self._recorded: dict[str, list[list[StepRecord]]] = {"halves": [], "whole": []}
+        self._recorded: list[list[StepRecord]] = []
         self._memory: MemoryProfile | None = None
         if (stored := self._stored_plan()) is not None:
             self._adopt(stored, "read from " + str(config.plan))
@@ -63,23 +57,24 @@ class AutoSchedule:
 
     def wants(self) -> Profile | None:
         """What is to be recorded of the next training batch."""
-        return _STEPS[self._done][1] if self._done < len(_STEPS) else None
+        return _STEPS[self._done] if self._done < len(_STEPS) else None
 
     def learn(self, num_micro_batches: int, memory: MemoryProfile | None) -> None:
         """A training batch of so many micro-batches is done; fewer than planned for don't count. Collective."""
         plan = self._programs.plan
         if self._done == len(_STEPS) or plan is None or num_micro_batches < plan.num_micro_batches:
             return
-        what, profile = _STEPS[self._done]
+        profile = _STEPS[self._done]
         if profile == "time":
-            self._recorded[what].append(self._monitor.records()[1])
+            self._recorded.append(self._monitor.records()[1])
         elif profile == "memory":
             self._memory = memory
         self._done += 1
         if self._done == len(_STEPS):
             self._make(plan.num_micro_batches)
-        elif _STEPS[self._done][0] == "whole" and what != "whole":
-            program = whole_backwards(plan.program(plan.num_micro_batches))
+        elif self._done == _MIXED_FROM:
+            m = plan.num_micro_batches
+            program = whole_backwards(plan.program(m), range(1, m, 2))
             lists = tuple(tuple(map(str, rank)) for rank in program.instructions)
             self._programs.replan(plan.model_copy(update={"instructions": lists}))
 
@@ -91,7 +86,7 @@ class AutoSchedule:
         made = make_plan(self._model.placement, num_micro_batches, measured) if first else None
         plan = all_gather_object(made, control)[0]
         self._adopt(plan, "planned")
-        self._recorded = {"halves": [], "whole": []}
+        self._recorded = []
         self._memory = None
         if first and self._config.plan is not None:
             Path(self._config.plan).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -104,11 +99,13 @@ class AutoSchedule:
     def _measured(self) -> Measured:
         """The same on every rank. Collective."""
         chunks = range(len(self._model.placement))
-        halves, whole = (instruction_cost(self._recorded[what]) for what in ("halves", "whole"))
-        forward, input_gradient, weight_gradient = (
-            tuple(halves(Instruction(op, c, 0)) for c in chunks)
-            for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        cost = instruction_cost(self._recorded)
+        forward, input_gradient, weight_gradient, backward = (
+            tuple(cost(Instruction(op, c, 0)) for c in chunks)
+            for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)
         )
+        if not any(backward):  # of a single micro-batch
+            backward = tuple(i + w for i, w in zip(input_gradient, weight_gradient, strict=True))
         held, deferred, room = self._bytes()
         needed = [max(pair) for pair in zip(held, deferred, strict=True)]
         multiple = self._config.max_in_flight or DEFAULT_MAX_IN_FLIGHT
@@ -118,7 +115,7 @@ class AutoSchedule:
             forward=forward,
             input_gradient=input_gradient,
             weight_gradient=weight_gradient,
-            backward=tuple(whole(Instruction(Op.BACKWARD, c, 0)) for c in chunks),
+            backward=backward,
             transfer=transfer_time(self._pipelines()),
             held=held,
             deferred=deferred,
@@ -127,7 +124,7 @@ class AutoSchedule:
 
     def _pipelines(self) -> list[list[StepRecord]]:
         ranks = self._model.groups.topology.get_axis_comm_lists("pipe")
-        return [[records[rank] for rank in pipe] for records in self._recorded["halves"] for pipe in ranks]
+        return [[records[rank] for rank in pipe] for records in self._recorded for pipe in ranks]
 
     def _bytes(self) -> tuple[tuple[float, ...], tuple[float, ...], list[float]]:
         """(held, deferred) of each chunk, the most of any replica, and of each stage the room for them, the least."""

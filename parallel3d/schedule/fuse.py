@@ -7,7 +7,7 @@ for its input gradient waits for the weight gradients too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.simulate import Cost, simulate
@@ -76,13 +76,15 @@ def _fused_list(instructions: Sequence[Instruction], chosen: set[int]) -> list[I
     return out
 
 
-def whole_backwards(program: Program) -> Program:
-    """Every backward whole, where its input gradient stood."""
+def whole_backwards(program: Program, micro_batches: Collection[int]) -> Program:
+    """The backwards of these micro-batches whole, where their input gradients stood."""
     lists = [
         [
-            Instruction(Op.BACKWARD, i.chunk, i.micro_batch) if i.op is Op.BACKWARD_INPUT else i
+            Instruction(Op.BACKWARD, i.chunk, i.micro_batch)
+            if i.op is Op.BACKWARD_INPUT and i.micro_batch in micro_batches
+            else i
             for i in instructions
-            if i.op is not Op.BACKWARD_WEIGHT
+            if i.op is not Op.BACKWARD_WEIGHT or i.micro_batch not in micro_batches
         ]
         for instructions in program.instructions
     ]

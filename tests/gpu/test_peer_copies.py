@@ -60,6 +60,6 @@ def exchange(num_stages: int) -> tuple[int, int]:
 def test_every_byte_arrives(gpu_pool: RankPool, num_gpus: int, num_stages: int):
     if num_stages > num_gpus:
         pytest.skip(f"needs {num_stages} CUDA devices")
-    for count, wrong in gpu_pool.run(num_stages, exchange, num_stages):
+    for count, wrong in gpu_pool.run(num_stages, exchange, num_stages, timeout=60):
         assert count == ROUNDS * len(neighbours(0, num_stages))
         assert wrong == 0

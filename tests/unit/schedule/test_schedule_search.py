@@ -164,9 +164,13 @@ def test_fusing_makes_nothing_later_and_holds_no_more(p: int, m: int, v: int, se
 
 
 def test_whole_backwards_stand_where_the_input_gradients_stood() -> None:
-    whole = whole_backwards(build("zb-h1", 2, 3, 1, "loop"))
+    split = build("zb-h1", 2, 3, 1, "loop")
+    whole = whole_backwards(split, range(3))
     validate(whole)
     assert whole.instructions == build("1f1b", 2, 3, 1, "loop").instructions
+    mixed = whole_backwards(split, [1])
+    validate(mixed)
+    assert [str(i) for i in mixed.instructions[0]] == "F0@0 F1@0 I0@0 W0@0 F2@0 B1@0 I2@0 W2@0".split()
 
 
 # Plans
