@@ -107,8 +107,8 @@ def bound(layer: Layer, module: Any, loss: Callable[[Any, Any], Any] | None, lab
     return function if loss is None else lambda x: loss(function(x), labels)
 
 
-def replace_tensors(module: nn.Module, convert: Callable[[Tensor, bool], Tensor]) -> None:
-    """Put convert(tensor, whether it is a parameter) in place of each parameter and buffer, wherever one is shared.
+def replace_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Put convert(tensor) in place of each parameter and buffer, wherever one is shared.
 
     Not module.to(): that swaps the contents of fake tensors, which it can't for those that something else refers to.
     """
@@ -121,22 +121,22 @@ def replace_tensors(module: nn.Module, convert: Callable[[Tensor, bool], Tensor]
                     continue
                 if tensor not in converted:
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    new = convert(tensor.detach(), is_parameter)
+                    new = convert(tensor.detach())
                     converted[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                     converted[tensor].__dict__.update(tensor.__dict__)
                 table[name] = converted[tensor]
 
 
 def made_ready(module: Any, device: torch.device, weights: torch.dtype | None) -> list[nn.Parameter]:
-    """The parameters of a layer, which is now in training mode on `device`, floating-point ones in dtype `weights`, if any.
+    """The parameters of a layer, now in training mode on `device`, with floating-point tensors in dtype `weights`, if any.
 
-    Of a function there are none.
+    Buffers too, as initialize casts them. Of a function there are none.
     """
     if not isinstance(module, nn.Module):
         return []
 
-    def convert(tensor: Tensor, is_parameter: bool) -> Tensor:
-        return tensor.to(device, weights if is_parameter and tensor.is_floating_point() else None)
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(device, weights if tensor.is_floating_point() else None)
 
     replace_tensors(module, convert)
     return list(module.train().parameters())

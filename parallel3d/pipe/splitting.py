@@ -15,7 +15,7 @@ from torch import nn
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import Config, PipelineConfig, load_layout, load_precision, read, resolve_batch
 from parallel3d.config.load import Source
-from parallel3d.errors import PartitionError
+from parallel3d.errors import PartitionError, ScheduleError
 from parallel3d.optim import build_optimizer
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partition
@@ -184,10 +184,11 @@ class Splitter:
 
 
 def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: str, costs: Sequence[float]) -> float:
-    """How long a step takes with chunks of these costs, simulated: the configured schedule, or what "auto" would find.
+    """How long a step takes with chunks of these costs, simulated, by the configured schedule.
 
-    kind: of placement. Of four micro-batches a stage, for how many there will be isn't known yet; a chunk's cost is divided
-    as a decoder's is.
+    By what "auto" would find where that isn't one for so many chunks: another may be given to initialize. kind: of
+    placement. Of four micro-batches a stage, for how many there will be isn't known yet; a chunk's cost is divided as a
+    decoder's is.
     """
     placement = placement_of(kind, num_stages, num_chunks)
     whole = sum(decoder_cost(Instruction(op, 0, 0)) for op in (Op.FORWARD, Op.BACKWARD))
@@ -196,15 +197,12 @@ def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: s
     def cost(i: Instruction) -> float:
         return decoder_cost(i) / whole * costs[i.chunk]
 
-    if given.schedule == "auto":
+    try:
+        program = build(given.schedule, num_stages, num_micro_batches, num_chunks, kind, given.max_in_flight)
+    except ScheduleError:
         most = (given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * len(placement)
         memory = Memory.of_activations(placement, max(most, num_chunks))
         program = search("auto", placement, num_micro_batches, memory, cost)
-    else:
-        name = (
-            given.schedule if isinstance(given.schedule, str) else "gpipe"
-        )  # one that a user wrote needs its own number
-        program = build(name, num_stages, num_micro_batches, num_chunks, kind, given.max_in_flight)
     return simulate(program, cost).makespan
 
 

@@ -158,7 +158,7 @@ class Tracer(Ruler):
             with torch.device("meta"):
                 module = spec.build(self._whole)
             with self._mode:
-                replace_tensors(module, lambda t, _: torch.empty_like(t, device=self.context.device))
+                replace_tensors(module, lambda t: torch.empty_like(t, device=self.context.device))
             return module
 
         def on_device() -> nn.Module:

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -180,9 +180,12 @@ def synchronize() -> None:
     dist.barrier()
 
 
-def measure(step: Callable[[], Tensor], warmup: int, steps: int) -> Measured:
-    """Time `steps` steps, each between two synchronizations, after `warmup` others. Collective."""
-    losses = [step() for _ in range(warmup)]
+def measure(step: Callable[[], Tensor], warmup: int, steps: int, before: Sequence[Tensor] = ()) -> Measured:
+    """Time `steps` steps, each between two synchronizations, after `warmup` others. Collective.
+
+    before: losses of steps that are done already.
+    """
+    losses = [*before, *(step() for _ in range(warmup))]
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     times = []
@@ -259,7 +262,8 @@ def make_result(args: argparse.Namespace, measured: Measured, extra: Mapping[str
         "mfu": round(model_flops_utilization(size, tokens, step_s, world), 4),
         "peak_gib": from_all_ranks(measured.peak_gib),
         "reserved_gib": from_all_ranks(measured.reserved_gib),
-        "loss": [round(measured.losses[-1], 4)],
+        # Of the step that is the last of cases which have no plan to make.
+        "loss": [round(measured.losses[args.warmup + args.steps - 1], 4)],
         "losses": [round(loss, 4) for loss in measured.losses],
         "times_s": [round(t, 4) for t in measured.times],
         **extra,
@@ -304,7 +308,15 @@ def build(args: argparse.Namespace) -> Engine:
         needed = args.pp * args.tp * args.dp
         raise SystemExit(f"pp {args.pp} x tp {args.tp} x dp {args.dp} needs {needed} processes, not {world}")
     config = make_config(args, torch.cuda.is_available())
-    model = PipelineModule(layer_specs(args), loss_fn=loss_of(args), seed_layers=True, config=config)
+    inputs, labels = fixed_batch(SIZES[args.size], args.micro_batch, 1, seed=0)[0]
+    model = PipelineModule(
+        layer_specs(args),
+        loss_fn=loss_of(args),
+        seed_layers=True,
+        config=config,
+        sample_input=inputs,  # for partition "flops" and "profile"
+        sample_labels=labels,
+    )
     engine, *_ = parallel3d.initialize(model=model, config=config)
     return engine
 
@@ -318,9 +330,10 @@ def main() -> None:
     batch = fixed_batch(SIZES[args.size], args.micro_batch, args.micro_batches, seed=replica)
     data = forever([(x.to(engine.device), y.to(engine.device)) for x, y in batch])
     extra: dict[str, Any] = {"setup_s": round(time.perf_counter() - start, 2)}
+    planning = []
     while args.schedule == "auto" and engine.schedule_plan is None:
-        engine.train_batch(data)
-    measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps)
+        planning.append(engine.train_batch(data))
+    measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps, planning)
     if args.roofline:
         seq = SIZES[args.size].seq
         tokens = args.micro_batch * args.micro_batches * seq
@@ -331,7 +344,9 @@ def main() -> None:
         engine.train_batch(data)
         extra.update(pipeline_figures(*engine.timeline()))
     if (plan := engine.schedule_plan) is not None:
-        extra["plan"] = {"name": plan.name, "bubble": round(plan.bubble, 4), "pipeline_s": round(plan.makespan, 4)}
+        promised = {"bubble": round(plan.bubble, 4), "pipeline_s": round(plan.makespan, 4)}
+        transfer_ms = round(plan.measured.transfer * 1e3, 3)
+        extra["plan"] = {"name": plan.name, **promised, "transfer_ms": transfer_ms}
     result = make_result(args, measured, extra)
     if engine.global_rank == 0:
         print("RESULT " + json.dumps(result), flush=True)

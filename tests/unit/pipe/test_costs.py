@@ -287,6 +287,31 @@ def test_finding_costs_moves_neither_weights_nor_generators(method: str) -> None
     assert torch.equal(after, after_found)
 
 
+class Scaled(nn.Linear):
+    """Its table and its weight must have one dtype, as rotary tables and what attention mixes."""
+
+    def __init__(self, size: int):
+        super().__init__(size, size)
+        self.register_buffer("table", torch.ones(size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.table
+
+
+@pytest.mark.parametrize("method", ["flops", "profile"])
+def test_buffers_have_the_dtype_that_training_gives_them(method: str) -> None:
+    layers = [LayerSpec(Scaled, 8) for _ in range(4)]
+    module = PipelineModule(
+        layers,
+        num_stages=1,
+        num_chunks=2,
+        partition_method=method,
+        sample_input=torch.randn(4, 8),
+        config={"bf16": {"enabled": True}},
+    )
+    assert module.partition.num_parts == 2
+
+
 def test_a_method_that_needs_a_sample_says_so() -> None:
     with pytest.raises(PartitionError, match=r"'flops' runs the layers on a sample, .* pass sample_input="):
         PipelineModule([nn.Linear(2, 2)] * 2, num_stages=1, num_chunks=2, partition_method="flops")
