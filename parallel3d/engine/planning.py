@@ -142,18 +142,24 @@ class AutoSchedule:
 
     def _stored_plan(self) -> Plan | None:
         """Of the file that the configuration names, as the first rank sees it. Collective."""
-        path = self._config.plan
-        if path is None:
+        if self._config.plan is None:
             return None
-        text = Path(path).read_text(encoding="utf-8") if self._model.groups.rank == 0 and Path(path).exists() else None
-        text = all_gather_object(text, self._model.groups.control)[0]
+        path, control = Path(self._config.plan), self._model.groups.control
+        found: tuple[bool, str | None] = (True, None)
+        if self._model.groups.rank == 0:
+            found = path.parent.is_dir(), path.read_text(encoding="utf-8") if path.exists() else None
+        has_directory, text = all_gather_object(found, control)[0]
+        if not has_directory:
+            raise ConfigError(
+                f"pipeline.plan is '{path}', but there is no directory '{path.parent}'; make it, or name another"
+            )
         if text is None:
             return None
         try:
             plan = Plan.model_validate_json(text)
             plan.check(self._model.placement)
         except (ValidationError, ScheduleError) as error:
-            raise ConfigError(f"pipeline.plan {path!r} can't be run: {error}. Delete it to measure anew") from error
+            raise ConfigError(f"pipeline.plan '{path}' can't be run: {error}. Delete it to measure anew") from error
         return plan
 
 

@@ -129,6 +129,12 @@ def test_a_plan_that_does_not_fit_is_refused_by_all_ranks(run_ranks, tmp_path: P
         assert "Delete it to measure anew" in raised
 
 
+def test_a_plan_that_could_not_be_written_is_refused_at_once(run_ranks, tmp_path: Path):
+    for raised in run_ranks(2, refusal, str(tmp_path / "nowhere" / "plan.json")):
+        assert raised is not None
+        assert "there is no directory" in raised
+
+
 def refusal(path: str) -> str | None:
     try:
         first_programs(path)
