@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d.ops import swiglu
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 
@@ -100,8 +101,7 @@ class FeedForward(nn.Module):
             nn.init.normal_(linear.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.down(swiglu(self.gate_up(self.norm(x))))
 
 
 class Block(nn.Module):

@@ -16,6 +16,7 @@ from parallel3d.models.huggingface.weights import Weights
 from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, open_stream
 from parallel3d.models.sliced import Slices
 from parallel3d.models.tables import Tables
+from parallel3d.ops import swiglu
 from parallel3d.pipe.specs import BuildContext
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -92,6 +93,8 @@ class _FeedsForward(_Residual):
         up = self.up(self.mlp_norm(hidden), length)
         if not self.config.gated:
             return self._add(hidden, self.down(self._activation(up)), length)
+        if self.config.activation == "silu":
+            return self._add(hidden, self.down(swiglu(up)), length)
         gate, up = up.chunk(2, dim=-1)
         return self._add(hidden, self.down(self._activation(gate) * up), length)
 

@@ -12,7 +12,6 @@ from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, add_replica_reduction, lower
 from parallel3d.schedule.plan import Plan, first_plan
 from parallel3d.schedule.validate import validate
-from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
 
 class Programs:
@@ -78,7 +77,8 @@ class Programs:
                 given.schedule, m.num_stages, num_micro_batches, m.num_chunks, m.placement, given.max_in_flight
             )
         if self.plan is None:
-            multiple = given.max_in_flight or DEFAULT_MAX_IN_FLIGHT
+            # Before it is known what fits, no more than 1F1B holds.
+            multiple = min(given.max_in_flight or 1.0, 1.0)
             self.plan = first_plan(self._module.placement, num_micro_batches, multiple)
         return self.plan.program(num_micro_batches)
 

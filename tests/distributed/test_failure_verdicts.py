@@ -81,10 +81,10 @@ def arm(engine: parallel3d.engine.Engine, fault: str, where: str) -> Iterator[tu
     executor, reducer = engine._executor, engine._update.reducer
 
     def armed(function: Callable[..., Any], happens: Callable[..., bool]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if engine.global_steps == FAULTY_STEP and happens(*args):
                 strike(fault)
-            return function(*args)
+            return function(*args, **kwargs)
 
         return run
 

@@ -1,0 +1,63 @@
+"""swiglu beside plain PyTorch in float64, eager and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d.ops import swiglu
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def plain(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("shape", [(3, 14), (2, 5, 2 * 1237), (7, 1, 2 * 1024), (2,)])
+def test_value_and_gradient(device: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(sum(shape))
+    x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    given = torch.randn(*shape[:-1], shape[-1] // 2, device=device, dtype=dtype)
+    y = swiglu(x)
+    (dx,) = torch.autograd.grad(y, x, given)
+    wide = x.detach().double().requires_grad_()
+    right = plain(wide)
+    (right_dx,) = torch.autograd.grad(right, wide, given.double())
+    assert (y.dtype, dx.dtype, y.shape) == (dtype, dtype, right.shape)
+    assert distance(y, right) <= tolerance
+    assert distance(dx, right_dx) <= tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_and_empty_inputs(device: str) -> None:
+    x = torch.randn(6, 4, device=device).t().requires_grad_()
+    given = torch.randn(3, 4, device=device).t()
+    (dx,) = torch.autograd.grad(swiglu(x), x, given)
+    (right,) = torch.autograd.grad(plain(x), x, given)
+    assert torch.allclose(dx, right, atol=1e-6)
+    assert swiglu(torch.empty(0, 8, device=device)).shape == (0, 4)
+
+
+def test_the_operator_keeps_torchs_rules() -> None:
+    x = torch.randn(3, 14, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.parallel3d.swiglu.default, (x,))
+    assert torch.autograd.gradcheck(swiglu, (x,))
+
+
+def test_compiled_it_is_one_node_and_right() -> None:
+    x = torch.randn(3, 14, requires_grad=True)
+    y = torch.compile(lambda z: swiglu(z) + 1, backend="aot_eager", fullgraph=True)(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    (right,) = torch.autograd.grad(plain(x).sum(), x)
+    assert torch.allclose(y, plain(x) + 1)
+    assert torch.allclose(dx, right, atol=1e-6)
