@@ -1,0 +1,81 @@
+"""RMSNorm that hands its input on: the gradient of what is added to that input later meets the norm's own in one pass.
+
+arXiv:1910.07467. Left to autograd, the sum of the two gradients is a kernel of its own over all hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+COMPILE_REASON = "parallel3d normalizes and hands its input on in one function; compile without fullgraph"
+_LONGEST = 16384  # numbers of a row that a program holds
+_PROGRAMS_A_MULTIPROCESSOR = 4
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `rms_norm`."""
+    return F.rms_norm(x, weight.shape, weight, eps), x
+
+
+@torch.compiler.disable(reason=COMPILE_REASON)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x: [..., n], weight: [n] -> (x / sqrt(mean(x^2) + eps) * weight, x): continue with both. Differentiable once."""
+    if not _has_kernel(x, weight):
+        return rms_norm_ref(x, weight, eps)
+    result: tuple[Tensor, Tensor] = _RMSNorm.apply(x, weight, eps)
+    return result
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    floating = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return x.is_cuda and floating and x.numel() > 0 and x.shape[-1] <= _LONGEST
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from parallel3d.ops.rms_norm_kernels import rms_norm_forward  # here, for the CPU's PyTorch has no Triton
+
+        ctx.set_materialize_grads(False)
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        given, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        rms_norm_forward[(rows,)](given, weight, out, scale, size, eps, BLOCK=_power_of_two(size))
+        ctx.save_for_backward(given, weight, scale)
+        return out, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, handed_on: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return handed_on, None, None
+        from parallel3d.ops.rms_norm_kernels import rms_norm_backward
+
+        x, weight, scale = ctx.saved_tensors
+        rows, size = scale.numel(), x.shape[-1]
+        properties = torch.cuda.get_device_properties(x.device)
+        programs = min(rows, _PROGRAMS_A_MULTIPROCESSOR * properties.multi_processor_count)
+        dx = torch.empty_like(x)
+        partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+        other = gradient if handed_on is None else handed_on.contiguous()
+        rms_norm_backward[(programs,)](
+            gradient.contiguous(),
+            other,
+            x,
+            weight,
+            scale,
+            dx,
+            partial,
+            rows,
+            size,
+            ADDS=handed_on is not None,
+            BLOCK=_power_of_two(size),
+        )
+        return dx, partial.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
