@@ -141,11 +141,12 @@ class SlicedLogits:
     vocab_size: int
 
     def __getattr__(self, name: str) -> NoReturn:
+        # A field is asked for here where an object has none yet: torch.compile asks one whose __init__ it traces.
+        if name.startswith("_") or name in type(self).__dataclass_fields__:
+            raise AttributeError(name)
         raise AttributeError(
             f"SlicedLogits have no {name!r}: they are this rank's {self.local.shape[-1]} of {self.vocab_size} words; "
             "logits.whole() is a tensor of all, and models.CausalLMLoss takes them as they are"
-            if not name.startswith("_")
-            else name
         )
 
     def whole(self) -> Tensor:
