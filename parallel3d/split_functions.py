@@ -5,11 +5,23 @@ Apart from split_backward.py, since to mark a function for torch.compile is to i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from parallel3d.gradient_sink import GradientSink
-from parallel3d.split_backward import COMPILE_REASON, NO_BORDER, Border, SplitEmbedding, SplitLinear
+from parallel3d.split_backward import (
+    COMPILE_REASON,
+    NO_BORDER,
+    Border,
+    SplitEmbedding,
+    SplitLinears,
+    SplitRowLinear,
+)
+
+# The weight and the bias, if there is one, of a linear layer.
+Pair = tuple[Tensor, "Tensor | None"]
 
 
 @torch.compiler.disable(reason=COMPILE_REASON)
@@ -20,12 +32,32 @@ def linear(
 
     x: what enters as [..., in], weight: [out, in], bias: [out] -> [..., out]. Follows autocast.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = _narrowed(x, dtype), _narrowed(weight, dtype)
-        bias = None if bias is None else _narrowed(bias, dtype)
-    y: Tensor = SplitLinear.apply(sink, x, weight, bias, border)
+    (y,) = linears([sink], x, [(weight, bias)], border)
     return y
+
+
+@torch.compiler.disable(reason=COMPILE_REASON)
+def linears(
+    sinks: Sequence[GradientSink], x: Tensor, pairs: Sequence[Pair], border: Border = NO_BORDER
+) -> tuple[Tensor, ...]:
+    """`linear` of one input by several weights and biases, each with its sink; x enters once, and so leaves its gradient."""
+    parameters = _following_autocast(x, x, *(parameter for pair in pairs for parameter in pair))
+    outputs: tuple[Tensor, ...] = SplitLinears.apply(tuple(sinks), border, *parameters)
+    return outputs
+
+
+@torch.compiler.disable(reason=COMPILE_REASON)
+def row_linear(sink: GradientSink, x: Tensor, weight: Tensor, border: Border) -> Tensor:
+    """What `border.leave` makes of x W^T. x: [..., in], weight: [out, in] -> [..., out], left. Follows autocast."""
+    y: Tensor = SplitRowLinear.apply(sink, border, *_following_autocast(x, x, weight))
+    return y
+
+
+def _following_autocast(x: Tensor, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return operands
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(None if operand is None else _narrowed(operand, dtype) for operand in operands)
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -49,6 +49,8 @@ class Compiling:
         self._compilation_to_report = False
         breaks = self._compilation.breaks()
         if self._groups.rank == 0:
-            lines = [f"compiled {self._compilation.num_layers} layers of rank 0; their graphs break at linears"]
+            lines = [
+                f"compiled {self._compilation.num_layers} layers of rank 0; their graphs break at linears and collectives"
+            ]
             lines += [f"  and {count} x: {reason}" for reason, count in breaks.items()]
             print("\n".join(lines), flush=True)
