@@ -1,6 +1,7 @@
-"""Linear and embedding as functions, with gradients that a sink takes: what sliced layers compute by.
+"""Linears and embeddings as functions, with gradients that a sink takes: what sliced layers compute by.
 
-Apart from split_backward.py, since to mark a function for torch.compile is to import the compiler, a second for each process.
+Who calls them marks itself for torch.compile, as the layers of tensor_parallel do: inside of a compiled graph nothing would be
+split.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.split_backward import (
-    COMPILE_REASON,
     NO_BORDER,
     Border,
     SplitEmbedding,
@@ -24,7 +24,6 @@ from parallel3d.split_backward import (
 Pair = tuple[Tensor, "Tensor | None"]
 
 
-@torch.compiler.disable(reason=COMPILE_REASON)
 def linear(
     sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None = None, border: Border = NO_BORDER
 ) -> Tensor:
@@ -36,7 +35,6 @@ def linear(
     return y
 
 
-@torch.compiler.disable(reason=COMPILE_REASON)
 def linears(
     sinks: Sequence[GradientSink], x: Tensor, pairs: Sequence[Pair], border: Border = NO_BORDER
 ) -> tuple[Tensor, ...]:
@@ -46,7 +44,6 @@ def linears(
     return outputs
 
 
-@torch.compiler.disable(reason=COMPILE_REASON)
 def row_linear(sink: GradientSink, x: Tensor, weight: Tensor, border: Border) -> Tensor:
     """What `border.leave` makes of x W^T. x: [..., in], weight: [out, in] -> [..., out], left. Follows autocast."""
     y: Tensor = SplitRowLinear.apply(sink, border, *_following_autocast(x, x, weight))
@@ -64,7 +61,6 @@ def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(dtype)
 
 
-@torch.compiler.disable(reason=COMPILE_REASON)
 def embedding(sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
     """F.embedding, dense; the gradient of weight goes to `sink` where it takes it. padding_idx -1: none."""
     y: Tensor = SplitEmbedding.apply(sink, indices, weight, padding_idx)

@@ -64,7 +64,8 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int) -> Started:
     if group.size == 1:
         return lambda: x
     blocks = _cut(x, group, dim).contiguous()
-    shard = torch.empty_like(blocks[0])
+    # Not empty_like: strides of dims of size 1 would be those of the whole, another shape to torch.compile.
+    shard = blocks.new_empty(blocks.shape[1:])
     work = collectives.reduce_scatter_into(shard.view(-1), blocks.view(-1), group)
     return partial(_finish, work, blocks, lambda: shard)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
-from parallel3d.split_backward import NO_BORDER, Border, SplittableLayer
+from parallel3d.split_backward import COMPILE_REASON, NO_BORDER, Border, SplittableLayer
 from parallel3d.split_functions import linear, linears, row_linear
 from parallel3d.tensor_parallel.regions import (
     Context,
@@ -102,6 +102,7 @@ class ColumnParallelLinear(SlicedLayer):
         slicing = self.cut.slicing(0, self.group.index)
         self._hold(sliced(weight, slicing), None if bias is None else sliced(bias, slicing))
 
+    @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor, length: int | None = None) -> Tensor:
         """length: of the whole sequence, with sequence_parallel where it may be padded; see regions.py."""
         return self._output(linear(self.sink, x, self.weight, self.bias, self._border(length)))
@@ -121,6 +122,7 @@ class ColumnParallelLinear(SlicedLayer):
         return _repr(self, ", gather_output" if self.gather_output else "")
 
 
+@torch.compiler.disable(reason=COMPILE_REASON)
 def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
     """What each of these layers, built alike but for their segments, makes of one input: `layer(x, length)`.
 
@@ -175,6 +177,7 @@ class RowParallelLinear(SlicedLayer):
         if bias is not None and self.sequence_parallel:
             sum_gradients_over([bias], self.group)
 
+    @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
         if not self.input_is_parallel:

@@ -44,6 +44,7 @@ from parallel3d.tensor_parallel import (
     sum_gradients_over,
     vocab_parallel_cross_entropy,
 )
+from parallel3d.tensor_parallel.cross_entropy import EAGER, Passes
 from parallel3d.tensor_parallel.slicing import cut
 
 BATCH, SEQ, HIDDEN, HEAD_DIM, FFN, WORDS = 2, 7, 6, 4, 10, 23
@@ -371,9 +372,11 @@ def check_gradient_penalty(sequence_parallel: bool) -> None:
     check_gradients(parts(model, {}), reference)
 
 
-def check_cross_entropy() -> None:
+def check_cross_entropy(compiled: bool) -> None:
     group = world()
+    passes = Passes.compiled(backend="aot_eager") if compiled else EAGER
     for words, options in [(WORDS, {}), (WORDS, {"label_smoothing": 0.1}), (8, {"z_loss": 1e-2, "ignore_index": 3})]:
+        torch.compiler.reset()
         torch.manual_seed(3)
         logits = 30 * torch.randn(5, 4, words, dtype=torch.float64)
         labels, dy = torch.randint(words, (5, 4)), torch.randn(5, 4, dtype=torch.float64)
@@ -386,7 +389,7 @@ def check_cross_entropy() -> None:
         expected.backward(dy)
         part = torch.tensor_split(torch.arange(words), group.size)[group.index]
         mine = logits[..., part].clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(mine, labels, group, words, z_loss=z_loss, **options)
+        loss = vocab_parallel_cross_entropy(mine, labels, group, words, z_loss=z_loss, passes=passes, **options)
         loss.backward(dy)
         torch.testing.assert_close(loss, expected, **EXACT)
         torch.testing.assert_close(mine.grad, whole.grad[..., part], **EXACT)
@@ -406,7 +409,11 @@ def check_cross_entropy() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_layers_equal_plain_torch(run_ranks, tp: int) -> None:
     run_ranks(tp, check_single_layers)
-    run_ranks(tp, check_cross_entropy)
+    run_ranks(tp, check_cross_entropy, False)
+
+
+def test_a_compiled_cross_entropy_equals_plain_torch(run_ranks) -> None:
+    run_ranks(3, check_cross_entropy, True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
