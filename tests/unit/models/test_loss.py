@@ -38,6 +38,21 @@ def test_value_and_gradient_equal_cross_entropy(chunk: int, smoothing: float, dt
     torch.testing.assert_close(logits.grad, wide.grad.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_loss_equals_cross_entropy_and_leaves_the_logits_alone(dtype: torch.dtype):
+    torch.compiler.reset()
+    logits, labels = case(dtype)
+    before = logits.detach().clone()
+    wide = before.float().requires_grad_()
+    wanted = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    wanted.backward()
+    loss = CausalLMLoss(label_smoothing=0.1, chunk=2).compiled(backend="aot_eager")(logits, labels)
+    loss.backward()
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(logits.grad, wide.grad.to(dtype))
+    assert torch.equal(logits, before)
+
+
 def test_z_loss_is_the_squared_log_of_the_partition_function():
     logits, labels = case()
     valid = labels != -100
