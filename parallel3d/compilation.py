@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel3d.comm.collectives import COMPILE_REASON as COLLECTIVE
 from parallel3d.config import CompileConfig
 from parallel3d.errors import ConfigError
-from parallel3d.split_backward import COMPILE_REASON, is_split
+from parallel3d.split_backward import COMPILE_REASON as SPLIT
+from parallel3d.split_backward import is_split
 
 
 class Compilation:
@@ -48,7 +50,7 @@ class Compilation:
         self._seen = _graph_breaks()
 
     def breaks(self) -> Mapping[str, int]:
-        """Why graphs broke since the last call, the breaks at split linears left out; all compiled code counts.
+        """Why graphs broke since the last call, but for split linears and collectives; all compiled code counts.
 
         Reasons are torch's, without what it tells its own developers.
         """
@@ -56,7 +58,7 @@ class Compilation:
         new, self._seen = now - self._seen, now
         others: Counter[str] = Counter()
         for reason, count in new.items():
-            if COMPILE_REASON not in reason:
+            if SPLIT not in reason and COLLECTIVE not in reason:
                 others[_short(reason)] += count
         return others
 

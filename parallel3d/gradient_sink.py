@@ -175,7 +175,7 @@ class GradientSink:
     From autograd they come by a hook, once per backward however often the parameter was used; from layers that
     `make_splittable` has changed, inside `deferring` or `fusing`, they come as products. A parameter with a hook of the
     user's is neither deferred nor fused: that hook sees its gradient in the backward. look: called with each gradient that
-    autograd brings, and with each accumulator to which a layer has added.
+    autograd brings, and with each accumulator to which a layer has added. is_deferring: inside `deferring`.
     """
 
     def __init__(self) -> None:
@@ -185,6 +185,7 @@ class GradientSink:
         self._handles: dict[nn.Parameter, list[RemovableHandle]] = {}
         self._touched: set[nn.Parameter] = set()
         self._queues: dict[Hashable, deque[_Queued]] = {}
+        self.is_deferring = False
         # What the backward under way does with a weight gradient, instead of returning it to autograd...
         self._take: Callable[[nn.Parameter, Recipe], None] | None = None
         # ...and the parameters that it leaves incomplete.
@@ -283,13 +284,17 @@ class GradientSink:
         """
         queue = self._queues.setdefault(place, deque())
         self._deferred = {item.parameter for item in queue}
+        self.is_deferring = True
 
         def enqueue(parameter: nn.Parameter, gradient: Recipe) -> None:
             self._deferred.add(parameter)
             queue.append(_Queued(parameter, gradient, _versions(gradient)))
 
-        with self._taking(enqueue):
-            yield
+        try:
+            with self._taking(enqueue):
+                yield
+        finally:
+            self.is_deferring = False
 
     @contextmanager
     def fusing(self) -> Iterator[None]:

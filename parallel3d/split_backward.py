@@ -7,7 +7,7 @@ split (norms, convolutions, bare parameters, compiled regions) runs whole at BAC
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,29 @@ from torch import Tensor, nn
 
 from parallel3d.gradient_sink import GradientSink, Product, RowSum, Scatter
 
+# Several products of one shape, to be added: left: [..., k], right: [k, n], each with a k of its own.
+Factors = Sequence[tuple[Tensor, Tensor]]
+
+
+def multiply(factors: Factors, out: Tensor | None = None) -> Tensor:
+    """The sum of left @ right, [..., n], in one buffer. out: [rows, n], that buffer; not differentiable then."""
+    (left, right), *others = factors
+    total = rows_of(left).mm(right) if out is None else torch.mm(rows_of(left), right, out=out)
+    for other, weight in others:
+        total.addmm_(rows_of(other), weight)
+    return total.view(*left.shape[:-1], right.shape[1])
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., n] -> [product of the others, n]."""
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
 
 class Border:
-    """What lies between a linear layer and its input: here nothing.
+    """What lies between linear layers and their input, or, the other way round, their output: here nothing.
 
-    Tensor slicing has communication there. Both methods start it and return what waits for its result, so that a backward
-    hides it behind the layer's products. Under torch.is_grad_enabled() the result must be differentiable.
+    Tensor slicing has communication there. All methods start it and return what waits for its result, so that a backward
+    hides it behind the layers' products. Under torch.is_grad_enabled() the result must be differentiable.
     """
 
     def enter(self, x: Tensor) -> Callable[[], Tensor]:
@@ -32,46 +49,90 @@ class Border:
         """The transpose of `enter`: the gradient of what is multiplied, which may be overwritten -> of what came."""
         return lambda: gradient
 
+    def leave_products(self, factors: Factors) -> Callable[[], Tensor]:
+        """`leave` of the sum of these products, where nothing else hides it; a part may leave while the rest multiplies."""
+        return self.leave(multiply(factors))
+
 
 NO_BORDER = Border()
 
 
-class SplitLinear(torch.autograd.Function):
-    """F.linear behind a border. x: what enters as [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
+class SplitLinears(torch.autograd.Function):
+    """F.linear, by one or several weights, of what a border makes of one input.
+
+    x: what enters as [..., in]; parameters: of each linear weight [out, in] and bias, [out] or None -> [..., out] of each.
+    The gradient of x is summed in one buffer, and leaves while the weights' products run: where those are deferred, while
+    its own do.
+    """
 
     @staticmethod
-    def forward(ctx: Any, sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None, border: Border) -> Tensor:
-        """Of the layer, see the class."""
+    def forward(
+        ctx: Any, sinks: Sequence[GradientSink], border: Border, x: Tensor, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Of the layers, see the class. sinks: of each."""
         ctx.set_materialize_grads(False)
-        ctx.sink, ctx.weight, ctx.bias, ctx.border = sink, weight, bias, border
-        _, needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return F.linear(border.enter(x)(), weight, bias)
+        ctx.sinks, ctx.border, ctx.parameters = sinks, border, parameters
+        _, _, needs_x, *needs = ctx.needs_input_grad
+        weights: Any = parameters[::2]
+        ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else ()))
+        entered = border.enter(x)()
+        return tuple(F.linear(entered, *pair) for pair in zip(weights, parameters[1::2], strict=True))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the input, and of the parameters where autograd handles them."""
-        if gradient is None:
-            return None, None, None, None, None
-        x, weight = ctx.saved_tensors
-        rows, dx, dweight, dbias = _rows(gradient), None, None, None
-        _, needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        """Gradients of the input, and of the parameters where autograd handles them. None: of an output not used."""
+        _, _, needs_x, *needs = ctx.needs_input_grad
+        used = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        dx, dparameters = None, [None] * len(needs)
+        if not used:
+            return None, None, None, *dparameters
+        x, *weights = ctx.saved_tensors
+        needs_weight = any(needs[2 * k] for k in used)
         if needs_weight:
             entering = ctx.border.enter(x)
         if needs_x:
-            leaving = ctx.border.leave(rows.mm(weight).reshape(*gradient.shape[:-1], weight.shape[1]))
-        if needs_weight:
-            dweight = ctx.sink.route(ctx.weight, ctx.next_functions[1], Product(rows, _rows(entering())))
-        if needs_bias:
-            dbias = ctx.sink.route(ctx.bias, ctx.next_functions[2], RowSum(rows))
+            factors: Any = [(gradients[k], weights[k]) for k in used]
+            hidden = needs_weight and not ctx.sinks[0].is_deferring
+            leaving = ctx.border.leave(multiply(factors)) if hidden else ctx.border.leave_products(factors)
+        entered: Any = rows_of(entering()) if needs_weight else None
+        # Edges lead to the tensors among the arguments, the first being x.
+        edges = iter(ctx.next_functions[1:])
+        edge_of = [None if parameter is None else next(edges) for parameter in ctx.parameters]
+        for k in used:
+            rows = rows_of(gradients[k])
+            for place, recipe in ((2 * k, Product(rows, entered)), (2 * k + 1, RowSum(rows))):
+                if needs[place]:
+                    dparameters[place] = ctx.sinks[k].route(ctx.parameters[place], edge_of[place], recipe)
         if needs_x:
             dx = leaving()
-        return None, dx, dweight, dbias, None
+        return None, None, dx, *dparameters
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[..., n] -> [product of the others, n]."""
-    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+class SplitRowLinear(torch.autograd.Function):
+    """F.linear before a border: what `border.leave` makes of x W^T. x: [..., in], weight: [out, in] -> [..., out]."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: GradientSink, border: Border, x: Tensor, weight: Tensor) -> Tensor:
+        """Of the layer, see the class."""
+        ctx.set_materialize_grads(False)
+        ctx.sink, ctx.weight, ctx.border = sink, weight, border
+        _, _, needs_x, needs_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return border.leave_products([(x, weight.t())])()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the input, and of the weight where autograd handles it."""
+        if gradient is None:
+            return None, None, None, None
+        x, weight = ctx.saved_tensors
+        _, _, needs_x, needs_weight = ctx.needs_input_grad
+        dx, dweight, entered = None, None, ctx.border.enter(gradient)()
+        if needs_x:
+            dx = multiply([(entered, weight)])
+        if needs_weight:
+            dweight = ctx.sink.route(ctx.weight, ctx.next_functions[1], Product(rows_of(entered), rows_of(x)))
+        return None, None, dx, dweight
 
 
 class SplitEmbedding(torch.autograd.Function):
@@ -99,7 +160,7 @@ COMPILE_REASON = "parallel3d splits the backward of this layer; compile without 
 
 
 class SplittableLayer(nn.Module):
-    """A layer that computes by split_functions' `linear` and `embedding` with its `sink`, which make_splittable sets."""
+    """A layer that computes by split_functions' functions with its `sink`, which make_splittable sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +192,8 @@ class _SplitForward:
         if not self._sink.takes(layer.weight) or torch._C._are_functorch_transforms_active():
             return self._ordinary(layer, x)
         if isinstance(layer, nn.Linear):
-            return SplitLinear.apply(self._sink, x, layer.weight, layer.bias, NO_BORDER)
+            (y,) = SplitLinears.apply((self._sink,), NO_BORDER, x, layer.weight, layer.bias)
+            return y
         return SplitEmbedding.apply(self._sink, x, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)
 
 

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from parallel3d.activity import ACTIVITY, Waiting
 
+# Why torch.compile's graphs break at collectives that autograd follows.
+COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgraph"
+
 
 @dataclass(frozen=True)
 class Group:

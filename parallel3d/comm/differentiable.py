@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.collectives import Group, Work
+from parallel3d.comm.collectives import COMPILE_REASON, Group, Work
 from parallel3d.errors import CommunicationError
 
 # A collective under way: waits (CUDA: makes the current stream wait) and returns the result.
@@ -64,7 +64,8 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int) -> Started:
     if group.size == 1:
         return lambda: x
     blocks = _cut(x, group, dim).contiguous()
-    shard = torch.empty_like(blocks[0])
+    # Not empty_like: strides of dims of size 1 would be those of the whole, another shape to torch.compile.
+    shard = blocks.new_empty(blocks.shape[1:])
     work = collectives.reduce_scatter_into(shard.view(-1), blocks.view(-1), group)
     return partial(_finish, work, blocks, lambda: shard)
 
@@ -157,44 +158,54 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 
 
+@torch.compiler.disable(reason=COMPILE_REASON)
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
+
+
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """x: [...], replicated -> itself, whose gradients from sliced layers are partial: the backward all-reduces them."""
-    y: Tensor = x if group.size == 1 else _Copy.apply(x, group)
+    y: Tensor = x if group.size == 1 else _apply(_Copy, x, group)
     return y
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """x: [...], partial -> the sum over the group, replicated."""
-    y: Tensor = x if group.size == 1 else _Reduce.apply(x, group, False)
+    y: Tensor = x if group.size == 1 else _apply(_Reduce, x, group, False)
     return y
 
 
 def reduce_from_region_(x: Tensor, group: Group) -> Tensor:
     """As reduce_from_region, in the memory of `x` unless that is a view; for a result that no backward needs."""
-    # Which of its results F.linear makes a view is its own affair; autograd forbids to change such a one in place.
-    y: Tensor = x if group.size == 1 else _Reduce.apply(x, group, x.is_contiguous() and not x._is_view())
+    y: Tensor = x if group.size == 1 else _apply_in_place(x, group)
     return y
+
+
+@torch.compiler.disable(reason=COMPILE_REASON)
+def _apply_in_place(x: Tensor, group: Group) -> Any:
+    # Which of its results an operation makes a view is its own affair; autograd forbids to change such a one in place.
+    return _Reduce.apply(x, group, x.is_contiguous() and not x._is_view())
 
 
 def gather_from_region(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n, ...], a shard along `dim` -> [..., n * group.size, ...], replicated, as are its gradients."""
-    y: Tensor = x if group.size == 1 else _Gather.apply(x, group, dim)
+    y: Tensor = x if group.size == 1 else _apply(_Gather, x, group, dim)
     return y
 
 
 def scatter_to_region(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n * group.size, ...], replicated -> [..., n, ...], this rank's shard along `dim`."""
-    y: Tensor = x if group.size == 1 else _Scatter.apply(x, group, dim)
+    y: Tensor = x if group.size == 1 else _apply(_Scatter, x, group, dim)
     return y
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n, ...], a shard -> [..., n * group.size, ...], whose gradients from sliced layers are partial."""
-    y: Tensor = x if group.size == 1 else _AllGather.apply(x, group, dim)
+    y: Tensor = x if group.size == 1 else _apply(_AllGather, x, group, dim)
     return y
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n * group.size, ...], partial -> [..., n, ...], this rank's shard of the sum along `dim`."""
-    y: Tensor = x if group.size == 1 else _ReduceScatter.apply(x, group, dim)
+    y: Tensor = x if group.size == 1 else _apply(_ReduceScatter, x, group, dim)
     return y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ class Compiling:
         return self._compilation is not None
 
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Compile the layers as the configuration's `compile` section says, enabled or not, and the loss where it is whole.
+        """Compile the layers as the configuration's `compile` section says, enabled or not, and the loss.
 
+        Under tensor slices a loss is compiled that says how by a method of its own, `compiled(**options)`, as CausalLMLoss.
         backend, compile_kwargs: of torch.compile, before the section's. Raises ConfigError.
         """
         section = self.config.compile
@@ -38,8 +39,8 @@ class Compiling:
         options = {**({"backend": backend} if backend else {}), **(compile_kwargs or {})}
         self._compilation.compile(self._model.called_modules(), **options)
         loss_fn = self._model.loss_fn
-        if loss_fn is not None and section.layers is None and self._groups.model.size == 1:
-            self._model.loss_fn = torch.compile(loss_fn, **self._compilation.options)
+        if loss_fn is not None and section.layers is None:
+            self._model.loss_fn = _compiled_loss(loss_fn, self._groups.model.size, self._compilation.options)
         self._compilation_to_report = True
 
     def _report_compilation(self) -> None:
@@ -49,6 +50,19 @@ class Compiling:
         self._compilation_to_report = False
         breaks = self._compilation.breaks()
         if self._groups.rank == 0:
-            lines = [f"compiled {self._compilation.num_layers} layers of rank 0; their graphs break at linears"]
+            lines = [
+                f"compiled {self._compilation.num_layers} layers of rank 0; their graphs break at linears and collectives"
+            ]
             lines += [f"  and {count} x: {reason}" for reason, count in breaks.items()]
             print("\n".join(lines), flush=True)
+
+
+def _compiled_loss(loss_fn: Callable[..., Any], num_slices: int, options: Mapping[str, Any]) -> Callable[..., Any]:
+    if num_slices == 1:
+        return torch.compile(loss_fn, **options)
+    compiled = getattr(loss_fn, "compiled", None)
+    if compiled is None:
+        return loss_fn
+    # Not the mode: CUDA graphs would overwrite what one call keeps for its backward in the next.
+    of_parts: Callable[..., Any] = compiled(**{key: options[key] for key in ("backend", "dynamic") if key in options})
+    return of_parts

@@ -18,6 +18,7 @@ from parallel3d.models.sliced import Slices
 from parallel3d.models.tables import Tables
 from parallel3d.ops import swiglu
 from parallel3d.pipe.specs import BuildContext
+from parallel3d.tensor_parallel.linear import column_outputs
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -55,11 +56,9 @@ class _Attends(_Residual):
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, length: int | None
     ) -> Tensor:
         tables = self._tables
-        x = self._slices.enter(self.attention_norm(hidden), length)
+        outputs = column_outputs((self.query, self.key, self.value), self.attention_norm(hidden), length)
         # [batch, seq, heads, head_dim]
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, self.config.dim_of_head)) for layer in (self.query, self.key, self.value)
-        )
+        query, key, value = (y.unflatten(-1, (-1, self.config.dim_of_head)) for y in outputs)
         if self.config.rope is not None:
             cos, sin = tables.rotary(query, position_ids)
             query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel3d.errors import DataError
 from parallel3d.models.sliced import SlicedLogits
-from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from parallel3d.tensor_parallel.cross_entropy import EAGER, Passes, vocab_parallel_cross_entropy
 from parallel3d.tensor_parallel.regions import slicing_group
 
 
@@ -29,6 +30,11 @@ class CausalLMLoss:
     z_loss: float = 0.0
     ignore_index: int = -100
     chunk: int = 512
+    passes: Passes = field(default=EAGER, repr=False)
+
+    def compiled(self, **options: Any) -> CausalLMLoss:
+        """The same, by torch.compile with these options between its collectives: of all positions at once, without copies."""
+        return replace(self, passes=Passes.compiled(**options))
 
     def __call__(self, logits: Tensor | SlicedLogits, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """See the class."""
@@ -41,7 +47,8 @@ class CausalLMLoss:
             labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], self.ignore_index)], dim=1)
         count = (labels != self.ignore_index).sum()
         # Not slices: the backward of each would make a gradient of all logits' size.
-        chunks = zip(local.split(self.chunk, dim=1), labels.split(self.chunk, dim=1), strict=True)
+        chunk = self.chunk if self.passes == EAGER else max(1, labels.shape[1])
+        chunks = zip(local.split(chunk, dim=1), labels.split(chunk, dim=1), strict=True)
         sums = [self._losses(part, logits, wanted).sum() for part, wanted in chunks]
         total = torch.stack(sums).sum()
         return (total, count) if self.per_token else total / count.clamp(min=1)
@@ -55,6 +62,7 @@ class CausalLMLoss:
             label_smoothing=self.label_smoothing,
             ignore_index=self.ignore_index,
             z_loss=self.z_loss,
+            passes=self.passes,
         )
 
 

@@ -19,7 +19,6 @@ from parallel3d.tensor_parallel.dropout import SequenceDropout, SlicedDropout
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.regions import (
-    enter_region,
     gather_features,
     scatter_sequence,
     slicing_group,
@@ -76,8 +75,10 @@ class Slices:
             vocab_size, size, sequence_parallel=scatters and self.sequence_parallel, group=self.group
         )
 
-    def attention(self, config: DecoderConfig) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
-        """Query, key and value, of what `enter` gives -> [..., a rank's heads], and the way back from the heads."""
+    def attention(
+        self, config: DecoderConfig
+    ) -> tuple[ColumnParallelLinear, ColumnParallelLinear, ColumnParallelLinear, RowParallelLinear]:
+        """Query, key and value, (hidden states, length) -> [..., a rank's heads], and the way back from the heads."""
         hidden, query, key = (
             config.hidden_size,
             config.num_heads * config.dim_of_head,
@@ -85,7 +86,14 @@ class Slices:
         )
         heads = AttentionHeads(config.num_heads, config.kv_heads, config.dim_of_head)
         inwards = [
-            ColumnParallelLinear(hidden, size, config.qkv_bias, in_region=True, segments=[segment], group=self.group)
+            ColumnParallelLinear(
+                hidden,
+                size,
+                config.qkv_bias,
+                sequence_parallel=self.sequence_parallel,
+                segments=[segment],
+                group=self.group,
+            )
             for size, segment in ((query, heads.query), (key, heads.key_value), (key, heads.key_value))
         ]
         out = RowParallelLinear(
@@ -119,10 +127,6 @@ class Slices:
             sum_gradients_over(norm.parameters(), self.group)
         return norm
 
-    def enter(self, x: Tensor, length: int | None) -> Tensor:
-        """Hidden states between regions -> what several column layers share."""
-        return enter_region(x, self.group, self.sequence_parallel, length)
-
     def scatter(self, x: Tensor) -> Tensor:
         """Replicated hidden states -> those between regions."""
         return scatter_sequence(x, self.group) if self.sequence_parallel else x
@@ -141,11 +145,12 @@ class SlicedLogits:
     vocab_size: int
 
     def __getattr__(self, name: str) -> NoReturn:
+        # A field is asked for here where an object has none yet: torch.compile asks one whose __init__ it traces.
+        if name.startswith("_") or name in type(self).__dataclass_fields__:
+            raise AttributeError(name)
         raise AttributeError(
             f"SlicedLogits have no {name!r}: they are this rank's {self.local.shape[-1]} of {self.vocab_size} words; "
             "logits.whole() is a tensor of all, and models.CausalLMLoss takes them as they are"
-            if not name.startswith("_")
-            else name
         )
 
     def whole(self) -> Tensor:

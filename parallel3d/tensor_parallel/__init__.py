@@ -4,7 +4,7 @@ from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from parallel3d.tensor_parallel.dropout import SequenceDropout, SlicedDropout
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
-from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_outputs
 from parallel3d.tensor_parallel.parallelize import Column, Row, Vocabulary, Whole, parallelize
 from parallel3d.tensor_parallel.regions import (
     enter_region,
@@ -28,6 +28,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "Vocabulary",
     "Whole",
+    "column_outputs",
     "enter_region",
     "gather_sequence",
     "parallelize",

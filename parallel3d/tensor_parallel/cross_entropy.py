@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +17,78 @@ from parallel3d.tensor_parallel.embedding import check_indices
 from parallel3d.tensor_parallel.slicing import even_part
 
 
+@dataclass(frozen=True)
+class _Terms:
+    """What the loss of a token is made of, see vocab_parallel_cross_entropy."""
+
+    vocab_size: int
+    label_smoothing: float
+    z_loss: float
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """[..., words] -> [...], at least in fp32."""
+    return logits.amax(-1).to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _sums(logits: Tensor, largest: Tensor, places: Tensor, here: Tensor, terms: _Terms) -> Tensor:
+    """[2 or 3, ...], over this rank's words: of the label's logit less the largest, of all (if need be), of exponentials."""
+    wide = logits.to(largest.dtype)
+    label = wide.gather(-1, places).squeeze(-1).sub(largest).where(here, 0)
+    # In place where it is a copy. Not `wide is logits`: torch.compile can't tell.
+    subtract = wide.sub if logits.dtype == largest.dtype else wide.sub_
+    shifted = subtract(largest.unsqueeze(-1))
+    every = [shifted.sum(-1)] if terms.label_smoothing else []
+    return torch.stack([label, *every, shifted.exp_().sum(-1)])
+
+
+def _losses(sums: Tensor, largest: Tensor, valid: Tensor, terms: _Terms) -> tuple[Tensor, Tensor]:
+    """Of each token the loss, and the logarithm of the sum of all words' exponentials; sums: over the whole vocabulary."""
+    log_sum = sums[-1].log()
+    loss = log_sum - (1 - terms.label_smoothing) * sums[0]
+    if terms.label_smoothing:
+        loss -= terms.label_smoothing / terms.vocab_size * sums[1]
+    log_z = log_sum + largest
+    if terms.z_loss:
+        loss += terms.z_loss * log_z.square()
+    return loss.where(valid, 0), log_z
+
+
+def _gradient(gradient: Tensor, logits: Tensor, log_z: Tensor, places: Tensor, here: Tensor, terms: _Terms) -> Tensor:
+    """Of the logits; gradient: of each token's loss, 0 where none counts."""
+    dlogits = logits.to(log_z.dtype).sub(log_z.unsqueeze(-1)).exp_()
+    dlogits = dlogits.mul_((gradient * (1 + 2 * terms.z_loss * log_z)).unsqueeze(-1))
+    if terms.label_smoothing:
+        dlogits -= (gradient * (terms.label_smoothing / terms.vocab_size)).unsqueeze(-1)
+    label = (gradient * (1 - terms.label_smoothing)).where(here, 0).unsqueeze(-1)
+    if torch.compiler.is_compiling():
+        # Compiled, that is one pass over the logits; a scatter would need a copy of them in fp32.
+        words = torch.arange(logits.shape[-1], device=logits.device)
+        dlogits = dlogits - label.where(words == places, 0)
+    else:
+        dlogits.scatter_add_(-1, places, -label)
+    return dlogits.to(logits.dtype)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a cross entropy computes between its collectives: each a few passes over the logits, or, compiled, one."""
+
+    largest: Callable[..., Tensor] = _largest
+    sums: Callable[..., Tensor] = _sums
+    losses: Callable[..., tuple[Tensor, Tensor]] = _losses
+    gradient: Callable[..., Tensor] = _gradient
+
+    @classmethod
+    def compiled(cls, **options: Any) -> Passes:
+        """By torch.compile; options: its own."""
+        compiled: Any = partial(torch.compile, **options)
+        return cls(compiled(_largest), compiled(_sums), compiled(_losses), compiled(_gradient))
+
+
+EAGER = Passes()
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -22,46 +97,28 @@ class _CrossEntropy(torch.autograd.Function):
         labels: Tensor,
         group: Group,
         start: int,
-        vocab_size: int,
-        label_smoothing: float,
         ignore_index: int,
-        z_loss: float,
+        terms: _Terms,
+        run: Passes,
     ) -> Tensor:
         valid = labels != ignore_index
         here = valid & (labels >= start) & (labels < start + logits.shape[-1])
         places = (labels - start).where(here, 0).unsqueeze(-1)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        largest = wide.amax(-1)
+        largest = run.largest(logits)
         all_reduce_max(largest, group).wait()
-        label = wide.gather(-1, places).squeeze(-1).sub(largest).where(here, 0)
-        shifted = (wide.clone() if wide is logits else wide).sub_(largest.unsqueeze(-1))
-        # Of the logits less the largest, over the whole vocabulary: sum of exponentials, of the label's, of all.
-        parts = [label, shifted.sum(-1), shifted.exp_().sum(-1)]
-        sums = torch.stack(parts if label_smoothing else [parts[0], parts[2]])
+        sums = run.sums(logits, largest, places, here, terms)
         all_reduce(sums, group).wait()
-        log_sum = sums[-1].log()
-        loss = log_sum - (1 - label_smoothing) * sums[0]
-        if label_smoothing:
-            loss -= label_smoothing / vocab_size * sums[1]
-        log_z = log_sum + largest
-        if z_loss:
-            loss += z_loss * log_z.square()
+        loss, log_z = run.losses(sums, largest, valid, terms)
         ctx.save_for_backward(logits, log_z, places, here, valid)
-        ctx.vocab_size, ctx.label_smoothing, ctx.z_loss = vocab_size, label_smoothing, z_loss
-        return loss.where(valid, 0)
+        ctx.terms, ctx.run = terms, run
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_z, places, here, valid = ctx.saved_tensors
-        gradient = gradient.where(valid, 0)
-        softmax = logits.to(log_z.dtype).sub(log_z.unsqueeze(-1)).exp_()
-        dlogits = softmax.mul_((gradient * (1 + 2 * ctx.z_loss * log_z)).unsqueeze(-1))
-        if ctx.label_smoothing:
-            dlogits -= (gradient * (ctx.label_smoothing / ctx.vocab_size)).unsqueeze(-1)
-        label = (gradient * (1 - ctx.label_smoothing)).where(here, 0)
-        dlogits.scatter_add_(-1, places, -label.unsqueeze(-1))
-        return dlogits.to(logits.dtype), *(None,) * 7
+        dlogits = ctx.run.gradient(gradient.where(valid, 0), logits, log_z, places, here, ctx.terms)
+        return dlogits, *(None,) * 6
 
 
 def vocab_parallel_cross_entropy(
@@ -73,6 +130,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     z_loss: float = 0.0,
+    passes: Passes = EAGER,
 ) -> Tensor:
     """logits: [..., this rank's part of vocab_size], labels: [...] -> loss of each token [...], the same on every rank.
 
@@ -80,7 +138,7 @@ def vocab_parallel_cross_entropy(
     lse - (1 - s) l_t - s/V sum_i l_i + z_loss lse^2 (torch's smoothing; the z-loss of arXiv:2204.02311), or 0 where the
     label is ignore_index. Two all-reduces of numbers per token forward, the largest logit and the sums, none backward.
     Half-precision logits give a loss in fp32. A label outside of the vocabulary is an error, found on the device.
-    Raises PartitionError where the logits are not this rank's part.
+    passes: how, Passes.compiled() for a large vocabulary. Raises PartitionError where the logits are not this rank's part.
     """
     start, stop = even_part(vocab_size, group.size, group.index)
     if vocab_size < group.size:
@@ -91,5 +149,6 @@ def vocab_parallel_cross_entropy(
             f"{stop - start} of {vocab_size} words, so {[*labels.shape, stop - start]} is expected"
         )
     check_indices(labels, vocab_size, labels != ignore_index)
-    loss: Tensor = _CrossEntropy.apply(logits, labels, group, start, vocab_size, label_smoothing, ignore_index, z_loss)
+    terms = _Terms(vocab_size, label_smoothing, z_loss)
+    loss: Tensor = _CrossEntropy.apply(logits, labels, group, start, ignore_index, terms, passes)
     return loss

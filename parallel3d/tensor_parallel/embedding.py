@@ -9,6 +9,7 @@ from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
+from parallel3d.split_backward import COMPILE_REASON
 from parallel3d.split_functions import embedding, linear
 from parallel3d.tensor_parallel.linear import SlicedLayer
 from parallel3d.tensor_parallel.regions import Context, border, reduce_scatter_sequence, slicing_group
@@ -67,6 +68,7 @@ class VocabParallelEmbedding(SlicedLayer):
         assert bias is None
         self._hold(sliced(weight, self.cut.slicing(0, self.group.index)), None)
 
+    @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, indices: Tensor) -> Tensor:
         """See the class."""
         here = (indices >= self.start) & (indices < self.stop)
@@ -79,6 +81,7 @@ class VocabParallelEmbedding(SlicedLayer):
             return reduce_scatter_sequence(y, self.group)
         return differentiable.reduce_from_region_(y, self.group)
 
+    @torch.compiler.disable(reason=COMPILE_REASON)
     def logits(self, x: Tensor, length: int | None = None) -> Tensor:
         """x E_r^T, the output layer of tied embeddings: [..., dim] -> [..., this rank's part of the vocabulary].
 

@@ -9,24 +9,23 @@ B, and their transposes backward, move the same bytes as the two all-reduces.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
-from parallel3d.split_backward import NO_BORDER, SplittableLayer
-from parallel3d.split_functions import linear
+from parallel3d.split_backward import COMPILE_REASON, NO_BORDER, Border, SplittableLayer
+from parallel3d.split_functions import linear, linears, row_linear
 from parallel3d.tensor_parallel.regions import (
     Context,
     border,
     gather_features,
-    reduce_scatter_sequence,
     scatter_features,
+    sequence_length,
     slicing_group,
     sum_gradients_over,
 )
@@ -103,10 +102,16 @@ class ColumnParallelLinear(SlicedLayer):
         slicing = self.cut.slicing(0, self.group.index)
         self._hold(sliced(weight, slicing), None if bias is None else sliced(bias, slicing))
 
+    @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor, length: int | None = None) -> Tensor:
         """length: of the whole sequence, with sequence_parallel where it may be padded; see regions.py."""
-        entry = NO_BORDER if self.in_region else border(self.group, self.sequence_parallel, length)
-        y = linear(self.sink, x, self.weight, self.bias, entry)
+        return self._output(linear(self.sink, x, self.weight, self.bias, self._border(length)))
+
+    def _border(self, length: int | None) -> Border:
+        return NO_BORDER if self.in_region else border(self.group, self.sequence_parallel, length)
+
+    def _output(self, y: Tensor) -> Tensor:
+        """y: [..., rows of the weight that is held]."""
         if self.cut.shared:
             ((start, stop),) = self.cut.ranges[self.group.index]
             y = y.narrow(-1, start, stop - start)
@@ -115,6 +120,23 @@ class ColumnParallelLinear(SlicedLayer):
     def extra_repr(self) -> str:
         """As nn.Linear's, and the slice."""
         return _repr(self, ", gather_output" if self.gather_output else "")
+
+
+@torch.compiler.disable(reason=COMPILE_REASON)
+def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
+    """What each of these layers, built alike but for their segments, makes of one input: `layer(x, length)`.
+
+    x enters their region once. In the backward its gradient is summed in one buffer and leaves once, which all of the
+    layers' weight gradients hide.
+    """
+    first = layers[0]
+    alike = {(layer.group, layer.sequence_parallel, layer.in_region) for layer in layers}
+    # A hook of the user's wants to see its layer called.
+    if len(alike) > 1 or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        return tuple(layer(x, length) for layer in layers)
+    pairs = [(layer.weight, layer.bias) for layer in layers]
+    outputs = linears([layer.sink for layer in layers], x, pairs, first._border(length))
+    return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))
 
 
 class RowParallelLinear(SlicedLayer):
@@ -155,15 +177,13 @@ class RowParallelLinear(SlicedLayer):
         if bias is not None and self.sequence_parallel:
             sum_gradients_over([bias], self.group)
 
+    @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
         if not self.input_is_parallel:
             x = scatter_features(x, self.cut, self.group)
-        y = linear(self.sink, x, self.weight)
-        if self.sequence_parallel:
-            y = reduce_scatter_sequence(y, self.group)
-        else:
-            y = differentiable.reduce_from_region_(y, self.group)
+        length = sequence_length(x) if self.sequence_parallel else None
+        y = row_linear(self.sink, x, self.weight, border(self.group, self.sequence_parallel, length))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

@@ -8,6 +8,8 @@ goes nowhere, and the gradient that comes from there is zero.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +23,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import Started
 from parallel3d.comm.environment import get_rank
 from parallel3d.errors import CommunicationError, PartitionError
-from parallel3d.split_backward import Border
+from parallel3d.split_backward import Border, Factors, multiply, rows_of
 from parallel3d.tensor_parallel.slicing import Cut
 
 SEQUENCE_DIM = -2
@@ -117,12 +119,17 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     return differentiable.reduce_scatter(_pad(x, group), group, SEQUENCE_DIM)
 
 
-def _pad(x: Tensor, group: Group) -> Tensor:
+def sequence_length(x: Tensor) -> int:
+    """Of x: [..., seq, hidden]. Raises CommunicationError for one vector."""
     if x.dim() < 2:
         raise CommunicationError(
             f"sequence parallelism needs [..., sequence, hidden], not {list(x.shape)}; add a dim, or build without it"
         )
-    missing = -x.shape[SEQUENCE_DIM] % group.size
+    return x.shape[SEQUENCE_DIM]
+
+
+def _pad(x: Tensor, group: Group) -> Tensor:
+    missing = -sequence_length(x) % group.size
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
@@ -137,11 +144,44 @@ def _cut_off(x: Tensor, length: int | None) -> Tensor:
     return x.narrow(SEQUENCE_DIM, 0, length)
 
 
+# A product that is communicated goes in two halves, the first under way while the second multiplies, if a rank's share of
+# the result's bytes is this. A collective more costs some 30 us, so half of the product must take longer: 40 us are 2^34
+# multiplications at 650 TFLOP/s and half of them, of a weight some thousands of features wide. Shapes of the result and not
+# of the operands decide, for those may differ between ranks, which must agree.
+HALVES_FROM = 2**24
+# Of a sequence's shard, half of whose rows are one product for each rank's: a GPU's cores want that many.
+ROWS_FROM = 512
+
+
+def _shape(factors: Factors) -> tuple[int, ...]:
+    """Of the sum of products."""
+    left, right = factors[0]
+    return *left.shape[:-1], right.shape[1]
+
+
+def _in_halves(factors: Factors, group: Group) -> bool:
+    num_bytes = math.prod(_shape(factors)) * factors[0][0].element_size()
+    return group.size > 1 and num_bytes >= HALVES_FROM * group.size and not torch.is_grad_enabled()
+
+
+def _halves(size: int) -> tuple[slice, slice]:
+    return slice(0, size // 2), slice(size // 2, size)
+
+
 @dataclass(frozen=True)
 class ReplicatedBorder(Border):
-    """copy_to_region before a column layer: the input's gradient is all-reduced behind the weight's product."""
+    """copy_to_region before a column layer: the input's gradient is all-reduced behind the weight's product.
+
+    Behind a row layer, the other way round: its outputs are all-reduced, in halves where they are large.
+    """
 
     group: Group
+
+    def enter(self, x: Tensor) -> Started:
+        """[..., hidden], replicated, as it is."""
+        if torch.is_grad_enabled():
+            x = differentiable.copy_to_region(x, self.group)
+        return lambda: x
 
     def leave(self, gradient: Tensor) -> Started:
         """[..., hidden], partial -> the sum."""
@@ -150,13 +190,33 @@ class ReplicatedBorder(Border):
             return lambda: total
         return differentiable.start_all_reduce(gradient, self.group)
 
+    def leave_products(self, factors: Factors) -> Started:
+        """See Border."""
+        if not _in_halves(factors, self.group):
+            return self.leave(multiply(factors))
+        *_, features = shape = _shape(factors)
+        operands = [(rows_of(left), right) for left, right in factors]
+        total = operands[0][0].new_empty(len(operands[0][0]), features)
+        started = []
+        for half in _halves(len(total)):
+            multiply([(rows[half], right) for rows, right in operands], out=total[half])
+            started.append(differentiable.start_all_reduce(total[half], self.group))
+
+        def finish() -> Tensor:
+            for finish_half in started:
+                finish_half()
+            return total.view(shape)
+
+        return finish
+
 
 @dataclass(frozen=True)
 class SequenceBorder(Border):
     """all_gather before a column layer. The layer keeps the shard; its backward gathers it again, while the input's
     gradient is multiplied, and reduce-scatters that one behind the weight's product.
 
-    length: of the whole sequence; by default the padding stays.
+    Behind a row layer, the other way round: its outputs are reduce-scattered, in halves where they are large, and their
+    gradients gathered. length: of the whole sequence; by default the padding stays.
     """
 
     group: Group
@@ -177,9 +237,32 @@ class SequenceBorder(Border):
             return lambda: shard
         return differentiable.start_reduce_scatter(_pad(gradient, self.group), self.group, SEQUENCE_DIM)
 
+    def leave_products(self, factors: Factors) -> Started:
+        """See Border."""
+        *others, seq, features = _shape(factors)
+        tp, shard = self.group.size, seq // self.group.size
+        if seq % tp or shard < 2 * ROWS_FROM or not _in_halves(factors, self.group):
+            return self.leave(multiply(factors))
+        # [sequences, rank, shard, k]: half of each rank's rows at once, into what is scattered as it lies there.
+        operands = [(left.reshape(-1, tp, shard, left.shape[-1]), right) for left, right in factors]
+        samples, started = len(operands[0][0]), []
+        for half in _halves(shard):
+            block = factors[0][0].new_empty(tp, samples, half.stop - half.start, features)
+            for rank, sample in itertools.product(range(tp), range(samples)):
+                multiply([(left[sample, rank, half], right) for left, right in operands], out=block[rank, sample])
+            started.append(differentiable.start_reduce_scatter(block, self.group, 0))
+
+        def finish() -> Tensor:
+            return torch.cat([finish_half()[0] for finish_half in started], 1).view(*others, shard, features)
+
+        return finish
+
 
 def border(group: Group, sequence_parallel: bool, length: int | None) -> Border:
-    """What lies before a column layer. Raises CommunicationError for a length without sequence parallelism."""
+    """What lies before a column layer and behind a row layer.
+
+    Raises CommunicationError for a length without sequence parallelism.
+    """
     if sequence_parallel:
         return SequenceBorder(group, length)
     if length is not None:

@@ -50,7 +50,7 @@ def test_compiled_layers_train_like_one_plain_process(
     assert all(compiled for _, compiled, _ in results)
     printed = results[0][2]
     assert "compiled" in printed
-    assert "layers of rank 0; their graphs break at linears" in printed
+    assert "layers of rank 0; their graphs break at linears and collectives" in printed
     assert " x: " not in printed, "no other graph breaks"
 
 

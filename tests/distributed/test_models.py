@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,11 @@ def train_and_export(layers: list[LayerSpec], stages: int, out: str, **settings:
     return logits.whole() if isinstance(logits, SlicedLogits) else logits, steps
 
 
-def train_directory(source: str, units: str, stages: int, out: str, tensor_parallel: dict[str, Any]) -> Result:
+def train_directory(
+    source: str, units: str, stages: int, out: str, tensor_parallel: dict[str, Any], **settings: Any
+) -> Result:
     layers = from_hf(source, dtype=DTYPE, units=units)
-    return train_and_export(layers, stages, out, tensor_parallel=tensor_parallel)
+    return train_and_export(layers, stages, out, tensor_parallel=tensor_parallel, **settings)
 
 
 def train_wrapped(name: str, stages: int, out: str, slices: int, words: dict[str, str]) -> tuple[Result, int]:
@@ -147,6 +150,16 @@ def test_a_directory_trains_as_in_transformers(
     sliced = {"size": slices, "sequence_parallel": sequence}
     source, out = str(tmp_path / "in"), str(tmp_path / "out")
     results = run_ranks(stages * slices, train_directory, source, "block", stages, out, sliced)
+    check_against_transformers(model, results, tmp_path / "out", 1e-8)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_compiled_slices_and_their_loss_train_as_in_transformers(run_ranks, tmp_path, shards: bool):
+    model = in_double(save_model(tmp_path / "in", "llama"))
+    source, out = str(tmp_path / "in"), str(tmp_path / "out")
+    sliced = {"size": 2, "sequence_parallel": shards}
+    compiled = {"enabled": True, "backend": "aot_eager"}
+    results = run_ranks(2, partial(train_directory, compile=compiled), source, "half", 1, out, sliced)
     check_against_transformers(model, results, tmp_path / "out", 1e-8)
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Group, Work, all_gather_object
-from parallel3d.comm.differentiable import reduce_from_region_
+from parallel3d.comm.differentiable import reduce_from_region, reduce_from_region_
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.pipe import LayerSpec, PipelineModule
@@ -35,13 +35,16 @@ from parallel3d.tensor_parallel import (
     SequenceDropout,
     SlicedDropout,
     VocabParallelEmbedding,
+    column_outputs,
     enter_region,
     gather_sequence,
     parallelize,
+    regions,
     scatter_sequence,
     sum_gradients_over,
     vocab_parallel_cross_entropy,
 )
+from parallel3d.tensor_parallel.cross_entropy import EAGER, Passes
 from parallel3d.tensor_parallel.slicing import cut
 
 BATCH, SEQ, HIDDEN, HEAD_DIM, FFN, WORDS = 2, 7, 6, 4, 10, 23
@@ -106,21 +109,28 @@ class Mlp(nn.Module):
         return self.down((gate.sigmoid() + 1) * up)
 
 
+# How queries, keys and values are made: of one weight; of three at once; of three, one by one, in a region of their own.
+How = Literal["fused", "at once", "one by one"]
+
+
 class Attention(nn.Module):
     """Queries, keys and values from one weight, or from three that share the region's border."""
 
-    def __init__(self, layers: Layers, heads: AttentionHeads, fused: bool):
+    def __init__(self, layers: Layers, heads: AttentionHeads, how: How):
         super().__init__()
-        self.layers, self.heads, self.fused = layers, heads, fused
+        self.layers, self.heads, self.how = layers, heads, how
         parts = (heads.query, heads.key_value, heads.key_value)
-        if fused:
+        if how == "fused":
             self.qkv = layers.column(HIDDEN, sum(p.size for p in parts), segments=parts)
         else:
-            self.q, self.k, self.v = (layers.column(HIDDEN, p.size, segments=[p], in_region=True) for p in parts)
+            options = [{"segments": [p], "in_region": how == "one by one"} for p in parts]
+            self.q, self.k, self.v = (layers.column(HIDDEN, p.size, **o) for p, o in zip(parts, options, strict=True))
         self.o = layers.row(heads.query.size, HIDDEN, segments=[heads.query])
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        if not self.fused:
+        if self.how == "at once" and self.layers.group is not None:
+            return column_outputs((self.q, self.k, self.v), x, **self.layers.whole_sequence())
+        if self.how != "fused":
             if self.layers.group is not None:
                 x = enter_region(x, self.layers.group, self.layers.sequence_parallel, **self.layers.whole_sequence())
             return self.q(x), self.k(x), self.v(x)
@@ -136,10 +146,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, layers: Layers, heads: AttentionHeads, fused: bool):
+    def __init__(self, layers: Layers, heads: AttentionHeads, how: How):
         super().__init__()
         self.norms = nn.ModuleList(layers.norm() for _ in range(2))
-        self.attention, self.mlp = Attention(layers, heads, fused), Mlp(layers)
+        self.attention, self.mlp = Attention(layers, heads, how), Mlp(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norms[0](x))
@@ -153,7 +163,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = layers
         self.embed = layers.embedding()
-        self.blocks = nn.ModuleList(Block(layers, heads, fused and k == 0) for k in range(2))
+        self.blocks = nn.ModuleList(Block(layers, heads, "fused" if fused and k == 0 else "at once") for k in range(2))
         self.norm = layers.norm()
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -259,19 +269,20 @@ def run_whole(model: nn.Module, x: Tensor, layers: Layers) -> Tensor:
     if layers.group is None or not layers.sequence_parallel or not sliced:
         return model(x)
     y = model(scatter_sequence(x, layers.group) if x.is_floating_point() else x)
-    return gather_sequence(y, layers.group, SEQ)
+    return gather_sequence(y, layers.group, layers.seq)
 
 
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 3)]
 PARTS: dict[str, Callable[[Layers], nn.Module]] = {
     "mlp": Mlp,
     **{
-        f"attention {h}:{kv}": partial(
-            lambda h, kv, layers: Attention(layers, AttentionHeads(h, kv, HEAD_DIM), False), h, kv
+        f"attention {h}:{kv}, {how}": partial(
+            lambda h, kv, how, layers: Attention(layers, AttentionHeads(h, kv, HEAD_DIM), how), h, kv, how
         )
         for h, kv in HEADS
+        for how in ("at once", "one by one")
     },
-    "attention, fused": lambda layers: Attention(layers, AttentionHeads(8, 4, HEAD_DIM), True),
+    "attention, fused": lambda layers: Attention(layers, AttentionHeads(8, 4, HEAD_DIM), "fused"),
     "embedding": lambda layers: layers.embedding(),
     "embedding with padding": lambda layers: layers.embedding(padding_idx=-4),
 }
@@ -289,6 +300,25 @@ def check_parts(sequence_parallel: bool) -> None:
             compare(model, reference, lambda m, x, model=model: run_whole(m, x, layers if m is model else plain), x)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+@contextmanager
+def halving() -> Iterator[None]:
+    """Products as small as these are communicated in halves."""
+    with mock.patch.multiple(regions, HALVES_FROM=0, ROWS_FROM=1):
+        yield
+
+
+def check_halves(sequence_parallel: bool) -> None:
+    """Of several samples, and of one; shards of 6, 4 and 3 places."""
+    torch.manual_seed(2)
+    layers, plain = Layers(world(), sequence_parallel, 12), Layers(seq=12)
+    for make in Mlp, lambda layers: Attention(layers, AttentionHeads(4, 2, HEAD_DIM), "at once"):
+        for samples in (1, 3):
+            model, reference = build(make, layers), build(make, plain)
+            x = torch.randn(samples, 12, HIDDEN, dtype=torch.float64)
+            with halving():
+                compare(model, reference, lambda m, x, model=model: run_whole(m, x, layers if m is model else plain), x)
 
 
 def check_single_layers() -> None:
@@ -320,14 +350,17 @@ def check_decoder(sequence_parallel: bool) -> None:
 
 
 def check_gradient_penalty(sequence_parallel: bool) -> None:
-    """A loss that contains the gradient of the input: the collectives of the backward are differentiated."""
+    """A loss that contains gradients of the input and of weights: the collectives of the backward are differentiated."""
     layers = Layers(world(), sequence_parallel)
     model, reference = build(Mlp, layers), build(Mlp, Layers())
 
     def run(m: nn.Module, x: Tensor) -> Tensor:
         kind = layers if m is model else Layers()
-        (dx,) = torch.autograd.grad(run_whole(m, x, kind).square().sum(), x, create_graph=True)
-        return dx.square() + run_whole(m, x, kind)
+        weights = [p for p in m.parameters() if p.dim() == 2]
+        dx, *dws = torch.autograd.grad(run_whole(m, x, kind).square().sum(), [x, *weights], create_graph=True)
+        penalty = torch.stack([dw.square().sum() for dw in dws]).sum()
+        penalty = penalty if kind.group is None else reduce_from_region(penalty, kind.group)
+        return dx.square() + penalty + run_whole(m, x, kind)
 
     x = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -339,9 +372,11 @@ def check_gradient_penalty(sequence_parallel: bool) -> None:
     check_gradients(parts(model, {}), reference)
 
 
-def check_cross_entropy() -> None:
+def check_cross_entropy(compiled: bool) -> None:
     group = world()
+    passes = Passes.compiled(backend="aot_eager") if compiled else EAGER
     for words, options in [(WORDS, {}), (WORDS, {"label_smoothing": 0.1}), (8, {"z_loss": 1e-2, "ignore_index": 3})]:
+        torch.compiler.reset()
         torch.manual_seed(3)
         logits = 30 * torch.randn(5, 4, words, dtype=torch.float64)
         labels, dy = torch.randint(words, (5, 4)), torch.randn(5, 4, dtype=torch.float64)
@@ -354,7 +389,7 @@ def check_cross_entropy() -> None:
         expected.backward(dy)
         part = torch.tensor_split(torch.arange(words), group.size)[group.index]
         mine = logits[..., part].clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(mine, labels, group, words, z_loss=z_loss, **options)
+        loss = vocab_parallel_cross_entropy(mine, labels, group, words, z_loss=z_loss, passes=passes, **options)
         loss.backward(dy)
         torch.testing.assert_close(loss, expected, **EXACT)
         torch.testing.assert_close(mine.grad, whole.grad[..., part], **EXACT)
@@ -374,13 +409,18 @@ def check_cross_entropy() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_layers_equal_plain_torch(run_ranks, tp: int) -> None:
     run_ranks(tp, check_single_layers)
-    run_ranks(tp, check_cross_entropy)
+    run_ranks(tp, check_cross_entropy, False)
+
+
+def test_a_compiled_cross_entropy_equals_plain_torch(run_ranks) -> None:
+    run_ranks(3, check_cross_entropy, True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_blocks_and_models_equal_plain_torch(run_ranks, tp: int, sequence_parallel: bool) -> None:
     run_ranks(tp, check_parts, sequence_parallel)
+    run_ranks(tp, check_halves, sequence_parallel)
     run_ranks(tp, check_decoder, sequence_parallel)
     run_ranks(tp, check_gradient_penalty, sequence_parallel)
 
@@ -403,10 +443,10 @@ def test_autocast(run_ranks) -> None:
     run_ranks(2, check_autocast)
 
 
-def count_block(sequence_parallel: bool, fused: bool, seq: int) -> tuple[dict[Any, int], dict[Any, int]]:
+def count_block(sequence_parallel: bool, how: How, seq: int) -> tuple[dict[Any, int], dict[Any, int]]:
     """Of a transformer layer: forward, backward."""
     layers = Layers(world(), sequence_parallel, seq)
-    block = build(lambda layers: Block(layers, AttentionHeads(4, 4, HEAD_DIM), fused), layers)
+    block = build(lambda layers: Block(layers, AttentionHeads(4, 4, HEAD_DIM), how), layers)
     shard = seq // layers.tp if sequence_parallel else seq
     x = torch.randn(BATCH, shard, HIDDEN, dtype=torch.float64, requires_grad=True)
     with Collectives() as forward:
@@ -416,70 +456,118 @@ def count_block(sequence_parallel: bool, fused: bool, seq: int) -> tuple[dict[An
     return dict(forward.counts), dict(backward.counts)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("how", ["fused", "at once", "one by one"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_transformer_layer_communicates_as_in_the_papers(run_ranks, tp: int, fused: bool) -> None:
+def test_a_transformer_layer_communicates_as_in_the_papers(run_ranks, tp: int, how: How) -> None:
     """Two all-reduces forward and two backward; or gathers and scatters of the same bytes, and the gathers done again."""
     whole = BATCH * 8 * HIDDEN * 8
-    for forward, backward in run_ranks(tp, count_block, False, fused, 8):
+    for forward, backward in run_ranks(tp, count_block, False, how, 8):
         assert forward == {("allreduce_", whole): 2}
         assert backward == {("allreduce_", whole): 2}
     # Of the row layers' gradients two; again for the weights of the column layers that gather by themselves.
-    gathers = 2 + (2 if fused else 1)
-    for forward, backward in run_ranks(tp, count_block, True, fused, 8):
+    gathers = 2 + (1 if how == "one by one" else 2)
+    for forward, backward in run_ranks(tp, count_block, True, how, 8):
         assert forward == {("_allgather_base_", whole // tp): 2, ("_reduce_scatter_base_", whole): 2}
         assert backward == {("_allgather_base_", whole // tp): gathers, ("_reduce_scatter_base_", whole): 2}
 
 
+MULTIPLY = {torch.ops.aten.mm: "product", torch.ops.aten.addmm_: "product added", torch.ops.aten.addmm: "product"}
+
+
 class Products(TorchDispatchMode):
-    """Adds "product" to a list for each matrix product."""
+    """Adds to a list what is multiplied."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
         self.events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten.mm:
-            self.events.append("product")
+        if func.overloadpacket in MULTIPLY:
+            self.events.append(MULTIPLY[func.overloadpacket])
         return func(*args, **(kwargs or {}))
 
 
-def note_order(sequence_parallel: bool) -> list[str]:
-    """What the backward of a column layer does, in order."""
+@contextmanager
+def noting(events: list[str]) -> Iterator[None]:
+    """Add to a list, in order, what is multiplied and communicated."""
+
+    def noted(name: str, start: Callable[..., Work], *args: Any) -> Work:
+        events.append(f"start {name}")
+        work = start(*args)
+        return mock.Mock(wait=lambda: (work.wait(), events.append(f"wait for {name}")))
+
+    names = ("all_reduce", "all_gather_into", "reduce_scatter_into")
+    starts = {name: partial(noted, name, getattr(collectives, name)) for name in names}
+    with mock.patch.multiple(collectives, **starts), Products(events):
+        yield
+
+
+def note_order(num_layers: int, sequence_parallel: bool, mode: str, halved: bool) -> list[str]:
+    """What the backward of column layers of one input does, in order."""
     events: list[str] = []
-
-    def noting(name: str, start: Callable[..., Work]) -> Callable[..., Work]:
-        def noted(*args: Any) -> Work:
-            events.append(f"start {name}")
-            work = start(*args)
-            return mock.Mock(wait=lambda: (work.wait(), events.append(f"wait for {name}")))
-
-        return noted
-
-    layer = ColumnParallelLinear(HIDDEN, FFN, sequence_parallel=sequence_parallel, group=world())
-    y = layer(torch.randn(BATCH, 4, HIDDEN, requires_grad=True))
-    names = {
-        name: noting(name, getattr(collectives, name))
-        for name in ("all_reduce", "all_gather_into", "reduce_scatter_into")
-    }
-    with mock.patch.multiple(collectives, **names), Products(events):
-        y.sum().backward()
+    layers = nn.ModuleList(
+        ColumnParallelLinear(HIDDEN, FFN, False, sequence_parallel=sequence_parallel, group=world())
+        for _ in range(num_layers)
+    )
+    with halving() if halved else nullcontext(), backward_mode(layers, mode):
+        ys = column_outputs(list(layers), torch.randn(1, 4, HIDDEN, requires_grad=True))
+        with noting(events):
+            torch.stack(ys).sum().backward()
     return events
 
 
-def test_the_backward_of_a_column_layer_hides_its_communication(run_ranks) -> None:
-    """The input gradient's reduction behind the weight's product, the gathering done again behind the input's."""
-    for events in run_ranks(2, note_order, False):
-        assert events == ["product", "start all_reduce", "product", "wait for all_reduce"]
-    for events in run_ranks(2, note_order, True):
+REDUCED = ["start all_reduce", "wait for all_reduce"]
+
+
+def test_the_backward_of_column_layers_hides_its_communication(run_ranks) -> None:
+    """The input gradient's reduction behind the weights' products, the gathering done again behind the input's."""
+    start, wait = REDUCED
+    for events in run_ranks(2, note_order, 1, False, "autograd", True):
+        assert events == ["product", start, "product", wait]
+    for events in run_ranks(2, note_order, 3, False, "autograd", True):
+        assert events == ["product", "product added", "product added", start, *3 * ["product"], wait]
+    for events in run_ranks(2, note_order, 1, True, "fused", True):
         assert events == [
             "start all_gather_into",
             "product",
             "start reduce_scatter_into",
             "wait for all_gather_into",
-            "product",
+            "product added",  # to the accumulator
             "wait for reduce_scatter_into",
         ]
+
+
+def test_a_deferred_backward_of_column_layers_hides_half_of_its_communication(run_ranks) -> None:
+    """There are no products of weights, so the first half of the input gradient is reduced while the second multiplies."""
+    start, wait = REDUCED
+    for events in run_ranks(2, note_order, 2, False, "deferred", True):
+        assert events == 2 * ["product", "product added", start] + 2 * [wait]
+    for events in run_ranks(2, note_order, 1, False, "deferred", False):
+        assert events == ["product", start, wait], "a small one at once"
+    start, wait = "start reduce_scatter_into", "wait for reduce_scatter_into"
+    for events in run_ranks(2, note_order, 1, True, "deferred", True):
+        by_rank = ["product", "product", start]
+        assert [event for event in events if "gather" not in event] == [*by_rank, *by_rank, wait, wait]
+
+
+def note_row(sequence_parallel: bool, halved: bool) -> list[str]:
+    """What the forward of a row layer does, in order."""
+    events: list[str] = []
+    layer = RowParallelLinear(FFN, HIDDEN, sequence_parallel=sequence_parallel, group=world())
+    with halving() if halved else nullcontext(), noting(events):
+        layer(torch.randn(1, 4, FFN // 2))
+    return events
+
+
+def test_a_row_layer_hides_half_of_its_communication(run_ranks) -> None:
+    start, wait = REDUCED
+    for events in run_ranks(2, note_row, False, True):
+        assert events == ["product", start, "product", start, wait, wait]
+    for events in run_ranks(2, note_row, False, False):
+        assert events == ["product", start, wait], "a small one at once"
+    start, wait = "start reduce_scatter_into", "wait for reduce_scatter_into"
+    for events in run_ranks(2, note_row, True, True):
+        assert events == [*2 * ["product", "product", start], wait, wait], "the same half of each rank's places"
 
 
 def count_ends() -> list[dict[Any, int]]:

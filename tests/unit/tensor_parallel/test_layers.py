@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import scatter_to_region
@@ -24,9 +26,11 @@ from parallel3d.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    column_outputs,
     parallelize,
     vocab_parallel_cross_entropy,
 )
+from parallel3d.tensor_parallel.linear import from_linear
 
 # What this process sees of three ranks, being the first; nothing communicates in these tests.
 THREE = Group((0, 1, 2), None)
@@ -99,7 +103,7 @@ def test_what_can_not_be_sliced_is_refused() -> None:
         ColumnParallelLinear(4, 6)(torch.zeros(2, 4), length=2)
     with pytest.raises(CommunicationError, match=r"add up to 2 places, not 5"):
         ColumnParallelLinear(4, 6, sequence_parallel=True)(torch.zeros(2, 4), length=5)
-    with pytest.raises(CommunicationError, match=r"needs \[..., sequence, hidden\], not \[6\]"):
+    with pytest.raises(CommunicationError, match=r"needs \[..., sequence, hidden\], not \[4\]"):
         RowParallelLinear(4, 6, sequence_parallel=True)(torch.zeros(4))
     with pytest.raises(CommunicationError, match=r"dim 1 of \[2, 4\] can't be cut into 3 equal parts"):
         scatter_to_region(torch.zeros(2, 4), THREE, -1)
@@ -109,6 +113,84 @@ def test_what_can_not_be_sliced_is_refused() -> None:
             make(4, 6, group=torchs)
     with pytest.raises(RuntimeError, match=r"an index is not in \[0, 9\)"):
         VocabParallelEmbedding(9, 2)(torch.tensor([9]))
+
+
+def projections(kv_bias: bool, frozen: str) -> tuple[list[ColumnParallelLinear], list[nn.Linear]]:
+    """Three layers of one input, and plain ones with the same weights; frozen: names of parameters."""
+    plain = [nn.Linear(5, out, bias).double() for out, bias in ((6, True), (4, kv_bias), (4, kv_bias))]
+    layers = [from_linear(ColumnParallelLinear, copy.deepcopy(layer)) for layer in plain]
+    for name, p in [*nn.ModuleList(plain).named_parameters(), *nn.ModuleList(layers).named_parameters()]:
+        p.requires_grad_(name not in frozen.split())
+    return layers, plain
+
+
+def plainly(plain: list[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(F.linear(x, layer.weight, layer.bias) for layer in plain)
+
+
+FROZEN = ["", "0.weight 1.bias", "0.weight 1.weight 2.weight", "1.weight 1.bias", "x 0.weight"]
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (2,), (0, 2)])
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("mode", ["autograd", "fused", "deferred"])
+def test_layers_of_one_input_equal_plain_linears(mode: str, frozen: str, used: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layers, plain = projections(kv_bias=len(used) < 3, frozen=frozen)
+    sink, model, names = GradientSink(), nn.ModuleList(layers), frozen.split()
+    accumulators = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad and mode != "autograd"}
+    for p, accumulator in accumulators.items():
+        sink.attach(p, accumulator)
+    make_splittable(model, sink)
+    sink.open()
+    for shape in [(5,), (3, 5), (2, 0, 5), (2, 3, 5)]:
+        x = torch.randn(shape, dtype=torch.float64)
+        mine, theirs = (x.clone().requires_grad_("x" not in names) for _ in range(2))
+        ys, expected = column_outputs(layers, mine), plainly(plain, theirs)
+        torch.testing.assert_close(ys, expected)
+        dys = [torch.randn_like(y) if expected[k].requires_grad else None for k, y in enumerate(expected)]
+        chosen = [k for k in used if dys[k] is not None]
+        torch.autograd.backward([expected[k] for k in chosen], [dys[k] for k in chosen])
+        with {"autograd": nullcontext, "fused": sink.fusing, "deferred": partial(sink.deferring, 0)}[mode]():
+            torch.autograd.backward([ys[k] for k in chosen], [dys[k] for k in chosen])
+        reached = {p for k in used for p in layers[k].parameters() if p.requires_grad}
+        assert sink.pending(0) == (reached if mode == "deferred" else set())
+        sink.run_deferred(0)
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    for p, q in zip(model.parameters(), nn.ModuleList(plain).parameters(), strict=True):
+        gradient = accumulators.get(p, p.grad)
+        torch.testing.assert_close(gradient, torch.zeros_like(q) if q.grad is None and gradient is not None else q.grad)
+
+
+def test_gradients_of_gradients_of_layers_of_one_input() -> None:
+    layers, plain = projections(kv_bias=True, frozen="")
+    inputs = [torch.arange(10.0, dtype=torch.float64).view(2, 5).requires_grad_() for _ in range(2)]
+    models = nn.ModuleList(layers), nn.ModuleList(plain)
+    for ys, x, model in zip(
+        (column_outputs(layers, inputs[0]), plainly(plain, inputs[1])), inputs, models, strict=True
+    ):
+        loss = torch.stack([y.tanh().square().sum() for y in ys]).sum()
+        gradients = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
+        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_layers_of_one_input_with_hooks_without_gradients_and_under_autocast() -> None:
+    layers, plain = projections(kv_bias=True, frozen="")
+    x = torch.randn(2, 5, dtype=torch.float64)
+    with torch.no_grad():
+        assert not any(y.requires_grad for y in column_outputs(layers, x))
+    layers[1].register_forward_hook(lambda module, inputs, output: 2 * output)
+    query, key, value = column_outputs(layers, x)
+    torch.testing.assert_close((query, key / 2, value), plainly(plain, x))
+    others, x = [layers[0].float(), layers[2].float()], x.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        ys, expected = column_outputs(others, x), [layer.float()(x) for layer in (plain[0], plain[2])]
+    torch.testing.assert_close(ys, tuple(expected))
+    torch.stack([y.float().sum() for y in ys]).sum().backward()
+    assert {p.grad.dtype for layer in others for p in layer.parameters()} == {torch.float32}
 
 
 class Odd(nn.Linear):
