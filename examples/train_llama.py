@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.ops import swiglu
+from parallel3d.ops.rms_norm import rms_norm
+from parallel3d.ops.swiglu import swiglu
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 
@@ -82,7 +83,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
         # Split on the last dim: cuDNN's attention takes these strides as they are.
-        qkv = self.qkv(self.norm(x)).split(hidden, dim=-1)
+        normed, x = rms_norm(x, self.norm.weight, self.norm.eps)
+        qkv = self.qkv(normed).split(hidden, dim=-1)
         query, key, value = (t.unflatten(-1, (self.heads, self.head_dim)) for t in qkv)
         query, key, value = (t.transpose(1, 2) for t in (self.rotate(query), self.rotate(key), value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -101,7 +103,8 @@ class FeedForward(nn.Module):
             nn.init.normal_(linear.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(swiglu(self.gate_up(self.norm(x))))
+        normed, x = rms_norm(x, self.norm.weight, self.norm.eps)
+        return x + self.down(swiglu(self.gate_up(normed)))
 
 
 class Block(nn.Module):

@@ -18,6 +18,7 @@ from torch import nn
 from parallel3d.comm.collectives import COMPILE_REASON as COLLECTIVE
 from parallel3d.config import CompileConfig
 from parallel3d.errors import ConfigError
+from parallel3d.ops.reasons import NORM
 from parallel3d.split_backward import COMPILE_REASON as SPLIT
 from parallel3d.split_backward import is_split
 
@@ -58,7 +59,7 @@ class Compilation:
         new, self._seen = now - self._seen, now
         others: Counter[str] = Counter()
         for reason, count in new.items():
-            if SPLIT not in reason and COLLECTIVE not in reason:
+            if not any(own in reason for own in (SPLIT, COLLECTIVE, NORM)):
                 others[_short(reason)] += count
         return others
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.names import Piece
 from parallel3d.models.huggingface.weights import Weights
-from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, open_stream
+from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, normalized, open_stream
 from parallel3d.models.sliced import Slices
 from parallel3d.models.tables import Tables
-from parallel3d.ops import swiglu
+from parallel3d.ops.swiglu import swiglu
 from parallel3d.pipe.specs import BuildContext
 from parallel3d.tensor_parallel.linear import column_outputs
 
@@ -56,7 +56,8 @@ class _Attends(_Residual):
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, length: int | None
     ) -> Tensor:
         tables = self._tables
-        outputs = column_outputs((self.query, self.key, self.value), self.attention_norm(hidden), length)
+        normed, hidden = normalized(self.attention_norm, hidden)
+        outputs = column_outputs((self.query, self.key, self.value), normed, length)
         # [batch, seq, heads, head_dim]
         query, key, value = (y.unflatten(-1, (-1, self.config.dim_of_head)) for y in outputs)
         if self.config.rope is not None:
@@ -89,7 +90,8 @@ class _FeedsForward(_Residual):
         self.down = self._slices.row(ffn, hidden, config.mlp_bias)
 
     def _feed_forward(self, hidden: Tensor, length: int | None) -> Tensor:
-        up = self.up(self.mlp_norm(hidden), length)
+        normed, hidden = normalized(self.mlp_norm, hidden)
+        up = self.up(normed, length)
         if not self.config.gated:
             return self._add(hidden, self.down(self._activation(up)), length)
         if self.config.activation == "silu":

@@ -16,6 +16,7 @@ from parallel3d.models.huggingface.config import config_json
 from parallel3d.models.huggingface.names import EMBEDDING, FINAL_NORM, HEAD, Piece, names_of
 from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.models.sliced import SlicedLogits, Slices, fill_whole
+from parallel3d.ops.rms_norm import rms_norm
 from parallel3d.pipe.specs import BuildContext
 
 
@@ -92,6 +93,13 @@ def make_norm(config: DecoderConfig) -> nn.Module:
     """Of hidden states."""
     make = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
     return make(config.hidden_size, eps=config.norm_eps)
+
+
+def normalized(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm of hidden, hidden as what follows shall take it)."""
+    if isinstance(norm, nn.RMSNorm) and norm.eps is not None:
+        return rms_norm(hidden, norm.weight, norm.eps)
+    return norm(hidden), hidden
 
 
 class TokenEmbedding(DecoderLayer):

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COMPILE_REASON = "parallel3d normalizes and hands its input on in one function; compile without fullgraph"
+from parallel3d.ops.reasons import NORM
+
 _LONGEST = 16384  # numbers of a row that a program holds
 _PROGRAMS_A_MULTIPROCESSOR = 4
 
@@ -21,7 +22,7 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
     return F.rms_norm(x, weight.shape, weight, eps), x
 
 
-@torch.compiler.disable(reason=COMPILE_REASON)
+@torch.compiler.disable(reason=NORM)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x: [..., n], weight: [n] -> (x / sqrt(mean(x^2) + eps) * weight, x): continue with both. Differentiable once."""
     if not _has_kernel(x, weight):

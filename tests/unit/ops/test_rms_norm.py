@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d.ops import rms_norm
+from parallel3d.ops.rms_norm import rms_norm
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

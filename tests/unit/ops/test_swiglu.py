@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.ops import swiglu
+from parallel3d.ops.swiglu import swiglu
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
