@@ -30,7 +30,8 @@ class Compiling:
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the layers as the configuration's `compile` section says, enabled or not, and the loss.
 
-        Under tensor slices a loss is compiled that says how by a method of its own, `compiled(**options)`, as CausalLMLoss.
+        A loss may say how by a method of its own, `compiled(**options)`, as CausalLMLoss does; under tensor slices no other
+        is compiled.
         backend, compile_kwargs: of torch.compile, before the section's. Raises ConfigError.
         """
         section = self.config.compile
@@ -58,11 +59,9 @@ class Compiling:
 
 
 def _compiled_loss(loss_fn: Callable[..., Any], num_slices: int, options: Mapping[str, Any]) -> Callable[..., Any]:
-    if num_slices == 1:
-        return torch.compile(loss_fn, **options)
     compiled = getattr(loss_fn, "compiled", None)
     if compiled is None:
-        return loss_fn
+        return torch.compile(loss_fn, **options) if num_slices == 1 else loss_fn
     # Not the mode: CUDA graphs would overwrite what one call keeps for its backward in the next.
     of_parts: Callable[..., Any] = compiled(**{key: options[key] for key in ("backend", "dynamic") if key in options})
     return of_parts

@@ -9,12 +9,16 @@ from typing import Any
 import layouts3d
 import pytest
 import torch
+import torch.nn.functional as F
 import toy
 from layouts import CLIPPING, Run, check, make_engine, own_iterator, reference_run, run_steps
 from ranks import RankError
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
+from parallel3d.models.loss import CausalLMLoss
+from parallel3d.pipe import PipelineModule
 
 # Traces forward and backward as inductor does, without the minute that making kernels takes.
 COMPILE = {"enabled": True, "backend": "aot_eager"}
@@ -105,3 +109,47 @@ def test_what_cannot_be_compiled_is_said(run_ranks, section: dict[str, Any], mes
     with pytest.raises(RankError) as caught:
         run_ranks(1, compile_plainly, {"compile": section})
     assert message in str(caught.value)
+
+
+def whole_decoder(num_steps: int) -> tuple[list[float], bool]:
+    """Losses of a decoder on one rank, compiled; whether its loss takes all positions at once, in its own way."""
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "steps_per_print": None,
+        "compile": COMPILE,
+    }
+    model = PipelineModule(
+        decoder(DECODER), num_stages=1, loss_fn=causal_lm_loss, base_seed=3, seed_layers=True, config=config
+    )
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    losses = [engine.train_batch(iter([DATA])).item() for _ in range(num_steps)]
+    return losses, engine._model.loss_fn != causal_lm_loss and isinstance(engine._model.loss_fn, CausalLMLoss)
+
+
+DECODER = DecoderConfig(vocab_size=37, hidden_size=16, ffn_size=24, num_layers=1, num_heads=2, max_positions=8)
+DATA = tuple(torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(k)) for k in range(2))
+
+
+def plain_decoder(num_steps: int) -> list[float]:
+    layers = []
+    for k, spec in enumerate(decoder(DECODER)):
+        torch.manual_seed(3 + k)
+        layers.append(spec.build(None))
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.5)
+    losses = []
+    for _ in range(num_steps):
+        loss = F.cross_entropy(nn.Sequential(*layers)(DATA[0]).flatten(0, 1), DATA[1].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_loss_that_says_how_is_compiled_its_own_way_without_slices_too(run_ranks):
+    ((losses, own_way),) = run_ranks(1, whole_decoder, 3)
+    assert own_way
+    assert losses == pytest.approx(plain_decoder(3), rel=1e-5)

@@ -31,6 +31,7 @@ OPTIONS = {
     "compile": "blocks are compiled",
     "cudnn": "attention by cuDNN where it can",
     "sp": "sequence parallelism",
+    "models": "layers of parallel3d.models, as with tensor slices",
     "half": "attention and feed-forward are layers of their own, between which a stage may end",
     "parameters": "layers are split by their parameters",
     "flops": "layers are split by their FLOPs",
@@ -201,7 +202,14 @@ def _own_arguments(case: Case, work: Workload) -> list[str]:
     arguments = ["--size", work.size, "--micro_batch", work.micro_batch, "--micro_batches", work.micro_batches]
     arguments += ["--warmup", work.warmup, "--steps", work.steps, "--pp", case.pp, "--dp", case.dp]
     arguments += ["--tp", case.tp] if case.tp > 1 else []
-    arguments += _flags(case, sp="--sequence_parallel", compile="--compile", cudnn="--cudnn", roofline="--roofline")
+    arguments += _flags(
+        case,
+        sp="--sequence_parallel",
+        compile="--compile",
+        cudnn="--cudnn",
+        models="--sliced_layers",
+        roofline="--roofline",
+    )
     arguments += ["--schedule", case.schedule, "--chunks", case.chunks, "--zero", case.zero]
     if case.max_in_flight is not None:
         arguments += ["--max_in_flight", case.max_in_flight]
