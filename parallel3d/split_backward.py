@@ -213,6 +213,11 @@ def _splits(layer: nn.Module, x: Tensor) -> bool:
     )
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody is to be told when the module is called."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
 def is_split(layer: nn.Module) -> bool:
     """Whether the whole of a layer's backward is split: there is nothing in it to compile."""
     return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), _SplitForward)

@@ -174,6 +174,8 @@ class PeerCopies:
         # The memory of `data` may be in use until here.
         queue.stream.wait_stream(torch.cuda.current_stream())
         receiver.receive(data)
+        # The copy comes when the sender does, even if a failure has made everyone here forget the memory.
+        data.record_stream(queue.stream)
         return Copied(queue.stream.record_event(), data)
 
 
@@ -203,7 +205,7 @@ def open_peer_copies(groups: ProcessGroups, device: torch.device) -> PeerCopies 
 
     They need CUDA devices of one host that reach each other's memory.
     """
-    found = _map(groups.pipe, device) if _may_share(groups, device) else None
+    found = _map(groups.pipe, groups.control, device) if _may_share(groups, device) else None
     everywhere = all_gather_integers([int(found is not None)], groups.control)
     if found is None or not all(row[0] for row in everywhere):
         return None
@@ -233,18 +235,29 @@ def _may_share(groups: ProcessGroups, device: torch.device) -> bool:
     return all(row[0] for row in all_gather_integers([int(apart and reached)], groups.control))
 
 
-def _map(group: Group, device: torch.device) -> Callable[[int], Tensor] | None:
-    """stage -> its part of the memory that the group's ranks share, as bytes; None where this PyTorch or driver can't."""
+def _map(group: Group, control: Group, device: torch.device) -> Callable[[int], Tensor] | None:
+    """stage -> its part of the memory that the group's ranks share, as bytes; None where this PyTorch or driver can't.
+
+    Collective over control, the world.
+    """
     # Not at the top: the module starts threads, and only CUDA needs it.
     import torch.distributed._symmetric_memory as symmetric_memory
 
     size = buffer_bytes(group.size)
+    memory: Tensor | None = None
     try:
         _driver()
         memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        assert group.handle is not None
-        handle: Any = symmetric_memory.rendezvous(memory, group.handle)
     except (OSError, RuntimeError):
+        pass
+    # Before a rendezvous that would wait for the one which has no memory.
+    everywhere = all_gather_integers([int(memory is not None)], control)
+    if memory is None or not all(row[0] for row in everywhere):
+        return None
+    assert group.handle is not None
+    try:
+        handle: Any = symmetric_memory.rendezvous(memory, group.handle)
+    except RuntimeError:
         return None
     # `memory` in the closure: it must outlive the channels.
     return lambda stage: memory if stage == group.index else handle.get_buffer(stage, (size,), torch.uint8)

@@ -30,8 +30,8 @@ class Compiling:
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the layers as the configuration's `compile` section says, enabled or not, and the loss.
 
-        A loss may say how by a method of its own, `compiled(**options)`, as CausalLMLoss does; under tensor slices no other
-        is compiled.
+        A loss may say how by a method of its own, `compiled(backend=..., dynamic=...)`, where these are given, as CausalLMLoss
+        does; under tensor slices no other is compiled.
         backend, compile_kwargs: of torch.compile, before the section's. Raises ConfigError.
         """
         section = self.config.compile
@@ -60,7 +60,7 @@ class Compiling:
 
 def _compiled_loss(loss_fn: Callable[..., Any], num_slices: int, options: Mapping[str, Any]) -> Callable[..., Any]:
     compiled = getattr(loss_fn, "compiled", None)
-    if compiled is None:
+    if not callable(compiled):
         return torch.compile(loss_fn, **options) if num_slices == 1 else loss_fn
     # Not the mode: CUDA graphs would overwrite what one call keeps for its backward in the next.
     of_parts: Callable[..., Any] = compiled(**{key: options[key] for key in ("backend", "dynamic") if key in options})

@@ -30,7 +30,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.failures.process import Attribution
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
 from parallel3d.monitor.steps import StepMonitor, StepSummary
-from parallel3d.pipe.executor import Batch, BatchResult, Executor, no_record
+from parallel3d.pipe.executor import Batch, BatchResult, Executor, both, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.numerics import NumericsCheck
@@ -150,7 +150,7 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         result = self._run(batch)
         loss = self._finish_step(self._share(result, batch), len(batch.signatures))
         if self._auto is not None:
-            self._auto.learn(len(batch.signatures), self._memory_profile)
+            self._auto.learn(len(batch.signatures), self._batch_sizes.num_micro_batches, self._memory_profile)
         return loss
 
     def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
@@ -246,16 +246,16 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
 
     def _run_program(self, program: Program, batch: Batch) -> BatchResult:
         owners = self._programs.replica_owners
-        if batch.training and self._memory_next:
-            with self._messages.tracking() as in_transit:
-                memory = MemoryRecorder(self._model.device, in_transit)
-                with memory.running():
-                    result = self._executor.run(program, owners, batch, memory, no_record)
-            self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
-            return result
         recorder = self._monitor.recorder_of(program) if batch.training else None
         record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
-        return self._executor.run(program, owners, batch, record, wait)
+        if not (batch.training and self._memory_next):
+            return self._executor.run(program, owners, batch, record, wait)
+        with self._messages.tracking() as in_transit:
+            memory = MemoryRecorder(self._model.device, in_transit)
+            with memory.running():
+                result = self._executor.run(program, owners, batch, both(record, memory), wait)
+        self._memory_profile = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
+        return result
 
     def _share(self, result: BatchResult, batch: Batch) -> LossShare:
         given = (result.losses.values(), result.counts.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -59,10 +61,18 @@ class AutoSchedule:
         """What is to be recorded of the next training batch."""
         return _STEPS[self._done] if self._done < len(_STEPS) else None
 
-    def learn(self, num_micro_batches: int, memory: MemoryProfile | None) -> None:
-        """A training batch of so many micro-batches is done; fewer than planned for don't count. Collective."""
+    def learn(self, num_micro_batches: int, full: int, memory: MemoryProfile | None) -> None:
+        """A training batch of so many micro-batches is done, of `full` ones as configured; short ones don't count.
+
+        Another number in the configuration than before starts everything anew. Collective.
+        """
         plan = self._programs.plan
-        if self._done == len(_STEPS) or plan is None or num_micro_batches < plan.num_micro_batches:
+        if self._done == len(_STEPS) or plan is None:
+            return
+        if plan.num_micro_batches != full:
+            self._done, self._recorded = 0, []
+            self._programs.start_anew(full)
+        if num_micro_batches != plan.num_micro_batches or plan.num_micro_batches != full:
             return
         profile = _STEPS[self._done]
         if profile == "time":
@@ -89,7 +99,7 @@ class AutoSchedule:
         self._recorded = []
         self._memory = None
         if first and self._config.plan is not None:
-            Path(self._config.plan).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            _write(plan, Path(self._config.plan))
 
     def _adopt(self, plan: Plan, how: str) -> None:
         self._programs.replan(plan)
@@ -145,14 +155,10 @@ class AutoSchedule:
         if self._config.plan is None:
             return None
         path, control = Path(self._config.plan), self._model.groups.control
-        found: tuple[bool, str | None] = (True, None)
-        if self._model.groups.rank == 0:
-            found = path.parent.is_dir(), path.read_text(encoding="utf-8") if path.exists() else None
-        has_directory, text = all_gather_object(found, control)[0]
-        if not has_directory:
-            raise ConfigError(
-                f"pipeline.plan is '{path}', but there is no directory '{path.parent}'; make it, or name another"
-            )
+        found = _read(path) if self._model.groups.rank == 0 else (None, None)
+        text, problem = all_gather_object(found, control)[0]
+        if problem is not None:
+            raise ConfigError(f"pipeline.plan is '{path}', but {problem}; name a file that can be read and written")
         if text is None:
             return None
         try:
@@ -161,6 +167,30 @@ class AutoSchedule:
         except (ValidationError, ScheduleError) as error:
             raise ConfigError(f"pipeline.plan '{path}' can't be run: {error}. Delete it to measure anew") from error
         return plan
+
+
+def _read(path: Path) -> tuple[str | None, str | None]:
+    """(contents of a file, None where there is none; what is wrong with it or its directory)."""
+    if not os.access(path.parent, os.W_OK) or not path.parent.is_dir():
+        return None, f"there is no directory '{path.parent}' to write into"
+    try:
+        return path.read_text(encoding="utf-8"), None
+    except FileNotFoundError:
+        return None, None
+    except (OSError, UnicodeError) as error:
+        return None, f"it can't be read: {error}"
+
+
+def _write(plan: Plan, path: Path) -> None:
+    """Whole or not at all; a training doesn't end for it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        warnings.warn(
+            f"pipeline.plan '{path}' could not be written: {error}; the run goes on by the plan", stacklevel=2
+        )
 
 
 def _room(device: torch.device, start: int, workspace: int) -> float:

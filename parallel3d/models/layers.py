@@ -18,6 +18,7 @@ from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.models.sliced import SlicedLogits, Slices, fill_whole
 from parallel3d.ops.rms_norm import rms_norm
 from parallel3d.pipe.specs import BuildContext
+from parallel3d.split_backward import has_hooks
 
 
 class Stream(NamedTuple):
@@ -97,7 +98,7 @@ def make_norm(config: DecoderConfig) -> nn.Module:
 
 def normalized(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """(norm of hidden, hidden as what follows shall take it)."""
-    if isinstance(norm, nn.RMSNorm) and norm.eps is not None:
+    if type(norm) is nn.RMSNorm and norm.eps is not None and not has_hooks(norm):
         return rms_norm(hidden, norm.weight, norm.eps)
     return norm(hidden), hidden
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from parallel3d.ops.reasons import NORM
 
@@ -33,7 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     floating = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return x.is_cuda and floating and x.numel() > 0 and x.shape[-1] <= _LONGEST
+    # Not of a fake tensor, which has no memory for a kernel.
+    return x.is_cuda and type(x) in (Tensor, nn.Parameter) and floating and x.numel() > 0 and x.shape[-1] <= _LONGEST
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -50,6 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         return out, x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, handed_on: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return handed_on, None, None

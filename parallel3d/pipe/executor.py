@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -156,6 +156,7 @@ class Executor:
                         run(i)
         except Exception as error:
             self._clear()
+            self._messages.break_off()
             failed = program.instructions[self._module.stage_id][now[POSITION]]
             raise execution_error(self._explain(failed, error), error) from error
         self._messages.finish()
@@ -336,6 +337,17 @@ def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
         return total, count.detach().to(torch.float64).reshape(())
     # A number of the host's is written by a kernel: a copy would make the host wait for all that is enqueued.
     return total, torch.full((), float(count), dtype=torch.float64, device=total.device)
+
+
+def both(outer: Recorder, inner: Recorder) -> Recorder:
+    """A Recorder that is two."""
+
+    @contextmanager
+    def record(i: Instruction) -> Iterator[None]:
+        with outer(i), inner(i):
+            yield
+
+    return record
 
 
 def no_record(_: Instruction) -> AbstractContextManager[None]:

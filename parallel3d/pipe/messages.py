@@ -148,6 +148,7 @@ class Messages:
         self._unposted: dict[int, deque[Receipt]] = {}
         self._leaving: list[tuple[StorageWeakRef, int]] | None = None
         self._met: set[tuple[int, bool]] = set()
+        self._used = self._broken_off = False
         self._careful = 0
 
     def begin(self, signatures: Sequence[int], training: bool) -> None:
@@ -156,14 +157,25 @@ class Messages:
         With inputs of a structure not met before, libraries load kernels of theirs that were not needed until then, and
         loading one may wait for all that run on the device. One that receives runs until its message comes, which may wait
         for a kernel that another rank loads: so the messages of such a batch go through the host. (Not forever, should
-        every batch have a structure of its own: then the kernels are there by and by.)
+        every batch have a structure of its own: then the kernels are there by and by.) Raises CommunicationError after a
+        batch that was broken off.
         """
+        if self._broken_off:
+            raise CommunicationError(
+                "a batch failed in the middle, so messages between stages are out of step; start the job again, from a "
+                "checkpoint (engine.resume)"
+            )
+        self._used = False
         new = {(signature, training) for signature in signatures} - self._met
         careful = bool(new) and self._careful < _MOST_CAREFUL
         if careful:
             self._careful += 1
             self._met |= new
         self._transport.use_host(careful)
+
+    def break_off(self) -> None:
+        """The batch under way ends here, and what was posted is still to come: if anything was, no other batch can begin."""
+        self._broken_off = self._broken_off or self._used
 
     def send_activation(self, key: Key, structure: Structure, tensors: Sequence[Tensor], stage: int) -> None:
         """Send a chunk's output to the next chunk's stage.
@@ -182,6 +194,7 @@ class Messages:
                 f"chunk {key[0]} returned {structure} for inputs for which it returned {cached} before; "
                 'where the output depends on more than the inputs\' shapes, set pipeline.shapes to "dynamic"'
             )
+        self._used = True
         self._transport.send(tensors, stage)
 
     def receive_activation(self, key: Key, stage: int) -> Receipt:
@@ -212,6 +225,7 @@ class Messages:
 
     def send_gradient(self, gradients: Sequence[Tensor], stage: int) -> None:
         """Send the gradients of a chunk's input, in the order of Structure.gradients, to the stage that made it."""
+        self._used = True
         self._transport.send(gradients, stage)
         self.let_go(gradients)
 
@@ -254,6 +268,7 @@ class Messages:
         self._transport.finish()
 
     def _post(self, receipt: Receipt, stage: int) -> Receipt:
+        self._used = True
         self._unposted.setdefault(stage, deque()).append(receipt)
         self._start_known(stage)
         return receipt

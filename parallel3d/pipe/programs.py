@@ -54,6 +54,12 @@ class Programs:
         self.plan = plan
         self._cache = {key: program for key, program in self._cache.items() if not key[1]}
 
+    def start_anew(self, num_micro_batches: int) -> None:
+        """Under schedule "auto", run what is run before anything is known, for this number of micro-batches."""
+        self.plan = None
+        self._cache = {key: program for key, program in self._cache.items() if not key[1]}
+        self.get(num_micro_batches, training=True)
+
     def weakly(self) -> Callable[[int, bool], Program | None]:
         """`get`, from which None comes when these programs are gone: it keeps neither them nor their module alive."""
         reference = ref(self)

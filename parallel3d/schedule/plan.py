@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict
 
@@ -75,7 +75,7 @@ class Plan(BaseModel):
         """The planned program; of another number of micro-batches, what is best for the same measurements."""
         if num_micro_batches != self.num_micro_batches:
             return make_plan(self.placement, num_micro_batches, self.measured).program(num_micro_batches)
-        return from_lists(self.instructions, self.placement)
+        return replace(from_lists(self.instructions, self.placement), name="auto")
 
     def check(self, placement: Sequence[int]) -> None:
         """Raise ScheduleError unless this is a plan for such a pipeline, and can run."""
@@ -87,7 +87,13 @@ class Plan(BaseModel):
         chunks = [len(getattr(self.measured, name)) for name in _PER_CHUNK]
         if chunks != [len(placement)] * len(chunks) or len(self.measured.limit) != max(placement) + 1:
             raise ScheduleError(f"the plan's measurements are not of {len(placement)} chunks; make another plan")
-        validate(self.program(self.num_micro_batches))
+        program = self.program(self.num_micro_batches)
+        if program.num_micro_batches != self.num_micro_batches:
+            raise ScheduleError(
+                f"the plan says {self.num_micro_batches} micro-batches, but its lists have {program.num_micro_batches}; make "
+                "another plan"
+            )
+        validate(program)
 
 
 _PER_CHUNK = ("forward", "input_gradient", "weight_gradient", "backward", "held", "deferred")

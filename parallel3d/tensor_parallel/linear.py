@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
-from parallel3d.split_backward import COMPILE_REASON, NO_BORDER, Border, SplittableLayer
+from parallel3d.split_backward import COMPILE_REASON, NO_BORDER, Border, SplittableLayer, has_hooks
 from parallel3d.split_functions import linear, linears, row_linear
 from parallel3d.tensor_parallel.regions import (
     Context,
@@ -129,11 +129,11 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: in
     x enters their region once. In the backward its gradient is summed in one buffer and leaves once, which all of the
     layers' weight gradients hide.
     """
-    first = layers[0]
-    alike = {(layer.group, layer.sequence_parallel, layer.in_region) for layer in layers}
-    # A hook of the user's wants to see its layer called.
-    if len(alike) > 1 or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+    # A layer that somebody has put in place of one, or hooks, want to see a call.
+    own = all(type(layer) is ColumnParallelLinear and not has_hooks(layer) for layer in layers)
+    if not own or len({(layer.group, layer.sequence_parallel, layer.in_region) for layer in layers}) > 1:
         return tuple(layer(x, length) for layer in layers)
+    first = layers[0]
     pairs = [(layer.weight, layer.bias) for layer in layers]
     outputs = linears([layer.sink for layer in layers], x, pairs, first._border(length))
     return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))

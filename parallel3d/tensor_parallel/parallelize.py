@@ -11,6 +11,7 @@ from torch import nn
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError, nearest
 from parallel3d.parameters import slicing_of
+from parallel3d.split_backward import has_hooks
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, SlicedLayer, from_linear
 from parallel3d.tensor_parallel.regions import sum_gradients_over
@@ -190,9 +191,7 @@ def _unsuitable(layer: nn.Module) -> str | None:
     """What about a linear layer or embedding a sliced one does not do."""
     if type(layer._parameters.get("weight")) is not nn.Parameter:
         return "has no weight of its own (parametrized?)"
-    if "forward" in vars(layer) or any(
-        (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    ):
+    if "forward" in vars(layer) or has_hooks(layer):
         return "has a forward or hooks of its own, set after it was made; set them after parallelize"
     if isinstance(layer, nn.Embedding) and (layer.sparse or layer.max_norm is not None or layer.scale_grad_by_freq):
         return "has sparse, max_norm or scale_grad_by_freq"

@@ -62,7 +62,7 @@ def test_measuring_and_planning_change_no_number(
 
 def check_plan(plan: Plan) -> None:
     """It can run, keeps to its limits, and promises what the simulator says of it."""
-    program = plan.program(ACCUMULATION)
+    program = plan.program(plan.num_micro_batches)
     validate(program)
     timeline = simulate(program, plan.measured.cost)
     assert (timeline.makespan, timeline.bubble) == (plan.makespan, plan.bubble)
@@ -117,7 +117,14 @@ def test_a_stored_plan_runs_from_the_first_step(run_ranks, tmp_path: Path):
     [
         ({"placement": [0, 1, 0, 1]}, r"chunks on stages \[0, 1, 0, 1\], but the module's are on \[0, 1, 1, 0\]"),
         ({"bubble": "large"}, "bubble\n.*valid number"),
-        ({"instructions": [["F0@0"], []]}, "micro-batch 0 on chunk 0 needs either B, or I and W"),
+        (
+            {"instructions": [["F0@0"], []], "num_micro_batches": 1},
+            "micro-batch 0 on chunk 0 needs either B, or I and W",
+        ),
+        (
+            {"num_micro_batches": 3, "instructions": plan_of_two()["instructions"]},
+            "says 3 micro-batches, but its lists have 2",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_by_all_ranks(run_ranks, tmp_path: Path, changes, message: str):
@@ -129,10 +136,16 @@ def test_a_plan_that_does_not_fit_is_refused_by_all_ranks(run_ranks, tmp_path: P
         assert "Delete it to measure anew" in raised
 
 
-def test_a_plan_that_could_not_be_written_is_refused_at_once(run_ranks, tmp_path: Path):
-    for raised in run_ranks(2, refusal, str(tmp_path / "nowhere" / "plan.json")):
-        assert raised is not None
-        assert "there is no directory" in raised
+def test_a_plan_that_could_not_be_written_or_read_is_refused_at_once(run_ranks, tmp_path: Path):
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    for path, message in (
+        ("nowhere/plan.json", "no directory"),
+        (".", "can't be read"),
+        ("binary.json", "can't be read"),
+    ):
+        for raised in run_ranks(2, refusal, str(tmp_path / path)):
+            assert raised is not None
+            assert message in raised
 
 
 def refusal(path: str) -> str | None:
@@ -141,3 +154,61 @@ def refusal(path: str) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def other_numbers(changes: dict[int, int], steps: int) -> tuple[list[tuple[int, int]], Plan | None, int]:
+    """The plan after steps before some of which the number of micro-batches is changed; how many each step trained on."""
+    engine = make_engine(toy.model(tied=False), accumulation=4, pipeline={"stages": 2, "schedule": "auto"})
+    data = own_iterator(engine, [toy.micro_batch(g) for g in range(8 * steps)])
+    trained = []
+    for step in range(steps):
+        if step in changes:
+            engine.set_train_batch_size(changes[step] * toy.SAMPLES)
+        before = engine.global_samples
+        engine.train_batch(data)
+        trained.append((step, (engine.global_samples - before) // toy.SAMPLES))
+    return trained, engine.schedule_plan, engine.global_steps
+
+
+@pytest.mark.parametrize("number", [2, 7])
+def test_another_batch_size_starts_the_measuring_anew(run_ranks, number: int):
+    for trained, plan, _ in run_ranks(2, other_numbers, {3: number}, 3 + 1 + 8):
+        assert [count for _, count in trained] == [4] * 3 + [number] * 9
+        assert plan is not None
+        assert plan.num_micro_batches == number
+        check_plan(plan)
+    assert all(plan is None for _, plan, _ in run_ranks(2, other_numbers, {6: number}, 6 + 1 + 7))
+
+
+def with_other_records(asked: dict[int, str], breakdown: bool) -> tuple[list[float], bool, list[str]]:
+    """Auto's own recording beside the user's. asked: step -> what is to be profiled of it."""
+    engine = make_engine(
+        toy.model(tied=False),
+        accumulation=2,
+        pipeline={"stages": 2, "schedule": "auto"},
+        wall_clock_breakdown=breakdown,
+        **({"steps_per_print": 1} if breakdown else {}),
+    )
+    data = own_iterator(engine, [toy.micro_batch(g) for g in range(2 * STEPS)])
+    losses, seen = [], []
+    for step in range(STEPS):
+        if step in asked:
+            engine.profile_next_batch(asked[step])
+        losses.append(engine.train_batch(data).item())
+        if asked.get(step) == "time":
+            seen.append(engine.timeline()[0].name)
+        elif asked.get(step) == "memory":
+            seen.append(
+                str(max(measured for _, measured in (row["activations"] for row in engine.memory_report())) > 0)
+            )
+    return losses, engine.schedule_plan is not None, seen
+
+
+@pytest.mark.parametrize("asked", [{}, {2: "time", 3: "memory", 4: "memory", 5: "time"}], ids=["breakdown", "profiles"])
+def test_what_the_user_records_beside_it_is_recorded(run_ranks, asked: dict[int, str]):
+    plain = Reference(toy.model(tied=False), toy.cross_entropy, make_optimizer("SGD"), base_seed=BASE_SEED)
+    wanted = run_reference(plain, [toy.micro_batch(g) for g in range(2 * STEPS)], 2)[0]
+    for losses, planned, seen in run_ranks(2, with_other_records, asked, not asked):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert planned
+        assert seen == (["auto", "True", "True", "auto"] if asked else [])

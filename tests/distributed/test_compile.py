@@ -153,3 +153,30 @@ def test_a_loss_that_says_how_is_compiled_its_own_way_without_slices_too(run_ran
     ((losses, own_way),) = run_ranks(1, whole_decoder, 3)
     assert own_way
     assert losses == pytest.approx(plain_decoder(3), rel=1e-5)
+
+
+class Flagged:
+    """A loss with an attribute of that name for purposes of its own."""
+
+    compiled = False
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.mse_loss(outputs, labels)
+
+
+def flagged() -> list[float]:
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "steps_per_print": None,
+        "compile": COMPILE,
+    }
+    model = PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=Flagged(), config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    return [engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))])).item() for _ in range(2)]
+
+
+def test_a_loss_with_a_flag_of_that_name_is_compiled_as_any_other(run_ranks):
+    ((first, second),) = run_ranks(1, flagged)
+    assert 0 < second < first

@@ -230,3 +230,26 @@ def test_sizes_that_do_not_fit_each_other(changes: dict[str, Any], told: str):
     sizes = {"vocab_size": 9, "hidden_size": 32, "ffn_size": 8, "num_layers": 2, "num_heads": 4}
     with pytest.raises(ConfigError, match=told):
         DecoderConfig(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize("units", ["block", "half"])
+def test_every_module_with_a_hook_is_called(units: str):
+    """As check_numerics relies on, to name the one that made a NaN; and a module in place of another as well."""
+
+    class Doubled(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    config = DecoderConfig(vocab_size=7, hidden_size=8, ffn_size=12, num_layers=1, num_heads=2, max_positions=4)
+    layers = nn.Sequential(*(spec.build(None) for spec in decoder(config, units=units)))
+    ids = torch.arange(4)[None]
+    before = layers(ids)
+    inner = {name: m for name, m in layers.named_modules() if not list(m.children()) and not isinstance(m, nn.Dropout)}
+    called: set[str] = set()
+    for name, module in inner.items():
+        module.register_forward_hook(lambda m, x, y, name=name: called.add(name))
+    assert torch.equal(layers(ids), before)
+    assert {name for name in inner if "dropout" not in name} <= called
+    block = next(m for m in layers if hasattr(m, "mlp_norm"))
+    block.mlp_norm = Doubled(8, eps=config.norm_eps)
+    assert not torch.allclose(layers(ids), before)

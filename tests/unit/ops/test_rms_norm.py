@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel3d.ops.rms_norm import rms_norm
 
@@ -48,3 +49,22 @@ def test_it_is_torchs_norm_for_a_strided_input_and_a_frozen_weight(device: str) 
     (right,) = torch.autograd.grad(norm(x), x, torch.ones_like(normed))
     assert torch.allclose(normed, norm(x), atol=1e-6)
     assert torch.allclose(dx, right, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_second_derivative_is_refused_by_the_kernel() -> None:
+    x, weight = torch.randn(3, 8, device="cuda", requires_grad=True), torch.ones(8, device="cuda")
+    normed, _ = rms_norm(x, weight, 1e-5)
+    (dx,) = torch.autograd.grad(normed.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fake_tensors_pass_through(device: str) -> None:
+    """As partition method "flops" traces with; they have no memory for a kernel."""
+    with FakeTensorMode():
+        x, weight = torch.randn(3, 8, device=device, requires_grad=True), torch.ones(8, device=device)
+        normed, _ = rms_norm(x, weight, 1e-5)
+        (dx,) = torch.autograd.grad(normed.sum(), x)
+    assert (normed.shape, dx.shape) == (x.shape, x.shape)

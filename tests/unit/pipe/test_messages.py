@@ -348,3 +348,21 @@ def test_a_batch_with_inputs_of_a_new_structure_goes_through_the_host():
         found.append(end.by_host)
     assert found == sorted(found, reverse=True)
     assert 0 < sum(found) < 10
+
+
+def test_after_a_batch_that_broke_off_amid_messages_no_other_begins():
+    """What was posted is still to come, and would be taken for the next batch's."""
+    _, sender, receiver = ends()
+    sender.begin([7], True)
+    sender.break_off()  # before anything was posted
+    sender.begin([7], True)
+    structure, sent = describe(torch.ones(2))
+    sender.send_activation((0, 7, True), structure, sent, 1)
+    sender.break_off()
+    with pytest.raises(CommunicationError, match="messages between stages are out of step; start the job again"):
+        sender.begin([7], True)
+    receiver.begin([7], True)
+    receiver.receive_activation((0, 7, True), 0)
+    receiver.break_off()
+    with pytest.raises(CommunicationError, match="out of step"):
+        receiver.begin([7], False)

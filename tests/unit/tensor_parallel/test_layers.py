@@ -274,3 +274,23 @@ def test_drawn_weights_do_not_depend_on_the_group() -> None:
         assert torch.equal(after, torch.rand(())), "the layers that follow draw the same numbers, too"
         weight = whole.weight[:, :3] if isinstance(layer, RowParallelLinear) else whole.weight[:3]
         assert torch.equal(layer.weight, weight)
+
+
+def test_a_projection_that_was_replaced_or_has_a_backward_hook_is_called() -> None:
+    layers, plain = projections(kv_bias=True, frozen="")
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    seen: list[int] = []
+    layers[0].register_full_backward_hook(lambda module, inputs, outputs: seen.append(1))
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor, length: int | None = None) -> torch.Tensor:
+            return 3 * self.inner(x, length)
+
+    query, key, value = column_outputs((layers[0], Wrapper(layers[1]), layers[2]), x)
+    torch.testing.assert_close((query, key / 3, value), plainly(plain, x))
+    query.sum().backward()
+    assert seen == [1]
