@@ -9,31 +9,12 @@ from typing import Any
 
 import pytest
 import toy
-from layouts import BASE_SEED, Run, check, make_engine, make_optimizer, own_iterator, run_reference, run_steps
+from auto_runs import ACCUMULATION, STEPS, check_plan, train
+from layouts import BASE_SEED, check, make_engine, make_optimizer, own_iterator, run_reference
 from reference import Reference
 
 from parallel3d.errors import ConfigError
 from parallel3d.schedule.plan import Plan
-from parallel3d.schedule.simulate import simulate
-from parallel3d.schedule.validate import validate
-
-STEPS, ACCUMULATION = 10, 4  # of which 8 are measured
-
-
-def train(dp: int, zero: int, pipeline: dict[str, Any]) -> tuple[Run, str | None, tuple[int, ...], int]:
-    engine = make_engine(
-        toy.model(tied=True),
-        accumulation=ACCUMULATION,
-        pipeline={"stages": 2, "schedule": "auto", **pipeline},
-        zero_optimization={"stage": zero, "reduce_bucket_size": 1500},
-    )
-    last = [toy.micro_batch(g) for g in range(dp * ACCUMULATION * STEPS - dp)]  # the last batch is one short
-    run = run_steps(engine, own_iterator(engine, last), STEPS)
-    plan = engine.schedule_plan
-    program = engine._programs.get(ACCUMULATION, training=True)
-    ran = [str(i) for i in program.instructions[engine._model.stage_id] if i.op.value in "FBIW"]
-    planned = plan is not None and list(plan.instructions[engine._model.stage_id]) == ran
-    return run, plan.model_dump_json() if planned else None, engine._model.placement, engine.global_steps
 
 
 @pytest.mark.parametrize(
@@ -58,19 +39,6 @@ def test_measuring_and_planning_change_no_number(
     assert [where for *_, where, _ in results] == [placement] * 2 * dp
     check_plan(plans[0])
     assert Plan.model_validate_json(file.read_text()) == plans[0]
-
-
-def check_plan(plan: Plan) -> None:
-    """It can run, keeps to its limits, and promises what the simulator says of it."""
-    program = plan.program(plan.num_micro_batches)
-    validate(program)
-    timeline = simulate(program, plan.measured.cost)
-    assert (timeline.makespan, timeline.bubble) == (plan.makespan, plan.bubble)
-    assert all(h <= most for h, most in zip(plan.held, plan.measured.limit, strict=True))
-    m = plan.measured
-    assert all(t > 0 for times in (m.forward, m.input_gradient, m.weight_gradient, m.backward) for t in times)
-    # A chunk's input, [samples, length, hidden] in fp32, is held with every micro-batch.
-    assert all(h >= toy.SAMPLES * toy.LENGTH * toy.HIDDEN * 4 for h in m.held[1:])
 
 
 def first_programs(path: str) -> tuple[list[str], bool]:

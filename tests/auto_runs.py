@@ -1,0 +1,43 @@
+"""Runs under schedule "auto", and what holds for any plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import toy
+from layouts import Run, make_engine, own_iterator, run_steps
+
+from parallel3d.schedule.plan import Plan
+from parallel3d.schedule.simulate import simulate
+from parallel3d.schedule.validate import validate
+
+STEPS, ACCUMULATION = 10, 4  # of which 8 are measured
+
+
+def train(dp: int, zero: int, pipeline: dict[str, Any]) -> tuple[Run, str | None, tuple[int, ...], int]:
+    engine = make_engine(
+        toy.model(tied=True),
+        accumulation=ACCUMULATION,
+        pipeline={"stages": 2, "schedule": "auto", **pipeline},
+        zero_optimization={"stage": zero, "reduce_bucket_size": 1500},
+    )
+    last = [toy.micro_batch(g) for g in range(dp * ACCUMULATION * STEPS - dp)]  # the last batch is one short
+    run = run_steps(engine, own_iterator(engine, last), STEPS)
+    plan = engine.schedule_plan
+    program = engine._programs.get(ACCUMULATION, training=True)
+    ran = [str(i) for i in program.instructions[engine._model.stage_id] if i.op.value in "FBIW"]
+    planned = plan is not None and list(plan.instructions[engine._model.stage_id]) == ran
+    return run, plan.model_dump_json() if planned else None, engine._model.placement, engine.global_steps
+
+
+def check_plan(plan: Plan) -> None:
+    """It can run, keeps to its limits, and promises what the simulator says of it."""
+    program = plan.program(plan.num_micro_batches)
+    validate(program)
+    timeline = simulate(program, plan.measured.cost)
+    assert (timeline.makespan, timeline.bubble) == (plan.makespan, plan.bubble)
+    assert all(h <= most for h, most in zip(plan.held, plan.measured.limit, strict=True))
+    m = plan.measured
+    assert all(t > 0 for times in (m.forward, m.input_gradient, m.weight_gradient, m.backward) for t in times)
+    # A chunk's input, [samples, length, hidden] in fp32, is held with every micro-batch.
+    assert all(h >= toy.SAMPLES * toy.LENGTH * toy.HIDDEN * 4 for h in m.held[1:])
