@@ -14,7 +14,7 @@ from schedule_emulator import SEEDS, unhurried
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, from_lists, placement_of
-from parallel3d.schedule.fuse import fuse_backwards, whole_backwards
+from parallel3d.schedule.fuse import _Step, fuse_backwards, whole_backwards
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.plan import Measured, Plan, first_plan, limits, make_plan, most_held
 from parallel3d.schedule.search import Memory, search
@@ -229,3 +229,18 @@ def test_the_first_plan_splits_every_backward() -> None:
     plan = first_plan((0, 1, 1, 0), 5, 1.0)
     assert {text[0] for rank in plan.instructions for text in rank} == set("FIW")
     plan.check((0, 1, 1, 0))
+
+
+@unhurried
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), SEEDS)
+def test_the_quick_length_of_a_step_is_the_simulators(p: int, m: int, v: int, seed: int) -> None:
+    """Of split, whole and mixed backwards, where transfers take time but never meet in a channel."""
+    placement = placement_of("loop", p, v)
+    own = chunk_costs(seed, len(placement))
+
+    def cost(i: Instruction) -> float:
+        return 0.001 if i.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT) else own(i)
+
+    split = search("s", placement, m, Memory.of_activations(placement, 1.5 * p * v), cost)
+    for program in (split, whole_backwards(split, range(0, m, 2)), whole_backwards(split, range(m))):
+        assert _Step(split, cost).length(program) == pytest.approx(simulate(program, cost).makespan, rel=1e-6)
