@@ -149,8 +149,9 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         self._update.reducer.start_step()
         result = self._run(batch)
         loss = self._finish_step(self._share(result, batch), len(batch.signatures))
-        if self._auto is not None:
-            self._auto.learn(len(batch.signatures), self._batch_sizes.num_micro_batches, self._memory_profile)
+        if self._auto is not None and self._auto.plan is None:
+            with self.unwatched():  # the first rank searches while the others wait
+                self._auto.learn(len(batch.signatures), self._batch_sizes.num_micro_batches, self._memory_profile)
         return loss
 
     def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
