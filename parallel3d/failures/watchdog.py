@@ -29,6 +29,8 @@ WINDOW_S = 3.0
 GRACE_S = 5.0
 """Between the verdict and the end of a process whose main thread has not heard of it."""
 
+_LEAVE_S = 6.0  # longer than the store may take to answer
+
 
 class _Failure:
     """An exception of the main thread, which waits until the watchdog has the verdict."""
@@ -82,10 +84,15 @@ class Watchdog:
         self._wake.set()
 
     def leave(self) -> None:
-        """This rank's script is over."""
+        """This rank's script is over, and so is the thread, unless it takes very long.
+
+        One that comes back from the store's C++ after Python has ended aborts the process ("terminate called without an
+        active exception").
+        """
         if not self._closed:
             self.close()
             self._board.leave()
+        self._thread.join(_LEAVE_S)
 
     # The main thread's side
 
