@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 _BLOCK = 1024
 
@@ -28,7 +28,7 @@ def swiglu_backward_ref(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat([dgate, gradient * gate * sigmoid], dim=-1).to(gate_up.dtype)
 
 
-@torch.library.custom_op("parallel3d::swiglu", mutates_args=())
+@library.custom_op("parallel3d::swiglu", mutates_args=())
 def _swiglu(gate_up: Tensor) -> Tensor:
     if not _has_kernel(gate_up):
         return swiglu_ref(gate_up).contiguous()
@@ -39,7 +39,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("parallel3d::swiglu_backward", mutates_args=())
+@library.custom_op("parallel3d::swiglu_backward", mutates_args=())
 def _swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     if not _has_kernel(gate_up):
         return swiglu_backward_ref(gradient, gate_up)

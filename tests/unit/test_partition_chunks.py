@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from parallel3d.config import PipelineConfig
 from parallel3d.errors import PartitionError
-from parallel3d.partition import Partition, StageLimit, layer_chain, partition_layers, resolve_partition
+from parallel3d.partition import Method, Partition, StageLimit, layer_chain, partition_layers, resolve_partition
 from parallel3d.partition.search import MOST_SPLITS
 from parallel3d.pipe.splitting import step_length
 from parallel3d.schedule.instructions import loop_placement, v_placement
@@ -141,10 +141,10 @@ def test_each_stage_its_own_chunk_is_the_exact_min_max() -> None:
 
 
 @pytest.mark.parametrize("method", ["parameters", "flops", "profile", {"weights": [8, 1, 1, 1, 1, 1, 1, 2]}])
-def test_every_method_with_costs_balances_stages(method: str | dict[str, list[float]]) -> None:
+def test_every_method_with_costs_balances_stages(method: Method) -> None:
     costs, placement = [8, 1, 1, 1, 1, 1, 1, 2], (0, 1, 1, 0)
     names, ties = [f"L{i}" for i in range(8)], [None] * 8
-    found = resolve_partition(method, costs, names, ties, 4, placement=placement)  # type: ignore[arg-type]
+    found = resolve_partition(method, costs, names, ties, 4, placement=placement)
     assert sorted(found.loads(placement)) == [6, 10]  # the smallest that holds the first layer and one more
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from parallel3d.ops.swiglu import swiglu
 
@@ -50,7 +50,7 @@ def test_strided_and_empty_inputs(device: str) -> None:
 
 def test_the_operator_keeps_torchs_rules() -> None:
     x = torch.randn(3, 14, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(torch.ops.parallel3d.swiglu.default, (x,))
+    library.opcheck(torch.ops.parallel3d.swiglu.default, (x,))
     assert torch.autograd.gradcheck(swiglu, (x,))
 
 
