@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from parallel3d.config.run_layout import parse_run_layout
 from parallel3d.errors import ConfigError
 from parallel3d.parity import Report, Settings, check
 from parallel3d.parity.check import TOLERANCES
-from parallel3d.parity.layout import parse_run_layout
 
 
 def add_command(commands: Any) -> None:

@@ -1,8 +1,8 @@
 """Whether a layout computes what one process computes in plain PyTorch: the work behind `p3d check`."""
 
+from parallel3d.config.run_layout import RunLayout
 from parallel3d.parity.check import Settings, check
-from parallel3d.parity.layout import RunLayout
 from parallel3d.parity.report import Report
-from parallel3d.parity.subject import Subject
+from parallel3d.subject import Subject
 
 __all__ = ["Report", "RunLayout", "Settings", "Subject", "check"]

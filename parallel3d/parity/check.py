@@ -15,13 +15,14 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from parallel3d.config import load
+from parallel3d.config.run_layout import RunLayout
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
-from parallel3d.parity.layout import RunLayout
+from parallel3d.parity.layout import accumulation, config_of
 from parallel3d.parity.reference import Reference
 from parallel3d.parity.report import Report, Trained, make_report
-from parallel3d.parity.subject import Subject, describe, load_subject
 from parallel3d.parity.worker import DTYPES, Plan, RankResult, building_dtype, run_rank
 from parallel3d.pipe.specs import layer_name
+from parallel3d.subject import Subject, describe, load_subject
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
 
@@ -52,7 +53,7 @@ def check(target: str, layouts: Sequence[RunLayout], settings: Settings) -> Iter
         wanted: dict[tuple[int, str], tuple[Trained, Trained | None]] = {}
         for layout in layouts:
             same = [other for other in layouts if other.world_size == layout.world_size]
-            per_step = layout.accumulation(subject.given()) * layout.replicas
+            per_step = accumulation(layout, subject.given()) * layout.replicas
             device = torch.device("cuda", 0) if _uses_gpus(layout.world_size) else torch.device("cpu")
             if (per_step, device.type) not in wanted:
                 alone = partial(_train_reference, target, layout, settings, per_step, device)
@@ -79,7 +80,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _check_layout(layout: RunLayout, subject: Subject, settings: Settings) -> None:
     """Raise ConfigError for a layout that this model or its configuration rules out."""
     try:
-        config = load(layout.config(subject.given(), settings.seed, settings.dtype))
+        config = load(config_of(layout, subject.given(), settings.seed, settings.dtype))
     except ConfigError as error:
         raise ConfigError(f"layout {layout.text!r}: {error}") from error
     chunks, most = layout.stages * (config.pipeline.num_chunks or 1), len(subject.layers)
@@ -102,7 +103,7 @@ def _train_reference(
     target: str, layout: RunLayout, settings: Settings, per_step: int, device: torch.device, dtype: torch.dtype
 ) -> Trained:
     subject = load_subject(target, settings.seed)
-    config = load(layout.config(subject.given(), settings.seed, settings.dtype))
+    config = load(config_of(layout, subject.given(), settings.seed, settings.dtype))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             reference = Reference(subject, config, settings.seed, dtype, device)

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.environment import destroy, init_distributed
+from parallel3d.config.run_layout import RunLayout, parse_run_layout
 from parallel3d.engine import Engine
 from parallel3d.errors import Parallel3DError
 from parallel3d.initialization import initialize
 from parallel3d.parameters import slicing_of
-from parallel3d.parity.layout import RunLayout, parse_run_layout
-from parallel3d.parity.subject import Subject, load_subject
+from parallel3d.parity.layout import accumulation, config_of
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.subject import Subject, load_subject
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -67,7 +68,7 @@ def building_dtype(dtype: str) -> torch.dtype:
 
 def train(subject: Subject, layout: RunLayout, plan: Plan) -> RankResult:
     """The rank's part of training a subject in a layout. Collective."""
-    config = layout.config(subject.given(), plan.seed, plan.dtype)
+    config = config_of(layout, subject.given(), plan.seed, plan.dtype)
     module = PipelineModule(
         subject.layers, loss_fn=subject.loss_fn, seed_layers=True, base_seed=plan.seed, config=config
     )
@@ -79,7 +80,7 @@ def train(subject: Subject, layout: RunLayout, plan: Plan) -> RankResult:
             result["gradients"] = held(engine, "gradient")
 
     engine._update.before_step = keep_first_gradients
-    total = plan.steps * layout.accumulation(subject.given()) * layout.replicas
+    total = plan.steps * accumulation(layout, subject.given()) * layout.replicas
     data = _own_batches(engine, subject, total, plan.seed)
     for _ in range(plan.steps):
         result["losses"].append(float(engine.train_batch(data)))

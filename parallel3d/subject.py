@@ -1,4 +1,4 @@
-"""What is checked: a user's model, loss and data."""
+"""A user's model, loss and data, as tools around a training take them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parallel3d.rng import seeded, stream_seed
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to check.
+    """A model to check or to plan for.
 
     layers: as PipelineModule takes them; a class whose constructor declares `context` gets one in a layout, and None in
     plain PyTorch, where it must be plain. micro_batch(index) -> (inputs, labels), of the index alone. loss_fn: as
@@ -128,7 +128,7 @@ def _import(place: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    name = f"checked_{path.stem}"
+    name = f"subject_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

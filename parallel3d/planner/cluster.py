@@ -1,0 +1,51 @@
+"""A cluster: its devices, and the graph of links between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU (or CPU).
+
+    memory: bytes; peak_flops: dense bf16 of the data sheet, which MFU is measured by; gemm_flops, attention_flops: a second,
+    as sustained in training by large products of matrices and by fused attention; memory_bandwidth: bytes a second, read and
+    written, that element-wise kernels sustain; kernel_seconds: what any kernel takes beyond that.
+    """
+
+    name: str
+    memory: int
+    peak_flops: float
+    gemm_flops: float
+    attention_flops: float
+    memory_bandwidth: float
+    kernel_seconds: float
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device. node: its name in the graph; host: its name; index: on the host; island: of GPUs with direct fast links."""
+
+    node: str
+    device: Device
+    host: str
+    index: int
+    island: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """gpus: in the order of their ranks where nothing is placed. Same content, same cluster, in whatever order it was given.
+
+    graph: an undirected graph of GPUs, switches and network cards; each edge has `bandwidth` (bytes a second in each
+    direction, as sustained), `latency` (seconds) and `kind` ("nvlink", "pcie", "nic", "network"). overlap: by what factor
+    compute is slower while a collective runs beside it.
+    """
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    graph: nx.Graph
+    overlap: float = 1.0
