@@ -20,6 +20,8 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _MOST_BYTES = 4 << 20
 # The first rank may own the store: it stays until the others have read their answers, but not for those that died.
 _LEAVE_S = 10.0
+# How often a rank has given up, over all ranks; below it, of each rank, the count when it last did.
+_GIVEN_UP = "given_up"
 
 
 class Rendezvous:
@@ -45,6 +47,7 @@ class Rendezvous:
             return decide([value])[0]
         self._purpose, self._deadline, self._timeout = purpose, time.monotonic() + timeout_s, timeout_s
         number = self._meetings
+        self._begun = self._store.add(_GIVEN_UP, 0)
         self._put(f"{number}/{self._index}", [purpose, value])
         try:
             answer = self._lead(number, value, decide) if self._index == 0 else self._follow(number)
@@ -108,17 +111,27 @@ class Rendezvous:
         pause = _SHORTEST_PAUSE_S
         while not self._store.check(list(keys)):
             if time.monotonic() > self._deadline:
-                raise CommunicationError(self._absence())
+                absence = self._absence()
+                # What it brought is taken back, so that no later meeting takes it for new; that it was here stays on record.
+                self._store.set(f"{_GIVEN_UP}/{self._index}", str(self._store.add(_GIVEN_UP, 1)))
+                raise CommunicationError(absence)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _absence(self) -> str:
-        missing = [r for r in range(self._size) if not self._store.check([f"{self._meetings}/{r}"])]
+        missing = [r for r in range(self._size) if not self._has_come(r)]
         who = f"ranks {missing} have not come" if missing else "rank 0 has not answered"
         return (
             f"{self._purpose}: {who} within {self._timeout:g} s; every rank must call it, at the same place (look for a rank "
             "that died, or an `if rank == 0` around the call)"
         )
+
+    def _has_come(self, rank: int) -> bool:
+        """Whether a rank is here, or was and gave up after this one began to wait."""
+        if self._store.check([f"{self._meetings}/{rank}"]):
+            return True
+        key = f"{_GIVEN_UP}/{rank}"
+        return self._store.check([key]) and int(self._store.get(key)) > self._begun
 
     def _wait_for_readers(self, number: int) -> None:
         deadline, pause = time.monotonic() + _LEAVE_S, _SHORTEST_PAUSE_S
