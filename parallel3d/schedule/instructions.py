@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from parallel3d.errors import ScheduleError
 
@@ -44,9 +45,11 @@ BUCKET_OPS = frozenset({Op.REDUCE_GRADS, Op.REDUCE_REPLICAS})
 _PATTERN = re.compile(r"([A-Z]+)(\d+)@(\d+)(?:#(\d+))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One step of a rank's list. `bucket` counts gradient buckets of the chunk, for REDUCE_* alone."""
+class Instruction(NamedTuple):
+    """One step of a rank's list. `bucket` counts gradient buckets of the chunk, for REDUCE_* alone.
+
+    A tuple, since programs make and hash them by the hundred thousand.
+    """
 
     op: Op
     chunk: int

@@ -67,34 +67,61 @@ class Timeline:
         return 1.0 - busy / whole if whole > 0 else 0.0
 
 
-def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
-    """Time a program, with or without communication; cost(instruction) in any unit, of a transfer by its SEND.
+class Simulation:
+    """A program, with or without communication, made ready to be timed for any number of costs.
 
     The k-th of n reductions behind a backward is released when k/n of that backward is through: buckets fill in order.
     Raises graphlib.CycleError for a program that deadlocks; validate() says so in words.
     """
-    program = with_communication(program)
-    graph = wait_graph(program)
-    releases = _releases(program)
-    start: dict[Node, float] = {}
-    end: dict[Node, float] = {}
-    for node in TopologicalSorter(graph).static_order():
-        if isinstance(node, tuple):
-            end[node] = max((end[w] for w in graph[node]), default=0.0)
-            continue
-        if node in releases:
-            backward, share = releases[node]
-            ahead = [end[w] for w in graph[node] if isinstance(w, Instruction) and w != backward]
-            start[node] = max([start[backward] + share * (end[backward] - start[backward]), *ahead])
-        else:
-            start[node] = max((end[w] for w in graph[node]), default=0.0)
-        end[node] = start[node] + cost(node)
-    spans = []
-    for rank, instructions in enumerate(program.instructions):
-        for i in instructions:
-            node = transfer_of(i)
-            spans.append(Span(rank, i, start[node], end[node]))
-    return Timeline.of(spans, program.num_ranks)
+
+    def __init__(self, program: Program) -> None:
+        self.program = with_communication(program)
+        graph = wait_graph(self.program)
+        order = list(TopologicalSorter(graph).static_order())
+        place = {node: k for k, node in enumerate(order)}
+        releases = _releases(self.program)
+        # Of each node: what is done there, if anything; what it waits for; the backward that releases it before its end.
+        self._steps: list[tuple[Instruction | None, list[int], tuple[int, float] | None]] = []
+        for node in order:
+            instruction = node if isinstance(node, Instruction) else None
+            release, waits = None, graph[node]
+            if node in releases:
+                backward, share = releases[node]
+                release = (place[backward], share)
+                waits = [w for w in waits if isinstance(w, Instruction) and w != backward]
+            self._steps.append((instruction, [place[w] for w in waits], release))
+        lists = enumerate(self.program.instructions)
+        self._spans = [(rank, i, place[transfer_of(i)]) for rank, instructions in lists for i in instructions]
+
+    def run(self, cost: Cost) -> Timeline:
+        """cost(instruction) in any unit, of a transfer by its SEND."""
+        start, end = self._times(cost)
+        spans = [Span(rank, i, start[k], end[k]) for rank, i, k in self._spans]
+        return Timeline.of(spans, self.program.num_ranks)
+
+    def makespan(self, cost: Cost) -> float:
+        """Of `run`'s timeline, in less time."""
+        return max(self._times(cost)[1], default=0.0)
+
+    def _times(self, cost: Cost) -> tuple[list[float], list[float]]:
+        """When each node starts and ends."""
+        start, end = [0.0] * len(self._steps), [0.0] * len(self._steps)
+        for k, (instruction, waits, release) in enumerate(self._steps):
+            begin = 0.0
+            for w in waits:
+                if end[w] > begin:
+                    begin = end[w]
+            if release is not None:
+                backward, share = release
+                begin = max(begin, start[backward] + share * (end[backward] - start[backward]))
+            start[k] = begin
+            end[k] = begin if instruction is None else begin + cost(instruction)
+        return start, end
+
+
+def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
+    """Time a program once, see Simulation."""
+    return Simulation(program).run(cost)
 
 
 def _releases(program: Program) -> dict[Node, tuple[Instruction, float]]:

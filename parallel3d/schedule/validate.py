@@ -82,7 +82,7 @@ def _check_deadlock(program: Program) -> None:
         TopologicalSorter(wait_graph(program)).prepare()
     except CycleError as error:
         cycle: list[Node] = error.args[1]
-        steps = [program.instructions[n[0]][n[1]] if isinstance(n, tuple) else n for n in cycle]
+        steps = [program.instructions[n[0]][n[1]] if not isinstance(n, Instruction) else n for n in cycle]
         shown = " <- ".join(str(i) for k, i in enumerate(steps) if k == 0 or steps[k - 1] != i)
         raise ScheduleError(f"the schedule deadlocks, each waits for the one to its left: {shown}") from None
 
