@@ -9,7 +9,7 @@ from parallel3d.config import PipelineConfig
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.builders import build, inference
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, add_replica_reduction, lower
+from parallel3d.schedule.lowering import add_parameter_gather, lower, lower_training
 from parallel3d.schedule.plan import Plan, first_plan
 from parallel3d.schedule.validate import validate
 
@@ -73,8 +73,9 @@ class Programs:
     def _training(self, num_micro_batches: int) -> Program:
         program = self._compute(num_micro_batches)
         validate(program)
-        reduced = add_gradient_reduction(lower(program), self._chunk_buckets, self._reduce_per_micro_batch)
-        return self._gathered(add_replica_reduction(reduced, self.replica_owners))
+        return lower_training(
+            program, self._chunk_buckets, self.replica_owners, self._partitioned, self._reduce_per_micro_batch
+        )
 
     def _compute(self, num_micro_batches: int) -> Program:
         m, given = self._module.settings, self._pipeline
@@ -90,7 +91,5 @@ class Programs:
 
     def _evaluation(self, num_micro_batches: int) -> Program:
         m = self._module.settings
-        return self._gathered(lower(inference(m.num_stages, num_micro_batches, m.num_chunks, m.placement)))
-
-    def _gathered(self, program: Program) -> Program:
+        program = lower(inference(m.num_stages, num_micro_batches, m.num_chunks, m.placement))
         return add_parameter_gather(program) if self._partitioned else program

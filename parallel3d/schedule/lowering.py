@@ -125,3 +125,20 @@ def add_replica_reduction(program: Program, owners: Sequence[tuple[int, ...]]) -
 def lower(program: Program) -> Program:
     """Communication and loads: what every program needs to run."""
     return add_loads(add_communication(program))
+
+
+def lower_training(
+    program: Program,
+    chunk_buckets: Sequence[int],
+    replica_owners: Sequence[tuple[int, ...]] = (),
+    partitioned: bool = False,
+    per_micro_batch: bool = False,
+) -> Program:
+    """A schedule's compute with all that a training step runs beside it; the executor's program, and the planner's.
+
+    chunk_buckets, per_micro_batch: see add_gradient_reduction; replica_owners: see add_replica_reduction; partitioned:
+    weights are gathered before they are used.
+    """
+    reduced = add_gradient_reduction(lower(program), chunk_buckets, per_micro_batch)
+    whole = add_replica_reduction(reduced, replica_owners)
+    return add_parameter_gather(whole) if partitioned else whole
