@@ -262,12 +262,45 @@ def kind_of(info: ParameterInfo) -> Kind:
     return Kind(info.parameter.dtype, slicing_of(info.parameter) is not None, partial_over)
 
 
-def make_buckets(infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int) -> list[Bucket]:
-    """Buckets of parameters in the order given, one kind to a bucket."""
-    buckets = []
+Owners = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Where the parameters of some buckets lie. infos: all of one kind, which the layouts count along."""
+
+    kind: Kind
+    infos: Sequence[ParameterInfo]
+    layouts: Sequence[BucketLayout]
+
+
+def by_owners(parameters: Sequence[ParameterInfo]) -> dict[Owners, list[ParameterInfo]]:
+    """A rank's parameters, given in the model's order, as its buckets hold them.
+
+    The backward reaches the last layer first: its gradients fill the first bucket. Owners of a replica hold their copies in
+    layers of different order: by names, all have them in one.
+    """
+    found: dict[Owners, list[ParameterInfo]] = {}
+    for info in reversed(parameters):
+        found.setdefault(info.owners, []).append(info)
+    for infos in found.values():
+        if infos[0].shared:
+            infos.sort(key=lambda info: info.name)
+    return found
+
+
+def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> list[Laid]:
+    """How parameters in the order given are cut into buckets, one kind to a bucket."""
+    laid = []
     kinds = [kind_of(info) for info in infos]
     for kind in dict.fromkeys(kinds):
         same = [info for info, its in zip(infos, kinds, strict=True) if its == kind]
-        layouts = cut_buckets([info.parameter.numel() for info in same], policy.bucket_size, partition.size)
-        buckets += [Bucket(same, layout, policy, partition, rank) for layout in layouts]
-    return buckets
+        layouts = cut_buckets([info.parameter.numel() for info in same], policy.bucket_size, num_shards)
+        laid.append(Laid(kind, same, layouts))
+    return laid
+
+
+def make_buckets(infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int) -> list[Bucket]:
+    """Buckets of parameters in the order given, one kind to a bucket."""
+    laid = lay_out(infos, policy, partition.size)
+    return [Bucket(alike.infos, its, policy, partition, rank) for alike in laid for its in alike.layouts]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import Kind, cut_buckets, kind_of
+from parallel3d.zero.buckets import Laid, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
 
@@ -55,27 +55,24 @@ def predict_state(
     moments: elements of optimizer state per element, 2 for Adam. With bf16 weights and fp32 accumulators, d replicas and
     P parameters that is 2P + 4P + 12P/d for stage 1, and 2P + 16P/d for stage 2 with a reduction per micro-batch.
     """
+    shards = data_size if policy.stage > 0 else 1
     total = StateBytes()
-    alike: dict[tuple[tuple[int, ...], Kind], list[int]] = {}
-    for info in reversed(parameters):
-        alike.setdefault((info.owners, kind_of(info)), []).append(info.parameter.numel())
-    for (owners, kind), sizes in alike.items():
-        total += _predict_alike(sizes, kind.dtype, len(owners) > 1, policy, data_size, moments)
+    for owners, infos in by_owners(parameters).items():
+        for laid in lay_out(infos, policy, shards):
+            total += _predict_alike(laid, len(owners) > 1, policy, shards, moments)
     return total
 
 
-def _predict_alike(
-    sizes: Sequence[int], built: torch.dtype, shared: bool, policy: ZeroPolicy, data_size: int, moments: int
-) -> StateBytes:
-    shards = data_size if policy.stage > 0 else 1
-    layouts = cut_buckets(sizes, policy.bucket_size, shards)
+def _predict_alike(laid: Laid, shared: bool, policy: ZeroPolicy, shards: int, moments: int) -> StateBytes:
+    built = laid.kind.dtype
+    layouts = laid.layouts
     padded = sum(layout.numel for layout in layouts)
     weight, master = policy.weight_dtype or built, policy.master_dtype(built)
     accumulator = policy.accumulator_dtype(built).itemsize
     in_place = shards == 1 and weight == master
     transient = policy.reduce_per_micro_batch and shards > 1 and not shared
     return StateBytes(
-        weights=(sum(sizes) if in_place else padded) * weight.itemsize,
+        weights=(sum(i.parameter.numel() for i in laid.infos) if in_place else padded) * weight.itemsize,
         gradients=(padded // shards if transient else padded) * accumulator,
         masters=padded // shards * master.itemsize if weight != master else 0,
         optimizer=moments * (padded // shards) * master.itemsize,

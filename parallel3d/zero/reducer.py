@@ -17,7 +17,7 @@ from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.split_backward import make_splittable
-from parallel3d.zero.buckets import Bucket, make_buckets
+from parallel3d.zero.buckets import Bucket, by_owners, make_buckets
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.transient import TransientBuffers
@@ -73,15 +73,7 @@ class GradientReducer:
         self._is_first_slice = is_first_slice
         self._is_first_replica = data_group.ranks[0] == rank
         self.sink = GradientSink()
-        # The backward reaches the last layer first: its gradients fill the first bucket.
-        by_owners: dict[tuple[int, ...], list[ParameterInfo]] = {}
-        for info in reversed(parameters):
-            by_owners.setdefault(info.owners, []).append(info)
-        # Owners hold their copies in layers of different order: the names alone are in one order on all of them.
-        for infos in by_owners.values():
-            if infos[0].shared:
-                infos.sort(key=lambda info: info.name)
-        self.buckets = {o: make_buckets(infos, policy, self._partition, rank) for o, infos in by_owners.items()}
+        self.buckets = {o: make_buckets(i, policy, self._partition, rank) for o, i in by_owners(parameters).items()}
         self._bucket_of = {info.parameter: b for b in self.all_buckets() for info in b.infos}
         self._attach()
         self._missing: dict[Bucket, set[nn.Parameter]] = {}
