@@ -1,0 +1,197 @@
+"""Devices and machines as data sheets and measurements have them. `p3d plan --measure` gives the numbers of one's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parallel3d.errors import ConfigError, nearest
+from parallel3d.planner.cluster import Device
+
+_GIB = 1 << 30
+
+
+# memory is what CUDA reports as total, a little less than on the data sheet; data sheets are NVIDIA's. The card is said to
+# "sustain" what it does for minutes at its power cap, not in the first milliseconds.
+_H200 = Device(
+    name="H200",
+    memory=int(139.81 * _GIB),
+    peak_flops=989.4e12,  # data sheet: 1,979 with sparsity
+    # Measured on 4 cards for minutes (docs/performance.md): bursts of 695-819 TFLOP/s fall to 657 at 700 W, 1.5 GHz.
+    gemm_flops=657e12,
+    # cuDNN, causal, 4096 tokens x 32 heads of 128: forward and backward in bursts of 385 TFLOP/s; a whole block loses 12%
+    # of its burst at the power cap, so this does too.
+    attention_flops=340e12,
+    memory_bandwidth=4.1e12,  # 86% of the data sheet's 4.8 TB/s, as streaming kernels reach on Hopper
+    kernel_seconds=3e-6,  # ramp, tail and the gap to the next kernel of a queue that is full
+)
+# The H200's die and power cap, with five stacks of HBM3 instead of six of HBM3e: the same products of matrices.
+_H100 = replace(_H200, name="H100", memory=int(79.1 * _GIB), memory_bandwidth=2.9e12)  # 87% of 3.35 TB/s
+_A100 = Device(
+    name="A100",
+    memory=int(79.15 * _GIB),
+    peak_flops=312e12,
+    # cuBLAS peaks at 260-275 TFLOP/s in bursts; at the 400 W cap the clock falls from 1.41 to about 1.3 GHz. With 250,
+    # 175B, 530B and 1T parameters on Selene come out at the 51-56% MFU of arXiv:2205.05198, table 5.
+    gemm_flops=250e12,
+    attention_flops=170e12,  # FlashAttention-2's own figures (arXiv:2307.08691): forward + backward, causal, 4k, heads of 128
+    memory_bandwidth=1.75e12,  # 86% of 2.039 TB/s; STREAM triad reaches that
+    kernel_seconds=4e-6,
+)
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        _H200,
+        _H100,
+        _A100,
+        replace(_A100, name="A100-40GB", memory=int(39.39 * _GIB), memory_bandwidth=1.35e12),  # 1.555 TB/s
+        # 300 W instead of 400 W: at the cap the clock is about a quarter lower. 1.935 TB/s.
+        replace(_A100, name="A100-PCIe", gemm_flops=200e12, attention_flops=140e12, memory_bandwidth=1.67e12),
+        # 114 multiprocessors and 350 W; 756 TFLOP/s and 2.0 TB/s by the data sheet. At half the power of the H200 it
+        # sustains about 60% of its rate: power falls faster than the clock.
+        replace(
+            _H100,
+            name="H100-PCIe",
+            memory=int(79.18 * _GIB),
+            peak_flops=756e12,
+            gemm_flops=400e12,
+            attention_flops=220e12,
+            memory_bandwidth=1.75e12,
+        ),
+        # 835 TFLOP/s and 3.9 TB/s by the data sheet, 400 W.
+        replace(
+            _H100,
+            name="H100-NVL",
+            memory=int(93.1 * _GIB),
+            peak_flops=835e12,
+            gemm_flops=450e12,
+            attention_flops=245e12,
+            memory_bandwidth=3.4e12,
+        ),
+        # Ada, 350 W: 362 TFLOP/s and 864 GB/s by the data sheet; large products sustain about 60% of it.
+        Device(
+            name="L40S",
+            memory=int(44.4 * _GIB),
+            peak_flops=362e12,
+            gemm_flops=215e12,
+            attention_flops=140e12,
+            memory_bandwidth=0.75e12,
+            kernel_seconds=4e-6,
+        ),
+        # One process that computes in float32 on about one core; `p3d plan --measure` replaces it.
+        Device(
+            name="cpu",
+            memory=8 * _GIB,
+            peak_flops=0.1e12,
+            gemm_flops=0.06e12,
+            attention_flops=0.03e12,
+            memory_bandwidth=10e9,
+            kernel_seconds=10e-6,
+        ),
+    )
+}
+
+# By what factor products of matrices are slower while NCCL's kernels take some multiprocessors and memory bandwidth: with
+# 16 of 132 of them taken, as its rings on NVLink do, this much is missing.
+OVERLAP = 1.12
+
+
+@dataclass(frozen=True)
+class _Wiring:
+    """How machines of a device are wired. Bandwidths in B/s each way; nvlink None: PCIe only.
+
+    island: GPUs that NVLink joins, None for all of the machine; gpus_per_nic: that share one network card.
+    """
+
+    pcie: float
+    nic: float
+    nvlink: float | None = None
+    island: int | None = None
+    gpus_per_nic: int = 1
+
+
+# NVLink, as NCCL's collectives and copies between peers sustain it. Hopper: 450 GB/s by the data sheet; 311-325 for
+# reduce-scatter and all-gather over 4 H200, 311 for 32 MiB to a peer with its signal (docs/performance.md). Ampere: 300 GB/s;
+# 230-235 bus bandwidth in nccl-tests on 8 GPUs.
+_NVLINK4, _NVLINK3 = 320e9, 233e9
+# Network cards: "24 GB/s is the peak performance per 200G NIC" and "46-48 GB/s per NIC" of 400 Gb/s, say NCCL's
+# developers (NVIDIA/nccl-tests issues 119 and 290).
+_HDR, _NDR = 24e9, 48e9
+# 16 lanes between peers; 32 and 64 GB/s less the overhead of packets.
+_PCIE4, _PCIE5 = 24e9, 50e9
+
+_WIRING: Mapping[str, _Wiring] = {
+    "H200": _Wiring(_PCIE5, _NDR, _NVLINK4),
+    "H100": _Wiring(_PCIE5, _NDR, _NVLINK4),
+    "A100": _Wiring(_PCIE4, _HDR, _NVLINK3),
+    "A100-40GB": _Wiring(_PCIE4, _HDR, _NVLINK3),
+    "A100-PCIe": _Wiring(_PCIE4, _HDR, gpus_per_nic=2),
+    "H100-PCIe": _Wiring(_PCIE5, _NDR, gpus_per_nic=2),
+    # Bridges join pairs with 300 GB/s each way; nccl-tests reach 230 on them.
+    "H100-NVL": _Wiring(_PCIE5, _NDR, 230e9, island=2, gpus_per_nic=2),
+    "L40S": _Wiring(_PCIE4, _HDR, gpus_per_nic=2),
+    # gloo over the loopback, and over 10 Gb/s Ethernet.
+    "cpu": _Wiring(2e9, 1.1e9, gpus_per_nic=64),
+}
+
+# Seconds that one edge adds to a message. Over an NVLink switch there are two: NCCL's ring all-reduce of 64 KiB over 4 H200
+# takes 31 us in 6 steps. From host to host there are two of PCIe and two of network cards: 14 us, as NCCL's own tuning has.
+LATENCY: Mapping[str, float] = {"nvlink": 2.5e-6, "pcie": 1e-6, "nic": 6e-6, "network": 0.5e-6}
+_CPU_LATENCY = 30e-6  # of sockets
+
+# Names that machines are sold by.
+MACHINES: Mapping[str, str] = {
+    "dgx-a100": "8xA100",
+    "dgx-h100": "8xH100",
+    "dgx-h200": "8xH200",
+    "hgx-h200-4": "4xH200",
+}
+
+
+def device(name: str, own: Mapping[str, Device] | None = None) -> Device:
+    """The device of this name, whatever its case, of `own` or the presets. Raises ConfigError, with the nearest name."""
+    known = {word.lower(): found for word, found in {**DEVICES, **(own or {})}.items()}
+    if name.lower() not in known:
+        names = [found.name for found in DEVICES.values()] + list(own or {})
+        raise ConfigError(
+            f"unknown device {name!r};{nearest(name, names)} Known are {', '.join(names)}; describe another one "
+            "under `devices`, in a cluster's YAML, or measure it with p3d plan --measure"
+        )
+    return known[name.lower()]
+
+
+def split_machine(text: str) -> tuple[int, str]:
+    """'8xH100' or 'dgx-h100' -> (8, 'H100'). Raises ConfigError for what is neither."""
+    match = re.fullmatch(r"(\d+) *x *(.+)", MACHINES.get(text.lower(), text).strip())
+    if match is None:
+        raise ConfigError(
+            f"{text!r} is no machine; give GPUs and their device, such as 8xH100, or a name of "
+            f"{', '.join(MACHINES)}.{nearest(text, MACHINES)}"
+        )
+    return int(match[1]), match[2]
+
+
+def machine(text: str, own: Mapping[str, Device] | None = None) -> dict[str, Any]:
+    """A host, in the words of a cluster's YAML, of '8xH100' or a name of MACHINES. Raises ConfigError.
+
+    own: devices besides the presets; one that has no wiring of its own gets that of PCIe boxes.
+    """
+    count, name = split_machine(text)
+    found = device(name, own)
+    wiring = _WIRING.get(found.name, _WIRING["A100-PCIe"])
+    latency = _CPU_LATENCY if found.name == "cpu" else None
+    host: dict[str, Any] = {"gpus": [{"device": found.name, "count": count}], "pcie": _link(wiring.pcie, latency)}
+    if wiring.nvlink is not None and count > 1:
+        host["nvlink"] = _link(wiring.nvlink)
+        if wiring.island is not None:
+            firsts = range(0, count, wiring.island)
+            host["nvlink"]["islands"] = [list(range(k, min(k + wiring.island, count))) for k in firsts]
+    host["nics"] = [{**_link(wiring.nic, latency), "count": max(1, count // wiring.gpus_per_nic)}]
+    return host
+
+
+def _link(bandwidth: float, latency: float | None = None) -> dict[str, Any]:
+    return {"bandwidth": bandwidth, **({} if latency is None else {"latency": latency})}
