@@ -219,7 +219,7 @@ def _check_reach(graph: nx.Graph, hosts: Sequence[Host]) -> None:
 
 def _gpus(graph: nx.Graph, hosts: Sequence[Host]) -> tuple[Gpu, ...]:
     """In order of hosts and indices, islands numbered in that order: GPUs that paths of NVLink join."""
-    fast: nx.Graph = nx.Graph((a, b) for a, b, kind in graph.edges(data="kind") if kind == "nvlink")
+    fast: nx.Graph = nx.Graph((a, b) for a, b, link in graph.edges(data=True) if link["kind"] == "nvlink")
     islands: dict[str, int] = {}
     number = 0
     gpus = []

@@ -13,31 +13,33 @@ from parallel3d.planner.cluster import Device
 _GIB = 1 << 30
 
 
-# memory is what CUDA reports as total, a little less than on the data sheet; data sheets are NVIDIA's. The card is said to
-# "sustain" what it does for minutes at its power cap, not in the first milliseconds.
+# memory: what CUDA reports as total, a little less than the data sheet's. Data sheets are NVIDIA's. A card "sustains" what it
+# does for minutes at its power cap, not in the first milliseconds. "Best burst": the fastest bf16 product of any shape in
+# S. Bekman's table of maximum achievable matmul FLOPS (github.com/stas00/ml-engineering, compute/accelerator).
 _H200 = Device(
     name="H200",
     memory=int(139.81 * _GIB),
     peak_flops=989.4e12,  # data sheet: 1,979 with sparsity
-    # Measured on 4 cards for minutes (docs/performance.md): bursts of 695-819 TFLOP/s fall to 657 at 700 W, 1.5 GHz.
+    # Measured on 4 cards over minutes: bursts of 695-819 TFLOP/s at a decoder's shapes fall to 657 at 700 W and 1.5 GHz.
     gemm_flops=657e12,
-    # cuDNN, causal, 4096 tokens x 32 heads of 128: forward and backward in bursts of 385 TFLOP/s; a whole block loses 12%
-    # of its burst at the power cap, so this does too.
+    # Measured with cuDNN, causal, 4096 tokens x 32 heads of 128: forward and backward in bursts of 385 TFLOP/s; a whole
+    # block loses 12% of its burst at the power cap, so this does too.
     attention_flops=340e12,
     memory_bandwidth=4.1e12,  # 86% of the data sheet's 4.8 TB/s, as streaming kernels reach on Hopper
-    kernel_seconds=3e-6,  # ramp, tail and the gap to the next kernel of a queue that is full
+    kernel_seconds=3e-6,  # ramp, tail and the gap to the next kernel of a queue that is never empty
 )
-# The H200's die and power cap, with five stacks of HBM3 instead of six of HBM3e: the same products of matrices.
-_H100 = replace(_H200, name="H100", memory=int(79.1 * _GIB), memory_bandwidth=2.9e12)  # 87% of 3.35 TB/s
+# The H200's die and power cap, with five stacks of HBM3 instead of six of HBM3e. Best burst 794.5 TFLOP/s against 819 there.
+_H100 = replace(_H200, name="H100", memory=int(79.1 * _GIB), gemm_flops=640e12, memory_bandwidth=2.9e12)  # of 3.35 TB/s
 _A100 = Device(
     name="A100",
     memory=int(79.15 * _GIB),
     peak_flops=312e12,
-    # cuBLAS peaks at 260-275 TFLOP/s in bursts; at the 400 W cap the clock falls from 1.41 to about 1.3 GHz. With 250,
-    # 175B, 530B and 1T parameters on Selene come out at the 51-56% MFU of arXiv:2205.05198, table 5.
-    gemm_flops=250e12,
-    attention_flops=170e12,  # FlashAttention-2's own figures (arXiv:2307.08691): forward + backward, causal, 4k, heads of 128
-    memory_bandwidth=1.75e12,  # 86% of 2.039 TB/s; STREAM triad reaches that
+    # Best burst 271 TFLOP/s; 87% of it, which the H200 keeps of its mean burst. Summing kernels and collectives by hand, this
+    # gives the 22B, 175B, 530B and 1T of arXiv:2205.05198, table 5, within 8% of the published times.
+    gemm_flops=235e12,
+    # FlashAttention-2's own figures (arXiv:2307.08691): forward and backward, causal, 4k tokens, heads of 128.
+    attention_flops=170e12,
+    memory_bandwidth=1.75e12,  # 86% of 2.039 TB/s
     kernel_seconds=4e-6,
 )
 
@@ -48,8 +50,8 @@ DEVICES: Mapping[str, Device] = {
         _H100,
         _A100,
         replace(_A100, name="A100-40GB", memory=int(39.39 * _GIB), memory_bandwidth=1.35e12),  # 1.555 TB/s
-        # 300 W instead of 400 W: at the cap the clock is about a quarter lower. 1.935 TB/s.
-        replace(_A100, name="A100-PCIe", gemm_flops=200e12, attention_flops=140e12, memory_bandwidth=1.67e12),
+        # Best burst 253 TFLOP/s; 300 W instead of 400 W, so less of it lasts. 1.935 TB/s.
+        replace(_A100, name="A100-PCIe", gemm_flops=195e12, attention_flops=140e12, memory_bandwidth=1.67e12),
         # 114 multiprocessors and 350 W; 756 TFLOP/s and 2.0 TB/s by the data sheet. At half the power of the H200 it
         # sustains about 60% of its rate: power falls faster than the clock.
         replace(
