@@ -13,7 +13,7 @@ from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster import Cluster, Device
 from parallel3d.planner.cluster_graph import Host, build_cluster
 from parallel3d.planner.cluster_schema import DeviceSpec, GpusSpec, HostSpec, read_spec
-from parallel3d.planner.presets import DEVICES, MACHINES, OVERLAP, device, machine
+from parallel3d.planner.presets import DEVICES, MACHINES, OVERLAP, Catalogue
 
 
 def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
@@ -49,45 +49,42 @@ def _short_form(text: str) -> Cluster:
 def _read(given: Mapping[str, Any], name: str) -> Cluster:
     spec = read_spec(given, name)
     try:
-        devices = _own_devices(spec.devices)
-        hosts = [host for described in spec.hosts for host in _hosts(described, devices)]
+        catalogue = Catalogue()
+        for word, device in spec.devices.items():
+            catalogue.add(_described(word, device, catalogue), device.base)
+        hosts = [host for described in spec.hosts for host in _hosts(described, catalogue)]
         return build_cluster(spec.name or name, hosts, spec, spec.overlap or OVERLAP)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _own_devices(described: Mapping[str, DeviceSpec]) -> dict[str, Device]:
-    """Those of the file, each of which may have a preset, or one above it, as its base."""
-    own: dict[str, Device] = {}
-    for name, spec in described.items():
-        given = {key: value for key in spec.model_fields_set - {"base"} if (value := getattr(spec, key)) is not None}
-        if "memory" in given:
-            given["memory"] = int(given["memory"])
-        if spec.base is not None:
-            own[name] = replace(device(spec.base, own), name=name, **given)
-            continue
-        missing = [field.name for field in fields(Device) if field.name not in {"name", *given}]
-        if missing:
-            raise ConfigError(
-                f"devices.{name} lacks {', '.join(missing)}; give them, or `base`, a device that is like it otherwise, "
-                "such as H100"
-            )
-        own[name] = Device(name=name, **given)
-    return own
+def _described(name: str, spec: DeviceSpec, catalogue: Catalogue) -> Device:
+    """A device of the file, whose base may be a preset, or one above it."""
+    given = {key: value for key in spec.model_fields_set - {"base"} if (value := getattr(spec, key)) is not None}
+    if "memory" in given:
+        given["memory"] = int(given["memory"])
+    if spec.base is not None:
+        return replace(catalogue.device(spec.base), name=name, **given)
+    missing = [field.name for field in fields(Device) if field.name not in {"name", *given}]
+    if missing:
+        raise ConfigError(
+            f"devices.{name} lacks {', '.join(missing)}; give them, or `base`, a device that is like it otherwise, such as H100"
+        )
+    return Device(name=name, **given)
 
 
-def _hosts(spec: HostSpec, own: Mapping[str, Device]) -> list[Host]:
+def _hosts(spec: HostSpec, catalogue: Catalogue) -> list[Host]:
     """The hosts that a description stands for, with what it leaves out as its machine has it."""
     if spec.machine is not None:
         said = {key: getattr(spec, key) for key in spec.model_fields_set - {"machine"}}
-        spec = HostSpec.model_validate({**machine(spec.machine, own), **said})
+        spec = HostSpec.model_validate({**catalogue.machine(spec.machine), **said})
     if spec.gpus is None:
         raise ConfigError(f"host {spec.name!r} says nothing of its GPUs; give `machine: 8xH100`, or `gpus`")
-    devices = tuple(found for gpus in spec.gpus for found in [_device_of(gpus, own)] * gpus.count)
+    devices = tuple(found for gpus in spec.gpus for found in [_device_of(gpus, catalogue)] * gpus.count)
     names = [spec.name] if spec.count is None else [f"{spec.name}{k}" for k in range(spec.count)]
     return [Host(name, devices, spec) for name in names]
 
 
-def _device_of(gpus: GpusSpec, own: Mapping[str, Device]) -> Device:
-    found = device(gpus.device, own)
+def _device_of(gpus: GpusSpec, catalogue: Catalogue) -> Device:
+    found = catalogue.device(gpus.device)
     return found if gpus.memory is None else replace(found, memory=int(gpus.memory))

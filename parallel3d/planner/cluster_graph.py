@@ -117,7 +117,7 @@ def _add_host(graph: nx.Graph, host: Host) -> None:
 def _add_network(graph: nx.Graph, hosts: Sequence[Host], described: Sequence[SwitchSpec]) -> None:
     """Plug cards into their switches; where none is described, the k-th of each host into rail k, and rails into a spine."""
     groups = {switch.name: _names(switch) for switch in described}
-    switches = sorted((name for group in groups.values() for name in group), key=_natural)
+    switches = sorted((name for switch in described for name in _names(switch)), key=_natural)
     if twice := [name for name, count in Counter(switches).items() if count > 1 or name in graph]:
         raise ConfigError(f"two switches or nodes are called {twice[0]!r}; give each switch a name of its own")
     graph.add_nodes_from(switches, role="switch", host=None)
@@ -125,7 +125,7 @@ def _add_network(graph: nx.Graph, hosts: Sequence[Host], described: Sequence[Swi
     for host in hosts:
         plugged: Counter[str] = Counter()
         for k, (card, _) in enumerate(host.nics):
-            if not described and card.switch is None:
+            if not described and (card.switch or host.spec.switch) is None:
                 if len(hosts) > 1:
                     rails[f"rail{k}"] += card.bandwidth
                     _connect(graph, f"{host.name}/nic{k}", f"rail{k}", "nic", card)
@@ -148,16 +148,19 @@ def _names(switch: SwitchSpec) -> tuple[str, ...]:
 def _switch_of(host: Host, card: NicSpec, groups: dict[str, tuple[str, ...]]) -> str:
     """The switch, or group of them, that a card is plugged into."""
     known = [*groups, *(name for names in groups.values() for name in names)]
-    if card.switch is None and len(groups) == 1:
+    name = card.switch or host.spec.switch
+    if name is None and len(groups) == 1:
         return known[0]
-    if card.switch is None:
-        raise ConfigError(f"host {host.name!r}: nics say no `switch`; give one of {', '.join(groups)}")
-    if card.switch not in known:
+    if name is None:
         raise ConfigError(
-            f"host {host.name!r}: nics name the unknown switch {card.switch!r};{nearest(card.switch, known)} "
+            f"host {host.name!r} doesn't say its cards' switch; give it `switch`, one of {', '.join(groups)}"
+        )
+    if name not in known:
+        raise ConfigError(
+            f"host {host.name!r} names the unknown switch {name!r};{nearest(name, known)} "
             + (f"Known are {', '.join(groups)}" if groups else "describe it under `switches`")
         )
-    return card.switch
+    return name
 
 
 def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:

@@ -116,7 +116,10 @@ class NicSpec(WireSpec):
 
 
 class HostSpec(_Described):
-    """A host, or `count` equal ones, called name0, name1, .... machine: what it is like, except for what else is said."""
+    """A host, or `count` equal ones, called name0, name1, ....
+
+    machine: what it is like, except for what else is said; switch: of its network cards that name none.
+    """
 
     name: str = "host"
     count: int | None = Field(default=None, ge=1)
@@ -125,6 +128,7 @@ class HostSpec(_Described):
     nvlink: NvlinkSpec | None = None
     pcie: WireSpec | None = None
     nics: tuple[NicSpec, ...] | None = None
+    switch: str | None = None
 
     @model_validator(mode="before")
     @classmethod
