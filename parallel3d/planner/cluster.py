@@ -12,8 +12,9 @@ class Device:
     """A kind of GPU (or CPU).
 
     memory: bytes; peak_flops: dense bf16 of the data sheet, which MFU is measured by; gemm_flops, attention_flops: a second,
-    as sustained in training by large products of matrices and by fused attention; memory_bandwidth: bytes a second, read and
-    written, that element-wise kernels sustain; kernel_seconds: what any kernel takes beyond that.
+    as sustained in training by large products of matrices and by fused attention, of which only the products that a causal
+    kernel really does are counted, those of its recomputation too; memory_bandwidth: bytes a second, read and written, that
+    element-wise kernels sustain; kernel_seconds: what any kernel takes beyond that.
     """
 
     name: str
@@ -27,7 +28,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. node: its name in the graph; host: its name; index: on the host; island: of GPUs with direct fast links."""
+    """One device. node: its name in the graph; host: its name; index: on the host.
+
+    island: the same number for GPUs that NVLink joins, and for no others of the cluster.
+    """
 
     node: str
     device: Device
@@ -40,9 +44,10 @@ class Gpu:
 class Cluster:
     """gpus: in the order of their ranks where nothing is placed. Same content, same cluster, in whatever order it was given.
 
-    graph: an undirected graph of GPUs, switches and network cards; each edge has `bandwidth` (bytes a second in each
-    direction, as sustained), `latency` (seconds) and `kind` ("nvlink", "pcie", "nic", "network"). overlap: by what factor
-    compute is slower while a collective runs beside it.
+    graph: an undirected graph of GPUs, switches and network cards. Each node has a `role` ("gpu", "nvlink" and "pcie", which
+    are switches inside a host, "nic", "switch") and a `host`, None for a switch between hosts; each edge has `bandwidth`
+    (bytes a second in each direction, as sustained), `latency` (seconds) and `kind` ("nvlink", "pcie", "nic", "network").
+    overlap: by what factor compute is slower while a collective runs beside it.
     """
 
     name: str

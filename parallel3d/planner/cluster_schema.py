@@ -1,0 +1,192 @@
+"""What a cluster's YAML may say, as pydantic models: closed to unknown keys, units read, each problem with its remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from parallel3d.errors import ConfigError, nearest
+
+LinkKind = Literal["nvlink", "pcie", "nic", "network"]
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+# A unit's last part, by what it makes of the number. Bits are written with a small b, as data sheets do.
+_UNITS: Mapping[str, Mapping[str, float]] = {
+    "bytes a second": {"B/s": 1.0, "Bps": 1.0, "b/s": 0.125, "bps": 0.125, "bit/s": 0.125},
+    "bytes": {"B": 1.0},
+    "FLOP/s": {"FLOP/s": 1.0, "FLOPS": 1.0, "flops": 1.0, "flop/s": 1.0},
+}
+
+
+def _quantity(text: str, unit: str) -> float | None:
+    """'400 Gb/s' in bytes a second -> 50e9; None for what is no such quantity."""
+    match = re.fullmatch(r"([\d.]+(?:[eE][-+]?\d+)?)\s*([^\d\s].*)?", text.strip())
+    if match is None or match[1].count(".") > 1:
+        return None
+    number, rest = float(match[1]), match[2] or ""
+    if unit == "seconds":
+        return number * _SECONDS[rest] if rest in _SECONDS else number if not rest else None
+    for word, factor in {"": 1.0, **_UNITS[unit]}.items():
+        if rest.endswith(word) and (prefix := rest.removesuffix(word).lower()) in _PREFIXES:
+            return number * factor * _PREFIXES[prefix]
+    return None
+
+
+def _reads(unit: str, example: str, *, zero: bool = False) -> BeforeValidator:
+    def read(value: object) -> float:
+        number = _quantity(value, unit) if isinstance(value, str) else value
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise ValueError(f"{value!r} are no {unit}; give a number, or one with its unit such as {example}")
+        if not (0 <= number < float("inf")) or (number == 0 and not zero):
+            raise ValueError(f"{value!r} is not {'at least' if zero else 'above'} 0; give {unit}, such as {example}")
+        return float(number)
+
+    return BeforeValidator(read)
+
+
+Bandwidth = Annotated[float, _reads("bytes a second", "48e9, '48 GB/s' or '400 Gb/s'")]
+Seconds = Annotated[float, _reads("seconds", "2e-6 or '2 us'", zero=True)]
+Flops = Annotated[float, _reads("FLOP/s", "989e12 or '989 TFLOP/s'")]
+Bytes = Annotated[float, _reads("bytes", "80e9 or '80 GB'")]
+
+
+class _Described(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, given: object) -> object:
+        if isinstance(given, Mapping):
+            unknown = [str(key) for key in given if key not in cls.model_fields]
+            if unknown:
+                keys = ", ".join(cls.model_fields)
+                raise ValueError(
+                    f"unknown key {unknown[0]!r};{nearest(unknown[0], cls.model_fields)} Keys here: {keys}"
+                )
+        return given
+
+
+class DeviceSpec(_Described):
+    """A device of one's own: see cluster.Device. base: another one, which the rest is of."""
+
+    base: str | None = None
+    memory: Bytes | None = None
+    peak_flops: Flops | None = None
+    gemm_flops: Flops | None = None
+    attention_flops: Flops | None = None
+    memory_bandwidth: Bandwidth | None = None
+    kernel_seconds: Seconds | None = None
+
+
+class GpusSpec(_Described):
+    """Some equal GPUs of a host. memory: where it differs from the device's."""
+
+    device: str
+    count: int = Field(default=1, ge=0)
+    memory: Bytes | None = None
+
+
+class WireSpec(_Described):
+    """A link, in each direction."""
+
+    bandwidth: Bandwidth
+    latency: Seconds | None = None
+
+
+class NvlinkSpec(WireSpec):
+    """Of each GPU to its island's switch. islands: GPUs by index; None: all of the host in one."""
+
+    islands: tuple[tuple[int, ...], ...] | None = None
+
+
+class NicSpec(WireSpec):
+    """A network card, or `count` equal ones.
+
+    switch: that it is plugged into, or a group of them, of which each next card takes the next; gpus: those on one PCIe switch
+    with it; None: cards of a host whose NVLink joins all GPUs are dealt out to them, others hang at the host's PCIe.
+    """
+
+    count: int = Field(default=1, ge=1)
+    switch: str | None = None
+    gpus: tuple[int, ...] | None = None
+
+
+class HostSpec(_Described):
+    """A host, or `count` equal ones, called name0, name1, ....
+
+    machine: what it is like, except for what else is said; switch: of its network cards that name none.
+    """
+
+    name: str = "host"
+    count: int | None = Field(default=None, ge=1)
+    machine: str | None = None
+    gpus: tuple[GpusSpec, ...] | None = None
+    nvlink: NvlinkSpec | None = None
+    pcie: WireSpec | None = None
+    nics: tuple[NicSpec, ...] | None = None
+    switch: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_that_nodes_can_have(cls, given: object) -> object:
+        if isinstance(given, Mapping) and re.search(r"[/*?\[\]\s]", str(given.get("name", ""))):
+            raise ValueError(f"a host can't be called {given['name']!r}; leave out '/', spaces and wildcards")
+        return given
+
+
+class SwitchSpec(_Described):
+    """A switch, or `count` equal ones called name0, name1, ..., each faster than all that is plugged into it."""
+
+    name: str
+    count: int | None = Field(default=None, ge=1)
+
+
+class LinkSpec(_Described):
+    """What joins two nodes, or changes what does. between: names, or patterns such as "node*/nic3"; all pairs of them.
+
+    bandwidth, latency: None keeps that of the link there; a new one needs a bandwidth.
+    """
+
+    between: tuple[str, str]
+    bandwidth: Bandwidth | None = None
+    latency: Seconds | None = None
+    kind: LinkKind | None = None
+
+
+class ClusterSpec(_Described):
+    """The file. overlap: see Cluster; measured: what the numbers were fitted to, for the reader."""
+
+    name: str | None = None
+    overlap: float | None = Field(default=None, ge=1)
+    devices: Mapping[str, DeviceSpec] = {}
+    hosts: tuple[HostSpec, ...]
+    switches: tuple[SwitchSpec, ...] = ()
+    links: tuple[LinkSpec, ...] = ()
+    measured: Mapping[str, Any] = {}
+
+
+def read_spec(given: Mapping[str, Any], name: str) -> ClusterSpec:
+    """Check a mapping. Raises ConfigError that lists all problems, each with its place and remedy."""
+    try:
+        return ClusterSpec.model_validate(given)
+    except ValidationError as error:
+        problems = [f"{_place(problem['loc'])}{_said(problem)}" for problem in error.errors(include_url=False)]
+        text = problems[0] if len(problems) == 1 else "\n  - ".join([f"{len(problems)} problems", *problems])
+        raise ConfigError(f"{name}: {text}") from None
+
+
+def _place(location: Sequence[int | str]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    return f"{text}: " if text else ""
+
+
+def _said(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return "is missing; give it"
+    return f"{problem['msg']}, not {problem['input']!r}"
