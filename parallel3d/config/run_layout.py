@@ -14,6 +14,7 @@ _NUMBERED: Numbered = {
     "chunks": ("chunks", "chunks of a stage"),
     "ckpt": ("recompute", "layers recomputed together"),
 }
+_CHUNKED = ("interleaved", "zb-looped", "zbv")  # by 2, if the words don't say
 _FLAGS: Flags = {**SHARING, "v": ("placement", "v"), **{name: ("schedule", name) for name in SCHEDULES}}
 
 
@@ -35,6 +36,24 @@ class RunLayout(Layout):
 def parse_run_layout(text: str) -> RunLayout:
     """Read words separated by commas. Raises ConfigError for an unknown or repeated word, with what is known."""
     layout = RunLayout(text=text, **read_words(text.lower(), _NUMBERED, _FLAGS))
-    if layout.schedule in ("interleaved", "zb-looped", "zbv"):
+    if layout.schedule in _CHUNKED:
         layout = replace(layout, chunks=layout.chunks or 2)
     return replace(layout, placement="v") if layout.schedule == "zbv" else layout
+
+
+def in_words(layout: RunLayout) -> str:
+    """The words from which parse_run_layout reads the layout again; left out is what is None, and what goes without saying."""
+    numbers = (("pp", layout.stages), ("dp", layout.replicas), ("tp", layout.slices))
+    words = [f"{name}{number}" for name, number in numbers if number > 1]
+    words += ["sp"] * layout.sequence_parallel
+    words += [f"zero{layout.zero}"] * (layout.zero is not None)
+    words += [layout.schedule] if layout.schedule is not None else []
+    words += ["v"] * (layout.placement == "v" and layout.schedule != "zbv")
+    rest = (
+        ("chunks", layout.chunks),
+        ("m", layout.micro_batches),
+        ("mb", layout.micro_batch),
+        ("ckpt", layout.recompute),
+    )
+    words += [f"{name}{number}" for name, number in rest if number is not None]
+    return ",".join(words) or "pp1"

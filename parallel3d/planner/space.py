@@ -1,0 +1,106 @@
+"""Every layout that the runtime can run on so many ranks, as columns of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.config.run_layout import RunLayout, in_words
+
+IntArray = npt.NDArray[np.int64]
+MICRO_BATCHES = (1, 2, 4, 8, 16)  # samples
+
+
+class Variant(NamedTuple):
+    """A schedule with its chunks. gpipe is none of them: 1F1B takes as long, and holds no more."""
+
+    schedule: str
+    chunks: int
+    placement: Literal["loop", "v"]
+
+
+VARIANTS = (
+    Variant("1f1b", 1, "loop"),
+    Variant("interleaved", 2, "loop"),
+    Variant("interleaved", 4, "loop"),
+    Variant("interleaved", 8, "loop"),
+    Variant("zb-h1", 1, "loop"),
+    Variant("zbv", 2, "v"),
+    Variant("zb-looped", 2, "loop"),
+    Variant("zb-looped", 4, "loop"),
+)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Layouts: element k of each column is one. variant: place in VARIANTS; sequence_parallel: 0 or 1."""
+
+    stages: IntArray
+    replicas: IntArray
+    slices: IntArray
+    sequence_parallel: IntArray
+    micro_batch: IntArray
+    micro_batches: IntArray
+    zero: IntArray
+    recompute: IntArray
+    variant: IntArray
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def where(self, kept: npt.NDArray[np.bool_]) -> Space:
+        """Those that are kept."""
+        return Space(*(getattr(self, f.name)[kept] for f in fields(self)))
+
+    def layout(self, k: int) -> RunLayout:
+        """Layout k, of which nothing is left open."""
+        variant = VARIANTS[self.variant[k]]
+        made = RunLayout(
+            stages=int(self.stages[k]),
+            slices=int(self.slices[k]),
+            replicas=int(self.replicas[k]),
+            zero=int(self.zero[k]),
+            sequence_parallel=bool(self.sequence_parallel[k]),
+            micro_batch=int(self.micro_batch[k]),
+            micro_batches=int(self.micro_batches[k]),
+            chunks=variant.chunks,
+            recompute=int(self.recompute[k]),
+            schedule=variant.schedule,
+            placement=variant.placement,
+        )
+        return RunLayout(**{**vars(made), "text": in_words(made)})
+
+
+def enumerate_space(num_ranks: int, global_batch: int, num_layers: int, slices: Sequence[int]) -> Space:
+    """All layouts on so many ranks whose micro-batches make up the global batch (samples). slices: that are possible."""
+    rows = [
+        (stages, replicas, tp, *rest)
+        for stages, replicas, tp in _shapes(num_ranks, num_layers, slices)
+        for rest in _rest(stages, replicas, tp, global_batch, num_layers)
+    ]
+    return Space(*np.array(rows, dtype=np.int64).reshape(-1, len(fields(Space))).T)
+
+
+def _shapes(num_ranks: int, num_layers: int, slices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    for tp in (t for t in slices if num_ranks % t == 0):
+        for stages in range(1, min(num_layers, num_ranks // tp) + 1):
+            if num_ranks % (tp * stages) == 0:
+                yield stages, num_ranks // (tp * stages), tp
+
+
+def _rest(stages: int, replicas: int, tp: int, global_batch: int, num_layers: int) -> Iterator[tuple[int, ...]]:
+    """(sequence_parallel, micro_batch, micro_batches, zero, recompute, variant) of each layout of one shape."""
+    fitting = [mb for mb in MICRO_BATCHES if global_batch % (replicas * mb) == 0]
+    if stages == 1:
+        variants = [0]
+    else:
+        variants = [k for k, v in enumerate(VARIANTS) if stages * v.chunks <= num_layers]
+    sharing = (0, 1) if tp > 1 else (0,)
+    zeros = (0, 1, 2) if replicas > 1 else (0,)
+    for sp, mb, zero, recompute, variant in product(sharing, fitting, zeros, (0, 1), variants):
+        yield sp, mb, global_batch // (replicas * mb), zero, recompute, variant
