@@ -49,11 +49,12 @@ def in_words(layout: RunLayout) -> str:
     words += [f"zero{layout.zero}"] * (layout.zero is not None)
     words += [layout.schedule] if layout.schedule is not None else []
     words += ["v"] * (layout.placement == "v" and layout.schedule != "zbv")
+    chunks = None if layout.chunks == (2 if layout.schedule in _CHUNKED else 1) else layout.chunks
     rest = (
-        ("chunks", layout.chunks),
+        ("chunks", chunks),
         ("m", layout.micro_batches),
         ("mb", layout.micro_batch),
-        ("ckpt", layout.recompute),
+        ("ckpt", layout.recompute or None),
     )
     words += [f"{name}{number}" for name, number in rest if number is not None]
     return ",".join(words) or "pp1"
