@@ -16,6 +16,9 @@ _NUMBERED: Numbered = {
 }
 _FLAGS: Flags = {**SHARING, "v": ("placement", "v"), **{name: ("schedule", name) for name in SCHEDULES}}
 
+# Schedules that run 2 chunks a stage where nothing else is said.
+_CHUNKED = ("interleaved", "zb-looped", "zbv")
+
 
 @dataclass(frozen=True)
 class RunLayout(Layout):
@@ -35,6 +38,19 @@ class RunLayout(Layout):
 def parse_run_layout(text: str) -> RunLayout:
     """Read words separated by commas. Raises ConfigError for an unknown or repeated word, with what is known."""
     layout = RunLayout(text=text, **read_words(text.lower(), _NUMBERED, _FLAGS))
-    if layout.schedule in ("interleaved", "zb-looped", "zbv"):
+    if layout.schedule in _CHUNKED:
         layout = replace(layout, chunks=layout.chunks or 2)
     return replace(layout, placement="v") if layout.schedule == "zbv" else layout
+
+
+def write_run_layout(layout: RunLayout) -> str:
+    """Words that parse_run_layout reads, always the same for one layout; the configuration's defaults are left out."""
+    axes = {"pp": layout.stages, "dp": layout.replicas, "tp": layout.slices}
+    words = [f"{name}{size}" for name, size in axes.items() if size > 1] or ["pp1"]
+    words += ["sp"] * layout.sequence_parallel + [f"zero{layout.zero}"] * bool(layout.zero)
+    words += [layout.schedule] if layout.schedule is not None else []
+    words += ["v"] * (layout.placement == "v" and layout.schedule != "zbv")
+    implied = 2 if layout.schedule in _CHUNKED else 1
+    words += [f"chunks{layout.chunks}"] if layout.chunks not in (None, implied) else []
+    counts = {"m": layout.micro_batches, "mb": layout.micro_batch, "ckpt": layout.recompute or None}
+    return ",".join(words + [f"{name}{count}" for name, count in counts.items() if count is not None])
