@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,23 @@ class Awaited:
         result = self._work.wait()
         ACTIVITY.note(None)
         return result
+
+    def when_done(self, call: Callable[[], object], beside: torch.cuda.Stream | None) -> None:
+        """Run `call` when the work is done, and never where the backend doesn't tell, as of gloo's reduce-scatter.
+
+        beside: a stream for nothing else, on CUDA: `call` runs at once, with this as the current stream, behind the work. On
+        the CPU it runs in another thread. Nothing waits, and the work is to be waited for all the same.
+        """
+        if beside is not None:
+            with torch.cuda.stream(beside):
+                self._work.wait()
+                call()
+            return
+        try:
+            done = cast(Any, self._work).get_future()
+        except RuntimeError:
+            return
+        done.add_done_callback(lambda _: call())
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Work:

@@ -14,8 +14,10 @@ _NUMBERED: Numbered = {
     "chunks": ("chunks", "chunks of a stage"),
     "ckpt": ("recompute", "layers recomputed together"),
 }
-_CHUNKED = ("interleaved", "zb-looped", "zbv")  # by 2, if the words don't say
 _FLAGS: Flags = {**SHARING, "v": ("placement", "v"), **{name: ("schedule", name) for name in SCHEDULES}}
+
+# Schedules that run 2 chunks a stage where nothing else is said.
+_CHUNKED = ("interleaved", "zb-looped", "zbv")
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,14 @@ def parse_run_layout(text: str) -> RunLayout:
     return replace(layout, placement="v") if layout.schedule == "zbv" else layout
 
 
-def in_words(layout: RunLayout) -> str:
-    """The words from which parse_run_layout reads the layout again; left out is what is None, and what goes without saying."""
-    numbers = (("pp", layout.stages), ("dp", layout.replicas), ("tp", layout.slices))
-    words = [f"{name}{number}" for name, number in numbers if number > 1]
-    words += ["sp"] * layout.sequence_parallel
-    words += [f"zero{layout.zero}"] * (layout.zero is not None)
+def write_run_layout(layout: RunLayout) -> str:
+    """Words that parse_run_layout reads, always the same for one layout; the configuration's defaults are left out."""
+    axes = {"pp": layout.stages, "dp": layout.replicas, "tp": layout.slices}
+    words = [f"{name}{size}" for name, size in axes.items() if size > 1] or ["pp1"]
+    words += ["sp"] * layout.sequence_parallel + [f"zero{layout.zero}"] * bool(layout.zero)
     words += [layout.schedule] if layout.schedule is not None else []
     words += ["v"] * (layout.placement == "v" and layout.schedule != "zbv")
-    chunks = None if layout.chunks == (2 if layout.schedule in _CHUNKED else 1) else layout.chunks
-    rest = (
-        ("chunks", chunks),
-        ("m", layout.micro_batches),
-        ("mb", layout.micro_batch),
-        ("ckpt", layout.recompute or None),
-    )
-    words += [f"{name}{number}" for name, number in rest if number is not None]
-    return ",".join(words) or "pp1"
+    implied = 2 if layout.schedule in _CHUNKED else 1
+    words += [f"chunks{layout.chunks}"] if layout.chunks not in (None, implied) else []
+    counts = {"m": layout.micro_batches, "mb": layout.micro_batch, "ckpt": layout.recompute or None}
+    return ",".join(words + [f"{name}{count}" for name, count in counts.items() if count is not None])

@@ -20,6 +20,7 @@ from parallel3d.config.training import (
     FailuresConfig,
     OptimizerConfig,
     RngConfig,
+    RunRecordConfig,
     SchedulerConfig,
 )
 from parallel3d.config.zero import ZeroConfig
@@ -79,6 +80,7 @@ class Config(Section):
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
     tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), description='a mapping such as {"size": 2}')
     failures: FailuresConfig = Field(FailuresConfig(), description='a mapping such as {"timeout_s": 60}')
+    run_record: RunRecordConfig = Field(RunRecordConfig(), description='a mapping such as {"directory": "runs/first"}')
     check_numerics: bool = Field(
         False,
         description="true or false: look for inf and NaN in what each layer returns, the loss and the gradients",

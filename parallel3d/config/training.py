@@ -192,6 +192,17 @@ class CheckpointConfig(Section):
     )
 
 
+class RunRecordConfig(Section):
+    """Whether the training writes what it measured, for the planner to learn from."""
+
+    directory: str | None = Field(
+        None, min_length=1, description="a folder for run_record.json, or null for none", json_schema_extra=OWN
+    )
+    after_steps: Positive = Field(
+        10, description="a whole number of steps >= 1, behind which 4 are recorded", json_schema_extra=OWN
+    )
+
+
 class FailuresConfig(Section):
     """How a failure is found and told. timeout_s: how long ranks may wait for one that doesn't move; 0: for ever."""
 

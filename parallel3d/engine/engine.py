@@ -23,7 +23,8 @@ from parallel3d.engine.compiling import Compiling
 from parallel3d.engine.feeding import Feeding
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.planning import AutoSchedule
-from parallel3d.engine.report import Reports, dump_state
+from parallel3d.engine.recording import Recording
+from parallel3d.engine.report import dump_state
 from parallel3d.engine.saving import Saving
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.errors import ConfigError
@@ -42,7 +43,7 @@ from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.plan import Plan
 
 
-class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
+class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
     """Trains a model. Made by `initialize`; every rank calls its methods at the same places.
 
     By train_batch in any layout; a model that is whole on every rank also by `loss = engine(inputs)`,
@@ -100,6 +101,7 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
 
     def _set_up_pipeline(self, transport: Transport) -> None:
         model, config, update = self._model, self.config, self._update
+        update.reducer.launched = self._monitor.launched
         everyone = all_gather_object(update.reducer.num_buckets(), self._groups.control)
         # Of this rank's pipeline: slices of unlike sizes may be cut in other numbers of buckets.
         num_buckets = {owners: n for rank in self._groups.pipe.ranks for owners, n in everyone[rank].items()}
@@ -178,6 +180,7 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
         self.global_steps += 1
         self.global_samples += num_micro_batches * self._batch_sizes.micro_batch_size * self._groups.data.size
         self._report(loss)
+        self._record_run()
         ACTIVITY.slots[STEADY] = 1
         return loss
 
@@ -247,7 +250,7 @@ class Engine(Answers, Attributed, Feeding, Reports, Saving, Compiling):
 
     def _run_program(self, program: Program, batch: Batch) -> BatchResult:
         owners = self._programs.replica_owners
-        recorder = self._monitor.recorder_of(program) if batch.training else None
+        recorder = self._monitor.recorder_of(program, batch.micro_batches[:1]) if batch.training else None
         record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
         if not (batch.training and self._memory_next):
             return self._executor.run(program, owners, batch, record, wait)

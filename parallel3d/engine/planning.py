@@ -25,6 +25,7 @@ from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.memory import learn_chunks
 from parallel3d.schedule.plan import Measured, Plan, limits, make_plan
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
+from parallel3d.whole_file import write_whole
 
 Profile = Literal["time", "memory"]
 
@@ -183,10 +184,8 @@ def _read(path: Path) -> tuple[str | None, str | None]:
 
 def _write(plan: Plan, path: Path) -> None:
     """Whole or not at all; a training doesn't end for it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, plan.model_dump_json(indent=1) + "\n")
     except OSError as error:
         warnings.warn(
             f"pipeline.plan '{path}' could not be written: {error}; the run goes on by the plan", stacklevel=2

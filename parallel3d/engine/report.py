@@ -71,6 +71,7 @@ class Reports:
         """
         if what == "memory":
             self._memory_next = True
+            self._monitor.leave_out_next()
         else:
             self._monitor.record_next()
 

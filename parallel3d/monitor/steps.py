@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from parallel3d.clock import clock_of
-from parallel3d.comm.collectives import all_gather_object
+from parallel3d.comm.collectives import Work, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
@@ -18,7 +21,7 @@ from parallel3d.monitor.breakdown import Breakdown, break_down
 from parallel3d.monitor.report import breakdown_table, phase_table, step_line
 from parallel3d.monitor.timers import StepRecord, StepRecorder, clock_offset
 from parallel3d.monitor.usage import memory_in_use, start_peak
-from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.instructions import Instruction, Program
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,20 @@ class StepSummary:
     skipped: int = 0
 
 
+# Of recorded steps the last so many are kept, and of all others the begins and ends of the last so many.
+_RECORDED, _OTHERS = 5, 32
+# The first steps of a process load kernels, compile, and fill the allocator.
+_WARM_UP = 2
+
+
 class StepMonitor:
     """Watches train_batch: call `begin`, `recorder_of`, `computed`, `reduced` and `finish` in every step on every rank.
 
-    Only the steps that print are recorded (where nothing is printed, each, and the last one kept), so between prints
-    nothing waits for the device, and no more events are alive than one program has instructions.
+    Only the steps that print are recorded (where nothing is printed, each, and the last ones kept): of the others no more is
+    marked than when they begin and end. Nothing waits for the device before what was recorded is asked for.
+
+    sequence: tokens of a sample of the last recorded step, where this rank's inputs tell; peak: the most bytes that CUDA
+    allocated in any phase of a step with memory_breakdown.
     """
 
     def __init__(self, config: Config, groups: ProcessGroups, device: torch.device):
@@ -48,7 +60,16 @@ class StepMonitor:
         self._clock = clock_of(device)
         self._record_next = False
         self._recorder: StepRecorder | None = None
-        self._latest: StepRecorder | None = None
+        self._recorded: deque[StepRecorder] = deque(maxlen=_RECORDED)
+        self._beside: torch.cuda.Stream | None = None
+        self._program: Program | None = None
+        self._begin: Any = None
+        self._steps = 0
+        self._leave_out = False
+        self.sequence: int | None = None
+        self.peak = 0
+        # Begin, end and program of steps that were not recorded.
+        self._others: deque[tuple[Any, Any, Program | None]] = deque(maxlen=_OTHERS)
         self._phases: dict[str, Mapping[str, int]] = {}
         self._offset: float | None = None
         self._printed: tuple[float, int, int] | None = None  # when, and the step and the samples so far
@@ -56,6 +77,10 @@ class StepMonitor:
     def record_next(self) -> None:
         """Record the next step, whatever the configuration says."""
         self._record_next = True
+
+    def leave_out_next(self) -> None:
+        """The next step takes other time than its like: it is no part of `step_seconds`."""
+        self._leave_out = True
 
     def prints(self, step: int) -> bool:
         """Whether rank 0 prints after this step, counted from 1."""
@@ -65,7 +90,8 @@ class StepMonitor:
         """A step begins, counted from 1, `samples` after the run's beginning."""
         due = self.prints(step) or self._every is None
         wanted = self._record_next or (self._times and due)
-        self._recorder = StepRecorder(self._groups.coordinate("pipe"), self._clock) if wanted else None
+        self._recorder = self._make_recorder() if wanted else None
+        self._program, self._begin = None, self._clock.mark()
         self._phases = {}
         if self._memory and self.prints(step):
             start_peak(self._device)
@@ -73,11 +99,23 @@ class StepMonitor:
         if self._printed is None:
             self._printed = (time.monotonic(), step - 1, samples)
 
-    def recorder_of(self, program: Program) -> StepRecorder | None:
-        """What records the step under way, which runs this program, if anything does."""
+    def _make_recorder(self) -> StepRecorder:
+        if self._beside is None and self._device.type == "cuda":
+            self._beside = torch.cuda.Stream(self._device)
+        return StepRecorder(self._groups.coordinate("pipe"), self._clock, self._beside)
+
+    def recorder_of(self, program: Program, inputs: Any = None) -> StepRecorder | None:
+        """What records the step under way, which runs this program, if anything does. inputs: of a micro-batch, if any."""
+        self._program = program
         if self._recorder is not None:
+            self.sequence = _tokens(inputs)
             self._recorder.program = program
         return self._recorder
+
+    def launched(self, instruction: Instruction, work: Work) -> None:
+        """A reduction of gradients has just been launched."""
+        if self._recorder is not None:
+            self._recorder.launched(instruction, work)
 
     def computed(self) -> None:
         """The program of the step is through."""
@@ -92,9 +130,14 @@ class StepMonitor:
     def finish(self, summary: StepSummary) -> None:
         """The step is done: print what is due. Collective where something is."""
         self._sample("step")
+        self._steps += 1
         if self._recorder is not None:
             self._recorder.finish()
-            self._latest, self._recorder, self._record_next = self._recorder, None, False
+            self._recorded.append(self._recorder)
+            self._recorder, self._record_next = None, False
+        elif self._steps > _WARM_UP and not self._leave_out:
+            self._others.append((self._begin, self._clock.mark(), self._program))
+        self._leave_out = False
         if not self.prints(summary.step):
             return
         self._print_line(summary)
@@ -121,6 +164,7 @@ class StepMonitor:
     def _sample(self, phase: str) -> None:
         if self._memory and (self._phases or phase == "start"):
             self._phases[phase] = memory_in_use(self._device)
+            self.peak = max(self.peak, self._phases[phase]["peak"])
             start_peak(self._device)
 
     def records(self) -> tuple[Program, list[StepRecord]]:
@@ -128,13 +172,41 @@ class StepMonitor:
 
         Raises ConfigError when none was recorded.
         """
-        if self._latest is None or self._latest.program is None:
+        program, own = self._own_records()
+        return program, all_gather_object(own[-1], self._groups.control)
+
+    def last_records(self) -> tuple[Program, list[list[StepRecord]]]:
+        """The program of the last recorded step, and of the last steps that were recorded of it every rank's records.
+
+        Collective; raises as `records`.
+        """
+        program, own = self._own_records(most=_RECORDED)
+        everyone = all_gather_object(own, self._groups.control)
+        return program, [list(ranks) for ranks in zip(*everyone, strict=True)]
+
+    def _own_records(self, most: int = 1) -> tuple[Program, list[StepRecord]]:
+        program = self._recorded[-1].program if self._recorded else None
+        if program is None:
             raise ConfigError(
                 "no batch was profiled; call engine.profile_next_batch() before train_batch, or set wall_clock_breakdown"
             )
         if self._offset is None:
             self._offset = clock_offset(self._groups.control)
-        return self._latest.program, all_gather_object(self._latest.read(self._offset), self._groups.control)
+        same = [recorder for recorder in self._recorded if recorder.program is program]
+        return program, [recorder.read(self._offset) for recorder in same[-most:]]
+
+    def step_seconds(self, program: Program) -> list[float]:
+        """Of the last steps that ran this program without being recorded, from when the last rank began until all were
+        through. Collective."""
+        same = [(begin, end) for begin, end, ran in self._others if ran is program]
+        times = self._clock.read([mark for pair in same for mark in pair])
+        if self._offset is None:
+            self._offset = clock_offset(self._groups.control)
+        own = [t + self._offset for t in times]
+        everyone = all_gather_object(list(zip(own[::2], own[1::2], strict=True)), self._groups.control)
+        return [
+            max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in zip(*everyone, strict=True)
+        ]
 
     def breakdown(self) -> list[Breakdown]:
         """Where the time of the last recorded step went, of every rank of the world. Collective; raises as `records`."""
@@ -144,3 +216,9 @@ class StepMonitor:
         for ranks in self._groups.topology.get_axis_comm_lists("pipe") or [[rank] for rank in range(len(records))]:
             parts.update(zip(ranks, break_down([records[rank] for rank in ranks], reduced), strict=True))
         return [parts[rank] for rank in range(len(records))]
+
+
+def _tokens(inputs: Any) -> int | None:
+    """The length of the first matrix of integers among these inputs: [samples, tokens]."""
+    matrices = (t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point())
+    return next((t.shape[1] for t in matrices if t.dtype is not torch.bool), None)

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from parallel3d.clock import Clock
-from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
+from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
 from parallel3d.schedule.instructions import Instruction, Program
 from parallel3d.schedule.simulate import Span
 
@@ -22,7 +24,8 @@ class StepRecord:
     """One step on one rank, in seconds of a clock that all ranks share.
 
     begin, end: of train_batch; reduced: when the gradients of the batch were reduced; spans: of the instructions; waits: how
-    long instructions waited for what other ranks send, before they ran.
+    long instructions waited for what other ranks send, before they ran; reductions: from the launch of each REDUCE_GRADS
+    until it was done, as far as the backend tells.
     """
 
     begin: float
@@ -30,18 +33,21 @@ class StepRecord:
     end: float
     spans: tuple[Span, ...]
     waits: tuple[Span, ...]
+    reductions: tuple[Span, ...] = ()
 
 
 class StepRecorder:
     """Records one step on this rank, which begins now. stage: the rank's position along the pipeline.
 
-    On CUDA a span lasts from when the stream reaches the instruction to when it has passed it.
+    On CUDA a span lasts from when the stream reaches the instruction to when it has passed it, and `beside` is a stream on
+    which nothing else runs.
     """
 
-    def __init__(self, stage: int, clock: Clock):
-        self._stage, self._clock = stage, clock
+    def __init__(self, stage: int, clock: Clock, beside: torch.cuda.Stream | None = None):
+        self._stage, self._clock, self._beside = stage, clock, beside
         self._running: list[tuple[Instruction, Any, Any]] = []
         self._waiting: list[tuple[Instruction, Any, Any]] = []
+        self._reducing: list[tuple[Instruction, Any, list[Any]]] = []  # its end, once it is there
         self._begin = clock.mark()
         self._reduced = self._end = self._begin
         self._record: StepRecord | None = None
@@ -61,6 +67,13 @@ class StepRecorder:
         yield
         self._waiting.append((instruction, begin, self._clock.mark()))
 
+    def launched(self, instruction: Instruction, work: Work) -> None:
+        """A reduction has just been launched."""
+        if isinstance(work, Awaited):
+            end: list[Any] = []
+            self._reducing.append((instruction, self._clock.mark(), end))
+            work.when_done(lambda: end.append(self._clock.mark()), self._beside)
+
     def reduced(self) -> None:
         """The gradients are reduced."""
         self._reduced = self._clock.mark()
@@ -72,16 +85,20 @@ class StepRecorder:
     def read(self, offset: float = 0.0) -> StepRecord:
         """What was recorded, `offset` seconds later; waits for the device, the first time."""
         if self._record is None:
-            rows = [*self._running, *self._waiting]
+            if self._beside is not None:
+                self._beside.synchronize()
+            reducing = [(instruction, begin, *end) for instruction, begin, end in self._reducing if end]
+            rows = [*self._running, *self._waiting, *reducing]
             marks = [self._begin, self._reduced, self._end, *(mark for _, *ends in rows for mark in ends)]
             begin, reduced, end, *times = (t + offset for t in self._clock.read(marks))
             spans = [
                 Span(self._stage, instruction, *ends)
                 for (instruction, _, _), ends in zip(rows, zip(times[::2], times[1::2], strict=True), strict=True)
             ]
-            count = len(self._running)
-            self._record = StepRecord(begin, reduced, end, tuple(spans[:count]), tuple(spans[count:]))
-            self._running, self._waiting = [], []
+            ran, waited = len(self._running), len(self._running) + len(self._waiting)
+            parts = (tuple(spans[:ran]), tuple(spans[ran:waited]), tuple(spans[waited:]))
+            self._record = StepRecord(begin, reduced, end, *parts)
+            self._running, self._waiting, self._reducing = [], [], []
         return self._record
 
 

@@ -26,7 +26,13 @@ def config_of(layout: RunLayout, base: Mapping[str, Any], seed: int, dtype: str)
         config["train_micro_batch_size_per_gpu"] = 1
     config["gradient_accumulation_steps"] = accumulation(layout, base)
     config.setdefault("optimizer", {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}})
-    config |= {"seed": seed, "steps_per_print": None, "wall_clock_breakdown": False, "dump_state": False}
+    config |= {
+        "seed": seed,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "dump_state": False,
+        "run_record": {},
+    }
     config["bf16"] = {"enabled": dtype == "bfloat16"}
     pipeline = {
         "schedule": layout.schedule,

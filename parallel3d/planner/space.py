@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.config.run_layout import RunLayout, in_words
+from parallel3d.config.run_layout import RunLayout, write_run_layout
 
 IntArray = npt.NDArray[np.int64]
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # samples
@@ -73,7 +73,7 @@ class Space:
             schedule=variant.schedule,
             placement=variant.placement,
         )
-        return RunLayout(**{**vars(made), "text": in_words(made)})
+        return RunLayout(**{**vars(made), "text": write_run_layout(made)})
 
 
 def enumerate_space(num_ranks: int, global_batch: int, num_layers: int, slices: Sequence[int]) -> Space:

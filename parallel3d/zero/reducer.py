@@ -51,7 +51,8 @@ class GradientReducer:
 
     parameters: in the order of the layers; data_group: the ranks that hold the same parameters; replica_groups: owners
     (see ParameterInfo) -> the ranks that hold a copy of those parameters; is_first_slice: whether this rank answers for what
-    tensor slices hold in common. sink: by which gradients come. Raises ConfigError for half-precision weights without masters.
+    tensor slices hold in common. sink: by which gradients come. launched: called with each REDUCE_GRADS that has just been
+    launched, and its work. Raises ConfigError for half-precision weights without masters.
     """
 
     def __init__(
@@ -73,11 +74,13 @@ class GradientReducer:
         self._is_first_slice = is_first_slice
         self._is_first_replica = data_group.ranks[0] == rank
         self.sink = GradientSink()
+        self.launched: Callable[[Instruction, Work], None] = lambda instruction, work: None
         self.buckets = {o: make_buckets(i, policy, self._partition, rank) for o, i in by_owners(parameters).items()}
         self._bucket_of = {info.parameter: b for b in self.all_buckets() for info in b.infos}
         self._attach()
         self._missing: dict[Bucket, set[nn.Parameter]] = {}
         self._to_launch: deque[Bucket] = deque()
+        self._instructions: dict[Bucket, Instruction] = {}
         self._reductions: dict[Bucket, _Reduction] = {}
 
     def _attach(self) -> None:
@@ -177,6 +180,7 @@ class GradientReducer:
         assert all(i.bucket is not None for i in reduces)
         buckets = [self.buckets[(i.chunk,)][i.bucket or 0] for i in reduces]
         self._to_launch.extend(buckets)
+        self._instructions.update(zip(buckets, reduces, strict=True))
         for bucket in buckets:
             parameters = {info.parameter for info in bucket.infos}
             self._missing[bucket] = parameters if pending is None else parameters & pending
@@ -187,7 +191,7 @@ class GradientReducer:
         finally:
             self.sink.listen(None)
         while self._to_launch:
-            self._launch(self._to_launch.popleft())
+            self._launch_next()
         self._missing.clear()
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
@@ -208,7 +212,12 @@ class GradientReducer:
 
     def _launch_full(self) -> None:
         while self._to_launch and not self._missing[self._to_launch[0]]:
-            self._launch(self._to_launch.popleft())
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._to_launch.popleft()
+        self._launch(bucket)
+        self.launched(self._instructions[bucket], self._reductions[bucket].work)
 
     def _launch(self, bucket: Bucket) -> None:
         before = self._reductions.pop(bucket, None)

@@ -1,81 +1,51 @@
-"""A layout with its schedule in words: what is written is what is read."""
+"""Layouts with their schedules, in words and back."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.config.run_layout import RunLayout, in_words, parse_run_layout
-from parallel3d.errors import ConfigError
+from parallel3d.config.pipeline import SCHEDULES
+from parallel3d.config.run_layout import RunLayout, parse_run_layout, write_run_layout
 
-
-def test_words_set_what_they_name() -> None:
-    layout = parse_run_layout("pp4,dp2,tp2,sp,zero1,zb-looped,chunks4,m16,mb2,ckpt1")
-    expected = RunLayout(
-        text=layout.text,
-        stages=4,
-        replicas=2,
-        slices=2,
-        sequence_parallel=True,
-        zero=1,
-        schedule="zb-looped",
-        chunks=4,
-        micro_batches=16,
-        micro_batch=2,
-        recompute=1,
-    )
-    assert layout == expected
-
-
-SCHEDULES = (
-    ("1f1b", 1, "loop"),
-    ("interleaved", 4, "loop"),
-    ("interleaved", 2, "loop"),
-    ("zbv", 2, "v"),
-    (None, 1, None),
+counts = st.integers(1, 64)
+layouts = st.builds(
+    RunLayout,
+    stages=counts,
+    slices=counts,
+    replicas=counts,
+    zero=st.sampled_from([None, 1, 2]),
+    sequence_parallel=st.booleans(),
+    micro_batch=st.none() | counts,
+    micro_batches=st.none() | counts,
+    chunks=st.none() | st.integers(2, 9),
+    recompute=st.none() | counts,
+    schedule=st.none() | st.sampled_from(SCHEDULES),
+    placement=st.sampled_from([None, "v"]),
 )
 
 
-@given(
-    st.tuples(*[st.integers(1, 64)] * 5),
-    st.booleans(),
-    st.integers(0, 3),
-    st.integers(0, 3),
-    st.sampled_from(SCHEDULES),
-)
-def test_a_layout_is_read_again_from_its_words(sizes, shares, zero, recompute, variant) -> None:
-    (stages, replicas, slices, micro_batch, micro_batches), (schedule, chunks, placement) = sizes, variant
-    written = RunLayout(
-        stages=stages,
-        replicas=replicas,
-        slices=slices,
-        sequence_parallel=shares,
-        zero=zero,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        chunks=chunks,
-        recompute=recompute,
-        schedule=schedule,
-        placement=placement,
+@given(layouts)
+def test_words_are_read_as_what_was_written(layout: RunLayout):
+    words = write_run_layout(layout)
+    chunked = layout.schedule in ("interleaved", "zb-looped", "zbv")
+    expected = replace(
+        layout,
+        text=words,
+        chunks=layout.chunks or (2 if chunked else None),
+        placement="v" if layout.schedule == "zbv" else layout.placement,
     )
-    read = parse_run_layout(in_words(written))
-    for name in (
-        "stages",
-        "replicas",
-        "slices",
-        "sequence_parallel",
-        "zero",
-        "micro_batch",
-        "micro_batches",
-        "schedule",
-    ):
-        assert getattr(read, name) == getattr(written, name)
-    # What goes without saying may be left out.
-    assert (read.chunks or 1, read.recompute or 0) == (chunks, recompute)
-    assert (read.placement or "loop") == (placement or "loop")
+    assert parse_run_layout(words) == expected
 
 
-def test_an_unknown_word_is_told_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="zb-loop"):
-        parse_run_layout("pp4,zb-loopd")
+@pytest.mark.parametrize(
+    "words",
+    ["pp4,dp2,zero1,zbv,m16,mb2,ckpt1", "pp2,dp2,tp2,sp,interleaved,chunks3,m8,mb1", "pp1,gpipe,v,chunks2", "tp8,m4"],
+)
+def test_these_words_are_the_usual_ones(words: str):
+    assert write_run_layout(parse_run_layout(words)) == words
+    # What is the default anyway needs no word.
+    assert write_run_layout(RunLayout(zero=0, recompute=0, chunks=1, placement="loop")) == "pp1"

@@ -1,0 +1,233 @@
+"""What a training measured of itself, as a file: layout, model and versions beside times and bytes.
+
+Predictions are compared with it, and models of time and memory learn from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from parallel3d.errors import ConfigError
+from parallel3d.monitor.breakdown import PARTS, Breakdown, break_down, combined
+from parallel3d.monitor.measured import Samples, compute_times, reduction_times, transfer_times
+from parallel3d.monitor.timers import StepRecord
+from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.schedule.simulate import Timeline
+from parallel3d.topology import ProcessTopology
+from parallel3d.whole_file import write_whole
+
+FILE_NAME = "run_record.json"
+_OPS = tuple(Op)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Timing(_Record):
+    """Seconds that something took `count` times. spread: between the quartiles, 0 of a single time."""
+
+    median: float
+    spread: float
+    count: int
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Timing:
+        """Of at least one time."""
+        first, _, last = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (0.0, 0.0, 0.0)
+        return Timing(median=median(seconds), spread=last - first, count=len(seconds))
+
+
+class ModelPrint(_Record):
+    """What a model is made of, whatever the layout: of each layer the class, and the parameters that are first used there."""
+
+    layers: tuple[str, ...]
+    parameters: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """The same for the same layers and counts."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+class RankRecord(_Record):
+    """One rank. host: hosts are counted by their first ranks; capacity: bytes of its device, None on the CPU.
+
+    allocated: the most bytes in tensors at once; on the CPU those of model state, activations and operations in the batch
+    whose memory was profiled, None where none was. reserved: the most bytes that the CUDA allocator held; outside: what the
+    device holds besides, as CUDA's context, NCCL's buffers and other processes. parts: measured bytes by component and phase,
+    as engine.memory_report says them.
+    """
+
+    rank: int
+    stage: int
+    host: int = 0
+    device: str
+    capacity: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    outside: int | None = None
+    parts: dict[str, int]
+
+
+class RunRecord(_Record):
+    """One training. layout: in words, as parse_run_layout reads them; the words' fields, and bounds, as Prediction has them.
+
+    schedule: as configured, "written" for lists of instructions; program: the compute instructions of each stage, where the
+    schedule is planned; seq: tokens of a sample, where the inputs tell; config: all values in force.
+
+    instructions: "F@0" (forward on chunk 0) and so on, as `kind_name` has it: compute; "SA@0", "SG@1": from when a tensor is
+    made until a rank that waits for it has it; "RED@0#1": a bucket's reduction, from when its last rank is ready. step: from
+    when the last rank begins until all are through, of steps that were not recorded where there are such. optimizer: from the
+    reduced gradients on, and breakdown: seconds of a recorded step by what takes them; bubble: share of a pipeline's time
+    without compute; each the mean of ranks.
+    """
+
+    format: Literal[1] = 1
+    layout: str
+    stages: int
+    replicas: int
+    slices: int
+    sequence_parallel: bool
+    chunks: int
+    placement: Literal["loop", "v"]
+    schedule: str
+    micro_batch: int
+    micro_batches: int
+    zero: int
+    recompute: int
+    bounds: tuple[int, ...]
+    seq: int | None
+    program: tuple[tuple[str, ...], ...] | None
+    model: ModelPrint
+    backend: str
+    versions: dict[str, str]
+    config: dict[str, Any]
+    instructions: dict[str, Timing]
+    step: Timing
+    optimizer: Timing
+    breakdown: dict[str, float]
+    bubble: float
+    ranks: tuple[RankRecord, ...]
+
+    @property
+    def device(self) -> str:
+        """The ranks' device, or all kinds of it."""
+        return ", ".join(sorted({rank.device for rank in self.ranks}))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all replicas; None where the length of a sample isn't known."""
+        samples = self.micro_batch * self.micro_batches * self.replicas
+        return None if self.seq is None else samples * self.seq / self.step.median
+
+    def write(self, directory: Path) -> Path:
+        """The file in this directory, which is made where it isn't there; whole or not at all. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / FILE_NAME, self.model_dump_json(indent=1) + "\n")
+        return directory / FILE_NAME
+
+
+def kind_name(instruction: Instruction) -> str:
+    """An instruction of any micro-batch, in short: "F@0", "RED@3#1"."""
+    bucket = "" if instruction.bucket is None else f"#{instruction.bucket}"
+    return f"{instruction.op.value}@{instruction.chunk}{bucket}"
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """The parts of a RunRecord that steps tell."""
+
+    instructions: dict[str, Timing]
+    optimizer: Timing
+    breakdown: dict[str, float]
+    bubble: float
+
+
+def measure_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTopology) -> MeasuredTimes:
+    """Of recorded steps of one program, at least one, each with the records of all ranks of `topology`."""
+    pipes, replicas = (_comm_lists(topology, axis) for axis in ("pipe", "data"))
+    pipelines = [[records[rank] for rank in ranks] for records in steps for ranks in pipes]
+    samples: Samples = {
+        **compute_times(steps),
+        **transfer_times(pipelines),
+        **reduction_times([[records[rank] for rank in ranks] for records in steps for ranks in replicas]),
+    }
+    parts = [_mean_breakdown([[records[rank] for rank in ranks] for ranks in pipes]) for records in steps]
+    timelines = [Timeline.of([s for r in records for s in r.spans], len(records)) for records in pipelines]
+    return MeasuredTimes(
+        instructions={kind_name(i): Timing.of(samples[i]) for i in sorted(samples, key=_order)},
+        optimizer=Timing.of([step.step for step in parts]),
+        breakdown={name: median(getattr(step, name) for step in parts) for name in PARTS},
+        bubble=median(
+            mean(timeline.bubble for timeline in timelines[k : k + len(pipes)])
+            for k in range(0, len(timelines), len(pipes))
+        ),
+    )
+
+
+def _comm_lists(topology: ProcessTopology, axis: str) -> list[list[int]]:
+    return topology.get_axis_comm_lists(axis) or [[rank] for rank in range(topology.world_size())]
+
+
+def _order(instruction: Instruction) -> tuple[int, int, int]:
+    return _OPS.index(instruction.op), instruction.chunk, instruction.bucket or 0
+
+
+def _mean_breakdown(pipelines: Sequence[Sequence[StepRecord]]) -> Breakdown:
+    reduced = max(record.reduced for records in pipelines for record in records)
+    return combined([part for records in pipelines for part in break_down(records, reduced)], "mean")
+
+
+def print_of(names: Sequence[str], counts: Iterable[Mapping[str, int]]) -> ModelPrint:
+    """names: of all layers; counts: what ranks hold, "layers.<place>.<name>" (or another name, in a model of one layer) ->
+    elements of the whole tensor."""
+    held = {name: numel for rank in counts for name, numel in rank.items()}
+    parameters = [0] * len(names)
+    for name, numel in held.items():
+        parameters[int(name.split(".")[1]) if len(names) > 1 else 0] += numel
+    return ModelPrint(layers=tuple(names), parameters=tuple(parameters))
+
+
+def read_run_record(path: str | Path) -> RunRecord:
+    """Of a file, or of the one in a directory. Raises ConfigError for what is not there or holds no record."""
+    file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+    try:
+        return RunRecord.model_validate_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f'there is no run record \'{file}\'; train with "run_record": {{"directory": "{file.parent}"}} in the '
+            "configuration, or call engine.write_run_record"
+        ) from None
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"run record '{file}' can't be read: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(
+            f"'{file}' is no run record of this version: {where}: {first['msg']} ({error.error_count()} faults); write it anew "
+            "by engine.write_run_record"
+        ) from error
+
+
+def find_run_records(paths: Iterable[str | Path]) -> list[tuple[Path, RunRecord]]:
+    """(file, record) of these files, and of all that lie in these directories at any depth, by path, each once.
+
+    Raises ConfigError as read_run_record, and for a directory that holds none.
+    """
+    files: set[Path] = set()
+    for path in map(Path, paths):
+        found = sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]
+        if not found:
+            raise ConfigError(
+                f"no {FILE_NAME} lies in '{path}'; give directories that trainings wrote their records into"
+            )
+        files.update(found)
+    return [(file, read_run_record(file)) for file in sorted(files)]
