@@ -75,4 +75,4 @@ def reduction_times(replicas: Sequence[Sequence[StepRecord]]) -> Samples:
 
 
 def _kind(instruction: Instruction) -> Instruction:
-    return replace(instruction, micro_batch=0)
+    return instruction._replace(micro_batch=0)

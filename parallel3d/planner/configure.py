@@ -18,7 +18,7 @@ def configuration(layout: RunLayout, base: Mapping[str, Any], bounds: Sequence[i
     config = {key: value for key, value in base.items() if key != "train_batch_size"}
     config["train_micro_batch_size_per_gpu"] = layout.micro_batch
     config["gradient_accumulation_steps"] = layout.micro_batches
-    pipeline = {
+    pipeline: dict[str, Any] = {
         "stages": layout.stages,
         "schedule": layout.schedule,
         "num_chunks": layout.chunks,

@@ -218,7 +218,9 @@ class Network:
         for size, rows in sizes.items():
             if size > 1:
                 members = (
-                    np.array([groups[row] for row in rows]) if len(sizes) > 1 else np.asarray(groups, dtype=np.int64)
+                    np.array([groups[int(row)] for row in rows])
+                    if len(sizes) > 1
+                    else np.asarray(groups, dtype=np.int64)
                 )
                 alike += self._by_shape(rows, members)
         return alike
