@@ -46,7 +46,8 @@ class Cluster:
 
     graph: an undirected graph of GPUs, switches and network cards. Each node has a `role` ("gpu", "nvlink" and "pcie", which
     are switches inside a host, "nic", "switch") and a `host`, None for a switch between hosts; each edge has `bandwidth`
-    (bytes a second in each direction, as sustained), `latency` (seconds) and `kind` ("nvlink", "pcie", "nic", "network").
+    (bytes a second in each direction, as sustained), `latency` (seconds) and `kind` ("nvlink", "pcie", "nic", "network");
+    where one message alone reaches less than all channels of a collective, also `message_bandwidth`.
     overlap: by what factor compute is slower while a collective runs beside it.
     """
 

@@ -89,6 +89,8 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
 def _connect(graph: nx.Graph, a: str, b: str, kind: str, wire: WireSpec) -> None:
     latency = LATENCY[kind] if wire.latency is None else wire.latency
     graph.add_edge(a, b, bandwidth=wire.bandwidth, latency=latency, kind=kind)
+    if wire.message_bandwidth is not None:
+        graph.edges[a, b]["message_bandwidth"] = wire.message_bandwidth
 
 
 def _add_host(graph: nx.Graph, host: Host) -> None:
@@ -169,7 +171,7 @@ def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
         ends = [_matching(graph, pattern) for pattern in link.between]
         for a, b in ((a, b) for a in ends[0] for b in ends[1] if a != b):
             given = {
-                key: value for key in ("bandwidth", "latency", "kind") if (value := getattr(link, key)) is not None
+                key: value for key in link.model_fields_set - {"between"} if (value := getattr(link, key)) is not None
             }
             if graph.has_edge(a, b):
                 graph.edges[a, b].update(given)
@@ -184,7 +186,7 @@ def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
     for a, b in sorted(added):
         link = added[a, b]
         assert link.bandwidth is not None
-        wire = WireSpec(bandwidth=link.bandwidth, latency=link.latency)
+        wire = WireSpec(**link.model_dump(exclude={"between", "kind"}))
         _connect(graph, a, b, link.kind or _kind({graph.nodes[a]["role"], graph.nodes[b]["role"]}), wire)
 
 

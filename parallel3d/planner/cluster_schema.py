@@ -91,10 +91,11 @@ class GpusSpec(_Described):
 
 
 class WireSpec(_Described):
-    """A link, in each direction."""
+    """A link, in each direction. message_bandwidth: what one message alone reaches, where that is less."""
 
     bandwidth: Bandwidth
     latency: Seconds | None = None
+    message_bandwidth: Bandwidth | None = None
 
 
 class NvlinkSpec(WireSpec):
@@ -148,12 +149,13 @@ class SwitchSpec(_Described):
 class LinkSpec(_Described):
     """What joins two nodes, or changes what does. between: names, or patterns such as "node*/nic3"; all pairs of them.
 
-    bandwidth, latency: None keeps that of the link there; a new one needs a bandwidth.
+    What is None stays as it is; a new link needs a bandwidth.
     """
 
     between: tuple[str, str]
     bandwidth: Bandwidth | None = None
     latency: Seconds | None = None
+    message_bandwidth: Bandwidth | None = None
     kind: LinkKind | None = None
 
 

@@ -156,6 +156,25 @@ MACHINES: Mapping[str, str] = {
 }
 
 
+# How CUDA calls the presets: the first word that is part of its name for a device.
+_CUDA_NAMES: Mapping[str, str] = {
+    "H200": "H200",
+    "H100 PCIe": "H100-PCIe",
+    "H100 NVL": "H100-NVL",
+    "H100 80GB HBM3": "H100",
+    "A100-SXM4-40GB": "A100-40GB",
+    "A100-SXM": "A100",
+    "A100-PCIE": "A100-PCIe",
+    "A100 80GB PCIe": "A100-PCIe",
+    "L40S": "L40S",
+}
+
+
+def preset_of(cuda_name: str) -> Device | None:
+    """The preset of a device by CUDA's name for it, such as "NVIDIA H100 80GB HBM3"; None where there is none."""
+    return next((DEVICES[name] for word, name in _CUDA_NAMES.items() if word in cuda_name), None)
+
+
 class Catalogue:
     """Devices and machines by name, whatever its case: the presets, and devices that a cluster describes itself."""
 
