@@ -103,17 +103,21 @@ def _add_host(graph: nx.Graph, host: Host) -> None:
         for index in island:
             _connect(graph, gpus[index], f"{name}/nvlink{k}", "nvlink", spec.nvlink)
     root = f"{name}/pcie"
-    if spec.pcie is None and host.nics:
-        raise ConfigError(f"host {name!r} has network cards but no pcie to reach them; give pcie: {{bandwidth: 50e9}}")
+    if spec.pcie is None and not all(near for _, near in host.nics):
+        raise ConfigError(
+            f"host {name!r} has network cards that are near no GPU, and no pcie to reach them; give pcie: {{bandwidth: 50e9}}, "
+            "or the cards `gpus`"
+        )
     if spec.pcie is not None and (len(host.islands) > 1 or not all(near for _, near in host.nics)):
         graph.add_node(root, role="pcie", host=name)
         for gpu in gpus:
             _connect(graph, gpu, root, "pcie", spec.pcie)
-    for k, (_, near) in enumerate(host.nics):
-        assert spec.pcie is not None
+    for k, (card, near) in enumerate(host.nics):
         graph.add_node(f"{name}/nic{k}", role="nic", host=name)
+        # Lanes of which nothing is known don't hold up the card that they are for.
+        lanes = spec.pcie or WireSpec(bandwidth=card.bandwidth)
         for other in [gpus[index] for index in near] or [root]:
-            _connect(graph, f"{name}/nic{k}", other, "pcie", spec.pcie)
+            _connect(graph, f"{name}/nic{k}", other, "pcie", lanes)
 
 
 def _add_network(graph: nx.Graph, hosts: Sequence[Host], described: Sequence[SwitchSpec]) -> None:

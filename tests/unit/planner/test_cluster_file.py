@@ -236,7 +236,10 @@ def test_latencies_have_units(text, value):
         ({"hosts": [{**HOST, "nvlink": {"bandwidth": 1e9, "islands": [[0, 2]]}}]}, ["GPU 2 of 2", "0 to 1"]),
         ({"hosts": [{**HOST, "nvlink": {"bandwidth": 1e9, "islands": [[0, 1], [1]]}}]}, ["GPU 1 twice"]),
         ({"hosts": [{**HOST, "nics": [{"bandwidth": 1e9, "gpus": [5]}]}]}, ["nics.gpus", "GPU 5 of 2"]),
-        ({"hosts": [{"gpus": [{"device": "H100"}], "nics": [{"bandwidth": 1e9}]}]}, ["no pcie"]),
+        (
+            {"hosts": [{"gpus": [{"device": "H100", "count": 2}], "nics": [{"bandwidth": 1e9}]}]},
+            ["near no GPU", "pcie: {bandwidth: 50e9}"],
+        ),
         ({"hosts": [{"machine": "2xmine"}], "devices": {"mine": {"memory": "1 GB"}}}, ["lacks peak_flops", "base"]),
         ({"hosts": [HOST], "devices": {"h100": {"base": "H100"}}}, ["'H100' already"]),
         ({"hosts": [HOST], "devices": {"mine": {"base": "H1000"}}}, ["Did you mean 'H100'?"]),

@@ -126,6 +126,17 @@ def test_bridged_pairs_and_two_kinds_of_gpu():
     assert sorted(cluster.graph["host/nvlink0"]) == ["host/gpu0", "host/gpu1"]
 
 
+def test_a_measured_host_can_be_taken_many_times():
+    """As the head of the file tells."""
+    spec = describe([measured()] * 4)
+    spec["hosts"][0] |= {"count": 3, "nics": [{"bandwidth": "400 Gb/s", "count": 4}]}
+    cluster = load_cluster(spec)
+    assert [gpu.island for gpu in cluster.gpus] == [0] * 4 + [1] * 4 + [2] * 4
+    path = nx.shortest_path(cluster.graph, "host0/gpu1", "host2/gpu1")
+    assert path == ["host0/gpu1", "host0/nic1", "rail1", "host2/nic1", "host2/gpu1"]
+    assert min(cluster.graph.edges[edge]["bandwidth"] for edge in nx.utils.pairwise(path)) == 50e9
+
+
 def test_a_gpu_alone_has_no_links():
     cluster = loaded([measured(islands=((0,),), transfers=(), slowdown=None)])
     assert (len(cluster.gpus), cluster.graph.number_of_edges()) == (1, 0)
