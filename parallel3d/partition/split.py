@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import networkx as nx
 import numpy as np
 
 from parallel3d.errors import PartitionError
-from parallel3d.partition.chain import FloatArray, Partition, cut, segment_costs
+from parallel3d.partition.chain import FloatArray, Partition, segment_costs
 from parallel3d.partition.limit import StageLimit, refusal, stage_bytes
 from parallel3d.partition.search import Search
 
@@ -26,6 +27,7 @@ def partition_layers(
     placement: Sequence[int] | None = None,
     limit: StageLimit | None = None,
     step: Callable[[Sequence[float]], float] | None = None,
+    paces: Sequence[float] | None = None,
 ) -> Partition:
     """The split of `chain` into `num_parts` non-empty parts with the smallest bottleneck.
 
@@ -36,7 +38,8 @@ def partition_layers(
     the largest sum of a stage's parts, then the largest part, then the sum of squares: exactly where there are at most
     search.MOST_SPLITS splits, else by a search from many starts, which gives the same split every time.
     limit: only splits within it count. step: the length of a step for the parts' costs, by which one is chosen of several
-    splits, the more even of which have somewhat larger sums.
+    splits, the more even of which have somewhat larger sums. paces: by which each part's cost is multiplied, as where stages
+    lie on devices of unlike speeds.
 
     Raises PartitionError for a graph that is no chain, a cost that is no finite number >= 0, more parts than layers (the
     message then calls the parts `what`, such as "5 stages x 5 chunks"), or a limit that no split found keeps to.
@@ -51,17 +54,25 @@ def partition_layers(
             f"make stages x chunks at most {num_layers}, or add layers"
         )
     placement = placement or range(num_parts)
+    factors = np.ones(num_parts) if paces is None else np.asarray(paces, dtype=np.float64)
+    of_parts = cost * factors[:, None, None]
     if len(set(placement)) == num_parts:
-        return cut(_one_chunk(cost, placement, limit), cost)
-    found = [cut(bounds, cost) for bounds in _several_chunks(cost, placement, limit, step is not None)]
+        return _cut(_one_chunk(of_parts, placement, limit), of_parts)
+    found = [_cut(bounds, of_parts) for bounds in _several_chunks(of_parts, placement, limit, step is not None)]
     return min(found, key=lambda partition: step(partition.costs)) if step is not None else found[0]
 
 
+def _cut(bounds: Sequence[int], of_parts: FloatArray) -> Partition:
+    pairs = zip(of_parts, pairwise(bounds), strict=True)
+    return Partition(tuple(bounds), tuple(float(cost[a, b]) for cost, (a, b) in pairs))
+
+
 def _one_chunk(cost: FloatArray, placement: Sequence[int], limit: StageLimit | None) -> list[int]:
+    """cost: [parts, n + 1, n + 1]."""
     if limit is None:
-        return _certain([cost] * len(placement))
+        return _certain(list(cost))
     held = limit.chunk_bytes()
-    bounds = _min_max([np.where(part <= limit.limit, cost, np.inf) for part in held])
+    bounds = _min_max([np.where(part <= limit.limit, its, np.inf) for its, part in zip(cost, held, strict=True)])
     if bounds is None:
         raise refusal(limit.limit, stage_bytes(held, _certain(list(held)), placement), exact=True)
     return bounds
@@ -76,7 +87,7 @@ def _several_chunks(
 ) -> list[Sequence[int]]:
     """The best split; with `several` also those for which the largest chunk weighs more, each once."""
     weights = _EVENNESS if several else _EVENNESS[:1]
-    start = _certain([cost] * len(placement))
+    start = _certain(list(cost))
     if limit is None:
         found = [Search(cost, placement, evenness=w).best([start]) for w in weights]
         return list(dict.fromkeys([*found, tuple(start)] if several else found))
@@ -85,7 +96,7 @@ def _several_chunks(
     leanest = Search(held, placement).best([_certain(list(held))])
     loads = stage_bytes(held, leanest, placement)
     if max(loads) > limit.limit:
-        raise refusal(limit.limit, loads, exact=Search.is_exact(len(cost) - 1, len(placement)))
+        raise refusal(limit.limit, loads, exact=Search.is_exact(cost.shape[-1] - 1, len(placement)))
     found = [Search(cost, placement, held, limit.limit, w).best([start, leanest]) for w in weights]
     return list(dict.fromkeys(found))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -108,13 +107,21 @@ class Fabric:
         gpus: dict[int, list[int]] = {}
         for index, gpu in enumerate(cluster.gpus):
             gpus.setdefault(owner[gpu.node], []).append(index)
-        units = [_unit(cluster, members, adjacent, owner) for members in gpus.values()]
+        islands = _components(adjacent, ("nvlink",))
+        self.island = np.array([islands[gpu.node] for gpu in cluster.gpus])
+        units = [_unit(cluster, self._by_locality(members), adjacent, owner) for members in gpus.values()]
         units.sort(key=lambda unit: ([number[s] for s in unit.switches], by_name(cluster.gpus[unit.gpus[0]].node)))
         self._number_units(units, number)
         self._number_trunks(adjacent, number)
         both = np.repeat(np.array([edge[3:] for edge in self.edges], dtype=np.float64).reshape(-1, 3), 2, axis=0)
         self.bandwidth, self.latency, self.message = np.vstack([both, [np.inf, 0.0, np.inf]]).T.copy()
-        self._number_islands()
+
+    def _by_locality(self, unit: list[int]) -> list[int]:
+        """GPUs of a unit by host and index, islands in one piece."""
+        gpus = self.cluster.gpus
+        unit = sorted(unit, key=lambda i: (by_name(gpus[i].host), gpus[i].index, gpus[i].node))
+        first: dict[int, int] = {}
+        return sorted(unit, key=lambda i: first.setdefault(int(self.island[i]), len(first)))
 
     def _number_units(self, units: list[_Unit], number: dict[str, int]) -> None:
         count = len(self.cluster.gpus)
@@ -145,12 +152,6 @@ class Fabric:
                     self.trunks.append((number[name], number[edge.b], len(self.edges)))
                     self.edges.append(edge)
 
-    def _number_islands(self) -> None:
-        islands = _components(edge for edge in self.edges if edge.kind == "nvlink")
-        alone = len(self.edges)
-        names = [islands.get(gpu.node, alone + index) for index, gpu in enumerate(self.cluster.gpus)]
-        self.island = np.unique(names, return_inverse=True)[1]
-
 
 def _adjacency(graph: nx.Graph) -> dict[str, list[Edge]]:
     adjacent: dict[str, list[Edge]] = {node: [] for node in graph}
@@ -163,18 +164,26 @@ def _adjacency(graph: nx.Graph) -> dict[str, list[Edge]]:
     return adjacent
 
 
-def _components(edges: Iterable[Edge]) -> dict[str, int]:
-    graph: nx.Graph = nx.Graph()
-    graph.add_edges_from(edge[:2] for edge in edges)
-    return {node: index for index, nodes in enumerate(nx.connected_components(graph)) for node in nodes}
+def _components(adjacent: dict[str, list[Edge]], kinds: tuple[str, ...]) -> dict[str, int]:
+    """For each node a number that it shares with all that edges of these kinds connect to it."""
+    component: dict[str, int] = {}
+    for number, start in enumerate(adjacent):
+        if start not in component:
+            component[start] = number
+            reached = [start]
+            for node in reached:
+                for edge in adjacent[node]:
+                    if edge.kind in kinds and edge.b not in component:
+                        component[edge.b] = number
+                        reached.append(edge.b)
+    return component
 
 
 def _owners(cluster: Cluster, adjacent: dict[str, list[Edge]]) -> dict[str, int]:
     """The unit of each node that is in one: of GPUs, what nvlink and pcie connect to them, and cards next to it alone."""
-    inside = _components(edge for edges in adjacent.values() for edge in edges if edge.kind in ("nvlink", "pcie"))
-    unit_of_gpu = {gpu.node: inside.get(gpu.node, len(inside) + i) for i, gpu in enumerate(cluster.gpus)}
-    with_gpus = set(unit_of_gpu.values())
-    owner = {node: unit for node, unit in inside.items() if unit in with_gpus} | unit_of_gpu
+    inside = _components(adjacent, ("nvlink", "pcie"))
+    with_gpus = {inside[gpu.node] for gpu in cluster.gpus}
+    owner = {node: unit for node, unit in inside.items() if unit in with_gpus}
     cards = {}
     for node, edges in adjacent.items():
         beside = {owner[edge.b] for edge in edges if edge.b in owner}
@@ -186,9 +195,8 @@ def _owners(cluster: Cluster, adjacent: dict[str, list[Edge]]) -> dict[str, int]
     }
 
 
-def _unit(cluster: Cluster, members: list[int], adjacent: dict[str, list[Edge]], owner: dict[str, int]) -> _Unit:
-    """Numbers a unit's nodes and edges: GPUs by host and index, then what is next to them, alike in alike units."""
-    gpus = sorted(members, key=lambda i: (by_name(cluster.gpus[i].host), cluster.gpus[i].index, cluster.gpus[i].node))
+def _unit(cluster: Cluster, gpus: list[int], adjacent: dict[str, list[Edge]], owner: dict[str, int]) -> _Unit:
+    """Numbers a unit's nodes and edges: GPUs as given, then what is next to them, alike in alike units."""
     number = {cluster.gpus[gpu].node: slot for slot, gpu in enumerate(gpus)}
     mine = owner[cluster.gpus[gpus[0]].node]
     edges: list[Edge] = []

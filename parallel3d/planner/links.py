@@ -210,20 +210,14 @@ class Network:
 
     def _alike(self, groups: Groups) -> list[_Alike]:
         if isinstance(groups, np.ndarray):
-            sizes = {groups.shape[1]: np.arange(len(groups), dtype=np.int64)}
+            of_size = [(np.arange(len(groups)), groups.astype(np.int64))]
         else:
-            lengths = np.array([len(group) for group in groups])
-            sizes = {int(size): np.flatnonzero(lengths == size) for size in np.unique(lengths)}
-        alike: list[_Alike] = []
-        for size, rows in sizes.items():
-            if size > 1:
-                members = (
-                    np.array([groups[int(row)] for row in rows])
-                    if len(sizes) > 1
-                    else np.asarray(groups, dtype=np.int64)
-                )
-                alike += self._by_shape(rows, members)
-        return alike
+            sizes = sorted({len(group) for group in groups})
+            chosen_rows = [[row for row, group in enumerate(groups) if len(group) == size] for size in sizes]
+            of_size = [
+                (np.array(chosen), np.array([groups[row] for row in chosen], dtype=np.int64)) for chosen in chosen_rows
+            ]
+        return [alike for rows, members in of_size if members.shape[1] > 1 for alike in self._by_shape(rows, members)]
 
     def _by_shape(self, rows: Integers, members: Integers) -> list[_Alike]:
         fabric = self.fabric

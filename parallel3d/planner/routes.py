@@ -192,6 +192,7 @@ class _Switches:
             self._costs[a][b] = self._costs[b][a] = fabric.edges[edge].cost
         self.cost = self._all_costs()
         self.between = cache(self._between)
+        self._shortest = cache(self._shortest_from)
 
     def _all_costs(self) -> Integers:
         """All shortest ways at once: Bellman-Ford's rounds as min-plus products, a block of sources at a time."""
@@ -214,14 +215,17 @@ class _Switches:
         return cost
 
     def _between(self, source: int, target: int) -> list[tuple[int, float]]:
-        distance = self.cost[source]
+        before, distance = self._shortest(source)
+        return [(self._links[a][b], share) for a, b, share in _spread(target, before, distance.__getitem__)]
+
+    def _shortest_from(self, source: int) -> tuple[Callable[[int], list[int]], list[int]]:
+        distance: list[int] = self.cost[source].tolist()
 
         def before(node: int) -> list[int]:
-            near = self._costs[node].items()
-            return [other for other, cost in near if distance[other] + cost == distance[node]]
+            reached = distance[node]
+            return [other for other, cost in self._costs[node].items() if distance[other] + cost == reached]
 
-        steps = _spread(target, before, lambda node: int(distance[node]))
-        return [(self._links[a][b], share) for a, b, share in steps]
+        return cache(before), distance
 
 
 def _spread(

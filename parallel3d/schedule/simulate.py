@@ -103,6 +103,27 @@ class Simulation:
         """Of `run`'s timeline, in less time."""
         return max(self._times(cost)[1], default=0.0)
 
+    def critical_path(self, cost: Cost) -> list[tuple[Instruction, float]]:
+        """The instructions, in order, that determine the makespan: each starts when the one before it ends, or releases it.
+
+        With each the seconds by which it moves the end: of a backward that releases a reduction the share until then.
+        """
+        start, end = self._times(cost)
+        path: list[tuple[Instruction, float]] = []
+        until = max(end, default=0.0)
+        k = end.index(until) if end else -1
+        while k >= 0:
+            instruction, waits, release = self._steps[k]
+            if instruction is not None and until > start[k]:
+                path.append((instruction, until - start[k]))
+            until = start[k]
+            last = max(waits, key=lambda w: end[w], default=-1)
+            if release is not None and (last < 0 or end[last] < until):
+                k = release[0]
+            else:
+                k = last
+        return path[::-1]
+
     def _times(self, cost: Cost) -> tuple[list[float], list[float]]:
         """When each node starts and ends."""
         start, end = [0.0] * len(self._steps), [0.0] * len(self._steps)

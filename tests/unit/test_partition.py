@@ -53,6 +53,23 @@ def test_1000_random_chains_agree_with_brute_force(seed: int) -> None:
         assert (found.bottleneck, sum(c * c for c in found.costs)) == best
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_stages_of_unlike_paces_agree_with_brute_force(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(50):
+        num_parts = draw.randint(1, 4)
+        costs = [draw.randint(1, 100) for _ in range(draw.randint(num_parts, 9))]
+        paces = [draw.choice([1, 2, 5]) for _ in range(num_parts)]
+        found = partition_layers(layer_chain(costs), num_parts, paces=paces)
+        best = min(
+            max(cost * pace for cost, pace in zip(split, paces, strict=True))
+            for split in all_splits(costs, [None] * len(costs), num_parts)
+        )
+        assert found.bottleneck == best
+        parts = zip(range(num_parts), paces, strict=True)
+        assert list(found.costs) == [pace * sum(costs[i] for i in found.layers(part)) for part, pace in parts]
+
+
 def test_fractional_costs_agree_with_brute_force() -> None:
     draw = random.Random(0)
     for _ in range(50):

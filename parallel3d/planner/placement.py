@@ -1,0 +1,138 @@
+"""Which GPU each rank runs on: where a step's communication, and its compute on unequal GPUs, takes the fewest seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from parallel3d.errors import ConfigError
+from parallel3d.planner.arrangements import every_arrangement, exchanges, structured
+from parallel3d.planner.fabric import Floats, Integers
+from parallel3d.planner.links import Network
+from parallel3d.planner.work import Collective
+
+_ALL = 12_000  # arrangements to try one and all, where no more are different
+_AT_ONCE = 1 << 15  # ranks of trials timed together
+_TRIED = 1 << 18  # ranks of all trials of local moves: bounds the time
+_TOO_SMALL = 1e6  # seconds for a GPU that can't hold its stage: those are avoided first
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a training step asks of the links and of unequal GPUs.
+
+    model, data: (collective, times a step) of each slice group and of each group of replicas; pipe: (bytes, times a step) of
+    messages between neighbouring stages; loops: the last stage sends to the first as well (chunks in a loop); flops: of all
+    stages for one rank of each, in matrix products; a stage gets as many layers as its slowest GPU can take; stage_bytes: what
+    each stage's ranks hold, where GPUs' memories differ.
+    """
+
+    model: tuple[tuple[Collective, float], ...] = ()
+    data: tuple[tuple[Collective, float], ...] = ()
+    pipe: tuple[tuple[float, float], ...] = ()
+    loops: bool = False
+    flops: float = 0.0
+    stage_bytes: tuple[int, ...] = ()
+
+
+def place(network: Network, shape: tuple[int, int, int], traffic: Traffic) -> tuple[int, ...]:
+    """For each rank the index of its GPU in `network.cluster.gpus`; a rank is (stage * replicas + replica) * slices + slice.
+
+    shape: (stages, replicas, slices). Where few arrangements differ the best of all; else the best structured one (slices
+    within islands, replicas along rails, stages across), improved by exchanges while they help. The same for any order of the
+    cluster's hosts. Raises ConfigError where the cluster has too few GPUs.
+    """
+    world, gpus = int(np.prod(shape)), len(network.cluster.gpus)
+    if world > gpus:
+        raise ConfigError(
+            f"{shape[0]} stages of {shape[1]} replicas of {shape[2]} slices need {world} GPUs, "
+            f"cluster {network.cluster.name!r} has {gpus}"
+        )
+    trials = every_arrangement(network, shape, _ALL)
+    if trials is not None:
+        return _result(_best(network, shape, traffic, trials)[0])
+    starts = structured(network, shape)
+    placed, seconds = _best(network, shape, traffic, starts)
+    budget = _TRIED
+    while budget > 0:
+        trials = exchanges(network, shape, placed, budget // world)
+        if not len(trials):
+            break
+        budget -= trials.size
+        better, fewer = _best(network, shape, traffic, trials)
+        if not fewer < seconds * (1 - 1e-9):
+            break
+        placed, seconds = better, fewer
+    return _result(placed)
+
+
+def step_seconds(network: Network, shape: tuple[int, int, int], traffic: Traffic, placed: Integers) -> Floats:
+    """Predicted seconds of each trial, [trials]: communication of all axes, one after the other, and compute where asked.
+
+    placed: [trials, ranks], GPU of each rank. All groups of an axis communicate at once.
+    """
+    trials, (stages, replicas, slices) = len(placed), shape
+    grid = placed.reshape(trials, *shape)
+    seconds = np.zeros(trials)
+    if slices > 1 and traffic.model:
+        seconds += _group_seconds(network, traffic.model, grid.reshape(trials, -1, slices))
+    if replicas > 1 and traffic.data:
+        seconds += _group_seconds(network, traffic.data, grid.transpose(0, 1, 3, 2).reshape(trials, -1, replicas))
+    if stages > 1 and traffic.pipe:
+        following = np.roll(grid, -1, axis=1) if traffic.loops else grid[:, 1:]
+        pairs = np.stack([grid[:, : following.shape[1]], following], axis=-1).reshape(trials, -1, 2)
+        chosen, which = _different(np.take_along_axis(pairs, np.argsort(pairs[:, :, :1], axis=1), axis=1))
+        for nbytes, times in traffic.pipe:
+            seconds += times * network.each_transfer(chosen, nbytes).max(axis=1)[which]
+    return seconds + _device_seconds(network, traffic, grid)
+
+
+def _group_seconds(network: Network, collectives: tuple[tuple[Collective, float], ...], groups: Integers) -> Floats:
+    groups = np.sort(groups, axis=2)
+    chosen, which = _different(np.take_along_axis(groups, np.argsort(groups[:, :, :1], axis=1), axis=1))
+    total = np.zeros(len(chosen))
+    for collective, times in collectives:
+        total += times * network.each_collective(collective.kind, chosen, collective.nbytes).max(axis=1)
+    return total[which]
+
+
+def _different(groups: Integers) -> tuple[Integers, Integers]:
+    """The trials that differ, and for each which of these it is."""
+    if len(groups) == 1:
+        return groups, np.zeros(1, dtype=np.int64)
+    rows = np.ascontiguousarray(groups.reshape(len(groups), -1))
+    _, first, which = np.unique(
+        rows.view(f"V{rows.itemsize * rows.shape[1]}").ravel(), return_index=True, return_inverse=True
+    )
+    return groups[first], which
+
+
+def _device_seconds(network: Network, traffic: Traffic, grid: Integers) -> Floats:
+    devices = [gpu.device for gpu in network.cluster.gpus]
+    speeds = np.array([device.gemm_flops for device in devices])
+    # Of the slowest GPU of each stage: its ranks wait for each other.
+    seconds: Floats = traffic.flops / speeds[grid].min(axis=(2, 3)).sum(axis=1)
+    if traffic.stage_bytes:
+        capacity = np.array([device.memory for device in devices])[grid]
+        seconds = seconds + _TOO_SMALL * (capacity < np.array(traffic.stage_bytes)[:, None, None]).sum(axis=(1, 2, 3))
+    return seconds
+
+
+def _best(network: Network, shape: tuple[int, int, int], traffic: Traffic, trials: Integers) -> tuple[Integers, float]:
+    """The trial of the fewest seconds, the first of equal ones."""
+    seconds = np.concatenate([step_seconds(network, shape, traffic, part) for part in _parts(trials)])
+    # Sums of other orders differ in their last bits: that is no reason to prefer a later trial.
+    first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-12)))
+    return trials[first], float(seconds[first])
+
+
+def _parts(trials: Integers) -> Iterator[Integers]:
+    size = max(1, _AT_ONCE // trials.shape[1])
+    for start in range(0, len(trials), size):
+        yield trials[start : start + size]
+
+
+def _result(placed: Integers) -> tuple[int, ...]:
+    return tuple(int(gpu) for gpu in placed)
