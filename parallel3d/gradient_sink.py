@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from parallel3d.errors import ExecutionError
+from parallel3d.standing import on_cuda
 
 # A tensor to add to, or a function that returns one and whether it holds anything yet: else it is to be overwritten.
 Accumulator = Tensor | Callable[[], tuple[Tensor, bool]]
@@ -107,7 +108,7 @@ Recipe = Product | RowSum | Scatter
 
 def _multiplies_into(accumulator: Tensor, left: Tensor, right: Tensor) -> bool:
     half = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
-    return _HAS_MIXED_MM and half and accumulator.is_cuda and accumulator.dtype == torch.float32
+    return _HAS_MIXED_MM and half and on_cuda(accumulator) and accumulator.dtype == torch.float32
 
 
 @dataclass(frozen=True)

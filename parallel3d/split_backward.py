@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel3d.gradient_sink import GradientSink, Product, RowSum, Scatter
 
@@ -197,15 +198,20 @@ class _SplitForward:
         return SplitEmbedding.apply(self._sink, x, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)
 
 
+# Traced on fake tensors, a layer does as in training.
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+
+
 def _splits(layer: nn.Module, x: Tensor) -> bool:
     """Whether this call can be split, as far as torch.compile can follow the question."""
     # Not `layer.weight`: of a parametrized layer, that computes the weight.
     weight = layer._parameters.get("weight")
     return (
-        type(weight) is nn.Parameter
+        isinstance(weight, nn.Parameter)
+        and type(weight) in _PLAIN
         and weight.requires_grad
         and weight.is_floating_point()
-        and type(x) in (Tensor, nn.Parameter)
+        and type(x) in _PLAIN
         and x.layout is torch.strided
         and not x.is_nested
         and not x.is_meta  # which has no autocast to ask about

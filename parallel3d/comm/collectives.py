@@ -38,6 +38,25 @@ class Group:
         return self
 
 
+@dataclass(frozen=True)
+class ImaginedGroup(Group):
+    """Ranks that aren't there, of which this process stands for the first: for traces on tensors without values.
+
+    Nothing is communicated, and results have any values. note(kind, nbytes) hears of each all_reduce, all_gather and
+    reduce_scatter, with the bytes of the whole tensor.
+    """
+
+    note: Callable[[str, int], None]
+
+
+def _imagines(group: Group, kind: str, whole: Tensor) -> bool:
+    """Whether the group is imagined, which then hears of this collective."""
+    if isinstance(group, ImaginedGroup):
+        group.note(kind, whole.nbytes)
+        return True
+    return False
+
+
 class Work(Protocol):
     """A collective under way."""
 
@@ -108,7 +127,7 @@ def all_reduce_max(tensor: Tensor, group: Group) -> Work:
 
 
 def _all_reduce(tensor: Tensor, group: Group, op: Any) -> Work:
-    if group.handle is None:
+    if _imagines(group, "all_reduce", tensor) or group.handle is None:
         return DONE
     work = dist.all_reduce(tensor, op=op, group=group.handle, async_op=True)
     assert work is not None
@@ -122,6 +141,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
     """Start to sum `whole` [n * group.size] over the group, each rank its part into `shard` [n], maybe a part of whole."""
+    if _imagines(group, "reduce_scatter", whole):
+        return DONE
     if group.handle is None:
         if shard.data_ptr() != whole.data_ptr():
             shard.copy_(whole)
@@ -133,6 +154,8 @@ def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
 
 def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
     """Start to put every rank's `shard` [n] into `whole` [n * group.size] in group order; shard may be a part of it."""
+    if _imagines(group, "all_gather", whole):
+        return DONE
     if group.handle is None:
         if shard.data_ptr() != whole.data_ptr():
             whole.copy_(shard)

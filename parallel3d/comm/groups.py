@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-from parallel3d.comm.collectives import Group
+from parallel3d.comm.collectives import Group, ImaginedGroup
 from parallel3d.comm.environment import init_distributed
 from parallel3d.errors import TopologyError
 from parallel3d.topology import ProcessTopology
@@ -82,6 +82,20 @@ class ProcessGroups:
         """These groups for layers that are built whole, by this rank alone: its slice group has one rank."""
         groups = copy.copy(self)
         groups.model = self.alone()
+        return groups
+
+    @classmethod
+    def imagined(cls, num_slices: int, note: Callable[[str, int], None]) -> ProcessGroups:
+        """Of a world that isn't there: the first of so many ranks that slice one layer, see ImaginedGroup.
+
+        For layers that are traced; it joins no world, and leaves one that this process has joined alone.
+        """
+        groups = cls.__new__(cls)
+        groups.topology = ProcessTopology(["pipe", "data", "model"], [1, 1, num_slices])
+        groups.rank = 0
+        groups.pipe = groups.data = alone = Group((0,), None)
+        groups.model = ImaginedGroup(tuple(range(num_slices)), None, note) if num_slices > 1 else alone
+        groups.world = groups.control = groups.model
         return groups
 
     def across_stages(self, stages: Iterable[int], max_ctas: int | None = None) -> Group:

@@ -36,6 +36,11 @@ class _Residual(DecoderLayer):
         self._slices = Slices(context)
         self.dropout = self._slices.dropout(config.residual_dropout)
 
+    @staticmethod
+    def cost_key(config: DecoderConfig, layer: int, *others: object, **options: object) -> object:
+        """See LayerSpec.costs_like: of its place in the model only the window counts."""
+        return config, config.window(layer), options.get("dtype")
+
     # Not of a Stream: torch.compile of PyTorch 2.11 can't carry a NamedTuple that it made over a break of its graph.
     def _add(self, hidden: Tensor, change: Tensor, length: int | None) -> Tensor:
         return hidden + self.dropout(change, length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,9 +33,13 @@ class CausalLMLoss:
     chunk: int = 512
     passes: Passes = field(default=EAGER, repr=False)
 
+    def in_one(self) -> CausalLMLoss:
+        """The same, of all positions at once."""
+        return replace(self, chunk=sys.maxsize)
+
     def compiled(self, **options: Any) -> CausalLMLoss:
         """The same, by torch.compile with these options between its collectives: of all positions at once, without copies."""
-        return replace(self, passes=Passes.compiled(**options))
+        return replace(self.in_one(), passes=Passes.compiled(**options))
 
     def __call__(self, logits: Tensor | SlicedLogits, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """See the class."""
@@ -47,7 +52,7 @@ class CausalLMLoss:
             labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], self.ignore_index)], dim=1)
         count = (labels != self.ignore_index).sum()
         # Not slices: the backward of each would make a gradient of all logits' size.
-        chunk = self.chunk if self.passes == EAGER else max(1, labels.shape[1])
+        chunk = min(self.chunk, max(1, labels.shape[1]))
         chunks = zip(local.split(chunk, dim=1), labels.split(chunk, dim=1), strict=True)
         sums = [self._losses(part, logits, wanted).sum() for part, wanted in chunks]
         total = torch.stack(sums).sum()

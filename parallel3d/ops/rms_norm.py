@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from parallel3d.ops.reasons import NORM
+from parallel3d.standing import on_cuda
 
 _LONGEST = 16384  # numbers of a row that a program holds
 _PROGRAMS_A_MULTIPROCESSOR = 4
+_ASSUMED_MULTIPROCESSORS = 132  # of an H100 or H200, where there is none to ask
+
+# What a trace on fake tensors sees of a kernel: that it reads and writes.
+library.define("parallel3d::rms_norm_pass", "(Tensor[] read, Tensor(a!)[] written) -> ()")
+library.register_fake("parallel3d::rms_norm_pass", lambda read, written: None)
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -34,21 +41,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     floating = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    # Not of a fake tensor, which has no memory for a kernel.
-    return x.is_cuda and type(x) in (Tensor, nn.Parameter) and floating and x.numel() > 0 and x.shape[-1] <= _LONGEST
+    plain = type(x) in (Tensor, nn.Parameter, FakeTensor)
+    return plain and on_cuda(x) and floating and x.numel() > 0 and x.shape[-1] <= _LONGEST
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        from parallel3d.ops.rms_norm_kernels import rms_norm_forward  # here, for the CPU's PyTorch has no Triton
-
         ctx.set_materialize_grads(False)
         rows, size = x.numel() // x.shape[-1], x.shape[-1]
         given, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        rms_norm_forward[(rows,)](given, weight, out, scale, size, eps, BLOCK=_power_of_two(size))
         ctx.save_for_backward(given, weight, scale)
+        if isinstance(x, FakeTensor):
+            torch.ops.parallel3d.rms_norm_pass([given, weight], [out, scale])
+            return out, x.view_as(x)
+        from parallel3d.ops.rms_norm_kernels import rms_norm_forward  # here, for the CPU's PyTorch has no Triton
+
+        rms_norm_forward[(rows,)](given, weight, out, scale, size, eps, BLOCK=_power_of_two(size))
         return out, x.view_as(x)
 
     @staticmethod
@@ -56,29 +66,38 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None, handed_on: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return handed_on, None, None
-        from parallel3d.ops.rms_norm_kernels import rms_norm_backward
-
         x, weight, scale = ctx.saved_tensors
         rows, size = scale.numel(), x.shape[-1]
-        properties = torch.cuda.get_device_properties(x.device)
-        programs = min(rows, _PROGRAMS_A_MULTIPROCESSOR * properties.multi_processor_count)
+        programs = min(rows, _PROGRAMS_A_MULTIPROCESSOR * _multiprocessors(x))
         dx = torch.empty_like(x)
         partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
         other = gradient if handed_on is None else handed_on.contiguous()
-        rms_norm_backward[(programs,)](
-            gradient.contiguous(),
-            other,
-            x,
-            weight,
-            scale,
-            dx,
-            partial,
-            rows,
-            size,
-            ADDS=handed_on is not None,
-            BLOCK=_power_of_two(size),
-        )
+        given = gradient.contiguous()
+        if isinstance(x, FakeTensor):
+            torch.ops.parallel3d.rms_norm_pass([given, other, x, weight, scale], [dx, partial])
+        else:
+            from parallel3d.ops.rms_norm_kernels import rms_norm_backward
+
+            rms_norm_backward[(programs,)](
+                given,
+                other,
+                x,
+                weight,
+                scale,
+                dx,
+                partial,
+                rows,
+                size,
+                ADDS=handed_on is not None,
+                BLOCK=_power_of_two(size),
+            )
         return dx, partial.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
+
+
+def _multiprocessors(x: Tensor) -> int:
+    if isinstance(x, FakeTensor):
+        return _ASSUMED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def _power_of_two(size: int) -> int:

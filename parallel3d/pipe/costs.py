@@ -96,7 +96,7 @@ def alike(a: Layer, b: Layer) -> bool:
     if type(a) is not type(b) or not isinstance(a, LayerSpec) or not isinstance(b, LayerSpec):
         return False
     same_call = not isinstance(a, TiedLayerSpec) or a.forward_fn is getattr(b, "forward_fn", None)
-    return same_call and a.builds_like(b)
+    return same_call and a.costs_like(b)
 
 
 def bound(layer: Layer, module: Any, loss: Callable[[Any, Any], Any] | None, labels: Any) -> Callable[[Any], Any]:

@@ -30,9 +30,12 @@ class Entry:
                 _Enter.apply(_ANCHOR, tensor, self._gradients, k)
 
     def gradients(self) -> list[Tensor]:
-        """One for each tensor, zeros where the backward did not reach it."""
+        """One for each tensor, zeros where the backward did not reach it. To be called once: they aren't kept."""
+        # The graph keeps its end of the dictionary for as long as anything keeps an input, as a deferred weight gradient does.
+        found = dict(self._gradients)
+        self._gradients.clear()
         return [
-            self._gradients[k] if k in self._gradients else torch.zeros(shape, dtype=dtype, device=device)
+            found[k] if k in found else torch.zeros(shape, dtype=dtype, device=device)
             for k, (shape, dtype, device) in enumerate(self._kinds)
         ]
 

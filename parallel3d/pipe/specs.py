@@ -68,6 +68,20 @@ class LayerSpec:
             and _same(self.module_kwargs, other.module_kwargs)
         )
 
+    def costs_like(self, other: LayerSpec) -> bool:
+        """Whether both cost the same on the same inputs: they build the same, or their class's `cost_key` says so.
+
+        cost_key(*module_args, **module_kwargs): a static method of a class whose arguments don't all matter for that, as the
+        place in the model.
+        """
+        key = getattr(self.typename, "cost_key", None)
+        if key is None or self.typename is not other.typename:
+            return self.builds_like(other)
+        return _same(
+            key(*self.module_args, **self.module_kwargs),
+            key(*other.module_args, **other.module_kwargs),
+        )
+
 
 def _same(a: Any, b: Any) -> bool:
     try:

@@ -180,7 +180,10 @@ class Gathers(nn.Module):
     ("layer", "message"),
     [
         (LayerSpec(Looks, 8), r"layer 1 \(Looks\): it can't be traced on fake tensors: .*if tensor.*'profile'"),
-        (LayerSpec(Gathers), r"layer 1 \(Gathers\): it communicates .* BuildContext \(context=\), or use 'profile'"),
+        (
+            LayerSpec(Gathers),
+            r"layer 1 \(Gathers\): it communicates .* BuildContext \(context=\), or use partition method 'profile'",
+        ),
         (LayerSpec(nn.Linear, 9, 9), r"layer 1 \(Linear\): it can't be traced"),
     ],
 )
