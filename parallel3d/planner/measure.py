@@ -160,17 +160,20 @@ def _ring(transfer: Transfer) -> tuple[float, float, float]:
 
 
 def fit_link(samples: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(latency, bandwidth) for which latency * steps + nbytes / bandwidth is nearest to the seconds of each sample.
+    """(latency, bandwidth), both above 0, for which latency * steps + nbytes / bandwidth is nearest to each sample's seconds.
 
-    samples: (steps, nbytes, seconds); nearest in relative terms, by least squares, with no latency below 0.
+    samples: (steps, nbytes, seconds), all above 0; nearest in relative terms, by least squares. Where that has no latency, as
+    large messages took more than in proportion or times are noise, the fastest step is the latency, and the largest messages
+    tell the bandwidth.
     """
-    table = np.array(samples, dtype=float)
-    steps, nbytes, seconds = table.T
+    steps, nbytes, seconds = np.array(samples, dtype=float).T
     scaled = np.stack([steps, nbytes], axis=1) / seconds[:, None]
-    (latency, inverse), *_ = np.linalg.lstsq(scaled, np.ones(len(table)), rcond=None)
-    if latency < 0 or inverse <= 0:
-        latency = 0.0
-        inverse = scaled[:, 1].sum() / (scaled[:, 1] ** 2).sum()
+    (latency, inverse), *_ = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)
+    if latency <= 0 or inverse <= 0:
+        latency = (seconds / steps).min()
+        large = nbytes == nbytes.max()
+        beyond = np.median((seconds - latency * steps)[large])
+        inverse = (beyond if beyond > 0 else np.median(seconds[large])) / nbytes.max()
     return float(latency), float(1 / inverse)
 
 

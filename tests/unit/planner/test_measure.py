@@ -30,11 +30,27 @@ def test_a_line_is_found_again(latency, bandwidth, ranks):
     assert fitted == pytest.approx([seconds for seconds, _ in times], rel=1e-6)
 
 
-def test_noise_never_makes_a_latency_negative_or_a_link_infinite():
-    for seconds in ([1e-6, 3e-5, 1e-3], [1e-3, 1e-3, 1e-3], [3e-3, 2e-3, 1e-3]):
-        latency, bandwidth = fit_link([(1, size, time) for size, time in zip((1e4, 1e5, 1e6), seconds, strict=True)])
-        assert latency >= 0
-        assert 0 < bandwidth < float("inf")
+@pytest.mark.parametrize(
+    ("seconds", "latency", "bandwidth"),
+    [
+        ([1e-6, 3e-5, 1e-3], 1e-6, 1e6 / 0.999e-3),  # a hundred times the bytes take a thousand times as long
+        ([1e-3, 1e-3, 1e-3], 1e-3, None),
+        ([3e-3, 2e-3, 1e-3], 1e-3, 1e6 / 1e-3),
+    ],
+)
+def test_times_that_are_no_line_still_have_a_latency_and_a_bandwidth(seconds, latency, bandwidth):
+    found = fit_link([(1, size, time) for size, time in zip((1e4, 1e5, 1e6), seconds, strict=True)])
+    assert found[0] == pytest.approx(latency, rel=1e-6)
+    assert 0 < found[1] < float("inf")
+    if bandwidth is not None:
+        assert found[1] == pytest.approx(bandwidth, rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.integers(1, 14), st.floats(1, 1e10), st.floats(1e-9, 100)), min_size=2, max_size=20))
+def test_no_times_give_a_link_that_cannot_be(samples):
+    latency, bandwidth = fit_link(samples)
+    assert 0 < latency < float("inf")
+    assert 0 < bandwidth < float("inf")
 
 
 def all_reduce_by_ring(ranks: int, nbytes: float, latency: float, bandwidth: float) -> float:
