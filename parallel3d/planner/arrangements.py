@@ -170,19 +170,17 @@ def _tiled(order: Integers, shape: Grid, nesting: _Nesting) -> Integers:
 def exchanges(network: Network, shape: Grid, placed: Integers, most: int) -> Integers:
     """`placed` with two islands, two slice groups or two GPUs exchanged, or a GPU with an unused one; at most `most` such ways.
 
-    In large clusters only unlike GPUs are exchanged; there are none where all are alike.
+    There are none where all GPUs are alike in islands of one size, which the structured ways suit; large clusters have those of
+    unlike GPUs alone.
     """
     fabric, gpus = network.fabric, network.cluster.gpus
     unused = np.setdiff1d(np.arange(len(gpus)), placed)
     places = np.concatenate([placed, unused[np.argsort(fabric.position[unused])]])
     alike: dict[object, int] = {}
-    kind = np.array(
-        [
-            alike.setdefault((gpu.device, fabric.attachments[fabric.attachment[u]][0]), len(alike))
-            for gpu, u in zip(gpus, fabric.unit, strict=True)
-        ]
-    )
-    if len(gpus) > _SMALL and len(alike) == 1:
+    classes = [fabric.attachments[number][0] for number in fabric.attachment[fabric.unit]]
+    kind = np.array([alike.setdefault((g.device, c), len(alike)) for g, c in zip(gpus, classes, strict=True)])
+    sizes = np.unique(fabric.island[placed], return_counts=True)[1]
+    if len(alike) == 1 and (len(gpus) > _SMALL or (sizes == sizes[0]).all()):
         return np.zeros((0, len(placed)), dtype=np.int64)
     pairs = list(
         islice(_pairs(fabric.island[places], kind[places], len(placed), shape[2], len(gpus) > _SMALL), _LISTED)

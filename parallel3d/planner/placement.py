@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.arrangements import every_arrangement, exchanges, structured
+from parallel3d.planner.arrangements import Grid, every_arrangement, exchanges, structured
 from parallel3d.planner.fabric import Floats, Integers
 from parallel3d.planner.links import Network
 from parallel3d.planner.work import Collective
 
 _ALL = 12_000  # arrangements to try one and all, where no more are different
 _AT_ONCE = 1 << 15  # ranks of trials timed together
-_TRIED = 1 << 18  # ranks of all trials of local moves: bounds the time
+_TRIED = 1 << 16  # ranks of all trials of a descent: bounds the time
+_SMALL, _STARTS = 64, 4  # GPUs up to which so many structured arrangements are improved, within the same bound
 _TOO_SMALL = 1e6  # seconds for a GPU that can't hold its stage: those are avoided first
 
 
@@ -23,10 +23,10 @@ _TOO_SMALL = 1e6  # seconds for a GPU that can't hold its stage: those are avoid
 class Traffic:
     """What a training step asks of the links and of unequal GPUs.
 
-    model, data: (collective, times a step) of each slice group and of each group of replicas; pipe: (bytes, times a step) of
-    messages between neighbouring stages; loops: the last stage sends to the first as well (chunks in a loop); flops: of all
-    stages for one rank of each, in matrix products; a stage gets as many layers as its slowest GPU can take; stage_bytes: what
-    each stage's ranks hold, where GPUs' memories differ.
+    model, data: (collective, how often a step waits for it) of each slice group and of each group of replicas; pipe: the same
+    of (bytes of) messages between neighbouring stages. What compute hides counts less. loops: the last stage sends to the first
+    as well (chunks in a loop); flops: of all stages for one rank of each, in matrix products; a stage gets as many layers as
+    its slowest GPU can take; stage_bytes: what each stage's ranks hold, where GPUs' memories differ.
     """
 
     model: tuple[tuple[Collective, float], ...] = ()
@@ -37,7 +37,7 @@ class Traffic:
     stage_bytes: tuple[int, ...] = ()
 
 
-def place(network: Network, shape: tuple[int, int, int], traffic: Traffic) -> tuple[int, ...]:
+def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
     """For each rank the index of its GPU in `network.cluster.gpus`; a rank is (stage * replicas + replica) * slices + slice.
 
     shape: (stages, replicas, slices). Where few arrangements differ the best of all; else the best structured one (slices
@@ -54,21 +54,30 @@ def place(network: Network, shape: tuple[int, int, int], traffic: Traffic) -> tu
     if trials is not None:
         return _result(_best(network, shape, traffic, trials)[0])
     starts = structured(network, shape)
-    placed, seconds = _best(network, shape, traffic, starts)
-    budget = _TRIED
+    order = np.argsort(_seconds(network, shape, traffic, starts), kind="stable")
+    # More than one start where that costs little: the descent of small clusters ends in what exchanges of two can't improve.
+    chosen = order[: _STARTS if gpus <= _SMALL else 1]
+    descents = [_descend(network, shape, traffic, starts[start], _TRIED // len(chosen)) for start in chosen]
+    return _result(min(descents, key=lambda descent: descent[1])[0])
+
+
+def _descend(network: Network, shape: Grid, traffic: Traffic, placed: Integers, ranks: int) -> tuple[Integers, float]:
+    """The best exchange, as long as one helps and trials have no more than so many ranks together."""
+    seconds = float(step_seconds(network, shape, traffic, placed[None])[0])
+    budget = ranks // placed.size
     while budget > 0:
-        trials = exchanges(network, shape, placed, budget // world)
+        trials = exchanges(network, shape, placed, budget)
+        budget -= len(trials)
         if not len(trials):
             break
-        budget -= trials.size
         better, fewer = _best(network, shape, traffic, trials)
-        if not fewer < seconds * (1 - 1e-9):
+        if fewer >= seconds * (1 - 1e-9):
             break
         placed, seconds = better, fewer
-    return _result(placed)
+    return placed, seconds
 
 
-def step_seconds(network: Network, shape: tuple[int, int, int], traffic: Traffic, placed: Integers) -> Floats:
+def step_seconds(network: Network, shape: Grid, traffic: Traffic, placed: Integers) -> Floats:
     """Predicted seconds of each trial, [trials]: communication of all axes, one after the other, and compute where asked.
 
     placed: [trials, ranks], GPU of each rank. All groups of an axis communicate at once.
@@ -120,18 +129,18 @@ def _device_seconds(network: Network, traffic: Traffic, grid: Integers) -> Float
     return seconds
 
 
-def _best(network: Network, shape: tuple[int, int, int], traffic: Traffic, trials: Integers) -> tuple[Integers, float]:
+def _best(network: Network, shape: Grid, traffic: Traffic, trials: Integers) -> tuple[Integers, float]:
     """The trial of the fewest seconds, the first of equal ones."""
-    seconds = np.concatenate([step_seconds(network, shape, traffic, part) for part in _parts(trials)])
+    seconds = _seconds(network, shape, traffic, trials)
     # Sums of other orders differ in their last bits: that is no reason to prefer a later trial.
     first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-12)))
     return trials[first], float(seconds[first])
 
 
-def _parts(trials: Integers) -> Iterator[Integers]:
+def _seconds(network: Network, shape: Grid, traffic: Traffic, trials: Integers) -> Floats:
     size = max(1, _AT_ONCE // trials.shape[1])
-    for start in range(0, len(trials), size):
-        yield trials[start : start + size]
+    parts = [trials[start : start + size] for start in range(0, len(trials), size)]
+    return np.concatenate([step_seconds(network, shape, traffic, part) for part in parts])
 
 
 def _result(placed: Integers) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -43,7 +44,10 @@ def random_traffic(rng: random.Random, stages: int) -> Traffic:
 
     return Traffic(
         model=((Collective("all_reduce", volume(1e5, 1e8)), 100.0),),
-        data=((Collective("reduce_scatter", volume(1e7, 1e10)), 1.0), (Collective("all_gather", volume(1e7, 1e10)), 1.0)),
+        data=(
+            (Collective("reduce_scatter", volume(1e7, 1e10)), 1.0),
+            (Collective("all_gather", volume(1e7, 1e10)), 1.0),
+        ),
         pipe=((volume(1e5, 1e8), 64.0),),
         loops=rng.random() < 0.3,
         flops=rng.choice([0.0, volume(1e12, 1e15)]),
@@ -75,5 +79,92 @@ def test_placement_is_within_a_percent_of_the_best_assignment(block):
         placed = place(network, shape, traffic)
         assert len(set(placed)) == math.prod(shape)
         all_ways = every_assignment(len(network.cluster.gpus), shape)
-        best = min(step_seconds(network, shape, traffic, all_ways[i : i + 4096]).min() for i in range(0, len(all_ways), 4096))
+        best = min(
+            step_seconds(network, shape, traffic, all_ways[i : i + 4096]).min() for i in range(0, len(all_ways), 4096)
+        )
         assert step_seconds(network, shape, traffic, np.array([placed]))[0] <= 1.01 * best, (seed, shape, traffic)
+
+
+TRAFFIC = Traffic(
+    model=((Collective("all_reduce", 3e7), 2000.0),),
+    data=((Collective("reduce_scatter", 4e9), 1.0), (Collective("all_gather", 2e9), 1.0)),
+    pipe=((3e7, 8.0),),
+)
+
+
+def test_slices_lie_in_islands_replicas_along_rails_and_stages_across():
+    network = Network(rails(16).cluster())
+    grid = np.array(place(network, (4, 4, 8), TRAFFIC)).reshape(4, 4, 8)
+    hosts, rail = grid // 8, grid % 8
+    assert (hosts == hosts[:, :, :1]).all()
+    assert (rail == rail[:1, :1]).all()
+
+
+def test_replicas_stay_in_a_pod_where_the_links_above_are_thin():
+    built = rails(16, pod=4)
+    for _, _, data in built.edges:
+        if data["kind"] == "network":
+            data["bandwidth"] /= 16
+    network = Network(built.cluster())
+    pods = np.array(place(network, (4, 4, 8), TRAFFIC)).reshape(4, 32) // 32
+    assert (pods == pods[:, :1]).all()
+
+
+def test_hosts_with_a_slow_card_stay_unused_and_slow_gpus_share_a_stage():
+    built = Builder()
+    for host in range(12):
+        nic = [NIC / 4, *[NIC] * 3] if host in (2, 7) else NIC
+        device = SLOW if host in (4, 9) else FAST
+        built.host(f"h{host}", 4, device=device, nic=nic, switches=[f"rail{i}" for i in range(4)])
+    network = Network(built.cluster())
+    assert not {gpu // 4 for gpu in place(network, (2, 4, 4), TRAFFIC)} & {2, 7}
+    grid = np.array(place(network, (6, 2, 4), replace(TRAFFIC, flops=1e16))).reshape(6, -1)
+    kinds = [{network.cluster.gpus[gpu].device.name for gpu in stage} for stage in grid]
+    assert sorted(map(len, kinds)) == [1] * 6, "a stage of both kinds waits for its slow ones"
+
+
+def test_islands_that_slices_do_not_divide_leave_the_rest_unused():
+    built = Builder()
+    for host in range(4):
+        built.host(f"h{host}", 6, switches=["leaf"])
+    grid = np.array(place(Network(built.cluster()), (1, 4, 4), TRAFFIC)).reshape(4, 4) // 6
+    assert (grid == grid[:, :1]).all()
+
+
+def test_a_stage_that_needs_the_memory_lies_on_large_gpus():
+    built = Builder()
+    for host, device in enumerate([SLOW, FAST, SLOW, FAST]):
+        built.host(f"h{host}", 8, device=device, switches=[f"rail{i}" for i in range(8)])
+    traffic = replace(TRAFFIC, stage_bytes=(30 << 30, 60 << 30, 30 << 30, 60 << 30))
+    stages = np.array(place(Network(built.cluster()), (4, 1, 8), traffic)).reshape(4, 8) // 8
+    assert {*stages[1].tolist(), *stages[3].tolist()} == {1, 3}
+
+
+@pytest.mark.parametrize("shuffle", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, None])
+def test_order_of_hosts_changes_no_rank(seed, shuffle):
+    rng = random.Random(seed)
+    if seed is None:
+        built, shape, traffic = rails(20, pod=8), (5, 4, 8), TRAFFIC
+        built.host("odd", 8, device=SLOW, nic=[NIC / 4] * 8, switches=[f"leaf0.{i}" for i in range(8)])
+    else:
+        built = random_cluster(rng)
+        shape = random_shape(rng, len(built.gpus))
+        traffic = random_traffic(rng, shape[0])
+    clusters = [built.cluster(), built.cluster(shuffle)]
+    names = [[cluster.gpus[gpu].node for gpu in place(Network(cluster), shape, traffic)] for cluster in clusters]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(("hosts", "most"), [(128, 0.3), (1280, 1.5)])
+def test_large_clusters_are_placed_in_seconds(hosts, most):
+    network = Network(rails(hosts).cluster())
+    started = time.process_time()
+    placed = place(network, (8, hosts // 8, 8), TRAFFIC)
+    assert time.process_time() - started < most
+    assert sorted(placed) == list(range(8 * hosts))
+
+
+def test_too_few_gpus_are_an_error():
+    with pytest.raises(ConfigError, match="need 16 GPUs, cluster 'test' has 8"):
+        place(Network(rails(1).cluster()), (2, 1, 8), TRAFFIC)
