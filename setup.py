@@ -13,6 +13,7 @@ TEST = [
     "types-PyYAML",
     "types-networkx",
     "transformers>=5",
+    "selenium>=4.20",
 ]
 
 setup(
@@ -23,12 +24,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["parallel3d", "parallel3d.*"]),
-    package_data={"parallel3d": ["py.typed"]},
+    package_data={"parallel3d": ["py.typed"], "parallel3d.planner.report": ["page/*"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",
         "numpy>=1.26",
         "networkx>=3.2",
+        "jinja2>=3.1",
         "pyyaml>=6",
         "pydantic>=2.7",
         "hjson>=3.1",

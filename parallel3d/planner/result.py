@@ -67,7 +67,7 @@ class Prediction(_Result):
 
 
 class TimelineSpan(_Result):
-    """One instruction of one stage in seconds from the step's begin; op: its short form, "F", "B", "I", "W", "RED", ..."""
+    """One instruction of one stage in seconds from the step's begin; op: the value of its schedule Op, "F", "B", "RED", ..."""
 
     stage: int
     op: str
@@ -75,6 +75,7 @@ class TimelineSpan(_Result):
     micro_batch: int
     start: float
     end: float
+    bucket: int | None = None
 
 
 class LinkLoad(_Result):

@@ -14,7 +14,7 @@ from parallel3d.schedule.graph import blocks_host
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.simulate import Cost, Span, Timeline, simulate, unit_cost
 
-_NAMES = {
+NAMES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
     Op.BACKWARD_INPUT: "input gradient",
@@ -30,7 +30,7 @@ _NAMES = {
 }
 
 
-def _local_chunks(spans: Iterable[Span]) -> dict[int, int]:
+def local_chunks(spans: Iterable[Span]) -> dict[int, int]:
     """chunk -> its place among the chunks of its rank, counted from 0."""
     held: dict[int, set[int]] = {}
     for s in spans:
@@ -88,7 +88,7 @@ def text_grid(program: Program, cost: Cost = unit_cost, max_width: int = 160) ->
 def _cells(timeline: Timeline) -> list[list[_Cell]]:
     spans = _computes(timeline)
     slot = min((s.end - s.start for s in spans if s.end > s.start), default=1.0)
-    letters = _local_chunks(spans)
+    letters = local_chunks(spans)
     several = any(letters.values())
     rows: list[list[_Cell]] = [[] for _ in range(timeline.num_ranks)]
     for s in spans:
@@ -154,14 +154,14 @@ def _clock(program: Program) -> dict[tuple[int, Instruction], tuple[float, float
 
 # ----------------------------------------------------------------------------------------------------------- SVG
 
-_BOX_COLOURS = {
+BOX_COLOURS = {
     Op.FORWARD: (47, 105, 180),
     Op.BACKWARD: (46, 135, 82),
     Op.BACKWARD_INPUT: (24, 138, 141),
     Op.BACKWARD_WEIGHT: (196, 120, 32),
 }
-_MARK_ROWS = {"receive": 0, "send": 1, "reduce": 2, "gather": 2, "load": 2}
-_MARK_COLOURS = {"receive": "#b48ad6", "send": "#7a3fa8", "reduce": "#c8413b", "gather": "#d98c2b", "load": "#7d8590"}
+MARK_ROWS = {"receive": 0, "send": 1, "reduce": 2, "gather": 2, "load": 2}
+MARK_COLOURS = {"receive": "#b48ad6", "send": "#7a3fa8", "reduce": "#c8413b", "gather": "#d98c2b", "load": "#7d8590"}
 _LEFT, _RIGHT, _TITLE, _AXIS, _LANE, _MARK, _GAP = 62, 18, 30, 34, 24, 4, 6
 _INK, _FAINT = "#24292f", "#6e7781"
 
@@ -190,11 +190,16 @@ class _Scale:
 
     def ticks(self) -> Iterator[float]:
         """Multiples of 1, 2 or 5 times a power of ten, about ten of them."""
-        rough = self.full / 10
-        power = 10.0 ** floor(log10(rough))
-        step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
+        step = tick_step(self.full)
         for k in range(floor(self.full / step * 1.0001) + 1):
             yield k * step
+
+
+def tick_step(full: float, ticks: int = 10) -> float:
+    """1, 2 or 5 times a power of ten, of which at most about `ticks` fit into `full` (above 0)."""
+    rough = full / ticks
+    power = 10.0 ** floor(log10(rough))
+    return next(k * power for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
 
 
 def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = None, width: int = 1200) -> str:
@@ -229,7 +234,7 @@ def _marks(timeline: Timeline) -> list[Span]:
 
 
 def _lane_height(timeline: Timeline) -> float:
-    rows = {_MARK_ROWS[_NAMES[s.instruction.op]] for s in _marks(timeline)}
+    rows = {MARK_ROWS[NAMES[s.instruction.op]] for s in _marks(timeline)}
     return _LANE + _GAP + (_MARK * (1 + max(rows)) + 4 if rows else 0)
 
 
@@ -262,19 +267,19 @@ def _panel(name: str, timeline: Timeline, scale: _Scale, top: float) -> list[str
         out.append(_text(_LEFT - 10, y + 16, f"stage {rank}", fill=_INK, text_anchor="end"))
     shades, depth = _shades(timeline)
     for s in _computes(timeline):
-        out += _box(s, scale, first + lane * s.rank, _colour(s.instruction.op, shades[s.instruction.chunk], depth))
+        out += _box(s, scale, first + lane * s.rank, box_colour(s.instruction.op, shades[s.instruction.chunk], depth))
     for s in _marks(timeline):
-        kind = _NAMES[s.instruction.op]
-        y = first + lane * s.rank + _LANE + 2 + _MARK * _MARK_ROWS[kind]
+        kind = NAMES[s.instruction.op]
+        y = first + lane * s.rank + _LANE + 2 + _MARK * MARK_ROWS[kind]
         width = max(scale.x(s.end) - scale.x(s.start), 1)
         extra = f' class="mark {kind}" fill-opacity="0.8"'
-        out.append(_rect(scale.x(s.start), y, width, _MARK - 1, _MARK_COLOURS[kind], extra, _tooltip(s, scale)))
+        out.append(_rect(scale.x(s.start), y, width, _MARK - 1, MARK_COLOURS[kind], extra, _tooltip(s, scale)))
     return out
 
 
 def _tooltip(s: Span, scale: _Scale) -> str:
     times = f"{scale.text(s.start)} to {scale.text(s.end)} ({scale.text(s.end - s.start)})"
-    return f"{s.instruction} {_NAMES[s.instruction.op]}, stage {s.rank}: {times}"
+    return f"{s.instruction} {NAMES[s.instruction.op]}, stage {s.rank}: {times}"
 
 
 def _box(s: Span, scale: _Scale, y: float, colour: tuple[int, int, int]) -> Iterator[str]:
@@ -282,7 +287,7 @@ def _box(s: Span, scale: _Scale, y: float, colour: tuple[int, int, int]) -> Iter
     # A hairline between neighbours; a box too narrow for it is drawn without.
     border = ' stroke="#ffffff" stroke-width="0.8"' if width >= 3 else ""
     extra = f' class="box {s.instruction.op.name.lower()}"{border}'
-    yield _rect(x, y, width, _LANE, "#{:02x}{:02x}{:02x}".format(*colour), extra, _tooltip(s, scale))
+    yield _rect(x, y, width, _LANE, hex_colour(colour), extra, _tooltip(s, scale))
     label = str(s.instruction.micro_batch)
     size = next((size for size in (12, 10, 8) if width >= 0.6 * size * len(label) + 3), None)
     if size is not None:
@@ -296,31 +301,36 @@ def _box(s: Span, scale: _Scale, y: float, colour: tuple[int, int, int]) -> Iter
 
 def _shades(timeline: Timeline) -> tuple[dict[int, int], int]:
     """chunk -> its place on its stage, and the most chunks that a stage holds."""
-    shades = _local_chunks(_computes(timeline))
+    shades = local_chunks(_computes(timeline))
     return shades, 1 + max(shades.values(), default=0)
 
 
-def _colour(op: Op, shade: int, depth: int) -> tuple[int, int, int]:
+def box_colour(op: Op, shade: int, depth: int) -> tuple[int, int, int]:
     """The kind's colour, mixed with up to 65% white for the last of `depth` chunks."""
     white = 0.65 * shade / max(depth - 1, 1)
-    red, green, blue = (round(c + (255 - c) * white) for c in _BOX_COLOURS[op])
+    red, green, blue = (round(c + (255 - c) * white) for c in BOX_COLOURS[op])
     return red, green, blue
+
+
+def hex_colour(colour: tuple[int, int, int]) -> str:
+    """(47, 105, 180) -> "#2f69b4"."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
 def _legend(timelines: Iterable[Timeline], y: float) -> list[str]:
     drawn = list(timelines)
     depth = max((_shades(t)[1] for t in drawn), default=1)
     ops = {s.instruction.op for t in drawn for s in _computes(t)}
-    kinds = {_NAMES[s.instruction.op] for t in drawn for s in _marks(t)}
+    kinds = {NAMES[s.instruction.op] for t in drawn for s in _marks(t)}
     out, x = [], float(_LEFT)
-    for op in (op for op in _BOX_COLOURS if op in ops):
+    for op in (op for op in BOX_COLOURS if op in ops):
         for shade in range(depth):
-            out.append(_rect(x, y, 12, 12, "#{:02x}{:02x}{:02x}".format(*_colour(op, shade, depth))))
+            out.append(_rect(x, y, 12, 12, hex_colour(box_colour(op, shade, depth))))
             x += 12
-        out.append(_text(x + 5, y + 10, _NAMES[op], fill=_INK))
-        x += 5 + 7 * len(_NAMES[op]) + 16
-    for kind in (kind for kind in _MARK_COLOURS if kind in kinds):
-        out.append(_rect(x, y + 5, 14, _MARK - 1, _MARK_COLOURS[kind]))
+        out.append(_text(x + 5, y + 10, NAMES[op], fill=_INK))
+        x += 5 + 7 * len(NAMES[op]) + 16
+    for kind in (kind for kind in MARK_COLOURS if kind in kinds):
+        out.append(_rect(x, y + 5, 14, _MARK - 1, MARK_COLOURS[kind]))
         out.append(_text(x + 19, y + 10, kind, fill=_INK))
         x += 19 + 7 * len(kind) + 16
     if depth > 1:
@@ -379,4 +389,4 @@ def _event(s: Span, pid: int, tid: int, scale_to_us: float) -> dict[str, Any]:
     if i.bucket is not None:
         args["bucket"] = i.bucket
     times = {"ts": s.start * scale_to_us, "dur": (s.end - s.start) * scale_to_us}
-    return {"ph": "X", "name": str(i), "cat": _NAMES[i.op], "pid": pid, "tid": tid, **times, "args": args}
+    return {"ph": "X", "name": str(i), "cat": NAMES[i.op], "pid": pid, "tid": tid, **times, "args": args}

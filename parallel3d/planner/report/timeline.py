@@ -1,0 +1,122 @@
+"""The winner's timeline: as columns of integers that the page's script draws, and as an SVG."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from parallel3d.planner.report import svg
+from parallel3d.planner.report.words import duration
+from parallel3d.planner.result import TimelineSpan
+from parallel3d.schedule import draw
+from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
+from parallel3d.schedule.simulate import Span, Timeline
+
+# Of a step, in the page: one has a ten millionth of it. A window of a thousandth still shows times to three digits.
+_TICKS = 10_000_000
+_LABELLED = 6_000
+
+
+def as_timeline(spans: tuple[TimelineSpan, ...], num_stages: int) -> Timeline:
+    """The schedule's own form. Raises ValueError for an op that isn't a schedule's."""
+    ops = {value: Op(value) for value in {s.op for s in spans}}
+    made = (Span(s.stage, Instruction(ops[s.op], s.chunk, s.micro_batch, s.bucket), s.start, s.end) for s in spans)
+    return Timeline.of(made, num_stages)
+
+
+def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
+    """What the page draws and names instructions from; each lane's spans in the order of their starts.
+
+    Of more than `limit` spans those in the middle of the step, where a schedule repeats itself, are left out: "left_out"
+    is then (tick from, tick to, number). Starts are differences to the span before.
+    """
+    full = timeline.makespan or 1.0
+    spans, gap = _both_ends(timeline, limit)
+    shades = draw.local_chunks(s for s in timeline.spans if s.instruction.op in COMPUTE_OPS)
+    depth = 1 + max(shades.values(), default=0)
+    ops = sorted({s.instruction.op for s in timeline.spans}, key=list(Op).index)
+    lanes = []
+    for stage in range(timeline.num_ranks):
+        own = [s for s in spans if s.rank == stage]
+        starts = [round(s.start / full * _TICKS) for s in own]
+        lanes.append(
+            {
+                "start": [b - a for a, b in pairwise([0, *starts])],
+                "length": [round(s.end / full * _TICKS) - start for s, start in zip(own, starts, strict=True)],
+                "op": [ops.index(s.instruction.op) for s in own],
+                "chunk": [s.instruction.chunk for s in own],
+                "micro": [s.instruction.micro_batch for s in own],
+                "bucket": [-1 if s.instruction.bucket is None else s.instruction.bucket for s in own],
+            }
+        )
+    return {
+        "seconds": full,
+        "ticks": _TICKS,
+        "shades": [shades.get(chunk, 0) for chunk in range(max(shades, default=-1) + 1)],
+        "ops": [_op(op, depth) for op in ops],
+        "left_out": None if gap is None else [round(gap[0] / full * _TICKS), round(gap[1] / full * _TICKS), gap[2]],
+        "lanes": lanes,
+    }
+
+
+def _op(op: Op, depth: int) -> dict[str, object]:
+    name = draw.NAMES[op]
+    if op in COMPUTE_OPS:
+        colours = [draw.hex_colour(draw.box_colour(op, shade, depth)) for shade in range(depth)]
+        return {"short": op.value, "name": name, "colours": colours, "row": None}
+    return {"short": op.value, "name": name, "colours": [draw.MARK_COLOURS[name]], "row": draw.MARK_ROWS[name]}
+
+
+def _both_ends(timeline: Timeline, limit: int) -> tuple[list[Span], tuple[float, float, int] | None]:
+    """The `limit` spans nearest to the step's begin and end, and (from, to, number) of those left out between."""
+    if len(timeline.spans) <= limit:
+        return list(timeline.spans), None
+    full = timeline.makespan
+    kept = sorted(timeline.spans, key=lambda s: min(s.end, full - s.start))[:limit]
+    edge = max(min(s.end, full - s.start) for s in kept)
+    kept.sort(key=lambda s: (s.rank, s.start, s.end))
+    return kept, (edge, full - edge, len(timeline.spans) - limit)
+
+
+def timeline_chart(timeline: Timeline, name: str) -> str:
+    """An SVG of its own: labelled boxes with titles, or, of more than 6,000 spans, the compute alone as bare bars."""
+    if len(timeline.spans) <= _LABELLED:
+        return draw.svg({name: timeline}, {name: "s"})
+    left, lane = 70, max(5.0, min(24.0, 1200 / timeline.num_ranks))
+    pixels = (svg.WIDTH - left - 20) / (timeline.makespan or 1.0)
+    bottom = 34 + lane * timeline.num_ranks
+    words = f"{name}: {duration(timeline.makespan)}, bubble {timeline.bubble:.1%}"
+    body = [svg.text(left, 20, words, font_size=14)]
+    for tick in svg.ticks(0, timeline.makespan):
+        x = left + pixels * tick
+        body.append(svg.element("path", d=f"M{x:.1f} 30V{bottom + 4:.1f}", stroke=svg.LINE, class_="grid"))
+        body.append(svg.text(x, bottom + 18, duration(tick), svg.FAINT, text_anchor="middle", font_size=11))
+    for stage in range(0, timeline.num_ranks, max(1, round(13 / lane))):
+        body.append(svg.text(left - 8, 34 + lane * stage + 10, f"stage {stage}", text_anchor="end", font_size=11))
+    body += _bars(timeline, left, pixels, lane)
+    ops = [op for op in draw.BOX_COLOURS if any(s.instruction.op is op for s in timeline.spans)]
+    entries = {draw.NAMES[op]: draw.hex_colour(draw.box_colour(op, 0, 1)) for op in ops}
+    legend, height = svg.legend(entries, left, bottom + 42)
+    return svg.standalone(svg.drawing(body + legend, bottom + 42 + height, words))
+
+
+def _bars(timeline: Timeline, left: float, pixels: float, lane: float) -> list[str]:
+    """A path for each lane and colour, by differences in tenths of a pixel: eight bytes a span."""
+    shades = draw.local_chunks(s for s in timeline.spans if s.instruction.op in COMPUTE_OPS)
+    depth = 1 + max(shades.values(), default=0)
+    paths: dict[tuple[int, str], tuple[list[str], int]] = {}
+    for s in timeline.spans:
+        if s.instruction.op not in COMPUTE_OPS:
+            continue
+        key = s.rank, draw.hex_colour(draw.box_colour(s.instruction.op, shades[s.instruction.chunk], depth))
+        start, end = round(10 * pixels * s.start), round(10 * pixels * s.end)
+        moves, at = paths.setdefault(key, ([], 0))
+        moves.append(f"m{start - at} 0h{end - start}")
+        paths[key] = moves, end
+    height = 10 * (lane - min(2.0, lane / 5))
+    return [
+        svg.element(
+            "path", d="M0 0" + "".join(moves), stroke=colour, stroke_width=height, fill="none",
+            transform=f"translate({left} {34 + lane * stage + height / 20:.2f}) scale(.1)",
+        )
+        for (stage, colour), (moves, _) in paths.items()
+    ]  # fmt: skip

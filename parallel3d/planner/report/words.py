@@ -1,0 +1,92 @@
+"""Numbers, ranges and colours as the report writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+_MEMORY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+# In a chart's order. Two neighbours differ in lightness too, for readers who see few colours and for grey print.
+PART_COLOURS = {
+    "weights": "#2f69b4",
+    "gradients": "#6fb1c9",
+    "masters": "#6b4ea3",
+    "optimizer": "#b39ad9",
+    "activations": "#b8671a",
+    "workspace": "#e0b44c",
+    "transient": "#8b5e4b",
+    "messages": "#d98880",
+    "update": "#2e8752",
+    "forward": "#2f69b4",
+    "backward": "#2e8752",
+    "exposed communication": "#c8413b",
+    "bubble": "#9aa5b1",
+}
+_FURTHER_COLOURS = ("#93c58f", "#5c6b7a", "#c77fb5", "#4d9a94", "#a8a03c", "#7f8fd0")
+
+
+def colours_of(parts: Iterable[str]) -> dict[str, str]:
+    """part -> colour in a chart's order: the parts known above, then others by name, whose colours repeat after six."""
+    given = set(parts)
+    further = sorted(given - PART_COLOURS.keys())
+    known = {part: colour for part, colour in PART_COLOURS.items() if part in given}
+    return known | {part: _FURTHER_COLOURS[k % len(_FURTHER_COLOURS)] for k, part in enumerate(further)}
+
+
+def memory_unit(full: float) -> tuple[int, str]:
+    """(bytes, name) of the largest unit of which `full` holds two or more: an axis counts in it."""
+    return next(((size, unit) for size, unit in _MEMORY_UNITS if full >= 2 * size), (1, "B"))
+
+
+def memory(nbytes: float) -> str:
+    """1610612736 -> "1.50 GiB"."""
+    size, unit = next(((size, unit) for size, unit in _MEMORY_UNITS if abs(nbytes) >= size), (1, "B"))
+    return f"{_three_digits(nbytes / size)} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """0.0123 -> "12.3 ms"."""
+    size, unit = next(((size, unit) for size, unit in _TIME_UNITS if abs(seconds) >= size), _TIME_UNITS[-1])
+    return f"{_three_digits(seconds / size)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{digits}f}" if value else "0"
+
+
+def percent(share: float) -> str:
+    """0.4213 -> "42.1%"."""
+    return f"{share:.1%}"
+
+
+def count(number: float) -> str:
+    """12345.6 -> "12,346"."""
+    return f"{number:,.0f}"
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """{0, 1, 2, 5} -> "0–2, 5"."""
+    ordered = sorted(set(numbers))
+    parts = [[n for _, n in group] for _, group in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
+
+
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """A key to sort names by that puts "host2" before "host10"."""
+    return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name))
+
+
+def by_stage(ranks: Iterable[tuple[int, int]], num_stages: int) -> Sequence[str]:
+    """(stage, rank) pairs -> what to call each stage: "stage 3 · ranks 24–31", without ranks where none are given."""
+    held: dict[int, list[int]] = {}
+    for stage, rank in ranks:
+        held.setdefault(stage, []).append(rank)
+    names = []
+    for stage in range(num_stages):
+        own = held.get(stage, [])
+        names.append(f"stage {stage}" + (f" · rank{'s' * (len(own) > 1)} {runs(own)}" if own else ""))
+    return names

@@ -1,0 +1,72 @@
+"""A headless Chromium without a network, for tests of pages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def missing() -> str | None:
+    """Why no browser can be started here; None where one can."""
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        return "selenium is not installed: pip install 'parallel3d[test]'"
+    if shutil.which("chromedriver") is None or not any(map(shutil.which, _BROWSERS)):
+        return "chromium and chromedriver are not installed: apt-get install chromium chromium-driver"
+    return None
+
+
+@contextmanager
+def headless() -> Iterator[Any]:
+    """A driver. Without a browser the test is skipped, or fails where P3D_REQUIRE_BROWSER is set, as in CI."""
+    why = missing()
+    if why is not None:
+        (pytest.fail if os.environ.get("P3D_REQUIRE_BROWSER") else pytest.skip)(why)
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = next(filter(None, map(shutil.which, _BROWSERS)))
+    # Root and containers have no sandbox, and /dev/shm may be small there.
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--window-size=1280,1000",
+    ):
+        options.add_argument(argument)
+    options.add_argument("--disable-background-networking")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    try:
+        driver.set_network_conditions(offline=True, latency=0, throughput=1)
+        yield driver
+    finally:
+        driver.quit()
+
+
+def open_page(driver: Any, html: str, path: Path) -> None:
+    """Write and open it, and wait until its script says that it is ready."""
+    path.write_text(html, encoding="utf-8")
+    driver.get(path.as_uri())
+    deadline = time.monotonic() + 60
+    while driver.execute_script("return document.body.dataset.ready") != "yes":
+        assert time.monotonic() < deadline, driver.get_log("browser")
+        time.sleep(0.02)
+
+
+def emulate(driver: Any, media: str = "", scheme: str = "light") -> None:
+    """media: "print" or "" for the screen; scheme: "light" or "dark"."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
