@@ -142,11 +142,14 @@ def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut
     bar = ProgressBar(args.steps, enabled=metrics is not None)
     eval_loss, bubble = held_out.loss(), "-"
     tokens = args.batch * args.context
+    memory_step = engine.global_steps + 3
     with bar:
         for step in range(engine.global_steps + 1, args.steps + 1):
             measured = step % args.eval_every == 0 or step in (2, args.steps)
             if measured:
                 engine.profile_next_batch()
+            elif step == memory_step:
+                engine.profile_next_batch("memory")
             start = time.perf_counter()
             loss = float(engine.train_batch())
             row = {"step": step, "loss": loss, "tokens_per_s": tokens / (time.perf_counter() - start)}
@@ -199,6 +202,7 @@ def main() -> None:
     if engine.global_steps < args.steps:
         train(engine, args, held_out, metrics)
         write_timelines(engine, directory)
+        engine.write_run_record(directory)
     text = sample(Generator(engine), b"\ndef ", args.sample, args.context, 0.8, torch.Generator().manual_seed(0))
     final = held_out.loss()
     if directory is not None and metrics is not None:

@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from parallel3d.monitor.run_record import read_run_record
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 # Neither the heads nor the context are even.
@@ -74,6 +76,14 @@ def test_the_main_job_leaves_metrics_plot_and_timelines(two_by_two: tuple[Path, 
     forwards = [event for event in events if event["name"].startswith("F")]
     assert len(forwards) == 2 * 2 * 4  # measured and simulated, 2 stages, 4 micro-batches
     assert "a sample:" in printed
+    record = read_run_record(directory)
+    assert record.layout == "pp2,dp2,1f1b,m4,mb2"
+    assert record.seq == 63
+    assert record.model.layers == ("TokenEmbedding", "Block", "Block", "Head")
+    assert {"F@0", "F@1", "B@0", "B@1", "RED@0#0", "RED@1#0"} <= set(record.instructions)
+    assert record.step.median > 0
+    assert [rank.stage for rank in record.ranks] == [0, 0, 1, 1]
+    assert all(rank.allocated > rank.parts["weights"] for rank in record.ranks)
 
 
 def test_two_by_two_learns_what_one_process_does(
