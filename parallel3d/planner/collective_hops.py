@@ -15,6 +15,9 @@ from parallel3d.planner.work import CollectiveKind
 # Members by locality: of each unit the size of each of its islands. ((4, 4), (4,)): two islands in a host, one in another.
 Shape = tuple[tuple[int, ...], ...]
 
+# Of a ring's bandwidth, what a tree reaches: NCCL's own tuning reckons with this when it chooses.
+_TREE_EFFICIENCY = 0.92
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -96,7 +99,7 @@ def _tree(shape: Shape) -> tuple[Phase, ...]:
         for a, b in pairs
         for rail in range(rails)
     ]
-    return (_phase([local + between], 1.0, 1),)
+    return (_phase([local + between], 1 / _TREE_EFFICIENCY, 1),)
 
 
 def _units(shape: Shape) -> list[list[range]]:

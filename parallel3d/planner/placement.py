@@ -16,6 +16,7 @@ _ALL = 12_000  # arrangements to try one and all, where no more are different
 _AT_ONCE = 1 << 15  # ranks of trials timed together
 _TRIED = 1 << 16  # ranks of all trials of a descent: bounds the time
 _SMALL, _STARTS = 64, 4  # GPUs up to which so many structured arrangements are improved, within the same bound
+_SAME = 1.01  # times as long is no difference between structured arrangements
 _TOO_SMALL = 1e6  # seconds for a GPU that can't hold its stage: those are avoided first
 
 
@@ -54,7 +55,9 @@ def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
     if trials is not None:
         return _result(_best(network, shape, traffic, trials)[0])
     starts = structured(network, shape)
-    order = np.argsort(_seconds(network, shape, traffic, starts), kind="stable")
+    seconds = _seconds(network, shape, traffic, starts)
+    # They come the likeliest first, and less than a percent is no reason to leave, say, slices in islands.
+    order = np.argsort(np.where(seconds <= _SAME * seconds.min(), seconds.min(), seconds), kind="stable")
     # More than one start where that costs little: the descent of small clusters ends in what exchanges of two can't improve.
     chosen = order[: _STARTS if gpus <= _SMALL else 1]
     descents = [_descend(network, shape, traffic, starts[start], _TRIED // len(chosen)) for start in chosen]
