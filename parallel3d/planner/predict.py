@@ -1,0 +1,333 @@
+"""A training step of one layout, predicted: the program that the executor would run, timed by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from parallel3d.config.run_layout import RunLayout
+from parallel3d.parameters import ParameterInfo
+from parallel3d.partition.chain import layer_chain
+from parallel3d.partition.split import partition_layers
+from parallel3d.planner.calibration import Calibration
+from parallel3d.planner.cluster import Device
+from parallel3d.planner.links import Network
+from parallel3d.planner.model import PlannedModel
+from parallel3d.planner.parameters import stage_parameters
+from parallel3d.planner.profile import LayerProfile, ModelProfile
+from parallel3d.planner.timing import Floats, LayoutLinks, Shape, StepCost, Times, chunk_times, layer_times
+from parallel3d.planner.work import Collective, CollectiveKind
+from parallel3d.schedule.builders import build, placement_of
+from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.lowering import lower_training
+from parallel3d.schedule.simulate import Simulation, Timeline
+from parallel3d.zero.buckets import Owners, by_owners, lay_out
+from parallel3d.zero.memory import update_traffic
+from parallel3d.zero.policy import ZeroPolicy
+
+# Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
+_MOST_STEPS = 2048
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The gradient buckets of a split model. of_chunk: elements of each bucket of each chunk; replicas: those that several
+    chunks hold, (owners, elements) in the order in which REDUCE_REPLICAS counts them.
+    """
+
+    of_chunk: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[Owners, int], ...]
+
+
+def make_buckets(
+    stages: Sequence[Sequence[ParameterInfo]], num_chunks: int, policy: ZeroPolicy, num_replicas: int
+) -> Buckets:
+    """As the stages' reducers make them. stages: parameters, see stage_parameters."""
+    shards = num_replicas if policy.stage > 0 else 1
+    found: dict[Owners, list[int]] = {}
+    for parameters in stages:
+        for owners, infos in by_owners(parameters).items():
+            laid = lay_out(infos, policy, shards)
+            found[owners] = [layout.numel for alike in laid for layout in alike.layouts]
+    replicas = [(owners, numel) for owners in sorted(found) if len(owners) > 1 for numel in found[owners]]
+    return Buckets(tuple(tuple(found.get((c,), ())) for c in range(num_chunks)), tuple(replicas))
+
+
+def training_program(layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int) -> Program:
+    """What the executor runs of a layout of which nothing is left open."""
+    assert layout.schedule is not None
+    assert layout.chunks is not None
+    assert layout.placement is not None
+    compute = build(layout.schedule, layout.stages, num_micro_batches, layout.chunks, layout.placement)
+    return lower_training(
+        compute,
+        [len(numels) for numels in buckets.of_chunk],
+        [owners for owners, _ in buckets.replicas],
+        policy.stage > 0 and layout.replicas > 1,
+        policy.reduce_per_micro_batch,
+    )
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is predicted of a layout, uncorrected parts and all.
+
+    makespan: of the pipeline's program, whose timeline is of `timed` micro-batches where it has too many to be simulated;
+    optimizer: seconds; exposed: seconds of the makespan that go when all links take no time; reductions: of each chunk the
+    collectives over its replicas, with how often they run in a step.
+    """
+
+    layout: RunLayout
+    bounds: tuple[int, ...]
+    links: LayoutLinks
+    program: Program
+    cost: StepCost
+    timeline: Timeline
+    timed: int
+    makespan: float
+    exposed: float
+    optimizer: float
+    seconds: float
+    reductions: tuple[tuple[tuple[Collective, float], ...], ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of stages x makespan in which no forward or backward runs."""
+        return 1.0 - self._computing(self.cost.times.total) / self.makespan
+
+    def _computing(self, of_chunks: Floats) -> float:
+        """Seconds of a step, the mean of stages."""
+        return float(of_chunks.sum()) * (self.layout.micro_batches or 1) / self.layout.stages
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of a step by what takes them, the mean of stages."""
+        alone = self.cost.without_links().times
+        parts = {
+            "forward": self._computing(alone.forward),
+            "backward": self._computing(alone.input_gradient + alone.weight_gradient),
+            "exposed communication": self.exposed,
+            "optimizer": self.optimizer,
+        }
+        return {**parts, "bubble": max(0.0, self.makespan + self.optimizer - sum(parts.values()))}
+
+
+class Predictor:
+    """Predicts steps of one model on one cluster, of which it takes as many GPUs as a layout has ranks.
+
+    network: of the cluster, corrected as the calibration says (see corrected()); moments: see predict_state.
+    """
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        profile: ModelProfile,
+        network: Network,
+        calibration: Calibration | None = None,
+        moments: int = 2,
+    ):
+        self.model, self.profile, self.network = model, profile, network
+        self.calibration = calibration or Calibration()
+        self.moments = moments
+        self._links: dict[tuple[Shape, tuple[int, ...] | None], LayoutLinks] = {}
+        self._times: dict[tuple[object, ...], Times] = {}
+        self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._simulations: dict[tuple[object, ...], Simulation] = {}
+
+    def layers(self, layout: RunLayout) -> tuple[LayerProfile, ...]:
+        """Profiles of the layers on a rank of the layout."""
+        return self.profile.layers(
+            layout.slices, layout.sequence_parallel, layout.micro_batch or 1, layout.recompute or 0
+        )
+
+    def links(self, layout: RunLayout, places: Sequence[int] | None = None) -> LayoutLinks:
+        """places: the GPU of each rank, in the cluster's order by default."""
+        shape = (layout.stages, layout.replicas, layout.slices)
+        key = (shape, None if places is None else tuple(places))
+        if key not in self._links:
+            self._links[key] = LayoutLinks(self.network, shape, range(layout.world_size) if places is None else places)
+        return self._links[key]
+
+    def times(self, layout: RunLayout, links: LayoutLinks, device: Device) -> Times:
+        """Of each layer of the layout on one kind of device."""
+        key = (layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute, device, id(links))
+        if key not in self._times:
+            self._times[key] = layer_times(self.layers(layout), device, links.over_slices)
+        return self._times[key]
+
+    def predict(self, layout: RunLayout, places: Sequence[int] | None = None, exactly: bool = False) -> Outlook:
+        """Of a layout of which nothing is left open. exactly: splits and times it with more care than a search can afford."""
+        links, layers = self.links(layout, places), self.layers(layout)
+        assert layout.chunks is not None
+        assert layout.micro_batches is not None
+        placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks)
+        of_stages = [self._stage_times(layout, links, stage) for stage in range(layout.stages)]
+        bounds = self._split(layout, of_stages, placement, exactly)
+        times = chunk_times([of_stages[stage] for stage in placement], bounds)
+        policy = self.policy(layout)
+        stages = stage_parameters(self.profile.specs, layers, bounds, placement)
+        buckets = make_buckets(stages, len(placement), policy, layout.replicas)
+        cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy)
+        simulation, timed = self._simulation(layout, buckets, policy)
+        timeline = simulation.run(cost.cost())
+        untimed, alone = layout.micro_batches - timed, cost.without_links()
+        makespan = timeline.makespan + untimed * _pace(times, placement)
+        exposed = makespan - simulation.makespan(alone.cost()) - untimed * _pace(alone.times, placement)
+        optimizer = self.calibration.factors["optimizer"].value * max(
+            update_traffic(own, policy, layout.replicas, self.moments)
+            / min(device.memory_bandwidth for device in links.devices(stage))
+            for stage, own in enumerate(stages)
+        )
+        return Outlook(
+            layout,
+            bounds,
+            links,
+            simulation.program,
+            cost,
+            timeline,
+            timed,
+            makespan,
+            max(0.0, exposed),
+            optimizer,
+            makespan + optimizer + self.calibration.fixed.value,
+            _reductions(layout, buckets, policy),
+        )
+
+    def policy(self, layout: RunLayout) -> ZeroPolicy:
+        """What ZeRO does under the layout's configuration."""
+        policy = self.profile.policy(layout.zero or 0)
+        return replace(policy, reduce_per_micro_batch=policy.stage == 2)
+
+    def _stage_times(self, layout: RunLayout, links: LayoutLinks, stage: int) -> Times:
+        """On the slowest of the devices that the stage lies on, all of whose ranks wait for each other."""
+        found = [self.times(layout, links, device) for device in links.devices(stage)]
+        return max(found, key=lambda times: float(times.total.sum()))
+
+    def _split(
+        self, layout: RunLayout, of_stages: Sequence[Times], placement: Sequence[int], exactly: bool
+    ) -> tuple[int, ...]:
+        """Bounds of the chunks in layers: those with the smallest slowest stage."""
+        shape = (layout.stages, layout.chunks, layout.placement)
+        totals = [float(times.total.sum()) for times in of_stages]
+        paces = tuple(total / min(totals) for total in totals)
+        fastest = of_stages[totals.index(min(totals))]
+        key = (*shape, paces, exactly, id(fastest))
+        if key not in self._bounds:
+            chain, count = layer_chain(fastest.total.tolist()), len(placement)
+            several = placement if exactly and layout.chunks != 1 else None
+            of_chunks = None if min(paces) == max(paces) else [paces[stage] for stage in placement]
+            step = self._step_length(layout, fastest) if several is not None else None
+            self._bounds[key] = partition_layers(chain, count, placement=several, step=step, paces=of_chunks).bounds
+        return self._bounds[key]
+
+    def _step_length(self, layout: RunLayout, times: Times) -> Callable[[Sequence[float]], float]:
+        """How long the schedule takes with chunks of given costs, that are divided as the whole model's are."""
+        whole = float(times.total.sum())
+        shares = {
+            Op.FORWARD: times.forward.sum() / whole,
+            Op.BACKWARD_INPUT: times.input_gradient.sum() / whole,
+            Op.BACKWARD_WEIGHT: times.weight_gradient.sum() / whole,
+        }
+        shares[Op.BACKWARD] = shares[Op.BACKWARD_INPUT] + shares[Op.BACKWARD_WEIGHT]
+        none = Buckets(((),) * (layout.stages * (layout.chunks or 1)), ())
+        simulation, _ = self._simulation(layout, none, replace(self.policy(layout), stage=0))
+        return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
+
+    def _simulation(self, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy) -> tuple[Simulation, int]:
+        """The program made ready, of as many micro-batches as are timed."""
+        assert layout.micro_batches is not None
+        assert layout.chunks is not None
+        timed = _timed_micro_batches(layout)
+        numbers = tuple(map(len, buckets.of_chunk)), tuple(owners for owners, _ in buckets.replicas)
+        shards = policy.stage > 0 and layout.replicas > 1
+        key = (layout.schedule, layout.stages, layout.chunks, timed, numbers, shards, policy.reduce_per_micro_batch)
+        if key not in self._simulations:
+            self._simulations[key] = Simulation(training_program(layout, buckets, policy, timed))
+        return self._simulations[key], timed
+
+
+def _timed_micro_batches(layout: RunLayout) -> int:
+    """All, or as many as fill the pipeline twice over, and the same number over whole rounds of the stages."""
+    stages, wanted = layout.stages, layout.micro_batches or 1
+    if wanted * stages * (layout.chunks or 1) <= _MOST_STEPS:
+        return wanted
+    return min(wanted, 3 * stages + wanted % stages)
+
+
+def _pace(times: Times, placement: Sequence[int]) -> float:
+    """Seconds by which one micro-batch more makes a full pipeline's step longer: what its busiest stage computes."""
+    loads = np.bincount(np.asarray(placement), weights=times.total)
+    return float(loads.max())
+
+
+# What travels between replicas: gradients as they are accumulated, weights as layers compute with them.
+def _wire_bytes(policy: ZeroPolicy) -> int:
+    return (policy.communication_dtype or policy.accumulator_dtype(torch.float32)).itemsize
+
+
+def _weight_bytes(policy: ZeroPolicy) -> int:
+    return (policy.weight_dtype or torch.float32).itemsize
+
+
+def _reductions(
+    layout: RunLayout, buckets: Buckets, policy: ZeroPolicy
+) -> tuple[tuple[tuple[Collective, float], ...], ...]:
+    if layout.replicas == 1:
+        return ((),) * len(buckets.of_chunk)
+    times = float(layout.micro_batches or 1) if policy.reduce_per_micro_batch else 1.0
+    found: list[tuple[tuple[Collective, float], ...]] = []
+    for numels in buckets.of_chunk:
+        gradients, weights = _wire_bytes(policy) * sum(numels), _weight_bytes(policy) * sum(numels)
+        if policy.stage == 0:
+            found.append(((Collective("all_reduce", gradients), times),))
+        else:
+            scattered = Collective("reduce_scatter", gradients)
+            found.append(((scattered, times), (Collective("all_gather", weights), 1.0)))
+    return tuple(found)
+
+
+def step_cost(
+    layout: RunLayout,
+    links: LayoutLinks,
+    layers: Sequence[LayerProfile],
+    bounds: Sequence[int],
+    placement: Sequence[int],
+    times: Times,
+    buckets: Buckets,
+    policy: ZeroPolicy,
+) -> StepCost:
+    """Seconds of each instruction. bounds: of chunks in layers; placement: the stage of each."""
+    inner = [(layers[end - 1], placement[c], placement[c + 1]) for c, end in enumerate(bounds[1:-1])]
+    wire, weight = _wire_bytes(policy), _weight_bytes(policy)
+    kind: CollectiveKind = "reduce_scatter" if policy.stage > 0 else "all_reduce"
+    return StepCost(
+        times,
+        (*(links.send(layer.output_bytes, a, b) if a != b else 0.0 for layer, a, b in inner), 0.0),
+        (0.0, *(links.send(layer.gradient_bytes, b, a) if a != b else 0.0 for layer, a, b in inner)),
+        tuple(
+            tuple(links.over_replicas(kind, wire * numel, stage) for numel in numels)
+            for numels, stage in zip(buckets.of_chunk, placement, strict=True)
+        ),
+        tuple(
+            _gather_seconds([links.over_replicas("all_gather", weight * n, stage) for n in numels], forward)
+            for numels, stage, forward in zip(buckets.of_chunk, placement, times.forward.tolist(), strict=True)
+        ),
+        tuple(
+            _replica_seconds(links, [placement[c] for c in owners], wire * numel, kind)
+            for owners, numel in buckets.replicas
+        ),
+    )
+
+
+def _gather_seconds(buckets: Sequence[float], forward: float) -> float:
+    """By which a chunk's first forward starts late: its layers wait for their own weights, while the next ones arrive."""
+    return max(sum(buckets) - forward, max(buckets, default=0.0)) if sum(buckets) > 0 else 0.0
+
+
+def _replica_seconds(links: LayoutLinks, stages: Sequence[int], nbytes: float, kind: CollectiveKind) -> float:
+    """Over the replicas of each stage first, then the shards over the stages that hold a copy."""
+    shard = nbytes / (links.shape[1] if kind == "reduce_scatter" else 1)
+    over_replicas = max(links.over_replicas(kind, nbytes, stage) for stage in set(stages))
+    return over_replicas + links.over_stages(shard, tuple(sorted(set(stages))))

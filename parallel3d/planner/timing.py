@@ -1,0 +1,179 @@
+"""Seconds: of work on a device, of a layout's communication on its links, and of a training step by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.planner.cluster import Device
+from parallel3d.planner.links import Network
+from parallel3d.planner.profile import LayerProfile
+from parallel3d.planner.work import Collective, CollectiveKind, Work
+from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.schedule.simulate import Cost
+
+Floats = npt.NDArray[np.float64]
+Shape = tuple[int, int, int]  # ranks along pipe, data, model
+
+
+def compute_seconds(work: Work, device: Device) -> float:
+    """What the device itself takes for the work, without its collectives."""
+    return (
+        work.gemm_flops / device.gemm_flops
+        + work.attention_flops / device.attention_flops
+        + work.moved / device.memory_bandwidth
+        + work.kernels * device.kernel_seconds
+    )
+
+
+class LayoutLinks:
+    """Seconds that a layout's communication takes on its links, alike groups all at once.
+
+    places: the GPU of each rank; rank = (stage * replicas + replica) * slices + slice.
+    """
+
+    def __init__(self, network: Network, shape: Shape, places: Sequence[int]):
+        self.network, self.shape = network, shape
+        self.ranks = np.asarray(places, dtype=np.int64).reshape(shape)
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def devices(self, stage: int) -> list[Device]:
+        """The kinds of device that a stage lies on."""
+        gpus = self.network.cluster.gpus
+        return list(dict.fromkeys(gpus[place].device for place in self.ranks[stage].ravel()))
+
+    def over_slices(self, collective: Collective) -> float:
+        """Of one over every slice group."""
+        return self._collective("model", collective.kind, collective.nbytes, self.slice_groups)
+
+    def over_replicas(self, kind: CollectiveKind, nbytes: float, stage: int) -> float:
+        """Of one over the replicas of each slice of a stage. nbytes: of a whole tensor that one slice holds."""
+        return self._collective(("data", stage), kind, nbytes, lambda: self.replica_groups(stage))
+
+    def over_stages(self, nbytes: float, stages: tuple[int, ...]) -> float:
+        """Of an all-reduce between the likes of several stages. nbytes: of the tensor that each of their ranks has."""
+        groups = self.ranks[list(stages)].reshape(len(stages), -1).T
+        return self._collective(("pipe", stages), "all_reduce", nbytes, lambda: groups)
+
+    def send(self, nbytes: float, source: int, destination: int) -> float:
+        """Of a message from every rank of a stage to its like in another."""
+        key = ("send", source, destination, nbytes)
+        if key not in self._known:
+            self._known[key] = self.network.transfers(self.pairs(source, destination), nbytes)
+        return self._known[key]
+
+    def slice_groups(self, stage: int | None = None) -> npt.NDArray[np.int64]:
+        """[groups, members] of GPUs, of one stage or of all."""
+        return (self.ranks if stage is None else self.ranks[stage]).reshape(-1, self.shape[2])
+
+    def replica_groups(self, stage: int) -> npt.NDArray[np.int64]:
+        """[groups, members] of GPUs, of a stage."""
+        return self.ranks[stage].T
+
+    def pairs(self, source: int, destination: int) -> npt.NDArray[np.int64]:
+        """[pairs, 2] of GPUs that send and receive between two stages."""
+        return np.stack([self.ranks[source].ravel(), self.ranks[destination].ravel()], axis=1)
+
+    def _collective(
+        self, which: object, kind: CollectiveKind, nbytes: float, groups: Callable[[], npt.NDArray[np.int64]]
+    ) -> float:
+        key = (which, kind, nbytes)
+        if key not in self._known:
+            members = groups()
+            self._known[key] = self.network.collective(kind, members, nbytes) if members.shape[1] > 1 else 0.0
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the kinds of compute, as [layers] or [chunks], collectives of slices included; exchanges: of these alone,
+    [3, ...] of the forward, the inputs' and the weights' gradients.
+    """
+
+    forward: Floats
+    input_gradient: Floats
+    weight_gradient: Floats
+    exchanges: Floats
+
+    @property
+    def total(self) -> Floats:
+        """Of a micro-batch's forward and backward."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+def layer_times(layers: Sequence[LayerProfile], device: Device, over_slices: Callable[[Collective], float]) -> Times:
+    """Of each layer on a device. over_slices: seconds of a collective."""
+    known: dict[int, tuple[list[float], list[float]]] = {}
+    for layer in layers:
+        if id(layer) not in known:
+            works = (layer.forward, layer.input_gradient, layer.weight_gradient)
+            exchanged = [sum(map(over_slices, work.collectives)) for work in works]
+            computed = [compute_seconds(work, device) for work in works]
+            known[id(layer)] = ([c + e for c, e in zip(computed, exchanged, strict=True)], exchanged)
+    times = np.array([known[id(layer)][0] for layer in layers]).T
+    return Times(times[0], times[1], times[2], np.array([known[id(layer)][1] for layer in layers]).T)
+
+
+def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
+    """Of each chunk: the slowest device of those that chunk c lies on, of whose layers of_devices[c] is."""
+    parts = list(zip(of_devices, bounds, bounds[1:], strict=False))
+
+    def summed(name: str) -> Floats:
+        return np.array([getattr(times, name)[..., a:b].sum(axis=-1) for times, a, b in parts]).T
+
+    return Times(summed("forward"), summed("input_gradient"), summed("weight_gradient"), summed("exchanges"))
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of each instruction of a layout's program.
+
+    activation, gradient: of the message that each chunk sends on, and back; reduce: of each bucket of each chunk; gather: of
+    all weights of each chunk; replicas: of each replica bucket.
+    """
+
+    times: Times
+    activation: tuple[float, ...]
+    gradient: tuple[float, ...]
+    reduce: tuple[tuple[float, ...], ...]
+    gather: tuple[float, ...]
+    replicas: tuple[float, ...]
+
+    def cost(self) -> Cost:
+        """As simulate() takes it."""
+        t = self.times
+        by_chunk = {
+            Op.FORWARD: t.forward.tolist(),
+            Op.BACKWARD_INPUT: t.input_gradient.tolist(),
+            Op.BACKWARD_WEIGHT: t.weight_gradient.tolist(),
+            Op.BACKWARD: (t.input_gradient + t.weight_gradient).tolist(),
+            Op.SEND_ACTIVATION: self.activation,
+            Op.SEND_GRADIENT: self.gradient,
+            Op.GATHER_PARAMS: self.gather,
+        }
+
+        def cost(i: Instruction) -> float:
+            if i.bucket is None:
+                return by_chunk[i.op][i.chunk] if i.op in by_chunk else 0.0
+            return self.reduce[i.chunk][i.bucket] if i.op is Op.REDUCE_GRADS else self.replicas[i.bucket]
+
+        return cost
+
+    def without_links(self) -> StepCost:
+        """The same where nothing waits for a link, inside of layers neither."""
+        t = self.times
+        forward, input_gradient, weight_gradient = (
+            part - exchanged
+            for part, exchanged in zip((t.forward, t.input_gradient, t.weight_gradient), t.exchanges, strict=True)
+        )
+        return StepCost(
+            Times(forward, input_gradient, weight_gradient, np.zeros_like(t.exchanges)),
+            (0.0,) * len(self.activation),
+            (0.0,) * len(self.gradient),
+            tuple((0.0,) * len(buckets) for buckets in self.reduce),
+            (0.0,) * len(self.gather),
+            (0.0,) * len(self.replicas),
+        )
