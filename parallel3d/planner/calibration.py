@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from statistics import mean
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.monitor.run_record import RunRecord
@@ -38,7 +38,8 @@ _RANGE = (0.25, 4.0)
 _NOISE, _MEMORY_NOISE = 0.01, 0.003
 # Seconds that every step takes besides, in shares of the shortest one.
 _FIXED, _FIXED_RANGE = 0.02, (0.0, 0.2)
-_ROUNDS = 6
+# Rounds of predicting and fitting, until no factor moves by more.
+_ROUNDS, _SETTLED = 8, 1e-3
 
 Parts = Mapping[str, float]
 
@@ -109,6 +110,13 @@ class Calibration(BaseModel):
     error: float = error_of(()).deviation
     layouts: int = 0
 
+    @model_validator(mode="after")
+    def _complete(self) -> Calibration:
+        for known, given in ((COMPONENTS, self.factors), (MEMORY, self.memory)):
+            if set(known) != set(given):
+                raise ValueError(f"factors of {', '.join(known)} are needed, not of {', '.join(given)}")
+        return self
+
     def seconds(self, parts: Parts) -> float:
         """These seconds by component, corrected: of an instruction. Raises ConfigError for an unknown component."""
         return sum(self.factors[name].value * seconds for name, seconds in _checked(parts).items())
@@ -160,8 +168,9 @@ def calibrate(records: Sequence[RunRecord], predict: Callable[[RunRecord, Calibr
     """What these runs teach: the same for the same records in any order.
 
     predict: as PredictedRun says; called anew with the corrections found, since other parts may then be what a step waits
-    for. Factors are least squares of relative errors, robust (Huber) and drawn towards 1: what the records don't tell stays
-    there. Raises ConfigError for no records, for those of several devices or backends, and for unknown components.
+    for. Of all that is tried, no correction at all included, what fits the steps best is returned. Factors are least squares
+    of relative errors, robust (Huber) and drawn towards 1: what the records don't tell stays there. Raises ConfigError for
+    no records, for those of several devices or backends, and for unknown components.
     """
     if not records:
         raise ConfigError("nothing to calibrate with: give directories of runs that have a run_record.json")
@@ -170,31 +179,56 @@ def calibrate(records: Sequence[RunRecord], predict: Callable[[RunRecord, Calibr
         listed = "; ".join(f"{device} with {backend}" for device, backend in kinds)
         raise ConfigError(f"the records are of several kinds of device: {listed}; calibrate each kind by itself")
     ordered = sorted(records, key=lambda record: record.model_dump_json())
-    calibration = Calibration(device=kinds[0][0], backend=kinds[0][1])
-    for _ in range(_ROUNDS):
-        runs = [predict(record, calibration) for record in ordered]
-        before, calibration = calibration, _corrected(calibration, ordered, runs)
-        if _moved(before, calibration) < 1e-3:
-            break
+    start = Calibration(device=kinds[0][0], backend=kinds[0][1])
+    best, runs = _settle(ordered, predict, start)
     found = error_of(_errors_unseen(ordered, runs))
-    return calibration.model_copy(update={"error": found.deviation, "layouts": found.count})
+    memory = fit([row for pair in _pairs(ordered, runs) for row in _memory_rows(*pair)], _priors(MEMORY), _MEMORY_NOISE)
+    return best.model_copy(
+        update={
+            "memory": {name: _factor(memory[name], _RANGE) for name in MEMORY},
+            "error": found.deviation,
+            "layouts": found.count,
+        }
+    )
 
 
-def _moved(before: Calibration, after: Calibration) -> float:
-    return max(abs(after.factors[name].value - before.factors[name].value) for name in COMPONENTS)
+def _pairs(records: Sequence[RunRecord], runs: Sequence[PredictedRun]) -> Iterator[tuple[RunRecord, PredictedRun]]:
+    return zip(records, runs, strict=True)
+
+
+def _settle(
+    records: Sequence[RunRecord], predict: Callable[[RunRecord, Calibration], PredictedRun], start: Calibration
+) -> tuple[Calibration, list[PredictedRun]]:
+    """Predict and fit in turns, from `start` on: what fits the steps best, and the runs as it predicts them."""
+    tried: list[tuple[float, Calibration, list[PredictedRun]]] = []
+    calibration, settled = start, False
+    for _ in range(_ROUNDS):
+        if not settled:
+            runs = [predict(record, calibration) for record in records]
+        misfit = mean(abs(_error(*pair, calibration)) for pair in _pairs(records, runs))
+        tried.append((misfit, calibration, runs))
+        if settled:
+            break
+        before, calibration = calibration, _corrected(calibration, records, runs)
+        moved = (abs(after.value - before.factors[name].value) for name, after in calibration.factors.items())
+        settled = max(moved) < _SETTLED
+    _, best, runs = min(tried, key=lambda one: one[0])
+    return best, runs
+
+
+def _error(record: RunRecord, run: PredictedRun, calibration: Calibration) -> float:
+    """log(measured / predicted) of the step."""
+    return log(record.step.median / calibration.step_seconds(run.step))
 
 
 def _corrected(calibration: Calibration, records: Sequence[RunRecord], runs: Sequence[PredictedRun]) -> Calibration:
-    """The calibration with what these records say of time and memory."""
+    """The calibration with what these records say of time."""
     shortest = min((record.step.median for record in records), default=1.0)
-    rows = [row for pair in zip(records, runs, strict=True) for row in _time_rows(*pair, shortest)]
+    rows = [row for pair in _pairs(records, runs) for row in _time_rows(*pair, shortest)]
     found = fit(rows, {**_priors(COMPONENTS), "fixed": (Correction(0.0, _FIXED), _FIXED_RANGE)}, _NOISE)
-    memory_rows = [row for pair in zip(records, runs, strict=True) for row in _memory_rows(*pair)]
-    memory = fit(memory_rows, _priors(MEMORY), _MEMORY_NOISE)
     return calibration.model_copy(
         update={
             "factors": {name: _factor(found[name], _RANGE) for name in COMPONENTS},
-            "memory": {name: _factor(memory[name], _RANGE) for name in MEMORY},
             "fixed": _factor(found["fixed"], _FIXED_RANGE, shortest),
         }
     )
@@ -211,8 +245,8 @@ def _time_rows(record: RunRecord, run: PredictedRun, shortest: float) -> list[Ro
         Row(record.instructions[name].median, _checked(run.instructions[name]), 1 / kinds[_kind(name)])
         for name in names
     ]
-    step = {**_checked(run.step), "fixed": shortest}
-    return [*rows, Row(record.step.median, step, 2.0)]
+    whole = max(record.step.median, sum(_checked(run.step).values()))
+    return [*rows, Row(record.step.median, {**run.step, "fixed": shortest}, 2.0, whole)]
 
 
 def _kind(name: str) -> str:
@@ -235,7 +269,7 @@ def _memory_rows(record: RunRecord, run: PredictedRun) -> list[Row]:
 
 
 def _errors_unseen(records: Sequence[RunRecord], runs: Sequence[PredictedRun]) -> list[float]:
-    """Of each layout of each model, log(measured / predicted) of its steps, by what the other records say alone."""
+    """Of each layout of each model, the mean error of its steps by what the other records say alone."""
     groups: dict[tuple[str, str], list[int]] = {}
     for k, record in enumerate(records):
         groups.setdefault((record.model.digest, record.layout), []).append(k)
@@ -243,7 +277,7 @@ def _errors_unseen(records: Sequence[RunRecord], runs: Sequence[PredictedRun]) -
     for group in groups.values():
         rest = [k for k in range(len(records)) if k not in group]
         seen = _corrected(Calibration(), [records[k] for k in rest], [runs[k] for k in rest])
-        errors.append(mean(log(records[k].step.median / seen.step_seconds(runs[k].step)) for k in group))
+        errors.append(mean(_error(records[k], runs[k], seen) for k in group))
     return errors
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import toy
 from layouts import make_engine, own_iterator
 from timed_runs import HIDDEN, LATENCY, MICRO_BATCHES, timed_engine, train
 
+import parallel3d
 from parallel3d.config.run_layout import parse_run_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
@@ -172,3 +174,31 @@ def test_under_schedule_auto_the_plan_is_recorded_not_what_was_tried_for_it(run_
     kinds = {f"{Instruction.parse(i).op.value}@{Instruction.parse(i).chunk}" for rank in lists for i in rank}
     assert {name for name in record.instructions if name[0] in "FBIW"} == kinds
     assert json.loads((tmp_path / "run_record.json").read_text())["schedule"] == "auto"
+
+
+def by_calls(directory: str) -> int:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "steps_per_print": None,
+        "run_record": {"directory": directory, "after_steps": 4},
+    }
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    for _ in range(2 * (4 + 4)):
+        engine.backward(engine(torch.randn(2, 3)).square().mean())
+        engine.step()
+    return engine.global_steps
+
+
+def test_steps_by_calls_are_recorded_too(run_ranks, tmp_path: Path):
+    assert run_ranks(2, by_calls, str(tmp_path)) == [8, 8]
+    record = read_run_record(tmp_path)
+    assert {name: timing.count for name, timing in record.instructions.items() if name[0] in "FB"} == {
+        "F@0": 2 * 2 * 3,
+        "B@0": 2 * 2 * 3,
+    }
+    assert record.instructions["RED@0#0"].count == 3
+    assert (record.model.layers, record.model.parameters) == (("Sequential",), (3 * 4 + 4 + 4 + 1,))
+    assert (record.layout, record.seq) == ("dp2,1f1b,m2,mb2", None)
