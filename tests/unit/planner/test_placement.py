@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from itertools import permutations
 
 import numpy as np
 import pytest
-from planner_clusters import FAST, NIC, SLOW, Builder, rails
+from planner_clusters import FAST, NIC, SLOW, Builder
 
-from parallel3d.errors import ConfigError
 from parallel3d.planner.links import Network
 from parallel3d.planner.placement import Traffic, place, step_seconds
 from parallel3d.planner.work import Collective
@@ -43,7 +41,10 @@ def random_traffic(rng: random.Random, stages: int) -> Traffic:
 
     return Traffic(
         model=((Collective("all_reduce", volume(1e5, 1e8)), 100.0),),
-        data=((Collective("reduce_scatter", volume(1e7, 1e10)), 1.0), (Collective("all_gather", volume(1e7, 1e10)), 1.0)),
+        data=(
+            (Collective("reduce_scatter", volume(1e7, 1e10)), 1.0),
+            (Collective("all_gather", volume(1e7, 1e10)), 1.0),
+        ),
         pipe=((volume(1e5, 1e8), 64.0),),
         loops=rng.random() < 0.3,
         flops=rng.choice([0.0, volume(1e12, 1e15)]),
@@ -75,5 +76,7 @@ def test_placement_is_within_a_percent_of_the_best_assignment(block):
         placed = place(network, shape, traffic)
         assert len(set(placed)) == math.prod(shape)
         all_ways = every_assignment(len(network.cluster.gpus), shape)
-        best = min(step_seconds(network, shape, traffic, all_ways[i : i + 4096]).min() for i in range(0, len(all_ways), 4096))
+        best = min(
+            step_seconds(network, shape, traffic, all_ways[i : i + 4096]).min() for i in range(0, len(all_ways), 4096)
+        )
         assert step_seconds(network, shape, traffic, np.array([placed]))[0] <= 1.01 * best, (seed, shape, traffic)
