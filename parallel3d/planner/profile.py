@@ -39,9 +39,9 @@ class LayerProfile:
     """A layer at one number of samples, on the first of its slices, whose share is the largest.
 
     input_gradient and weight_gradient are what BACKWARD_INPUT and BACKWARD_WEIGHT do, together a BACKWARD; where it is
-    recomputed, input_gradient begins with another forward. output_bytes, gradient_bytes: of the message to the next stage,
-    and of that back to this one. inputs: bytes of the memory of each tensor that comes in; whole, split: what it holds under
-    schedules with whole backwards, and with split ones; parameters, frozen: by name, as built, without memory; buffers: bytes;
+    recomputed, input_gradient begins with another forward. inputs: bytes of the memory of each tensor that comes in; whole,
+    split: what it holds under schedules with whole backwards, and with split ones; parameters, frozen: by name, as built,
+    without memory; buffers: bytes, as they are cast; tables: bytes that its first forward makes for good, once for all alike;
     tie: key of a TiedLayerSpec; loss: the loss function behind the last layer, whose work counts in this one.
     """
 
@@ -56,6 +56,7 @@ class LayerProfile:
     parameters: tuple[tuple[str, nn.Parameter], ...] = ()
     frozen: tuple[tuple[str, nn.Parameter], ...] = ()
     buffers: int = 0
+    tables: int = 0
     tie: str | None = None
     recomputed: bool = False
     loss: LayerProfile | None = None
@@ -120,10 +121,36 @@ class ModelProfile:
         self._profiles: dict[tuple[_Layout, int], tuple[LayerProfile, ...]] = {}
 
     def policy(self, zero: int) -> ZeroPolicy:
-        """What ZeRO of this stage is asked to do, by the rest of the configuration."""
-        section = self.config.zero_optimization.model_copy(update={"stage": zero})
+        """What ZeRO of this stage is asked to do, by the rest of the configuration.
+
+        Stage 2 reduces per micro-batch unless that says no.
+        """
+        given = self.config.zero_optimization
+        each = given.reduce_per_micro_batch is not False
+        section = given.model_copy(update={"stage": zero, "reduce_per_micro_batch": each})
         config = self.config.model_copy(update={"zero_optimization": section})
         return make_policy(config, [], torch.device("cpu"), self.precision.weights)
+
+    def loaded(self, micro_batch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes that the loader puts on the device of each tensor of the inputs, and of the labels, of so many samples.
+
+        On the CPU those alone that are cast: the others are the loader's own.
+        """
+        inputs, labels = self._sample
+        rows = next((t.shape[0] for t in Template.of(self._sample).tensors if t.dim()), 0)
+
+        def nbytes(tensor: Tensor, cast: bool) -> int:
+            weights = self.precision.weights if cast and self.precision.casts_inputs else None
+            dtype = weights if weights is not None and tensor.is_floating_point() else tensor.dtype
+            if self.device == "cpu" and dtype == tensor.dtype:
+                return 0
+            samples = micro_batch / rows if tensor.dim() and tensor.shape[0] == rows else 1
+            return round(samples * tensor.numel()) * dtype.itemsize
+
+        return (
+            tuple(nbytes(t, True) for t in Template.of(inputs).tensors),
+            tuple(nbytes(t, False) for t in Template.of(labels).tensors),
+        )
 
     def layers(
         self, slices: int = 1, sequence_parallel: bool = False, micro_batch: int = 1, recompute: int = 0
@@ -193,7 +220,7 @@ class _Slicing:
         self._context = BuildContext(groups, torch.device("cpu"), layout.sequence_parallel, independent)
         self._fakes = Fakes(self._context, INSTEAD, StandIns(model.device))
         self._modules: dict[tuple[int, bool], tuple[LayerTrace, _Parts]] = {}
-        self._traced: dict[tuple[int, Any, bool], tuple[Traced, Template]] = {}
+        self._tables: dict[int, int] = {}
         self._known: dict[Any, tuple[LayerProfile, Template]] = {}
         loss = model._loss_fn
         self._loss = loss.build(self._context) if isinstance(loss, LayerSpec) else loss
@@ -223,7 +250,8 @@ class _Slicing:
             except PartitionError as error:
                 raise PartitionError(f"layer {k} ({self._model.names[k]}): {error}") from error
             _, parts = self._modules[kind, True]
-            self._known[key] = _made(self._model.names[k], whole, split, parts, tie), returned
+            self._tables[kind] = max(self._tables.get(kind, 0), whole.tables, split.tables)
+            self._known[key] = _made(self._model.names[k], whole, split, parts, tie, self._tables[kind]), returned
         return self._known[key]
 
     def _trace(self, kind: int, x: Template, splits: bool) -> tuple[Traced, Template]:
@@ -249,7 +277,7 @@ class _Slicing:
     def _ready(self, layer: Layer, module: Any, splittable: bool) -> tuple[LayerTrace, _Parts]:
         """A layer as it is trained: with gradients that a sink adds to accumulators."""
         precision, sink = self._model.precision, GradientSink()
-        parts = _parts_of(module)
+        parts = _parts_of(module, precision.weights)
         with self._fakes.mode:
             parameters = [p for p in made_ready(module, self._context.device, precision.weights) if p.requires_grad]
             self._attach(sink, parameters, parts)
@@ -279,7 +307,7 @@ class _Slicing:
         trace = LayerTrace(loss, sink, precision, self._watch, self._context.device)
         given = Template.of((x.value(), labels))
         found, _ = self._run(trace, given, splits=False)  # it has no weights whose gradients could be split off
-        own = _made("loss", found, found, _Parts((), (), 0), None)
+        own = _made("loss", found, found, _Parts((), (), 0))
         return replace(
             last,
             forward=last.forward + own.forward,
@@ -292,7 +320,9 @@ def _to_add_to(accumulator: Tensor) -> tuple[Tensor, bool]:
     return accumulator, True
 
 
-def _made(name: str, whole: Traced, split: Traced, parts: _Parts, tie: str | None) -> LayerProfile:
+def _made(
+    name: str, whole: Traced, split: Traced, parts: _Parts, tie: str | None = None, tables: int = 0
+) -> LayerProfile:
     return LayerProfile(
         name,
         split.forward,
@@ -305,6 +335,7 @@ def _made(name: str, whole: Traced, split: Traced, parts: _Parts, tie: str | Non
         parts.parameters,
         parts.frozen,
         parts.buffers,
+        tables,
         tie,
     )
 
@@ -324,7 +355,7 @@ def _recomputed(profile: LayerProfile) -> LayerProfile:
     return replace(profile, input_gradient=again + profile.input_gradient, recomputed=True)
 
 
-def _parts_of(module: Any) -> _Parts:
+def _parts_of(module: Any, weights: torch.dtype | None) -> _Parts:
     if not isinstance(module, nn.Module):
         return _Parts((), (), 0)
 
@@ -337,7 +368,10 @@ def _parts_of(module: Any) -> _Parts:
     return _Parts(
         tuple((n, p) for n, p in everything if p.requires_grad),
         tuple((n, p) for n, p in everything if not p.requires_grad),
-        sum(buffer.nbytes for buffer in module.buffers()),
+        sum(
+            b.numel() * (weights if weights is not None and b.is_floating_point() else b.dtype).itemsize
+            for b in module.buffers()
+        ),
     )
 
 

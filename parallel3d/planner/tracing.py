@@ -70,7 +70,10 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class Traced:
-    """One trace: work of the forward, of the backward (all of it, or the inputs' part) and of the weights' deferred part."""
+    """One trace: work of the forward, of the backward (all of it, or the inputs' part) and of the weights' deferred part.
+
+    tables: bytes that the layer made for all micro-batches to come, which count in nothing else.
+    """
 
     inputs: tuple[int, ...]
     outputs: tuple[Boundary, ...]
@@ -78,6 +81,7 @@ class Traced:
     backward: Work
     weight: Work
     held: LayerBytes
+    tables: int
 
 
 @dataclass
@@ -382,7 +386,7 @@ class _Pass:
         return Held(own - sum(made.values()), _held(self._inputs), outputs, coming, leaving)
 
     def traced(self) -> Traced:
-        """What was found. Tables that the layer made for all micro-batches to come don't count."""
+        """What was found."""
         lasting = self._watch.nbytes - self._base
         saved, deferred = (replace(held, own=held.own - lasting) for held in (self._saved, self._deferred))
         forward, backward, weight = self._works
@@ -395,4 +399,5 @@ class _Pass:
             backward,
             weight,
             held,
+            lasting,
         )

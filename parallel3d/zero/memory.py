@@ -98,6 +98,32 @@ def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data
     return total
 
 
+def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> int:
+    """Copies of gradients in the dtype that they are reduced in, which are kept until all reductions are waited for."""
+    sent, total = policy.communication_dtype, 0
+    if sent is None:
+        return 0
+    shards = data_size if policy.stage > 0 else 1
+    for laid in (laid for infos in by_owners(parameters).values() for laid in lay_out(infos, policy, shards)):
+        if sent != policy.accumulator_dtype(laid.kind.dtype):
+            total += sum(layout.numel for layout in laid.layouts) * sent.itemsize
+    return total
+
+
+def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> list[int]:
+    """Elements of each tensor that the first replica's optimizer updates: parameters, or their parts in its shards."""
+    shards = data_size if policy.stage > 0 else 1
+    pieces = []
+    for laid in (laid for infos in by_owners(parameters).values() for laid in lay_out(infos, policy, shards)):
+        for layout in laid.layouts:
+            end = layout.numel // shards
+            own = laid.infos[layout.first : layout.first + len(layout.offsets)]
+            for offset, info in zip(layout.offsets, own, strict=True):
+                if offset < end:
+                    pieces.append(min(info.parameter.numel(), end - offset))
+    return pieces
+
+
 # Tensors of an element's own size that torch's optimizers keep for each; others depend on their settings.
 _MOMENTS = {
     "ASGD": 1,

@@ -1,0 +1,34 @@
+"""What a step of an optimizer takes beyond its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from parallel3d.optim.lion import Lion
+
+# Tensors of a parameter's size that torch's loops over parameters hold at once, by class; others at most as many as Adam.
+_LOOPS = {"SGD": 0, "Adam": 2, "AdamW": 2}
+_MOST = 2
+
+
+def step_bytes(optimizer: torch.optim.Optimizer, sizes: Sequence[int], itemsize: int, on_cuda: bool) -> int:
+    """Bytes at most, where it updates tensors of these numbers of elements.
+
+    A fused kernel takes none; torch's foreach implementation, its choice on CUDA otherwise, and Lion a copy of all; a loop
+    over parameters some of the largest.
+    """
+    settings = optimizer.defaults
+    cls = type(optimizer)
+    fused = settings.get("fused") or (on_cuda and settings.get("fused") is None and cls.__name__ in _FUSED)
+    if fused or not sizes:
+        return 0
+    if cls is Lion or settings.get("foreach") or (on_cuda and settings.get("foreach", False) is None):
+        return itemsize * sum(sizes)
+    extra = 1 if cls.__name__ == "SGD" and settings.get("weight_decay") else 0
+    return itemsize * (_LOOPS.get(cls.__name__, _MOST) + extra) * max(sizes)
+
+
+# By build_optimizer on CUDA, unless params say how.
+_FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}

@@ -1,0 +1,117 @@
+"""Layouts whose memory is predicted without running them, and measured in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from layouts import own_iterator
+
+import parallel3d
+from parallel3d.config import load
+from parallel3d.config.run_layout import RunLayout, parse_run_layout
+from parallel3d.models import CausalLMLoss, DecoderConfig
+from parallel3d.models.decoder import decoder
+from parallel3d.pipe import PipelineModule
+from parallel3d.planner.configure import configuration
+from parallel3d.planner.memory import MemoryModel
+from parallel3d.planner.profile import ModelProfile
+from parallel3d.planner.result import StageMemory
+from parallel3d.schedule.builders import build
+from parallel3d.schedule.lowering import lower
+
+# So much larger than its weights' gradients are a layer's activations, that neither hides an error in the other.
+WORDS, SEQ, SAMPLES = 96, 64, 2
+LOSS = CausalLMLoss(chunk=32)
+
+
+def model(tied: bool) -> list[Any]:
+    return decoder(
+        DecoderConfig(
+            vocab_size=WORDS,
+            hidden_size=32,
+            ffn_size=80,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            max_positions=SEQ,
+            tied=tied,
+        )
+    )
+
+
+def micro_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(WORDS, (samples, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def base(changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": None,
+        **changes,
+    }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank: its stage and slice, the report of engine.memory_report, most bytes within the batch and the step."""
+
+    stage: int
+    slice: int
+    bounds: tuple[int, ...]
+    report: dict[str, tuple[int, int]]
+    batch_peak: int
+    step_peak: int
+
+
+def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
+    """On every rank."""
+    layout = parse(words)
+    config = configuration(layout, base(changes))
+    module = PipelineModule(model(tied), loss_fn=LOSS, config=config)
+    engine, *_ = parallel3d.initialize(model=module, config=config)
+    data = own_iterator(engine, [micro_batch(layout.micro_batch or 1)] * 3 * (layout.micro_batches or 1) * 8)
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.profile_next_batch("memory")
+    engine.train_batch(data)
+    report = engine.memory_report()[module.groups.rank]
+    profile = engine._memory_profile
+    assert profile is not None
+    return Measured(
+        module.stage_id,
+        module.groups.coordinate("model"),
+        module.partition.bounds,
+        report,
+        profile.batch.peak,
+        profile.step.peak,
+    )
+
+
+def parse(words: str) -> RunLayout:
+    layout = parse_run_layout(words)
+    filled = {
+        "micro_batch": layout.micro_batch or SAMPLES,
+        "micro_batches": layout.micro_batches or 4,
+        "chunks": layout.chunks or 1,
+        "replicas": layout.replicas or 1,
+        "zero": layout.zero or 0,
+        "recompute": layout.recompute or 0,
+        "schedule": layout.schedule or "1f1b",
+        "placement": layout.placement or "loop",
+    }
+    return RunLayout(**{**vars(layout), **filled})
+
+
+def predict(words: str, tied: bool, changes: Mapping[str, Any], bounds: tuple[int, ...]) -> tuple[StageMemory, ...]:
+    """In any process."""
+    layout = parse(words)
+    inputs, labels = micro_batch(1)
+    config = load({"train_micro_batch_size_per_gpu": 1, **base(changes)})
+    memory = MemoryModel(ModelProfile(model(tied), inputs, labels, LOSS, config, "cpu"))
+    schedule = build(layout.schedule, layout.stages, layout.micro_batches, layout.chunks, layout.placement)
+    return memory.stages(lower(schedule), bounds, layout, [2**40] * layout.stages)
