@@ -180,12 +180,14 @@ class MemoryModel:
         most = max(phases, key=lambda phase: phases[phase])
         parts = {**steady, **{"backward": backward, "step": step, "save": kept}.get(most, {})}
         allocated = phases[most]
+        gaps, outside = (round(allocated * _GAPS), self._outside(layout)) if on_cuda else (0, 0)
         return StageMemory(
             stage=stage,
             parts={name: nbytes for name, nbytes in parts.items() if nbytes},
             phases=phases,
             allocated=allocated,
-            reserved=allocated + (self._outside(allocated, layout) if on_cuda else 0),
+            reserved=allocated + gaps + outside,
+            outside=outside,
             capacity=capacity,
         )
 
@@ -199,12 +201,12 @@ class MemoryModel:
         ]
         return max(sent, default=0)
 
-    def _outside(self, allocated: int, layout: RunLayout) -> int:
-        """Gaps between the allocator's blocks, the context, and buffers of communication."""
+    def _outside(self, layout: RunLayout) -> int:
+        """What PyTorch's allocator doesn't hold: the context, and buffers of communication."""
         stages, replicas = layout.stages, layout.replicas or 1
         communicators = communicator_bytes((stages * replicas * layout.slices, replicas, layout.slices))
         peers = buffer_bytes(stages) if stages > 1 else 0
-        return round(allocated * _GAPS) + CONTEXT_BYTES + communicators + peers
+        return CONTEXT_BYTES + communicators + peers
 
     def state(self, placement: Sequence[int], bounds: Sequence[int], layout: RunLayout, stage: int) -> _State:
         """Weights, gradients, masters and optimizer of each rank of a stage."""

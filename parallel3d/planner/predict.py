@@ -12,16 +12,18 @@ from parallel3d.config.run_layout import RunLayout
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import layer_chain
 from parallel3d.partition.split import partition_layers
-from parallel3d.planner.calibration import Calibration
+from parallel3d.planner.calibration import Calibration, PredictedMemory
 from parallel3d.planner.cluster import Device
 from parallel3d.planner.links import Network
+from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.model import PlannedModel
 from parallel3d.planner.parameters import stage_parameters
 from parallel3d.planner.profile import LayerProfile, ModelProfile
+from parallel3d.planner.result import StageMemory
 from parallel3d.planner.timing import Floats, LayoutLinks, Shape, StepCost, Times, chunk_times, layer_times
 from parallel3d.planner.work import Collective, CollectiveKind
 from parallel3d.schedule.builders import build, placement_of
-from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.lowering import lower_training
 from parallel3d.schedule.simulate import Simulation, Timeline
 from parallel3d.zero.buckets import Owners, by_owners, lay_out
@@ -62,6 +64,11 @@ def training_program(layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, nu
     assert layout.chunks is not None
     assert layout.placement is not None
     compute = build(layout.schedule, layout.stages, num_micro_batches, layout.chunks, layout.placement)
+    return lowered(compute, layout, buckets, policy)
+
+
+def lowered(compute: Program, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy) -> Program:
+    """A schedule's compute with what the executor runs beside it."""
     return lower_training(
         compute,
         [len(numels) for numels in buckets.of_chunk],
@@ -76,7 +83,8 @@ class Outlook:
     """What is predicted of a layout, uncorrected parts and all.
 
     makespan: of the pipeline's program, whose timeline is of `timed` micro-batches where it has too many to be simulated;
-    optimizer: seconds; exposed: seconds of the makespan that go when all links take no time; reductions: of each chunk the
+    optimizer: seconds; exposed: seconds of the makespan that go when all links take no time; critical_path: of the timeline,
+    where it was predicted exactly; reductions: of each chunk the
     collectives over its replicas, with how often they run in a step.
     """
 
@@ -89,6 +97,7 @@ class Outlook:
     timed: int
     makespan: float
     exposed: float
+    critical_path: tuple[tuple[Instruction, float], ...]
     optimizer: float
     seconds: float
     reductions: tuple[tuple[tuple[Collective, float], ...], ...]
@@ -131,6 +140,7 @@ class Predictor:
         self.model, self.profile, self.network = model, profile, network
         self.calibration = calibration or Calibration()
         self.moments = moments
+        self._memory = MemoryModel(profile)
         self._links: dict[tuple[Shape, tuple[int, ...] | None], LayoutLinks] = {}
         self._times: dict[tuple[object, ...], Times] = {}
         self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -157,20 +167,31 @@ class Predictor:
             self._times[key] = layer_times(self.layers(layout), device, links.over_slices)
         return self._times[key]
 
-    def predict(self, layout: RunLayout, places: Sequence[int] | None = None, exactly: bool = False) -> Outlook:
-        """Of a layout of which nothing is left open. exactly: splits and times it with more care than a search can afford."""
+    def predict(
+        self,
+        layout: RunLayout,
+        places: Sequence[int] | None = None,
+        exactly: bool = False,
+        bounds: Sequence[int] | None = None,
+        compute: Program | None = None,
+    ) -> Outlook:
+        """Of a layout of which nothing is left open.
+
+        exactly: splits it with more care than a search can afford; bounds: it is split already; compute: the schedule, where
+        that isn't one of a name.
+        """
         links, layers = self.links(layout, places), self.layers(layout)
         assert layout.chunks is not None
         assert layout.micro_batches is not None
         placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks)
         of_stages = [self._stage_times(layout, links, stage) for stage in range(layout.stages)]
-        bounds = self._split(layout, of_stages, placement, exactly)
+        bounds = tuple(bounds or self._split(layout, of_stages, placement, exactly))
         times = chunk_times([of_stages[stage] for stage in placement], bounds)
         policy = self.policy(layout)
         stages = stage_parameters(self.profile.specs, layers, bounds, placement)
         buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy)
-        simulation, timed = self._simulation(layout, buckets, policy)
+        simulation, timed = self._simulation(layout, buckets, policy, compute)
         timeline = simulation.run(cost.cost())
         untimed, alone = layout.micro_batches - timed, cost.without_links()
         makespan = timeline.makespan + untimed * _pace(times, placement)
@@ -190,15 +211,29 @@ class Predictor:
             timed,
             makespan,
             max(0.0, exposed),
+            tuple(simulation.critical_path(cost.cost())) if exactly else (),
             optimizer,
             makespan + optimizer + self.calibration.fixed.value,
             _reductions(layout, buckets, policy),
         )
 
+    def memory(self, outlook: Outlook) -> tuple[StageMemory, ...]:
+        """Of each stage, as the calibration corrects it."""
+        layout, links = outlook.layout, outlook.links
+        capacities = [min(device.memory for device in links.devices(stage)) for stage in range(layout.stages)]
+        found = self._memory.stages(outlook.program, outlook.bounds, layout, capacities)
+        return tuple(self._corrected(memory) for memory in found)
+
+    def _corrected(self, memory: StageMemory) -> StageMemory:
+        workspace = memory.parts.get("workspace", 0)
+        slack = memory.reserved - memory.allocated - memory.outside
+        parts = PredictedMemory(memory.allocated - workspace, workspace, slack, memory.outside)
+        allocated, reserved = round(self.calibration.allocated(parts)), round(self.calibration.reserved(parts))
+        return memory.model_copy(update={"allocated": allocated, "reserved": reserved})
+
     def policy(self, layout: RunLayout) -> ZeroPolicy:
         """What ZeRO does under the layout's configuration."""
-        policy = self.profile.policy(layout.zero or 0)
-        return replace(policy, reduce_per_micro_batch=policy.stage == 2)
+        return self.profile.policy(layout.zero or 0)
 
     def _stage_times(self, layout: RunLayout, links: LayoutLinks, stage: int) -> Times:
         """On the slowest of the devices that the stage lies on, all of whose ranks wait for each other."""
@@ -235,8 +270,12 @@ class Predictor:
         simulation, _ = self._simulation(layout, none, replace(self.policy(layout), stage=0))
         return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 
-    def _simulation(self, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy) -> tuple[Simulation, int]:
+    def _simulation(
+        self, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, compute: Program | None = None
+    ) -> tuple[Simulation, int]:
         """The program made ready, of as many micro-batches as are timed."""
+        if compute is not None:
+            return Simulation(lowered(compute, layout, buckets, policy)), compute.num_micro_batches
         assert layout.micro_batches is not None
         assert layout.chunks is not None
         timed = _timed_micro_batches(layout)

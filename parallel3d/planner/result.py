@@ -16,8 +16,8 @@ class StageMemory(_Result):
 
     parts: of what is held at the peak, by name (weights, gradients, masters, optimizer, activations, workspace, transient,
     update, messages, ...); phases: the most allocated in each (steady, backward, step, save); allocated: at the peak, as
-    torch.cuda.max_memory_allocated counts; reserved: with the allocator's gaps, CUDA's context and NCCL's buffers;
-    capacity: of the smallest device that the stage lies on.
+    torch.cuda.max_memory_allocated counts; reserved: with the allocator's gaps and with what is outside of it, CUDA's context
+    and NCCL's buffers; capacity: of the smallest device that the stage lies on.
     """
 
     stage: int
@@ -25,6 +25,7 @@ class StageMemory(_Result):
     phases: dict[str, int]
     allocated: int
     reserved: int
+    outside: int = 0
     capacity: int
 
 

@@ -16,6 +16,7 @@ from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.simulate import Cost
 
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 Shape = tuple[int, int, int]  # ranks along pipe, data, model
 
 
@@ -65,21 +66,27 @@ class LayoutLinks:
             self._known[key] = self.network.transfers(self.pairs(source, destination), nbytes)
         return self._known[key]
 
-    def slice_groups(self, stage: int | None = None) -> npt.NDArray[np.int64]:
+    def slice_groups(self, stage: int | None = None) -> Integers:
         """[groups, members] of GPUs, of one stage or of all."""
         return (self.ranks if stage is None else self.ranks[stage]).reshape(-1, self.shape[2])
 
-    def replica_groups(self, stage: int) -> npt.NDArray[np.int64]:
+    def replica_groups(self, stage: int) -> Integers:
         """[groups, members] of GPUs, of a stage."""
         return self.ranks[stage].T
 
-    def pairs(self, source: int, destination: int) -> npt.NDArray[np.int64]:
+    def pairs(self, source: int, destination: int) -> Integers:
         """[pairs, 2] of GPUs that send and receive between two stages."""
         return np.stack([self.ranks[source].ravel(), self.ranks[destination].ravel()], axis=1)
 
-    def _collective(
-        self, which: object, kind: CollectiveKind, nbytes: float, groups: Callable[[], npt.NDArray[np.int64]]
-    ) -> float:
+    def kind(self, groups: Integers) -> str:
+        """Of the slowest links between the members of a group, as edges of the cluster's graph have it."""
+        gpus = self.network.cluster.gpus
+        members = [gpus[place] for place in groups[0].tolist()]
+        if len({gpu.host for gpu in members}) > 1:
+            return "nic"
+        return "nvlink" if len({gpu.island for gpu in members}) == 1 else "pcie"
+
+    def _collective(self, which: object, kind: CollectiveKind, nbytes: float, groups: Callable[[], Integers]) -> float:
         key = (which, kind, nbytes)
         if key not in self._known:
             members = groups()

@@ -1,0 +1,68 @@
+"""A predicted layout with the memory it takes, and in the words of results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.planner.predict import Outlook, Predictor
+from parallel3d.planner.result import Prediction, StageMemory
+from parallel3d.planner.timing import Shape
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that was predicted, and how full its fullest device gets: more than 1 doesn't fit."""
+
+    outlook: Outlook
+    memory: tuple[StageMemory, ...]
+
+    @property
+    def fullness(self) -> float:
+        """Of the fullest device."""
+        return max(stage.reserved / stage.capacity for stage in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into every device."""
+        return self.fullness <= 1.0
+
+    @property
+    def shape(self) -> Shape:
+        """Ranks along pipe, data, model."""
+        layout = self.outlook.layout
+        return layout.stages, layout.replicas, layout.slices
+
+
+def prediction_of(predictor: Predictor, found: Found, global_batch: int) -> Prediction:
+    """In the words of results. global_batch: samples of a step."""
+    outlook, layout = found.outlook, found.outlook.layout
+    seconds, model, profile = outlook.seconds, predictor.model, predictor.profile
+    low, high = predictor.calibration.interval(seconds)
+    gpus = predictor.network.cluster.gpus
+    peak = sum(gpus[place].device.peak_flops for place in outlook.links.ranks.ravel())
+    # A backward is twice a forward, whatever attention recomputes.
+    flops = 3 * global_batch * sum(layer.forward.flops for layer in profile.layers())
+    return Prediction(
+        layout=layout.text,
+        stages=layout.stages,
+        replicas=layout.replicas,
+        slices=layout.slices,
+        sequence_parallel=layout.sequence_parallel,
+        chunks=layout.chunks or 1,
+        placement="v" if layout.placement == "v" else "loop",
+        schedule=layout.schedule or "1f1b",
+        micro_batch=layout.micro_batch or 1,
+        micro_batches=layout.micro_batches or 1,
+        zero=layout.zero or 0,
+        recompute=layout.recompute or 0,
+        seconds=seconds,
+        low=low,
+        high=high,
+        tokens_per_second=global_batch * model.seq / seconds,
+        mfu=flops / seconds / peak,
+        bubble=outlook.bubble,
+        exposed_communication=outlook.exposed,
+        breakdown=outlook.breakdown(),
+        bounds=outlook.bounds,
+        memory=found.memory,
+    )

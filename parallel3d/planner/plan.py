@@ -1,0 +1,197 @@
+"""From a model and a cluster to a plan: searched, placed, and put into words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.config import load
+from parallel3d.config.run_layout import RunLayout
+from parallel3d.errors import ConfigError
+from parallel3d.planner.calibration import Calibration
+from parallel3d.planner.cluster import Cluster
+from parallel3d.planner.configure import configuration
+from parallel3d.planner.corrected import corrected
+from parallel3d.planner.found import Found, prediction_of
+from parallel3d.planner.links import Network
+from parallel3d.planner.model import PlannedModel
+from parallel3d.planner.placement import place
+from parallel3d.planner.predict import Outlook, Predictor
+from parallel3d.planner.profile import ModelProfile
+from parallel3d.planner.reasons import trade_off, what_would_fit, why_not
+from parallel3d.planner.result import PlanResult, RankPlace, TimelineSpan
+from parallel3d.planner.search import Search
+from parallel3d.planner.space import VARIANTS, Space, enumerate_space
+from parallel3d.planner.timing import Shape
+from parallel3d.planner.traffic import link_loads, traffic_of
+
+# Predicted within this share of the shortest: split, timed and placed with more care, for the last word.
+_FINALISTS, _MOST_FINALISTS = 1.03, 6
+_OF_A_SHAPE = 2  # of the ranks along each axis, listed
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned. fixed: what of the layout the user has decided already; its axes where they are above 1."""
+
+    model: PlannedModel
+    cluster: Cluster
+    global_batch: int
+    num_best: int = 5
+    fixed: RunLayout | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+
+
+class Planner:
+    """Answers one question. Raises ConfigError where it can't have an answer."""
+
+    def __init__(self, question: Question):
+        self.question, model, cluster = question, question.model, question.cluster
+        self.space = self._space()
+        self.profile = profile_of(model, cluster, configuration(self.space.layout(0), model.config))
+        self.network = Network(corrected(cluster, question.calibration))
+        self.predictor = Predictor(model, self.profile, self.network, question.calibration)
+
+    def _space(self) -> Space:
+        question = self.question
+        count, layers = len(question.cluster.gpus), len(question.model.layers)
+        if question.global_batch < 1:
+            raise ConfigError(f"--global-batch is {question.global_batch}; give the samples of a step, 1 or more")
+        hosts = Counter(gpu.host for gpu in question.cluster.gpus)
+        slices = [2**k for k in range(max(hosts.values()).bit_length())]
+        space = enumerate_space(count, question.global_batch, layers, slices)
+        if not len(space):
+            raise ConfigError(
+                f"no layout of {count} GPUs makes up a global batch of {question.global_batch} samples with {layers} layers: "
+                f"replicas x micro-batches x samples must be {question.global_batch}; give a multiple of a divisor of {count}"
+            )
+        if question.fixed is None:
+            return space
+        kept = space.where(_agree(space, question.fixed))
+        if not len(kept):
+            raise ConfigError(
+                f"no layout of {count} GPUs with a global batch of {question.global_batch} is {question.fixed.text!r}; "
+                "leave some of it open"
+            )
+        return kept
+
+    def answer(self) -> PlanResult:
+        """See PlanResult."""
+        search = Search(self.predictor, self.space)
+        found = search.run()
+        if not found:
+            return self._answer(search, [], remedy=what_would_fit(search))
+        return self._answer(search, self._finish(found))
+
+    def _finish(self, found: Sequence[Found]) -> list[Found]:
+        """The nearly best with more care, before the others; each shape at most twice."""
+        nearly = [f for f in found if f.outlook.seconds <= _FINALISTS * found[0].outlook.seconds][:_MOST_FINALISTS]
+        finished = [self._placed(candidate.outlook) for candidate in nearly]
+        ordered = sorted((f for f in finished if f.fits), key=lambda f: f.outlook.seconds)
+        ordered += [f for f in found if f not in nearly]
+        times: Counter[Shape] = Counter()
+        kept = []
+        for candidate in ordered:
+            times[candidate.shape] += 1
+            if times[candidate.shape] <= _OF_A_SHAPE:
+                kept.append(candidate)
+        return kept
+
+    def _placed(self, outlook: Outlook) -> Found:
+        """Predicted exactly, in the cluster's order or where `place` puts it, whichever is the shorter."""
+        layout, predictor = outlook.layout, self.predictor
+        shape = (layout.stages, layout.replicas, layout.slices)
+        plain = predictor.predict(layout, exactly=True)
+        places = place(self.network, shape, traffic_of(predictor, plain))
+        if places == tuple(range(layout.world_size)):
+            return self._found(plain)
+        placed = predictor.predict(layout, places, exactly=True)
+        return min(self._found(placed), self._found(plain), key=lambda f: (not f.fits, f.outlook.seconds))
+
+    def _found(self, outlook: Outlook) -> Found:
+        return Found(outlook, self.predictor.memory(outlook))
+
+    def _answer(self, search: Search, best: Sequence[Found], remedy: str | None = None) -> PlanResult:
+        question = self.question
+        shown = [prediction_of(self.predictor, found, question.global_batch) for found in best]
+        winner = best[0].outlook if best else None
+        return PlanResult(
+            model=question.model.name,
+            cluster=question.cluster.name,
+            num_devices=len(question.cluster.gpus),
+            global_batch=question.global_batch,
+            seq=question.model.seq,
+            best=tuple(shown[: question.num_best]),
+            rejected=why_not(search, shown[: question.num_best], shown[0] if shown else None),
+            trade_off=trade_off([f for f in (*best, *search.found) if f.fits]),
+            timeline=timeline_of(winner) if winner else (),
+            links=link_loads(self.predictor, winner) if winner else (),
+            map=rank_map(self.network.cluster, winner) if winner else (),
+            config=configuration(winner.layout, question.model.config, winner.bounds) if winner else {},
+            layers=tuple(self.profile.names),
+            remedy=remedy,
+            considered=len(search.space),
+            simulated=len(search.found),
+        )
+
+
+def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any]) -> ModelProfile:
+    """Of the model on a cluster's kind of device, under a configuration."""
+    on_cpu = all(gpu.device.name == "cpu" for gpu in cluster.gpus)
+    inputs, labels = model.sample(1)
+    return ModelProfile(model.layers, inputs, labels, model.loss_fn, load(config), "cpu" if on_cpu else "cuda")
+
+
+def timeline_of(outlook: Outlook) -> tuple[TimelineSpan, ...]:
+    """Of the micro-batches that were timed."""
+    return tuple(
+        TimelineSpan(
+            stage=span.rank,
+            op=span.instruction.op.value,
+            chunk=span.instruction.chunk,
+            micro_batch=span.instruction.micro_batch,
+            start=span.start,
+            end=span.end,
+            bucket=span.instruction.bucket,
+        )
+        for span in outlook.timeline.spans
+    )
+
+
+def rank_map(cluster: Cluster, outlook: Outlook) -> tuple[RankPlace, ...]:
+    """Where each rank runs."""
+    ranks = outlook.links.ranks
+    places = []
+    for rank, (pipe, data, model) in enumerate(np.ndindex(*ranks.shape)):
+        gpu = cluster.gpus[ranks[pipe, data, model]]
+        places.append(RankPlace(rank=rank, host=gpu.host, gpu=gpu.index, pipe=pipe, data=data, model=model))
+    return tuple(places)
+
+
+def _agree(space: Space, fixed: RunLayout) -> npt.NDArray[np.bool_]:
+    """Which layouts are what the user has decided."""
+    columns = {
+        "stages": fixed.stages if fixed.stages > 1 else None,
+        "replicas": fixed.replicas if fixed.replicas > 1 else None,
+        "slices": fixed.slices if fixed.slices > 1 else None,
+        "zero": fixed.zero,
+        "micro_batch": fixed.micro_batch,
+        "micro_batches": fixed.micro_batches,
+        "recompute": fixed.recompute,
+        "sequence_parallel": 1 if fixed.sequence_parallel else None,
+    }
+    kept = np.ones(len(space), dtype=bool)
+    for name, value in columns.items():
+        if value is not None:
+            kept &= getattr(space, name) == value
+    variants = [
+        k
+        for k, variant in enumerate(VARIANTS)
+        if fixed.schedule in (None, variant.schedule) and fixed.chunks in (None, variant.chunks)
+    ]
+    return kept & np.isin(space.variant, variants)

@@ -1,0 +1,166 @@
+"""What the models say of a run that was recorded: for comparison, and for calibration component by component."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from parallel3d.config.run_layout import RunLayout
+from parallel3d.errors import ConfigError
+from parallel3d.monitor.run_record import RunRecord, kind_name
+from parallel3d.pipe.specs import layer_name
+from parallel3d.planner.calibration import Calibration, PredictedMemory, PredictedRun
+from parallel3d.planner.cluster import Cluster
+from parallel3d.planner.corrected import corrected
+from parallel3d.planner.found import Found, prediction_of
+from parallel3d.planner.links import Network
+from parallel3d.planner.model import PlannedModel
+from parallel3d.planner.plan import profile_of
+from parallel3d.planner.predict import Outlook, Predictor
+from parallel3d.planner.profile import ModelProfile
+from parallel3d.planner.result import Prediction, StageMemory
+from parallel3d.planner.timing import Integers, compute_seconds
+from parallel3d.planner.work import Work
+from parallel3d.schedule.builders import from_lists, placement_of
+from parallel3d.schedule.instructions import Instruction, Op
+
+_WORK = {
+    Op.FORWARD: ("forward",),
+    Op.BACKWARD_INPUT: ("input_gradient",),
+    Op.BACKWARD_WEIGHT: ("weight_gradient",),
+    Op.BACKWARD: ("input_gradient", "weight_gradient"),
+}
+_ENDS = {Op.SEND_ACTIVATION: 1, Op.SEND_GRADIENT: -1}
+_LINKS = (*_ENDS, Op.REDUCE_GRADS, Op.REDUCE_REPLICAS, Op.GATHER_PARAMS)
+
+
+class RunPredictor:
+    """Predicts recorded runs of one model, as if they had run on the first GPUs of a cluster.
+
+    Raises ConfigError for a record of another model, or of more ranks than the cluster has.
+    """
+
+    def __init__(self, model: PlannedModel, cluster: Cluster):
+        self._model, self._cluster = model, cluster
+        self._networks: dict[str, Network] = {}
+        self._profiles: dict[str, ModelProfile] = {}
+
+    def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:
+        """The run's step, and the seconds of its instructions by kind_name."""
+        predictor, outlook = self._outlook(record, calibration)
+        found = Found(outlook, predictor.memory(outlook))
+        samples = record.micro_batch * record.micro_batches * record.replicas
+        seconds = calibration.instruction_seconds(self.parts(record, calibration))
+        return prediction_of(predictor, found, samples), seconds
+
+    def parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
+        """As calibrate() asks for it: uncorrected parts, of the step along the path that is the longest when corrected."""
+        _, outlook = self._outlook(record, calibration)
+        plain, uncorrected = self._outlook(record, Calibration())
+        components = Components(plain, uncorrected)
+        kinds = dict.fromkeys(i._replace(micro_batch=0) for rank in outlook.program.instructions for i in rank)
+        instructions = {kind_name(i): parts for i in kinds if (parts := components.of(i))}
+        cost = outlook.cost.cost()
+        longer = outlook.makespan / max(outlook.timeline.makespan, 1e-12)
+        step = defaultdict(float, {"optimizer": uncorrected.optimizer})
+        for i, seconds in outlook.critical_path:
+            share = longer * seconds / cost(i) if cost(i) > 0 else 0.0
+            for name, part in components.of(i._replace(micro_batch=0)).items():
+                step[name] += share * part
+        return PredictedRun(instructions, step, _memory(record, plain.memory(uncorrected)))
+
+    def _outlook(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, Outlook]:
+        layout = self._layout(record)
+        network = self._networks.setdefault(
+            calibration.model_dump_json(), Network(corrected(self._cluster, calibration))
+        )
+        key = json.dumps(record.config, sort_keys=True, default=str)
+        if key not in self._profiles:
+            self._profiles[key] = profile_of(self._model, self._cluster, record.config)
+        predictor = Predictor(self._model, self._profiles[key], network, calibration)
+        placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+        compute = None if record.program is None else from_lists(record.program, placement)
+        return predictor, predictor.predict(layout, exactly=True, bounds=record.bounds, compute=compute)
+
+    def _layout(self, record: RunRecord) -> RunLayout:
+        names = [layer_name(layer) for layer in self._model.layers]
+        if tuple(names) != record.model.layers:
+            raise ConfigError(
+                f"the run's model has {len(record.model.layers)} layers ({', '.join(dict.fromkeys(record.model.layers))}), but "
+                f"{self._model.name} {len(names)} ({', '.join(dict.fromkeys(names))}); give the run's model by --model"
+            )
+        layout = RunLayout(
+            stages=record.stages,
+            slices=record.slices,
+            replicas=record.replicas,
+            zero=record.zero,
+            sequence_parallel=record.sequence_parallel,
+            text=record.layout,
+            micro_batch=record.micro_batch,
+            micro_batches=record.micro_batches,
+            chunks=record.chunks,
+            recompute=record.recompute,
+            schedule=record.schedule,
+            placement=record.placement,
+        )
+        if layout.world_size > len(self._cluster.gpus):
+            raise ConfigError(
+                f"the run {record.layout} had {layout.world_size} ranks, but {self._cluster.name} has "
+                f"{len(self._cluster.gpus)} GPUs; give the run's cluster by --cluster"
+            )
+        return layout
+
+
+class Components:
+    """Uncorrected seconds of instructions by component of the calibration."""
+
+    def __init__(self, predictor: Predictor, outlook: Outlook):
+        self._outlook, self._links = outlook, outlook.links
+        self._layers = predictor.layers(outlook.layout)
+        layout = outlook.layout
+        self._placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+        self._cost = outlook.cost.cost()
+
+    def of(self, i: Instruction) -> dict[str, float]:
+        """Of an instruction of any micro-batch; nothing for one that takes no time."""
+        if i.op in _WORK:
+            return self._compute(i)
+        seconds = self._cost(i)
+        if i.op not in _LINKS or not seconds > 0:
+            return {}
+        return {self._links.kind(self._members(i)): seconds}
+
+    def _compute(self, i: Instruction) -> dict[str, float]:
+        device = max(
+            self._links.devices(self._placement[i.chunk]), key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d)
+        )
+        parts: defaultdict[str, float] = defaultdict(float)
+        for layer in self._layers[self._outlook.bounds[i.chunk] : self._outlook.bounds[i.chunk + 1]]:
+            for work in (getattr(layer, name) for name in _WORK[i.op]):
+                parts["gemm"] += compute_seconds(Work(gemm_flops=work.gemm_flops), device)
+                parts["attention"] += compute_seconds(Work(attention_flops=work.attention_flops), device)
+                parts["element_wise"] += compute_seconds(Work(moved=work.moved), device)
+                parts["kernels"] += compute_seconds(Work(kernels=work.kernels), device)
+                for collective in work.collectives:
+                    members = self._links.slice_groups(self._placement[i.chunk])
+                    parts[self._links.kind(members)] += self._links.over_slices(collective)
+        return parts
+
+    def _members(self, i: Instruction) -> Integers:
+        """[groups, GPUs] that a transfer or a collective over replicas or stages goes between."""
+        stage = self._placement[i.chunk]
+        if i.op in _ENDS:
+            return self._links.pairs(stage, self._placement[i.chunk + _ENDS[i.op]])
+        return self._links.replica_groups(stage)
+
+
+def _memory(record: RunRecord, stages: Sequence[StageMemory]) -> list[PredictedMemory]:
+    """Of each rank."""
+    found = []
+    for rank in record.ranks:
+        memory = stages[rank.stage]
+        workspace = memory.parts.get("workspace", 0)
+        slack = memory.reserved - memory.allocated - memory.outside
+        found.append(PredictedMemory(memory.allocated - workspace, workspace, slack, memory.outside))
+    return found

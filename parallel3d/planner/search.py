@@ -1,0 +1,196 @@
+"""The best layouts of a space: bounds for all at once, then predictions of those that could still win."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from parallel3d.config.run_layout import RunLayout
+from parallel3d.errors import PartitionError
+from parallel3d.parameters import ParameterInfo
+from parallel3d.planner.found import Found
+from parallel3d.planner.predict import Predictor
+from parallel3d.planner.profile import LayerProfile
+from parallel3d.planner.space import VARIANTS, Space
+from parallel3d.planner.timing import Integers, Shape, compute_seconds
+from parallel3d.planner.work import Collective, Work
+from parallel3d.zero.memory import predict_state
+
+Floats = npt.NDArray[np.float64]
+
+# Work grows with the samples but for a constant part, of which at most this share of the bounds is.
+_SLACK = 0.99
+_GROUPS = 32  # of slices, that are looked at
+_FEW = 4  # predictions of a shape of which nothing fits
+
+
+@dataclass(frozen=True)
+class _Least:
+    """Of one slicing and number of samples, on the fastest device: seconds of all layers, and of the longest one."""
+
+    forward: float
+    whole: float
+    longest: float
+
+
+class Bounds:
+    """What no layout of a space can be below: seconds, of layers spread evenly over all ranks, on the fastest device and the
+    best links, and of the pipeline's filling and draining; bytes of state, spread evenly.
+    """
+
+    def __init__(self, predictor: Predictor, space: Space):
+        self._predictor, self._space = predictor, space
+        devices = {gpu.device for gpu in predictor.network.cluster.gpus}
+        self._fastest = min(devices, key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
+        self._exchanges: dict[tuple[Collective, int], float] = {}
+        self.why: dict[int, str] = {}  # slices -> why they can't be had
+
+    def seconds(self) -> Floats:
+        """Of each layout; infinite where the model can't be sliced so."""
+        space, found = self._space, np.full(len(self._space), np.inf)
+        for chosen, (slices, shares, recompute, samples) in _groups(
+            space.slices, space.sequence_parallel, space.recompute, space.micro_batch
+        ):
+            try:
+                least = self._least(slices, bool(shares), recompute, samples)
+            except PartitionError as error:
+                self.why[slices] = str(error)
+                continue
+            p, m = space.stages[chosen], space.micro_batches[chosen]
+            chunks = np.array([variant.chunks for variant in VARIANTS])[space.variant[chosen]]
+            whole = np.array([variant.schedule in ("1f1b", "interleaved") for variant in VARIANTS])[
+                space.variant[chosen]
+            ]
+            # The last rank starts p - 1 chunks' forwards late; where backwards are whole, the first ends as many late.
+            ends = np.where(whole, least.whole, least.forward) * (p - 1) / (p * chunks)
+            found[chosen] = np.maximum(m * least.whole / p + ends, m * least.longest)
+        return _SLACK * found
+
+    def bytes(self) -> Floats:
+        """Of each layout's fullest rank."""
+        space, found = self._space, np.zeros(len(self._space))
+        for chosen, (slices, replicas, zero) in _groups(space.slices, space.replicas, space.zero):
+            if slices in self.why:
+                continue
+            layers = self._predictor.profile.layers(slices)
+            numel = sum(p.numel() for layer in layers for _, p in layer.parameters)
+            built = next((p.dtype for layer in layers for _, p in layer.parameters), torch.float32)
+            one = ParameterInfo("", nn.Parameter(torch.empty(numel, dtype=built, device="meta")), (0,))
+            policy = self._predictor.policy(RunLayout(replicas=replicas, zero=zero))
+            state = predict_state([one], policy, replicas, self._predictor.moments)
+            found[chosen] = state.steady / space.stages[chosen]
+        return found
+
+    def _least(self, slices: int, shares: bool, recompute: int, samples: int) -> _Least:
+        layers = self._predictor.profile.layers(slices, shares, 1, recompute)
+        of_layer = {id(layer): self._of_layer(layer, slices, samples) for layer in layers}
+        forward, whole = np.array([of_layer[id(layer)] for layer in layers]).T
+        return _Least(float(forward.sum()), float(whole.sum()), float(whole.max()))
+
+    def _of_layer(self, layer: LayerProfile, slices: int, samples: int) -> tuple[float, float]:
+        works = (layer.forward, layer.input_gradient, layer.weight_gradient)
+        seconds = [self._of_work(work, slices, samples) for work in works]
+        return seconds[0], sum(seconds)
+
+    def _of_work(self, work: Work, slices: int, samples: int) -> float:
+        once = compute_seconds(Work(kernels=work.kernels), self._fastest)
+        growing = compute_seconds(work, self._fastest) - once
+        return (
+            once
+            + samples * growing
+            + sum(self._best(Collective(c.kind, samples * c.nbytes), slices) for c in work.collectives)
+        )
+
+    def _best(self, collective: Collective, slices: int) -> float:
+        """Seconds over one slice group that has its links for itself, of the best placed of some."""
+        key = (collective, slices)
+        if key not in self._exchanges:
+            network = self._predictor.network
+            groups = np.arange(len(network.cluster.gpus) // slices * slices).reshape(-1, 1, slices)
+            some = groups[:: max(1, len(groups) // _GROUPS)]
+            seconds = network.each_collective(collective.kind, some, collective.nbytes)
+            self._exchanges[key] = float(seconds.min())
+        return self._exchanges[key]
+
+
+def _groups(*columns: Integers) -> list[tuple[Integers, list[int]]]:
+    """(places, values) of the rows that have the same values."""
+    rows = np.stack(columns, axis=1)
+    values, group = np.unique(rows, axis=0, return_inverse=True)
+    order = np.argsort(group.ravel(), kind="stable")
+    places = np.split(order, np.cumsum(np.bincount(group.ravel()))[:-1])
+    return list(zip(places, values.tolist(), strict=True))
+
+
+class Search:
+    """Looks for the shortest step in a space, by predictions in the order of their bounds.
+
+    found: all that were predicted, in that order. num_alternatives: shapes (ranks along each axis) of which the best is
+    looked for too, beside that of all.
+    """
+
+    def __init__(self, predictor: Predictor, space: Space, num_alternatives: int = 8):
+        self._predictor, self.space = predictor, space
+        self._alternatives = num_alternatives
+        bounds = Bounds(predictor, space)
+        self.seconds, self.bytes = bounds.seconds(), bounds.bytes()
+        self.why_not_sliced = bounds.why
+        self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
+        self.found: list[Found] = []
+
+    def run(self) -> list[Found]:
+        """Those that fit, the shortest first; none where nothing does."""
+        possible = np.flatnonzero(np.isfinite(self.seconds) & (self.bytes <= self.capacity))
+        order = possible[np.argsort(self.seconds[possible], kind="stable")]
+        shapes = np.stack([self.space.stages, self.space.replicas, self.space.slices], axis=1)
+        done = self._until_certain(order)
+        best = self._best_of(self.found)
+        tried = {found.shape for found in self.found if found.fits}
+        for shape in self._shapes_in_order(order, shapes):
+            if len(tried) >= self._alternatives or best is None:
+                break
+            if shape not in tried:
+                own = order[(shapes[order] == np.array(shape)).all(axis=1)]
+                done |= self._until_fits([k for k in own.tolist() if k not in done])
+                tried.add(shape)
+        return sorted((found for found in self.found if found.fits), key=lambda f: f.outlook.seconds)
+
+    def _until_certain(self, order: Integers) -> set[int]:
+        """Predict in order until no bound is below the shortest that fits."""
+        done: set[int] = set()
+        best = np.inf
+        for k in order.tolist():
+            if self.seconds[k] >= best:
+                break
+            found = self._predict(k)
+            done.add(k)
+            if found.fits:
+                best = min(best, found.outlook.seconds)
+        return done
+
+    def _until_fits(self, order: Sequence[int]) -> set[int]:
+        """Predict in order until one fits, at most a few."""
+        done: set[int] = set()
+        for k in order[:_FEW]:
+            done.add(k)
+            if self._predict(k).fits:
+                break
+        return done
+
+    def _predict(self, k: int) -> Found:
+        outlook = self._predictor.predict(self.space.layout(k))
+        self.found.append(Found(outlook, self._predictor.memory(outlook)))
+        return self.found[-1]
+
+    @staticmethod
+    def _shapes_in_order(order: Integers, shapes: Integers) -> list[Shape]:
+        return list(dict.fromkeys((p, d, t) for p, d, t in shapes[order].tolist()))
+
+    @staticmethod
+    def _best_of(found: Iterable[Found]) -> Found | None:
+        return min((f for f in found if f.fits), key=lambda f: f.outlook.seconds, default=None)
