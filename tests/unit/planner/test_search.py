@@ -1,0 +1,171 @@
+"""The search against a prediction of every layout, and its answers: the same each time, with remedies where there is none."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from parallel3d.config import load
+from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.errors import ConfigError
+from parallel3d.models import DecoderConfig, decoder
+from parallel3d.planner.cluster_file import load_cluster
+from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
+from parallel3d.planner.plan import Planner, Question
+from parallel3d.planner.result import PlanResult
+from parallel3d.planner.search import Search
+
+GPU = {"device": "H200", "count": 4}
+
+
+def hosts(count: int, memory: str | None = None, **more: Any) -> dict[str, Any]:
+    """Hosts of four GPUs with a network card each."""
+    gpu = {**GPU, "memory": memory} if memory else GPU
+    host = {"gpus": [gpu], "nvlink": {"bandwidth": "400 GB/s"}, "nics": [{"bandwidth": "50 GB/s", "count": 4}]}
+    listed = [{"name": f"host{k}", "switch": "spine", **host, **more} for k in range(count)]
+    return {"name": "small", "hosts": listed, "switches": [{"name": "spine"}]}
+
+
+@cache
+def small_model(seq: int = 256, vocab: int = 1024) -> PlannedModel:
+    import torch
+
+    config = DecoderConfig(
+        vocab_size=vocab, hidden_size=512, ffn_size=1024, num_layers=6, num_heads=4, num_kv_heads=2, max_positions=seq
+    )
+
+    def sample(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.zeros(count, seq, dtype=torch.int64)
+        return tokens, tokens
+
+    from parallel3d.models import causal_lm_loss
+
+    return PlannedModel("small", decoder(config), causal_lm_loss, sample, seq, DEFAULTS)
+
+
+def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
+    """(seconds, fits) of each layout of the planner's space."""
+    predictor, found = planner.predictor, {}
+    for k in range(len(planner.space)):
+        layout = planner.space.layout(k)
+        outlook = predictor.predict(layout)
+        fits = all(stage.reserved <= stage.capacity for stage in predictor.memory(outlook))
+        found[layout.text] = (outlook.seconds, fits)
+    return found
+
+
+@pytest.mark.parametrize(("memory", "batch"), [(None, 8), ("1.34 GB", 16)])
+def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | None, batch: int) -> None:
+    planner = Planner(Question(small_model(), load_cluster(hosts(1, memory)), batch))
+    search = Search(planner.predictor, planner.space)
+    found = search.run()
+    everything = every_prediction(planner)
+    fitting = [seconds for seconds, fits in everything.values() if fits]
+    assert found[0].outlook.seconds == pytest.approx(min(fitting), rel=1e-9)
+    assert len(search.found) < len(everything) / 3
+    if memory is not None:
+        assert 0 < len(fitting) < len(everything), "memory doesn't bind: the case is too easy"
+
+
+def test_no_prediction_is_below_its_bounds() -> None:
+    planner = Planner(Question(small_model(), load_cluster(hosts(2)), 16))
+    search = Search(planner.predictor, planner.space)
+    for k in range(0, len(planner.space), 7):
+        outlook = planner.predictor.predict(planner.space.layout(k))
+        assert outlook.seconds >= search.seconds[k]
+        memory = planner.predictor.memory(outlook)
+        assert max(stage.phases["steady"] for stage in memory) >= search.bytes[k]
+
+
+def answer(cluster: Any, batch: int = 16, **more: Any) -> PlanResult:
+    return Planner(Question(small_model(), load_cluster(cluster), batch, **more)).answer()
+
+
+def test_the_same_input_gives_the_same_bytes_in_any_order_of_hosts() -> None:
+    cluster = hosts(2)
+    slow = cluster["hosts"][1]
+    cluster["hosts"][1] = {**slow, "nics": [{"bandwidth": "12 GB/s", "count": 4}]}
+    one = answer(cluster).model_dump_json()
+    assert answer(cluster).model_dump_json() == one
+    assert answer({**cluster, "hosts": cluster["hosts"][::-1]}).model_dump_json() == one
+
+
+def test_what_is_written_can_be_run() -> None:
+    result = answer(hosts(2))
+    winner = result.best[0]
+    config = load(json.loads(json.dumps(result.config)))
+    assert config.pipeline.stages == winner.stages
+    assert list(config.pipeline.partition or ()) == list(winner.bounds)
+    ranks = winner.stages * winner.replicas * winner.slices
+    assert ranks == result.num_devices == len({(place.host, place.gpu) for place in result.map})
+    assert winner.micro_batch * winner.micro_batches * winner.replicas == result.global_batch
+    assert winner.low < winner.seconds < winner.high
+    assert sum(winner.breakdown.values()) == pytest.approx(winner.seconds)
+    assert max(span.end for span in result.timeline) <= winner.seconds
+    peaks = [peak for peak, _, _ in result.trade_off]
+    times = [seconds for _, seconds, _ in result.trade_off]
+    assert peaks == sorted(peaks)
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_part_of_a_layout_that_the_user_has_decided_is_kept() -> None:
+    result = answer(hosts(1), fixed=parse_run_layout("pp2,zb-h1"))
+    assert {(p.stages, p.schedule) for p in result.best} == {(2, "zb-h1")}
+
+
+def test_what_cannot_fit_is_told_with_what_would() -> None:
+    result = answer(hosts(1, "400 MB"))
+    assert not result.best
+    assert result.remedy is not None
+    assert "GPUs" in result.remedy
+    needed = int(result.remedy.split("GPUs with ")[1].split(" GiB")[0].split("than ")[-1])
+    enough = answer(hosts(1, f"{needed} GiB"))
+    assert enough.best, "the memory that was asked for doesn't suffice"
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "fixed", "message"),
+    [
+        (16, 1, None, "no layout of 64 GPUs makes up a global batch of 1"),
+        (1, 0, None, "1 or more"),
+        (1, 16, "pp3", "leave some of it open"),
+    ],
+)
+def test_impossible_questions_get_an_error(count: int, batch: int, fixed: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        answer(hosts(count), batch, fixed=None if fixed is None else parse_run_layout(fixed))
+
+
+def test_unknown_models_are_told_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="llama3-8b"):
+        load_model("llama-8b")
+    with pytest.raises(ConfigError, match="positions"):
+        load_model("gpt2", seq=5000)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_presets_have_the_sizes_of_their_names(name: str) -> None:
+    """Parameters in billions, by the formula of arXiv:2104.04473 for GPT, counted by hand for the others."""
+    wanted = {
+        "gpt2": 0.124,
+        "gpt2-xl": 1.56,
+        "1b": 1.35,
+        "7b": 6.74,
+        "llama2-13b": 13.0,
+        "llama2-70b": 69.0,
+        "llama3-8b": 8.03,
+        "llama3-70b": 70.6,
+        "llama3-405b": 405.9,
+        "gpt3-22b": 22.1,
+        "gpt3-175b": 174.6,
+        "megatron-530b": 529.6,
+        "megatron-1t": 1008.0,
+    }
+    c = MODELS[name]
+    heads = c.hidden_size + 2 * c.kv_heads * c.dim_of_head
+    block = c.hidden_size * (heads + c.hidden_size) + (3 if c.gated else 2) * c.hidden_size * c.ffn_size
+    total = c.num_layers * block + (1 if c.tied else 2) * c.vocab_size * c.hidden_size
+    assert total / 1e9 == pytest.approx(wanted[name], rel=0.02)
