@@ -2,12 +2,14 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 from browser import emulate, headless, open_page
 from plans import Shape, plan
 
 from parallel3d.planner.report import html_page, words
+from parallel3d.planner.report import page as page_module
 from parallel3d.planner.result import PlanResult
 
 LARGE = Shape(64, 16, 8, 512, "zb-h1", 1, "loop")
@@ -202,9 +204,9 @@ def canvas(page):
 
 def test_hovering_the_timeline_tells_instruction_and_times(page, canvas, result):
     lane = (canvas.size["height"] - 30) / 4
-    for stage in (0, 3):
-        found = sweep(page, canvas, 12 + lane * stage)
-        assert len(found) > 50
+    for stage, below in ((0, 2), (0, 22), (3, 2), (3, 22)):
+        found = sweep(page, canvas, 6 + lane * stage + below, 30)
+        assert len(found) > 20
         check_against(found, result, stage)
 
 
@@ -298,10 +300,11 @@ def test_the_filter_keeps_rows_with_all_words(page, result, typed):
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_the_configuration_is_copied(page, result, allowed):
-    if not allowed:  # as in browsers that keep the clipboard from files
-        page.execute_script("navigator.clipboard.writeText = () => Promise.reject(new Error('denied'))")
     permissions = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
     page.execute_cdp_cmd("Browser.grantPermissions", permissions)
+    page.execute_async_script("navigator.clipboard.writeText('what was there before').then(arguments[0])")
+    if not allowed:  # as in browsers that keep the clipboard from files
+        page.execute_script("navigator.clipboard.writeText = () => Promise.reject(new Error('denied'))")
     button = find(page, "#copy")
     button.click()
     text = page.execute_async_script(
@@ -389,6 +392,20 @@ def test_the_smallest_and_a_large_plan_work(driver, shape, tmp_path):
     check_against(found, given, shape.stages - 1)
     driver.find_elements("css selector", "#ranking tbody tr")[2].click()
     assert find(driver, "#layout h3").text == given.best[2].layout
+    assert driver.get_log("browser") == []
+
+
+def test_a_timeline_too_long_to_draw_is_told_from_at_both_ends(driver, result, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_module, "columns", partial(page_module.columns, limit=200))
+    open_page(driver, html_page(result), tmp_path / "plan.html")
+    canvas = find(driver, "#time")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    found = sweep(driver, canvas, 12)
+    check_against(found, result, 0)
+    width = canvas.size["width"]
+    assert any(x < 0.2 * width for x in found)
+    assert any(x > 0.8 * width for x in found)
+    assert not any(0.35 * width < x < 0.65 * width for x in found)
     assert driver.get_log("browser") == []
 
 
