@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -67,8 +67,11 @@ class Prediction(_Result):
         return max(stage.reserved for stage in self.memory)
 
 
-class TimelineSpan(_Result):
-    """One instruction of one stage in seconds from the step's begin; op: the value of its schedule Op, "F", "B", "RED", ..."""
+class TimelineSpan(NamedTuple):
+    """One instruction of one stage in seconds from the step's begin; op: the value of its schedule Op, "F", "B", "RED", ...
+
+    A tuple, and a list in JSON: a step has hundreds of thousands of them.
+    """
 
     stage: int
     op: str

@@ -36,8 +36,8 @@ def trade_off_svg(result: PlanResult) -> str | None:
 
 
 def to_json(result: PlanResult) -> str:
-    """All of the plan; PlanResult.model_validate_json reads it."""
-    return result.model_dump_json(indent=1) + "\n"
+    """All of the plan on one line; PlanResult.model_validate_json reads it."""
+    return result.model_dump_json() + "\n"
 
 
 def write_report(result: PlanResult, directory: str | Path) -> tuple[Path, ...]:

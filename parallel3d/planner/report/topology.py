@@ -61,7 +61,8 @@ def _named(form_of: dict[str, str]) -> dict[str, str]:
         numbers = held.setdefault(form, [set() for _ in range(form.count("\0"))])
         for known, number in zip(numbers, re.findall(r"\d+", name), strict=False):
             known.add(int(number))
-    return {name: _filled(form, held[form]) for name, form in form_of.items()}
+    filled = {form: _filled(form, numbers) for form, numbers in held.items()}
+    return {name: filled[form] for name, form in form_of.items()}
 
 
 def _filled(form: str, numbers: list[set[int]]) -> str:

@@ -234,7 +234,7 @@ def test_where_nothing_fits_the_page_says_what_would(result, tmp_path):
 
 
 def test_an_unknown_instruction_is_refused(result):
-    odd = result.model_copy(update={"timeline": (result.timeline[0].model_copy(update={"op": "X"}),)})
+    odd = result.model_copy(update={"timeline": (result.timeline[0]._replace(op="X"),)})
     with pytest.raises(ValueError, match="'X'"):
         html_page(odd)
 
