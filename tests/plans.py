@@ -64,6 +64,7 @@ def plan(shape: Shape | None = None, seed: int = 0, ranked: int = 12, rejected: 
         best.append(_prediction(shape, f"{shape.layout},mb{k + 1}", 1.0 + 0.03 * k, dice))
     lost = tuple(_lost(k, dice) for k in range(rejected))
     frontier = sorted((p.peak, p.seconds, p.layout) for p in best)
+    bounds = list(best[0].bounds)
     best_so_far, curve = float("inf"), []
     for peak, seconds, layout in frontier:
         if seconds < best_so_far:
@@ -84,7 +85,12 @@ def plan(shape: Shape | None = None, seed: int = 0, ranked: int = 12, rejected: 
         config={
             "train_batch_size": shape.replicas * shape.micro_batches,
             "train_micro_batch_size_per_gpu": 1,
-            "pipeline": {"stages": shape.stages, "num_chunks": shape.chunks, "schedule": shape.schedule},
+            "pipeline": {
+                "stages": shape.stages,
+                "num_chunks": shape.chunks,
+                "schedule": shape.schedule,
+                "partition": bounds,
+            },
             "zero_optimization": {"stage": 1, "reduce_bucket_size": 500_000_000},
             "bf16": {"enabled": True},
         },

@@ -33,7 +33,7 @@ def memory_chart(stages: Sequence[StageMemory], names: Sequence[str], label: str
             body.append(svg.text(_LEFT - 10, middle, name, text_anchor="end", font_size=11))
             words = f"{memory(stage.reserved)}, {percent(stage.reserved / stage.capacity)}"
             body.append(svg.text(svg.WIDTH - _RIGHT + 12, middle, words, font_size=11, font_weight=_weight(stage)))
-    legend, height = svg.legend(colours | {_RESERVED: _RESERVED_COLOUR}, _LEFT, bottom + 42)
+    legend, height = svg.legend(colours | {_RESERVED: _RESERVED_COLOUR}, _LEFT, bottom + 42, svg.WIDTH - _RIGHT)
     key = svg.element(
         "path", d=f"M{svg.WIDTH - _RIGHT + 12} {bottom + 37}v12", stroke=svg.INK, stroke_width=2, class_="mark"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from itertools import pairwise
 
@@ -45,7 +46,7 @@ def html_page(result: PlanResult) -> str:
         trade_off=None if trade_off is None else Markup(trade_off),
         topology=Markup(topology_chart(links, ranked[0].seconds)) if links and ranked else None,
         links=links[:_MOST_LINKS],
-        config=json.dumps(result.config, indent=2, ensure_ascii=False),
+        config=_shown(result.config),
         data=_packed({"details": details, "timeline": drawn}),
         style=Markup(_source(environment, "page.css")),
         script=Markup(_source(environment, "page.js")),
@@ -111,6 +112,13 @@ def _hosts(places: tuple[RankPlace, ...]) -> dict[str, dict[int, RankPlace]]:
     for place in sorted(places, key=lambda place: words.natural(place.host)):
         hosts.setdefault(place.host, {})[place.gpu] = place
     return hosts
+
+
+def _shown(config: dict[str, object]) -> str:
+    """JSON with indents, but a list of numbers, such as a partition's bounds, on one line."""
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    numbers = re.compile(r"\[\s*\n\s*(\d+(?:,\s*\n\s*\d+)*)\s*\n\s*\]")  # a string holds no line break
+    return numbers.sub(lambda found: f"[{', '.join(re.findall(r'[0-9]+', found[1]))}]", text)
 
 
 def _packed(data: object) -> str:

@@ -56,12 +56,12 @@ def ticks(low: float, high: float, number: int = 8) -> Iterator[float]:
         yield k * step
 
 
-def legend(entries: dict[str, str], x: float, y: float) -> tuple[list[str], float]:
-    """name -> colour in lines from the baseline (x, y) down; also the height that they take."""
+def legend(entries: dict[str, str], x: float, y: float, right: float = WIDTH) -> tuple[list[str], float]:
+    """name -> colour in lines from the baseline (x, y) down, none past `right`; also the height that they take."""
     out, at, line = [], x, y
     for name, colour in entries.items():
         wide = 34 + 6.6 * len(name)
-        if at > x and at + wide > WIDTH:
+        if at > x and at + wide > right:
             at, line = x, line + 18
         out.append(element("rect", x=at, y=line - 10, width=12, height=12, rx=2, fill=colour))
         out.append(text(at + 17, line, name))

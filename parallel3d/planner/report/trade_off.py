@@ -92,5 +92,5 @@ def _point(axes: _Axes, point: tuple[int, float, str], radius: float, colour: st
 def _name(axes: _Axes, point: tuple[int, float, str]) -> str:
     x = axes.x(point[0])
     end = x > svg.WIDTH - 260
-    y = axes.y(point[1]) + 4
-    return svg.text(x - 12 if end else x + 12, y, point[2], text_anchor="end" if end else None, font_weight="bold")
+    y = axes.y(point[1]) + 15
+    return svg.text(x - 9 if end else x + 9, y, point[2], text_anchor="end" if end else None, font_weight="bold")

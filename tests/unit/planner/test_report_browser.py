@@ -312,6 +312,7 @@ def test_the_configuration_is_copied(page, result, allowed):
         " ? navigator.clipboard.readText().then(done, e => done(String(e))) : setTimeout(ask, 10); ask()"
     )
     assert json.loads(text) == result.config
+    assert '"partition": [0, 2, 4, 6, 8, 10, 12, 14, 16]' in text
     assert find(page, "#copy-says").text == "Copied."
 
 
