@@ -21,6 +21,7 @@ from parallel3d.pipe.ties import TieIndex
 from parallel3d.planner.chunk_memory import ChunkMemory, Entering, chunk_memory
 from parallel3d.planner.profile import LayerProfile, ModelProfile
 from parallel3d.planner.result import StageMemory
+from parallel3d.schedule.builders import one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.zero.memory import StateBytes, communicated_bytes, moments_of, piece_sizes, predict_state
 
@@ -107,6 +108,11 @@ class MemoryModel:
         return tuple(
             self._stage(program, bounds, layout, layers, stage, capacity) for stage, capacity in enumerate(capacities)
         )
+
+    def held(self, layout: RunLayout) -> int:
+        """Bytes that a micro-batch leaves for its backward, of all layers as one chunk."""
+        program = one_f_one_b(1, 1)
+        return self._chunk(program, (0, len(self._model.specs)), layout, 0, splits=False).held.saved
 
     def _layers(self, layout: RunLayout) -> tuple[LayerProfile, ...]:
         return self._model.layers(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.parameters import ParameterInfo
@@ -32,6 +33,10 @@ from parallel3d.zero.policy import ZeroPolicy
 
 # Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
 _MOST_STEPS = 2048
+# In a rough prediction a chunk has so many gradient buckets, and the pipeline is filled so many times.
+_ROUGH_BUCKETS, _ROUGH_ROUNDS = 4, 2
+_MANY = 1 << 30  # elements
+_SMALL = 256  # ranks; on more, a rough prediction takes all stages' links to be alike
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,19 @@ def make_buckets(
             found[owners] = [layout.numel for alike in laid for layout in alike.layouts]
     replicas = [(owners, numel) for owners in sorted(found) if len(owners) > 1 for numel in found[owners]]
     return Buckets(tuple(tuple(found.get((c,), ())) for c in range(num_chunks)), tuple(replicas))
+
+
+def rough_buckets(stages: Sequence[Sequence[ParameterInfo]], num_chunks: int) -> Buckets:
+    """As many elements in few buckets."""
+    found: dict[Owners, int] = {}
+    for parameters in stages:
+        own: dict[Owners, int] = {}
+        for info in parameters:
+            own[info.owners] = own.get(info.owners, 0) + info.parameter.numel()
+        found.update(own)
+    parts = [found.get((c,), 0) // _ROUGH_BUCKETS for c in range(num_chunks)]
+    replicas = [(owners, numel) for owners, numel in sorted(found.items()) if len(owners) > 1]
+    return Buckets(tuple((part,) * _ROUGH_BUCKETS for part in parts), tuple(replicas))
 
 
 def training_program(layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int) -> Program:
@@ -141,10 +159,12 @@ class Predictor:
         self.calibration = calibration or Calibration()
         self.moments = moments
         self._memory = MemoryModel(profile)
-        self._links: dict[tuple[Shape, tuple[int, ...] | None], LayoutLinks] = {}
+        self._links: dict[tuple[Shape, tuple[int, ...] | None, bool], LayoutLinks] = {}
         self._times: dict[tuple[object, ...], Times] = {}
         self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._simulations: dict[tuple[object, ...], Simulation] = {}
+        self._parameters: dict[tuple[object, ...], list[list[ParameterInfo]]] = {}
+        self._traffic: dict[tuple[int, int, torch.dtype], float] = {}
 
     def layers(self, layout: RunLayout) -> tuple[LayerProfile, ...]:
         """Profiles of the layers on a rank of the layout."""
@@ -152,19 +172,24 @@ class Predictor:
             layout.slices, layout.sequence_parallel, layout.micro_batch or 1, layout.recompute or 0
         )
 
-    def links(self, layout: RunLayout, places: Sequence[int] | None = None) -> LayoutLinks:
+    def links(self, layout: RunLayout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
         """places: the GPU of each rank, in the cluster's order by default."""
         shape = (layout.stages, layout.replicas, layout.slices)
-        key = (shape, None if places is None else tuple(places))
+        roughly = not exactly and layout.world_size > _SMALL
+        key = (shape, None if places is None else tuple(places), roughly)
         if key not in self._links:
-            self._links[key] = LayoutLinks(self.network, shape, range(layout.world_size) if places is None else places)
+            placed = range(layout.world_size) if places is None else places
+            self._links[key] = LayoutLinks(self.network, shape, placed, roughly)
         return self._links[key]
 
-    def times(self, layout: RunLayout, links: LayoutLinks, device: Device) -> Times:
-        """Of each layer of the layout on one kind of device."""
-        key = (layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute, device, id(links))
+    def times(self, layout: RunLayout, links: LayoutLinks, device: Device, roughly: bool = False) -> Times:
+        """Of each layer of the layout on one kind of device. roughly: from what a single sample asks for."""
+        numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        key = (numbers, device, id(links), roughly)
         if key not in self._times:
-            self._times[key] = layer_times(self.layers(layout), device, links.over_slices)
+            samples = layout.micro_batch or 1
+            layers = self.layers(replace(layout, micro_batch=1) if roughly else layout)
+            self._times[key] = layer_times(layers, device, links.over_slices, samples if roughly else 1)
         return self._times[key]
 
     def predict(
@@ -177,27 +202,26 @@ class Predictor:
     ) -> Outlook:
         """Of a layout of which nothing is left open.
 
-        exactly: splits it with more care than a search can afford; bounds: it is split already; compute: the schedule, where
-        that isn't one of a name.
+        exactly: with all gradient buckets and micro-batches, and split with more care than a search can afford; bounds: it is
+        split already; compute: the schedule, where that isn't one of a name.
         """
-        links, layers = self.links(layout, places), self.layers(layout)
-        assert layout.chunks is not None
+        links, layers = self.links(layout, places, exactly), self.layers(layout)
         assert layout.micro_batches is not None
-        placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks)
-        of_stages = [self._stage_times(layout, links, stage) for stage in range(layout.stages)]
-        bounds = tuple(bounds or self._split(layout, of_stages, placement, exactly))
-        times = chunk_times([of_stages[stage] for stage in placement], bounds)
+        placement, bounds, times = self._chunks(layout, links, exactly, bounds)
         policy = self.policy(layout)
-        stages = stage_parameters(self.profile.specs, layers, bounds, placement)
-        buckets = make_buckets(stages, len(placement), policy, layout.replicas)
+        stages = self._stage_parameters(layout, bounds, placement)
+        if exactly:
+            buckets = make_buckets(stages, len(placement), policy, layout.replicas)
+        else:
+            buckets = rough_buckets(stages, len(placement))
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy)
-        simulation, timed = self._simulation(layout, buckets, policy, compute)
+        simulation, timed = self._simulation(layout, buckets, policy, exactly, compute)
         timeline = simulation.run(cost.cost())
         untimed, alone = layout.micro_batches - timed, cost.without_links()
         makespan = timeline.makespan + untimed * _pace(times, placement)
         exposed = makespan - simulation.makespan(alone.cost()) - untimed * _pace(alone.times, placement)
         optimizer = self.calibration.factors["optimizer"].value * max(
-            update_traffic(own, policy, layout.replicas, self.moments)
+            self._update_traffic(own, policy, layout.replicas, exactly)
             / min(device.memory_bandwidth for device in links.devices(stage))
             for stage, own in enumerate(stages)
         )
@@ -217,6 +241,69 @@ class Predictor:
             _reductions(layout, buckets, policy),
         )
 
+    def held(self, slices: int, sequence_parallel: bool, recompute: int) -> int:
+        """Bytes of activations that a micro-batch of one sample leaves for its backward, over all layers."""
+        layout = RunLayout(slices=slices, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch=1)
+        return self._memory.held(layout)
+
+    def least_seconds(self, layout: RunLayout) -> float:
+        """What hardly any prediction of the layout is below, found without tracing micro-batches of so many samples.
+
+        Every stage works off all micro-batches, after those before it have begun the first one, and before they end the last
+        one where backwards are whole; and its replicas exchange all gradients and weights.
+        """
+        links = self.links(layout, exactly=False)
+        placement, bounds, times = self._chunks(layout, links, exactly=False, roughly=True)
+        whole = layout.schedule in ("1f1b", "interleaved", "gpipe")
+        ends = np.cumsum(times.total if whole else times.forward) - (times.total if whole else times.forward)
+        first = [placement.index(stage) for stage in range(layout.stages)]
+        loads = np.bincount(np.asarray(placement), weights=times.total)
+        computing = float((loads * (layout.micro_batches or 1) + ends[first]).max())
+        if layout.replicas == 1:
+            return computing
+        buckets = rough_buckets(self._stage_parameters(layout, bounds, placement), len(placement))
+        exchanging = [0.0] * layout.stages
+        for stage, collectives in zip(placement, _reductions(layout, buckets, self.policy(layout)), strict=True):
+            exchanging[stage] += sum(n * links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
+        return max(computing, *exchanging)
+
+    def _chunks(
+        self,
+        layout: RunLayout,
+        links: LayoutLinks,
+        exactly: bool,
+        bounds: Sequence[int] | None = None,
+        roughly: bool = False,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], Times]:
+        """(the stage of each, bounds in layers, seconds)."""
+        placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+        of_stages = [self._stage_times(layout, links, stage, roughly) for stage in range(layout.stages)]
+        bounds = tuple(bounds or self._split(layout, of_stages, placement, exactly))
+        return placement, bounds, chunk_times([of_stages[stage] for stage in placement], bounds)
+
+    def _stage_parameters(
+        self, layout: RunLayout, bounds: tuple[int, ...], placement: tuple[int, ...]
+    ) -> list[list[ParameterInfo]]:
+        key = (bounds, placement, layout.slices, layout.sequence_parallel)
+        if key not in self._parameters:
+            layers = self.profile.layers(layout.slices, layout.sequence_parallel)
+            self._parameters[key] = stage_parameters(self.profile.specs, layers, bounds, placement)
+        return self._parameters[key]
+
+    def _update_traffic(
+        self, parameters: Sequence[ParameterInfo], policy: ZeroPolicy, num_replicas: int, exactly: bool
+    ) -> float:
+        if exactly or not parameters:
+            return update_traffic(parameters, policy, num_replicas, self.moments)
+        # Of all elements as if they were one parameter.
+        key = (policy.stage, num_replicas, parameters[0].parameter.dtype)
+        if key not in self._traffic:
+            like = nn.Parameter(torch.empty(_MANY, dtype=key[2], device="meta"))
+            self._traffic[key] = (
+                update_traffic([ParameterInfo("", like, (0,))], policy, num_replicas, self.moments) / _MANY
+            )
+        return self._traffic[key] * sum(info.parameter.numel() for info in parameters)
+
     def memory(self, outlook: Outlook) -> tuple[StageMemory, ...]:
         """Of each stage, as the calibration corrects it."""
         layout, links = outlook.layout, outlook.links
@@ -235,10 +322,10 @@ class Predictor:
         """What ZeRO does under the layout's configuration."""
         return self.profile.policy(layout.zero or 0)
 
-    def _stage_times(self, layout: RunLayout, links: LayoutLinks, stage: int) -> Times:
+    def _stage_times(self, layout: RunLayout, links: LayoutLinks, stage: int, roughly: bool = False) -> Times:
         """On the slowest of the devices that the stage lies on, all of whose ranks wait for each other."""
-        found = [self.times(layout, links, device) for device in links.devices(stage)]
-        return max(found, key=lambda times: float(times.total.sum()))
+        found = [self.times(layout, links, device, roughly) for device in links.devices(stage)]
+        return found[0] if len(found) == 1 else max(found, key=lambda times: float(times.total.sum()))
 
     def _split(
         self, layout: RunLayout, of_stages: Sequence[Times], placement: Sequence[int], exactly: bool
@@ -267,18 +354,18 @@ class Predictor:
         }
         shares[Op.BACKWARD] = shares[Op.BACKWARD_INPUT] + shares[Op.BACKWARD_WEIGHT]
         none = Buckets(((),) * (layout.stages * (layout.chunks or 1)), ())
-        simulation, _ = self._simulation(layout, none, replace(self.policy(layout), stage=0))
+        simulation, _ = self._simulation(layout, none, replace(self.policy(layout), stage=0), exactly=False)
         return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 
     def _simulation(
-        self, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, compute: Program | None = None
+        self, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, exactly: bool, compute: Program | None = None
     ) -> tuple[Simulation, int]:
         """The program made ready, of as many micro-batches as are timed."""
         if compute is not None:
             return Simulation(lowered(compute, layout, buckets, policy)), compute.num_micro_batches
         assert layout.micro_batches is not None
         assert layout.chunks is not None
-        timed = _timed_micro_batches(layout)
+        timed = _timed_micro_batches(layout, exactly)
         numbers = tuple(map(len, buckets.of_chunk)), tuple(owners for owners, _ in buckets.replicas)
         shards = policy.stage > 0 and layout.replicas > 1
         key = (layout.schedule, layout.stages, layout.chunks, timed, numbers, shards, policy.reduce_per_micro_batch)
@@ -287,12 +374,12 @@ class Predictor:
         return self._simulations[key], timed
 
 
-def _timed_micro_batches(layout: RunLayout) -> int:
-    """All, or as many as fill the pipeline twice over, and the same number over whole rounds of the stages."""
+def _timed_micro_batches(layout: RunLayout, exactly: bool) -> int:
+    """All, or as many as fill the pipeline a few times, and the same number over whole rounds of the stages."""
     stages, wanted = layout.stages, layout.micro_batches or 1
-    if wanted * stages * (layout.chunks or 1) <= _MOST_STEPS:
+    if exactly and wanted * stages * (layout.chunks or 1) <= _MOST_STEPS:
         return wanted
-    return min(wanted, 3 * stages + wanted % stages)
+    return min(wanted, (_ROUGH_ROUNDS + exactly) * stages + wanted % stages)
 
 
 def _pace(times: Times, placement: Sequence[int]) -> float:

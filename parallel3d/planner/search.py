@@ -25,6 +25,8 @@ Floats = npt.NDArray[np.float64]
 
 # Work grows with the samples but for a constant part, of which at most this share of the bounds is.
 _SLACK = 0.99
+# The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
+_EVEN = 0.8
 _GROUPS = 32  # of slices, that are looked at
 _FEW = 4  # predictions of a shape of which nothing fits
 
@@ -40,7 +42,7 @@ class _Least:
 
 class Bounds:
     """What no layout of a space can be below: seconds, of layers spread evenly over all ranks, on the fastest device and the
-    best links, and of the pipeline's filling and draining; bytes of state, spread evenly.
+    best links, and of the pipeline's filling and draining; bytes of state, and of activations in flight, spread evenly.
     """
 
     def __init__(self, predictor: Predictor, space: Space):
@@ -84,6 +86,11 @@ class Bounds:
             policy = self._predictor.policy(RunLayout(replicas=replicas, zero=zero))
             state = predict_state([one], policy, replicas, self._predictor.moments)
             found[chosen] = state.steady / space.stages[chosen]
+        for chosen, (slices, shares, recompute) in _groups(space.slices, space.sequence_parallel, space.recompute):
+            if slices not in self.why:
+                held = _EVEN * self._predictor.held(slices, bool(shares), recompute) * space.micro_batch[chosen]
+                p = space.stages[chosen]
+                found[chosen] += held * np.minimum(p, space.micro_batches[chosen]) / p
         return found
 
     def _least(self, slices: int, shares: bool, recompute: int, samples: int) -> _Least:
@@ -98,13 +105,8 @@ class Bounds:
         return seconds[0], sum(seconds)
 
     def _of_work(self, work: Work, slices: int, samples: int) -> float:
-        once = compute_seconds(Work(kernels=work.kernels), self._fastest)
-        growing = compute_seconds(work, self._fastest) - once
-        return (
-            once
-            + samples * growing
-            + sum(self._best(Collective(c.kind, samples * c.nbytes), slices) for c in work.collectives)
-        )
+        work = work.times(samples)
+        return compute_seconds(work, self._fastest) + sum(self._best(c, slices) for c in work.collectives)
 
     def _best(self, collective: Collective, slices: int) -> float:
         """Seconds over one slice group that has its links for itself, of the best placed of some."""
@@ -167,6 +169,8 @@ class Search:
         for k in order.tolist():
             if self.seconds[k] >= best:
                 break
+            if self._predictor.least_seconds(self.space.layout(k)) >= best:
+                continue
             found = self._predict(k)
             done.add(k)
             if found.fits:

@@ -16,6 +16,10 @@ IntArray = npt.NDArray[np.int64]
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # samples
 
 
+# A longer pipeline's search takes too long, at the start of a training too.
+_MOST_SEARCHED = 16
+
+
 class Variant(NamedTuple):
     """A schedule with its chunks. gpipe is none of them: 1F1B takes as long, and holds no more."""
 
@@ -86,6 +90,10 @@ def enumerate_space(num_ranks: int, global_batch: int, num_layers: int, slices: 
     return Space(*np.array(rows, dtype=np.int64).reshape(-1, len(fields(Space))).T)
 
 
+def _most_chunks(variant: Variant) -> int:
+    return _MOST_SEARCHED if variant.schedule == "zb-looped" else 1 << 30
+
+
 def _shapes(num_ranks: int, num_layers: int, slices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     for tp in (t for t in slices if num_ranks % t == 0):
         for stages in range(1, min(num_layers, num_ranks // tp) + 1):
@@ -99,7 +107,7 @@ def _rest(stages: int, replicas: int, tp: int, global_batch: int, num_layers: in
     if stages == 1:
         variants = [0]
     else:
-        variants = [k for k, v in enumerate(VARIANTS) if stages * v.chunks <= num_layers]
+        variants = [k for k, v in enumerate(VARIANTS) if stages * v.chunks <= min(num_layers, _most_chunks(v))]
     sharing = (0, 1) if tp > 1 else (0,)
     zeros = (0, 1, 2) if replicas > 1 else (0,)
     for sp, mb, zero, recompute, variant in product(sharing, fitting, zeros, (0, 1), variants):

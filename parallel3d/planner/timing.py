@@ -33,18 +33,25 @@ def compute_seconds(work: Work, device: Device) -> float:
 class LayoutLinks:
     """Seconds that a layout's communication takes on its links, alike groups all at once.
 
-    places: the GPU of each rank; rank = (stage * replicas + replica) * slices + slice.
+    places: the GPU of each rank; rank = (stage * replicas + replica) * slices + slice. roughly: take all stages' links for
+    those of the first.
     """
 
-    def __init__(self, network: Network, shape: Shape, places: Sequence[int]):
+    def __init__(self, network: Network, shape: Shape, places: Sequence[int], roughly: bool = False):
         self.network, self.shape = network, shape
         self.ranks = np.asarray(places, dtype=np.int64).reshape(shape)
+        self._roughly = roughly
         self._known: dict[tuple[object, ...], float] = {}
+        self._devices: dict[int, list[Device]] = {}
 
     def devices(self, stage: int) -> list[Device]:
         """The kinds of device that a stage lies on."""
-        gpus = self.network.cluster.gpus
-        return list(dict.fromkeys(gpus[place].device for place in self.ranks[stage].ravel()))
+        if stage not in self._devices:
+            gpus = self.network.cluster.gpus
+            self._devices[stage] = list(
+                dict.fromkeys(gpus[place].device for place in self.ranks[stage].ravel().tolist())
+            )
+        return self._devices[stage]
 
     def over_slices(self, collective: Collective) -> float:
         """Of one over every slice group."""
@@ -52,6 +59,7 @@ class LayoutLinks:
 
     def over_replicas(self, kind: CollectiveKind, nbytes: float, stage: int) -> float:
         """Of one over the replicas of each slice of a stage. nbytes: of a whole tensor that one slice holds."""
+        stage = 0 if self._roughly else stage
         return self._collective(("data", stage), kind, nbytes, lambda: self.replica_groups(stage))
 
     def over_stages(self, nbytes: float, stages: tuple[int, ...]) -> float:
@@ -61,6 +69,8 @@ class LayoutLinks:
 
     def send(self, nbytes: float, source: int, destination: int) -> float:
         """Of a message from every rank of a stage to its like in another."""
+        if self._roughly:
+            source, destination = (0, 1) if source < destination else (1, 0)
         key = ("send", source, destination, nbytes)
         if key not in self._known:
             self._known[key] = self.network.transfers(self.pairs(source, destination), nbytes)
@@ -111,17 +121,19 @@ class Times:
         return self.forward + self.input_gradient + self.weight_gradient
 
 
-def layer_times(layers: Sequence[LayerProfile], device: Device, over_slices: Callable[[Collective], float]) -> Times:
-    """Of each layer on a device. over_slices: seconds of a collective."""
+def layer_times(
+    layers: Sequence[LayerProfile], device: Device, over_slices: Callable[[Collective], float], times: int = 1
+) -> Times:
+    """Of each layer on a device. over_slices: seconds of a collective; times: see Work.times."""
     known: dict[int, tuple[list[float], list[float]]] = {}
     for layer in layers:
         if id(layer) not in known:
-            works = (layer.forward, layer.input_gradient, layer.weight_gradient)
+            works = [work.times(times) for work in (layer.forward, layer.input_gradient, layer.weight_gradient)]
             exchanged = [sum(map(over_slices, work.collectives)) for work in works]
             computed = [compute_seconds(work, device) for work in works]
             known[id(layer)] = ([c + e for c, e in zip(computed, exchanged, strict=True)], exchanged)
-    times = np.array([known[id(layer)][0] for layer in layers]).T
-    return Times(times[0], times[1], times[2], np.array([known[id(layer)][1] for layer in layers]).T)
+    of_works = np.array([known[id(layer)][0] for layer in layers]).T
+    return Times(of_works[0], of_works[1], of_works[2], np.array([known[id(layer)][1] for layer in layers]).T)
 
 
 def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:

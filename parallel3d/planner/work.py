@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -37,6 +37,16 @@ class Work:
             self.moved + other.moved,
             self.kernels + other.kernels,
             self.collectives + other.collectives,
+        )
+
+    def times(self, samples: int) -> Work:
+        """About what so many samples at once ask for, of what one does: no more than what grows with them."""
+        return replace(
+            self,
+            gemm_flops=samples * self.gemm_flops,
+            attention_flops=samples * self.attention_flops,
+            moved=samples * self.moved,
+            collectives=tuple(Collective(c.kind, samples * c.nbytes) for c in self.collectives),
         )
 
     @property
