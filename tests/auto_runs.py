@@ -7,7 +7,9 @@ from typing import Any
 import toy
 from layouts import Run, make_engine, own_iterator, run_steps
 
-from parallel3d.schedule.plan import Plan
+from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.lowering import add_communication, add_gradient_reduction, add_parameter_gather
+from parallel3d.schedule.plan import Measured, Plan
 from parallel3d.schedule.simulate import simulate
 from parallel3d.schedule.validate import validate
 
@@ -30,12 +32,22 @@ def train(dp: int, zero: int, pipeline: dict[str, Any]) -> tuple[Run, str | None
     return run, plan.model_dump_json() if planned else None, engine._model.placement, engine.global_steps
 
 
+def with_traffic(program: Program, measured: Measured) -> Program:
+    """As an engine lowers it, but for gathers where nothing is partitioned, which take no time."""
+    if measured.reductions:
+        buckets = [len(times) for times in measured.reductions]
+        program = add_gradient_reduction(add_communication(program), buckets, measured.reduces_every_micro_batch)
+    return add_parameter_gather(program) if measured.gather else program
+
+
 def check_plan(plan: Plan) -> None:
     """It can run, keeps to its limits, and promises what the simulator says of it."""
     program = plan.program(plan.num_micro_batches)
     validate(program)
     timeline = simulate(program, plan.measured.cost)
-    assert (timeline.makespan, timeline.bubble) == (plan.makespan, plan.bubble)
+    whole = simulate(with_traffic(program, plan.measured), plan.measured.cost)
+    assert (whole.makespan, timeline.bubble) == (plan.makespan, plan.bubble)
+    assert plan.exposed == whole.makespan - timeline.makespan
     assert all(h <= most for h, most in zip(plan.held, plan.measured.limit, strict=True))
     m = plan.measured
     assert all(t > 0 for times in (m.forward, m.input_gradient, m.weight_gradient, m.backward) for t in times)
