@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import toy
 from layouts import Run, make_engine, own_iterator, run_steps
 
-from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lowering import add_communication, add_gradient_reduction, add_parameter_gather
 from parallel3d.schedule.plan import Measured, Plan
 from parallel3d.schedule.simulate import simulate
@@ -21,15 +22,29 @@ def train(dp: int, zero: int, pipeline: dict[str, Any]) -> tuple[Run, str | None
         toy.model(tied=True),
         accumulation=ACCUMULATION,
         pipeline={"stages": 2, "schedule": "auto", **pipeline},
-        zero_optimization={"stage": zero, "reduce_bucket_size": 1500},
+        zero_optimization={"stage": zero, "reduce_bucket_size": 1500, "reduce_per_micro_batch": zero == 2},
     )
     last = [toy.micro_batch(g) for g in range(dp * ACCUMULATION * STEPS - dp)]  # the last batch is one short
     run = run_steps(engine, own_iterator(engine, last), STEPS)
     plan = engine.schedule_plan
     program = engine._programs.get(ACCUMULATION, training=True)
     ran = [str(i) for i in program.instructions[engine._model.stage_id] if i.op.value in "FBIW"]
+    if plan is not None:
+        check_traffic(plan.measured, program, engine._model.stage_id, dp, zero)
     planned = plan is not None and list(plan.instructions[engine._model.stage_id]) == ran
     return run, plan.model_dump_json() if planned else None, engine._model.placement, engine.global_steps
+
+
+def check_traffic(measured: Measured, program: Program, stage: int, dp: int, zero: int) -> None:
+    """Measured is what this stage launches, and that took some time; without replicas nothing."""
+    buckets = Counter(
+        i.chunk for i in program.instructions[stage] if i.op is Op.REDUCE_GRADS and (zero < 2 or i.micro_batch == 0)
+    )
+    own = [c for c, where in enumerate(program.placement) if where == stage]
+    assert [len(measured.reductions[c]) for c in own] == [buckets[c] if dp > 1 else 0 for c in own]
+    assert (sum(sum(measured.reductions[c]) for c in own) > 0) == (dp > 1)
+    assert (sum(measured.gather[c] for c in own) > 0) == (dp > 1 and zero > 0)
+    assert measured.reduces_every_micro_batch == (zero == 2)
 
 
 def with_traffic(program: Program, measured: Measured) -> Program:

@@ -223,7 +223,6 @@ def describe(plan: Plan) -> str:
     lines.append(f"  transfer {m.transfer * 1e3:.3f} ms; activations, of at most: {held} MiB a stage")
     if m.traffic:
         busy = m.traffic.busy(plan.program(plan.num_micro_batches))
-        lines.append(
-            f"  gathers and reductions {busy * 1e3:.4g} ms a stage, of which {plan.exposed * 1e3:.4g} ms exposed"
-        )
+        exposed = f"{plan.exposed * 1e3:.4g} ms exposed"
+        lines.append(f"  gathers and reductions of up to {busy * 1e3:.4g} ms a stage, {exposed}")
     return "\n".join(lines)

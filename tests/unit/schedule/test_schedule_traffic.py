@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_emulator import SEEDS, unhurried
 
+from parallel3d.engine.planning import describe
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import from_lists, placement_of
 from parallel3d.schedule.fuse import fuse_backwards, whole_backwards
@@ -182,6 +183,8 @@ def test_a_plan_says_how_much_is_exposed() -> None:
     for traffic in (0.0, 1.0, 3.0):
         plan = make_plan((0, 0), 2, one_rank(traffic))
         assert (plan.makespan, plan.exposed, plan.bubble) == (12 + traffic, traffic, 0)
+        line = f"  gathers and reductions of up to {2e3 * traffic:.4g} ms a stage, {1e3 * traffic:.4g} ms exposed"
+        assert (line in describe(plan).splitlines()) == (traffic > 0)
 
 
 def test_what_a_rank_exchanges_in_a_step() -> None:
