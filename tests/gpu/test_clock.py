@@ -24,34 +24,3 @@ def test_marks_lie_in_order_within_the_hosts_time():
     assert begin - 1e-3 < start < middle < end < time.monotonic() + 1e-3
     assert middle - start == pytest.approx(end - middle, rel=0.5)
     assert clock.read([]) == []
-
-
-class _OnAnotherStream:
-    """A work such as NCCL's: `wait` lets the current stream wait for another one's."""
-
-    def __init__(self, cycles: int):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(cycles)
-            self._end = torch.cuda.Event()
-            self._end.record()
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._end)
-
-    def then(self, call: object) -> object:
-        raise AssertionError("on a device no thread waits")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_end_of_a_collective_is_marked_beside_the_stream_that_goes_on():
-    clock = CudaClock(torch.device("cuda", torch.cuda.current_device()))
-    begin = clock.mark()
-    short = clock.mark_after(_OnAnotherStream(20_000_000))
-    long = clock.mark_after(_OnAnotherStream(60_000_000))
-    beside = clock.mark()
-    assert not long.query(), "a mark waits for nothing"
-    start, going_on, first, second = clock.read([begin, beside, short, long])
-    assert going_on - start < 0.5 * (first - start), "the current stream has not waited"
-    assert second - start == pytest.approx(3 * (first - start), rel=0.5)
