@@ -68,8 +68,10 @@ class Traffic:
         return max(total)
 
 
-def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) -> Program:
+def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) -> tuple[Program, float]:
     """The program with the weight gradients of each rank in the order that ends the step and its reductions the soonest.
+
+    And how long the given one takes, if no transfer waits for another: at least.
 
     program: compute instructions alone; fits: whether a rank has the memory for such a list. Orders in which a rank completes
     one chunk after the other come first, then single weight gradients change their places, into whole backwards and out of them
@@ -78,8 +80,9 @@ def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) 
     """
     step = _Step(program, cost, traffic)
     search = _Search(step, [[step.rows[i] for i in rank] for rank in program.instructions], fits)
+    least = search.makespan
     search.run()
-    return program.with_instructions([_named(rank) for rank in search.lists])
+    return program.with_instructions([_named(rank) for rank in search.lists]), least
 
 
 class _Row(NamedTuple):
@@ -197,11 +200,16 @@ class _Search:
         # No order avoids that the rank whose compute ends last has something left to reduce then.
         self._least = max(compute) + step.unavoidable()
 
+    @property
+    def makespan(self) -> float:
+        """Of the best lists so far."""
+        return max(self._ends)
+
     def run(self) -> None:
         """Until nothing helps, nothing more can, or the trials are used up."""
         for share, turn in product(_SHARES, (1, -1)):
             self._try([next(iter(_completing(rank, [_chunks(rank)[::turn]], share)), rank) for rank in self.lists])
-        while max(self._ends) > self._least * (1 + _ROUNDING) and self._improve():
+        while self.makespan > self._least * (1 + _ROUNDING) and self._improve():
             pass
 
     def _improve(self) -> bool:
