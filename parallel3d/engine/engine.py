@@ -101,7 +101,7 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
 
     def _set_up_pipeline(self, transport: Transport) -> None:
         model, config, update = self._model, self.config, self._update
-        update.reducer.launched = self._monitor.launched
+        update.on_launch(self._monitor.launched)
         everyone = all_gather_object(update.reducer.num_buckets(), self._groups.control)
         # Of this rank's pipeline: slices of unlike sizes may be cut in other numbers of buckets.
         num_buckets = {owners: n for rank in self._groups.pipe.ranks for owners, n in everyone[rank].items()}

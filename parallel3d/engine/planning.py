@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import PipelineConfig
 from parallel3d.errors import ConfigError, ScheduleError
-from parallel3d.monitor.measured import instruction_cost, transfer_time
+from parallel3d.monitor.measured import instruction_cost, traffic_times, transfer_time
 from parallel3d.monitor.memory import MemoryProfile
 from parallel3d.monitor.steps import StepMonitor
 from parallel3d.monitor.timers import StepRecord
@@ -122,20 +122,25 @@ class AutoSchedule:
         multiple = self._config.max_in_flight or DEFAULT_MAX_IN_FLIGHT
         wanted = limits(self._model.placement, needed, multiple)
         least = limits(self._model.placement, needed, 0.0)
+        gather, reductions = traffic_times(self._along("data"), len(chunks))
         return Measured(
             forward=forward,
             input_gradient=input_gradient,
             weight_gradient=weight_gradient,
             backward=backward,
-            transfer=transfer_time(self._pipelines()),
+            transfer=transfer_time(self._along("pipe")),
             held=held,
             deferred=deferred,
             limit=tuple(max(min(w, r), a) for w, r, a in zip(wanted, room, least, strict=True)),
+            gather=gather,
+            reductions=reductions,
+            reduces_every_micro_batch=self._programs.reduce_per_micro_batch,
         )
 
-    def _pipelines(self) -> list[list[StepRecord]]:
-        ranks = self._model.groups.topology.get_axis_comm_lists("pipe")
-        return [[records[rank] for rank in pipe] for records in self._recorded for pipe in ranks]
+    def _along(self, axis: str) -> list[list[StepRecord]]:
+        """Of each recorded step, and of each group of ranks along the axis, their records."""
+        groups = self._model.groups.topology.get_axis_comm_lists(axis)
+        return [[records[rank] for rank in ranks] for records in self._recorded for ranks in groups]
 
     def _bytes(self) -> tuple[tuple[float, ...], tuple[float, ...], list[float]]:
         """(held, deferred) of each chunk, the most of any replica, and of each stage the room for them, the least."""
@@ -216,4 +221,8 @@ def describe(plan: Plan) -> str:
     lines += [f"  {name:15} " + " ".join(f"{t * 1e3:8.3f}" for t in times) + " ms a chunk" for name, times in rows]
     held = " ".join(f"{h / 2**20:,.0f}/{most / 2**20:,.0f}" for h, most in zip(plan.held, m.limit, strict=True))
     lines.append(f"  transfer {m.transfer * 1e3:.3f} ms; activations, of at most: {held} MiB a stage")
+    if m.traffic:
+        busy = m.traffic.busy(plan.program(plan.num_micro_batches))
+        exposed = f"{plan.exposed * 1e3:.4g} ms exposed"
+        lines.append(f"  gathers and reductions of up to {busy * 1e3:.4g} ms a stage, {exposed}")
     return "\n".join(lines)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parallel3d.comm.collectives import all_gather_integers, all_gather_object, all_reduce
+from parallel3d.comm.collectives import Work, all_gather_integers, all_gather_object, all_reduce
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import LossScaler, Precision
+from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
@@ -96,6 +97,15 @@ class WeightUpdate:
         self._count = torch.ones((), dtype=torch.float64, device=model.device)
         self._counted = False
         self.skipped_steps = 0
+
+    def on_launch(self, call: Callable[[Instruction, Work], None]) -> None:
+        """Call it with each GATHER_PARAMS and REDUCE_GRADS that has just been launched, of one bucket, and its work."""
+
+        def gathered(owners: tuple[int, ...], bucket: int, work: Work) -> None:
+            first = next(c for c in owners if self._model.placement[c] == self._model.stage_id)
+            call(Instruction(Op.GATHER_PARAMS, first, 0, bucket), work)
+
+        self.reducer.launched, self.sharded.launched = call, gathered
 
     @property
     def loss_scale(self) -> float:

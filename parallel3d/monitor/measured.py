@@ -60,12 +60,32 @@ def reduction_times(replicas: Sequence[Sequence[StepRecord]]) -> Samples:
     replicas: of each step, and of each group of ranks that reduce together, their records. A rank is ready when it has
     launched the reduction and is through with those that it has launched before.
     """
+    return _times_in_line([[record.reductions for record in records] for records in replicas])
+
+
+def traffic_times(
+    replicas: Sequence[Sequence[StepRecord]], num_chunks: int
+) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
+    """(seconds of each chunk's gather, of the reductions of each of its buckets): medians; replicas: as `reduction_times`."""
+    gathers = _times_in_line([[record.gathers for record in records] for records in replicas])
+    seconds = {i: median(times) for i, times in {**gathers, **reduction_times(replicas)}.items()}
+    gather, reductions = [0.0] * num_chunks, [[0.0] * 0 for _ in range(num_chunks)]
+    for i in sorted(seconds, key=lambda i: i.bucket or 0):
+        if i.op is Op.GATHER_PARAMS:
+            gather[i.chunk] += seconds[i]
+        else:
+            reductions[i.chunk].append(seconds[i])
+    return tuple(gather), tuple(map(tuple, reductions))
+
+
+def _times_in_line(replicas: Sequence[Sequence[Sequence[Span]]]) -> Samples:
+    """See `reduction_times`. replicas: for each, of each rank the spans from launch to end."""
     found: Samples = {}
-    for records in replicas:
+    for ranks in replicas:
         ready: dict[Instruction, list[Span]] = {}
-        for record in records:
+        for launched in ranks:
             before = float("-inf")
-            for span in sorted(record.reductions, key=lambda s: s.start):
+            for span in sorted(launched, key=lambda s: s.start):
                 ready.setdefault(span.instruction, []).append(replace(span, start=max(span.start, before)))
                 before = max(before, span.end)
         for instruction, spans in ready.items():

@@ -113,7 +113,7 @@ class StepMonitor:
         return self._recorder
 
     def launched(self, instruction: Instruction, work: Work) -> None:
-        """A reduction of gradients has just been launched."""
+        """A reduction of gradients or a gather of weights has just been launched."""
         if self._recorder is not None:
             self._recorder.launched(instruction, work)
 

@@ -13,7 +13,7 @@ import torch
 
 from parallel3d.clock import Clock
 from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
-from parallel3d.schedule.instructions import Instruction, Program
+from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.simulate import Span
 
 _ROUNDS = 10
@@ -25,7 +25,8 @@ class StepRecord:
 
     begin, end: of train_batch; reduced: when the gradients of the batch were reduced; spans: of the instructions; waits: how
     long instructions waited for what other ranks send, before they ran; reductions: from the launch of each REDUCE_GRADS
-    until it was done, as far as the backend tells.
+    until it was done, as far as the backend tells; gathers: as much of each bucket's GATHER_PARAMS, which the step ends with;
+    none where one was still under way on the CPU when the record was read.
     """
 
     begin: float
@@ -34,6 +35,7 @@ class StepRecord:
     spans: tuple[Span, ...]
     waits: tuple[Span, ...]
     reductions: tuple[Span, ...] = ()
+    gathers: tuple[Span, ...] = ()
 
 
 class StepRecorder:
@@ -47,7 +49,7 @@ class StepRecorder:
         self._stage, self._clock, self._beside = stage, clock, beside
         self._running: list[tuple[Instruction, Any, Any]] = []
         self._waiting: list[tuple[Instruction, Any, Any]] = []
-        self._reducing: list[tuple[Instruction, Any, list[Any]]] = []  # its end, once it is there
+        self._launched: list[tuple[Instruction, Any, list[Any]]] = []  # its end, once it is there
         self._begin = clock.mark()
         self._reduced = self._end = self._begin
         self._record: StepRecord | None = None
@@ -68,10 +70,10 @@ class StepRecorder:
         self._waiting.append((instruction, begin, self._clock.mark()))
 
     def launched(self, instruction: Instruction, work: Work) -> None:
-        """A reduction has just been launched."""
+        """A reduction or a gather has just been launched."""
         if isinstance(work, Awaited):
             end: list[Any] = []
-            self._reducing.append((instruction, self._clock.mark(), end))
+            self._launched.append((instruction, self._clock.mark(), end))
             work.when_done(lambda: end.append(self._clock.mark()), self._beside)
 
     def reduced(self) -> None:
@@ -87,8 +89,13 @@ class StepRecorder:
         if self._record is None:
             if self._beside is not None:
                 self._beside.synchronize()
-            reducing = [(instruction, begin, *end) for instruction, begin, end in self._reducing if end]
-            rows = [*self._running, *self._waiting, *reducing]
+            gathered = all(end for instruction, _, end in self._launched if instruction.op is Op.GATHER_PARAMS)
+            done = [
+                (instruction, begin, end[0])
+                for instruction, begin, end in self._launched
+                if end and (gathered or instruction.op is not Op.GATHER_PARAMS)
+            ]
+            rows = [*self._running, *self._waiting, *done]
             marks = [self._begin, self._reduced, self._end, *(mark for _, *ends in rows for mark in ends)]
             begin, reduced, end, *times = (t + offset for t in self._clock.read(marks))
             spans = [
@@ -96,9 +103,11 @@ class StepRecorder:
                 for (instruction, _, _), ends in zip(rows, zip(times[::2], times[1::2], strict=True), strict=True)
             ]
             ran, waited = len(self._running), len(self._running) + len(self._waiting)
-            parts = (tuple(spans[:ran]), tuple(spans[ran:waited]), tuple(spans[waited:]))
+            reductions = tuple(s for s in spans[waited:] if s.instruction.op is not Op.GATHER_PARAMS)
+            gathers = tuple(s for s in spans[waited:] if s.instruction.op is Op.GATHER_PARAMS)
+            parts = (tuple(spans[:ran]), tuple(spans[ran:waited]), reductions, gathers)
             self._record = StepRecord(begin, reduced, end, *parts)
-            self._running, self._waiting, self._reducing = [], [], []
+            self._running, self._waiting, self._launched = [], [], []
         return self._record
 
 

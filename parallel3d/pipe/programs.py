@@ -33,7 +33,7 @@ class Programs:
         self._module = module
         self._pipeline = pipeline
         self._partitioned = partitioned
-        self._reduce_per_micro_batch = reduce_per_micro_batch
+        self.reduce_per_micro_batch = reduce_per_micro_batch
         self._chunk_buckets = [num_buckets.get((c,), 0) for c in range(len(module.placement))]
         # The owners of each replica bucket; a program's REDUCE_REPLICAS counts along this list.
         self.replica_owners = [
@@ -74,7 +74,7 @@ class Programs:
         program = self._compute(num_micro_batches)
         validate(program)
         return lower_training(
-            program, self._chunk_buckets, self.replica_owners, self._partitioned, self._reduce_per_micro_batch
+            program, self._chunk_buckets, self.replica_owners, self._partitioned, self.reduce_per_micro_batch
         )
 
     def _compute(self, num_micro_batches: int) -> Program:

@@ -34,7 +34,7 @@ def wait_graph(program: Program) -> dict[Node, list[Node]]:
     ahead of them in the channel is through. Data-parallel replicas run identical lists, so a cycle over the whole
     world projects to a cycle in this one pipeline: checking one is checking all.
     """
-    known = program.rank_of
+    known = {i for instructions in program.instructions for i in instructions}
     graph: dict[Node, list[Node]] = {}
     # Along each line nodes start in order: a channel by its sender's list and by its receiver's, a rank's collectives.
     last_in_line: dict[tuple[bool, int, int] | int, Node] = {}

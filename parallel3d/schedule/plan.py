@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import BUILDERS, from_lists
 from parallel3d.schedule.fuse import fuse_backwards
-from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program
+from parallel3d.schedule.instructions import COLLECTIVE_OPS, SEND_OPS, Instruction, Op, Program
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.simulate import decoder_cost, simulate
+from parallel3d.schedule.traffic import Traffic, hide_reductions
 from parallel3d.schedule.validate import validate
 
 
@@ -21,7 +22,9 @@ class Measured(BaseModel):
 
     Seconds of a micro-batch on each chunk: forward, input_gradient, weight_gradient, backward (whole); transfer: of a
     message between ranks. Bytes: held, of a micro-batch on each chunk from its forward to its input gradient; deferred, from
-    there to its weight gradient; limit, of each rank.
+    there to its weight gradient; limit, of each rank. Seconds of what is exchanged with replicas, empty for nothing:
+    gather, of each chunk's weights; reductions, of each of its buckets of gradients, after its last backward or, if
+    reduces_every_micro_batch, after each.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,11 +37,16 @@ class Measured(BaseModel):
     held: tuple[float, ...]
     deferred: tuple[float, ...]
     limit: tuple[float, ...]
+    gather: tuple[float, ...] = ()
+    reductions: tuple[tuple[float, ...], ...] = ()
+    reduces_every_micro_batch: bool = False
 
     def cost(self, i: Instruction) -> float:
         """As simulate() takes it."""
         if i.op in SEND_OPS:
             return self.transfer
+        if i.op in COLLECTIVE_OPS:
+            return self.traffic.cost(i)
         times = {
             Op.FORWARD: self.forward,
             Op.BACKWARD_INPUT: self.input_gradient,
@@ -52,12 +60,21 @@ class Measured(BaseModel):
         """As search() takes it."""
         return Memory(self.held, self.deferred, self.limit)
 
+    @property
+    def traffic(self) -> Traffic:
+        """As hide_reductions() takes it."""
+        chunks = len(self.forward)
+        return Traffic(
+            self.gather or (0.0,) * chunks, self.reductions or ((),) * chunks, self.reduces_every_micro_batch
+        )
+
 
 class Plan(BaseModel):
     """A program and why it was chosen; as JSON it is the plan's file.
 
-    name: of the order that was the shortest; makespan: predicted, in seconds; bubble: predicted, a share; held: the most
-    bytes of each rank; instructions: compute alone, each rank's as schedules are written.
+    name: of the order that was the shortest; makespan: predicted, in seconds, to the end of all reductions; exposed: the part
+    of it that is due to gathers and reductions; bubble: predicted, a share, without them; held: the most bytes of each rank;
+    instructions: compute alone, each rank's as schedules are written.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +83,7 @@ class Plan(BaseModel):
     placement: tuple[int, ...]
     num_micro_batches: int
     makespan: float
+    exposed: float = 0.0
     bubble: float
     held: tuple[float, ...]
     measured: Measured
@@ -87,6 +105,10 @@ class Plan(BaseModel):
         chunks = [len(getattr(self.measured, name)) for name in _PER_CHUNK]
         if chunks != [len(placement)] * len(chunks) or len(self.measured.limit) != max(placement) + 1:
             raise ScheduleError(f"the plan's measurements are not of {len(placement)} chunks; make another plan")
+        if any(len(times) not in (0, len(placement)) for times in (self.measured.gather, self.measured.reductions)):
+            raise ScheduleError(
+                f"the plan's gathers or reductions are not of {len(placement)} chunks; make another plan"
+            )
         program = self.program(self.num_micro_batches)
         if program.num_micro_batches != self.num_micro_batches:
             raise ScheduleError(
@@ -109,24 +131,57 @@ class _Candidate:
 def make_plan(placement: Sequence[int], num_micro_batches: int, measured: Measured) -> Plan:
     """The shortest of what the search finds and of the named schedules that fit this placement and memory.
 
-    Pure: equal arguments give equal plans. Raises ScheduleError where a micro-batch doesn't fit a rank's limit.
+    Up to the end of all reductions, from the beginning of the first gather. Pure: equal arguments give equal plans. Raises
+    ScheduleError where a micro-batch doesn't fit a rank's limit.
     """
-    found = [
-        _Candidate(name, fused, simulate(fused, measured.cost).makespan)
-        for name, program in _candidates(tuple(placement), num_micro_batches, measured)
-        for fused in (fuse_backwards(program, measured.cost),)
-    ]
-    best = min(found, key=lambda c: round(c.makespan / found[0].makespan, 6))
-    return _plan(best.name, best.program, measured)
+    best: _Candidate | None = None
+    for name, program in _candidates(tuple(placement), num_micro_batches, measured):
+        fused = fuse_backwards(program, measured.cost)
+        # Traffic makes no program shorter.
+        if best is not None and not _is_shorter(simulate(fused, measured.cost).makespan, best.makespan):
+            continue
+        order, makespan = _hiding(fused, measured)
+        if best is None or _is_shorter(makespan, best.makespan):
+            best = _Candidate(name, order, makespan)
+    assert best is not None, "the search finds a program or raises"
+    return _plan(best, measured)
 
 
-def _plan(name: str, program: Program, measured: Measured) -> Plan:
+def _is_shorter(makespan: float, other: float) -> bool:
+    return makespan < other * (1 - 1e-6)
+
+
+def _hiding(program: Program, measured: Measured) -> tuple[Program, float]:
+    """The program with its weight gradients where they hide reductions, within its memory, and its makespan with traffic."""
+
+    def exactly(order: Program) -> float:
+        return simulate(measured.traffic.added(order), measured.cost).makespan
+
+    if not any(map(any, measured.reductions)):
+        return program, exactly(program)
+    limit = [max(pair) for pair in zip(most_held(program, measured.memory), measured.limit, strict=True)]
+
+    def fits(rank: int, instructions: Sequence[Instruction]) -> bool:
+        return _peak(instructions, measured.memory) <= limit[rank]
+
+    order, least = hide_reductions(program, measured.cost, measured.traffic, fits)
+    makespan = exactly(order)
+    if order != program and makespan > least * (1 + 1e-9):
+        # Transfers that wait for one another count from here on.
+        before = exactly(program)
+        return (order, makespan) if makespan < before else (program, before)
+    return order, makespan
+
+
+def _plan(best: _Candidate, measured: Measured) -> Plan:
+    program = best.program
     timeline = simulate(program, measured.cost)
     return Plan(
-        name=name,
+        name=best.name,
         placement=program.placement,
         num_micro_batches=program.num_micro_batches,
-        makespan=timeline.makespan,
+        makespan=best.makespan,
+        exposed=best.makespan - timeline.makespan,
         bubble=timeline.bubble,
         held=most_held(program, measured.memory),
         measured=measured,
@@ -154,14 +209,15 @@ def _candidates(
 
 def most_held(program: Program, memory: Memory) -> tuple[float, ...]:
     """Of each rank, the most that it holds after any instruction of the program."""
-    most = []
-    for instructions in program.instructions:
-        held = peak = 0.0
-        for i in instructions:
-            held += _change(i, memory)
-            peak = max(peak, held)
-        most.append(peak)
-    return tuple(most)
+    return tuple(_peak(instructions, memory) for instructions in program.instructions)
+
+
+def _peak(instructions: Sequence[Instruction], memory: Memory) -> float:
+    held = peak = 0.0
+    for i in instructions:
+        held += _change(i, memory)
+        peak = max(peak, held)
+    return peak
 
 
 def _change(i: Instruction, memory: Memory) -> float:
@@ -195,7 +251,8 @@ def first_plan(placement: Sequence[int], num_micro_batches: int, max_in_flight: 
         deferred=ones,
         limit=limits(where, ones, max_in_flight),
     )
-    return _plan("search", search("auto", where, num_micro_batches, guessed.memory, guessed.cost), guessed)
+    program = search("auto", where, num_micro_batches, guessed.memory, guessed.cost)
+    return _plan(_Candidate("search", program, simulate(program, guessed.cost).makespan), guessed)
 
 
 def limits(placement: Sequence[int], needed: Sequence[float], max_in_flight: float) -> tuple[float, ...]:

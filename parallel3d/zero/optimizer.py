@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -41,8 +41,9 @@ class ShardedOptimizer:
     """Makes a torch optimizer update this rank's pieces instead of the parameters it was made for.
 
     Its parameter groups keep their settings, and a parameter's pieces stay in its group; so learning-rate schedules and
-    the user's handles go on working. Raises ConfigError for an optimizer that shards would change, unless allow_untested,
-    and for parameters that aren't the model's.
+    the user's handles go on working. launched: called with the owners and the number of each bucket whose gather has just
+    been launched, and its work. Raises ConfigError for an optimizer that shards would change, unless allow_untested, and for
+    parameters that aren't the model's.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ShardedOptimizer:
             group["params"] = [master for p in group["params"] for master in _masters_of(p, masters)]
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
+        self.launched: Callable[[tuple[int, ...], int, Work], None] = lambda owners, bucket, work: None
         self._bucket_of = {info.parameter: bucket for bucket in self._buckets for info in bucket.infos}
 
     def state_bytes(self) -> int:
@@ -115,10 +117,11 @@ class ShardedOptimizer:
 
     def gather(self, chunk: int | None = None) -> None:
         """Start to gather the weights of a chunk, or all, bucket by bucket in the order of the layers, unless under way."""
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
             if bucket in self._stale and (chunk is None or chunk in bucket.infos[0].owners):
                 self._stale.remove(bucket)
-                self._gathers[bucket] = bucket.gather()
+                work = self._gathers[bucket] = bucket.gather()
+                self.launched(bucket.infos[0].owners, number, work)
 
     def wait_for_module(self, module: nn.Module) -> None:
         """Return (CUDA: let the stream go on) when the weights of the module are gathered."""

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import toy
 from auto_runs import ACCUMULATION, STEPS, check_plan, train
-from layouts import BASE_SEED, check, make_engine, make_optimizer, own_iterator, run_reference
+from layouts import BASE_SEED, Run, check, make_engine, make_optimizer, own_iterator, run_reference, run_steps
 from reference import Reference
 
 from parallel3d.errors import ConfigError
-from parallel3d.schedule.plan import Plan
+from parallel3d.schedule.instructions import COMPUTE_OPS
+from parallel3d.schedule.plan import Measured, Plan, make_plan
 
 
 @pytest.mark.parametrize(
@@ -23,8 +24,9 @@ from parallel3d.schedule.plan import Plan
         (1, 0, {}, (0, 1, 1, 0)),
         (2, 2, {"num_chunks": 3, "max_in_flight": 2.0}, (0, 1, 0, 1, 0, 1)),
         (2, 1, {"num_chunks": 1}, (0, 1)),
+        (2, 0, {}, (0, 1, 1, 0)),
     ],
-    ids=["defaults", "loops", "one chunk"],
+    ids=["defaults", "loops", "one chunk", "all-reduces"],
 )
 def test_measuring_and_planning_change_no_number(
     run_ranks, tmp_path: Path, dp: int, zero: int, pipeline: dict[str, Any], placement: tuple[int, ...]
@@ -39,6 +41,34 @@ def test_measuring_and_planning_change_no_number(
     assert [where for *_, where, _ in results] == [placement] * 2 * dp
     check_plan(plans[0])
     assert Plan.model_validate_json(file.read_text()) == plans[0]
+
+
+def train_by(path: str, zero: int) -> tuple[Run, list[str]]:
+    """By the plan of a file, on two replicas."""
+    engine = make_engine(
+        toy.model(tied=True),
+        accumulation=ACCUMULATION,
+        pipeline={"stages": 2, "schedule": "auto", "plan": path},
+        zero_optimization={"stage": zero, "reduce_bucket_size": 1500, "reduce_per_micro_batch": zero == 2},
+    )
+    micro_batches = [toy.micro_batch(g) for g in range(2 * ACCUMULATION * 2)]
+    program = engine._programs.get(ACCUMULATION, training=True)
+    ran = [str(i) for i in program.instructions[engine._model.stage_id] if i.op in COMPUTE_OPS]
+    return run_steps(engine, own_iterator(engine, micro_batches), 2), ran
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_an_order_that_hides_reductions_changes_no_number(run_ranks, tmp_path: Path, zero: int):
+    times = Measured.model_validate({**plan_of_two()["measured"], "limit": (1e9, 1e9), "backward": (0.2,) * 4})
+    busy = times.model_copy(update={"reductions": ((0.1, 0.1),) * 4, "reduces_every_micro_batch": zero == 2})
+    plan, without = (make_plan((0, 1, 1, 0), ACCUMULATION, m) for m in (busy, times))
+    assert plan.instructions != without.instructions
+    (tmp_path / "plan.json").write_text(plan.model_dump_json())
+    results = run_ranks(4, train_by, str(tmp_path / "plan.json"), zero)
+    micro_batches = [toy.micro_batch(g) for g in range(2 * ACCUMULATION * 2)]
+    reference = Reference(toy.model(tied=True), toy.cross_entropy, make_optimizer("SGD"), base_seed=BASE_SEED)
+    check([run for run, _ in results], run_reference(reference, micro_batches, 2 * ACCUMULATION), 2)
+    assert {tuple(ran) for _, ran in results} == set(plan.instructions)
 
 
 def first_programs(path: str) -> tuple[list[str], bool]:

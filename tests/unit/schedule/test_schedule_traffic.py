@@ -1,0 +1,293 @@
+"""Orders of weight gradients that hide reductions: against every order there is, by hand, and against the simulator."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_emulator import SEEDS, unhurried
+
+from parallel3d.engine.planning import describe
+from parallel3d.errors import ScheduleError
+from parallel3d.schedule.builders import from_lists, placement_of
+from parallel3d.schedule.fuse import fuse_backwards, whole_backwards
+from parallel3d.schedule.instructions import Instruction, Op, Program
+from parallel3d.schedule.plan import Measured, Plan, make_plan, most_held
+from parallel3d.schedule.search import search
+from parallel3d.schedule.simulate import simulate
+from parallel3d.schedule.traffic import Traffic, _Step, hide_reductions
+from parallel3d.schedule.validate import validate
+
+Letter = tuple[str, int, int]  # F, I, W or B, chunk, micro-batch
+
+
+def measured(placement: Sequence[int], seed: int, traffic: float, every: bool, gather: float = 0.0) -> Measured:
+    """Uneven chunks; traffic: of a chunk's three buckets, in forwards, more or less."""
+    rng = random.Random(seed)
+
+    def each(low: float, high: float) -> tuple[float, ...]:
+        return tuple(rng.uniform(low, high) for _ in placement)
+
+    input_gradient, weight_gradient = each(1.0, 1.5), each(0.6, 1.1)
+    return Measured(
+        forward=each(0.8, 1.2),
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        backward=tuple(map(sum, zip(input_gradient, weight_gradient, strict=True))),
+        transfer=0.0,
+        held=(1.0,) * len(placement),
+        deferred=(1.0,) * len(placement),
+        limit=(99.0,) * (max(placement) + 1),
+        gather=each(0.5 * gather, gather),
+        reductions=tuple(tuple(rng.uniform(0.5, 1.5) * traffic / 3 for _ in range(3)) for _ in placement),
+        reduces_every_micro_batch=every,
+    )
+
+
+# Brute force
+
+
+def orders(fixed: Sequence[Letter], ready: Counter[int], left: Counter[int]) -> Iterator[list[Letter]]:
+    """All ways to put the weight gradients that are left among the rest, each behind an input gradient of its chunk."""
+    if not fixed and not left.total():
+        yield []
+    for chunk in [c for c in left if left[c] and ready[c]]:
+        one = Counter({chunk: 1})
+        for rest in orders(fixed, ready - one, left - one):
+            yield [("W", chunk, 0), *rest]
+    if fixed:
+        for rest in orders(fixed[1:], ready + Counter({fixed[0][1]: 1} if fixed[0][0] == "I" else {}), left):
+            yield [fixed[0], *rest]
+
+
+def with_whole(order: Sequence[Letter]) -> Iterator[list[Letter]]:
+    """The order, and with any of the halves that stand side by side made whole."""
+    pairs = [k for k in range(len(order) - 1) if (order[k][0], *order[k + 1][:2]) == ("I", "W", order[k][1])]
+    for chosen in product((False, True), repeat=len(pairs)):
+        starts = {k for k, is_chosen in zip(pairs, chosen, strict=True) if is_chosen}
+        yield [("B", *i[1:]) if k in starts else i for k, i in enumerate(order) if k - 1 not in starts]
+
+
+def length(lists: Sequence[Sequence[Letter]], m: Measured) -> float:
+    """From the first forward to the end of the last reduction; inf for a deadlock."""
+    times = {"F": m.forward, "I": m.input_gradient, "W": m.weight_gradient, "B": m.backward}
+    last_chunk = len(m.forward) - 1
+    activation: dict[tuple[int, int], float] = {}
+    gradient: dict[tuple[int, int], float] = {}
+    free, place, line = [0.0] * len(lists), [0] * len(lists), [0.0] * len(lists)
+    completed: list[dict[int, tuple[float, float]]] = [{} for _ in lists]
+
+    def reduce(rank: int, chunk: int, start: float, end: float) -> None:
+        buckets = m.reductions[chunk]
+        for k, seconds in enumerate(buckets):
+            full = start + (end - start) * (k + 1) / len(buckets)
+            line[rank] = max(line[rank], full) + seconds
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(lists):
+            for op, c, micro_batch in order[place[rank] :]:
+                arrived = {"F": activation.get((c - 1, micro_batch)) if c else 0.0, "W": 0.0}
+                ready = arrived.get(op, gradient.get((c + 1, micro_batch)) if c < last_chunk else 0.0)
+                if ready is None:
+                    break
+                start = max(free[rank], ready)
+                end = free[rank] = start + times[op][c]
+                if op != "W":
+                    (activation if op == "F" else gradient)[c, micro_batch] = end
+                if op in "BW" and m.reduces_every_micro_batch:
+                    reduce(rank, c, start, end)
+                elif op in "BW":
+                    completed[rank].pop(c, None)
+                    completed[rank][c] = start, end
+                place[rank] += 1
+                moved = True
+    for rank, chunks in enumerate(completed):
+        for chunk, (start, end) in chunks.items():
+            reduce(rank, chunk, start, end)
+    return max(*free, *line) if place == [len(order) for order in lists] else float("inf")
+
+
+def shortest(program: Program, m: Measured) -> float:
+    """Of all programs with its forwards and input gradients in this order, split or whole."""
+    ranks = []
+    for instructions in program.instructions:
+        fixed = [
+            ("I" if i.op is Op.BACKWARD else i.op.value, i.chunk, i.micro_batch)
+            for i in instructions
+            if i.op is not Op.BACKWARD_WEIGHT
+        ]
+        left = Counter(c for op, c, _ in fixed if op == "I")
+        ranks.append([whole for order in orders(fixed, Counter(), left) for whole in with_whole(order)])
+    return min(length(lists, m) for lists in product(*ranks))
+
+
+CASES = [("loop", 1, 3), ("v", 2, 2), ("loop", 2, 2)]
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["once", "every micro-batch"])
+@pytest.mark.parametrize(("kind", "num_chunks", "num_micro_batches"), CASES)
+@pytest.mark.parametrize("traffic", [0.5, 2.0])
+def test_no_order_of_the_weight_gradients_is_3_percent_shorter(
+    kind: str, num_chunks: int, num_micro_batches: int, traffic: float, every: bool
+) -> None:
+    placement = placement_of(kind, 2, num_chunks)
+    m = measured(placement, 7, traffic, every)
+    plan = make_plan(placement, num_micro_batches, m)
+    assert plan.makespan <= 1.03 * shortest(plan.program(num_micro_batches), m)
+
+
+# By hand
+
+
+def one_rank(traffic: float, every: bool = False) -> Measured:
+    ones = (1.0, 1.0)
+    return Measured(
+        forward=ones,
+        input_gradient=ones,
+        weight_gradient=ones,
+        backward=(2.0, 2.0),
+        transfer=0.0,
+        held=ones,
+        deferred=ones,
+        limit=(9.0,),
+        reductions=((traffic,), (traffic,)),
+        reduces_every_micro_batch=every,
+    )
+
+
+TWO_CHUNKS = "F0@0 F0@1 F1@0 F1@1 I0@1 I0@0 I1@1 I1@0 W0@0 W0@1 W1@0 W1@1".split()
+
+
+def test_a_chunk_completed_early_reduces_beside_the_other_one() -> None:
+    """Gradients complete at 11 and 12: reduced at 14 and 17. Chunk 1's can be at 9: then reduced at 12, the other's at 15."""
+    program, m = from_lists([TWO_CHUNKS], (0, 0)), one_rank(3.0)
+    assert simulate(m.traffic.added(program), m.cost).makespan == 17
+    order, before = hide_reductions(program, m.cost, m.traffic, lambda rank, instructions: True)
+    assert before == 17
+    validate(order)
+    spans = {str(s.instruction)[:-2]: s for s in simulate(m.traffic.added(order), m.cost).spans}
+    ends = {s.instruction.chunk: s.end for s in spans.values() if s.instruction.op is Op.REDUCE_GRADS}
+    assert sorted(ends.values()) == [pytest.approx(min(ends.values())), 15]
+    assert min(ends.values()) <= 12
+    assert max(s.end for s in spans.values() if s.instruction.op is not Op.REDUCE_GRADS) == 12
+
+
+def test_a_plan_says_how_much_is_exposed() -> None:
+    """Nothing avoids that a rank has the last chunk's gradients to reduce when its last backward is through."""
+    for traffic in (0.0, 1.0, 3.0):
+        plan = make_plan((0, 0), 2, one_rank(traffic))
+        assert (plan.makespan, plan.exposed, plan.bubble) == (12 + traffic, traffic, 0)
+        line = f"  gathers and reductions of up to {2e3 * traffic:.4g} ms a stage, {1e3 * traffic:.4g} ms exposed"
+        assert (line in describe(plan).splitlines()) == (traffic > 0)
+
+
+def test_what_a_rank_exchanges_in_a_step() -> None:
+    program = from_lists([["F0@0", "F1@0", "B0@0", "B1@0"], ["F0@1", "F1@1", "B0@1", "B1@1"]], (0, 1))
+    reductions = ((0.5, 0.25), (1.0,))
+    assert Traffic((2.0, 0.0), reductions, False).busy(program) == 2.75
+    assert Traffic((0.0, 0.0), reductions, True).busy(program) == 2.0
+    assert not Traffic((0.0, 0.0), ((), (0.0,)), True)
+
+
+def test_an_order_that_does_not_fit_is_not_taken() -> None:
+    program, m = from_lists([TWO_CHUNKS], (0, 0)), one_rank(3.0)
+    assert hide_reductions(program, m.cost, m.traffic, lambda rank, instructions: False) == (program, 17)
+
+
+# What holds for any program
+
+
+@settings(unhurried, max_examples=40)
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.floats(0.0, 4.0), SEEDS)
+def test_hiding_keeps_programs_valid_and_within_memory(
+    p: int, m: int, v: int, every: bool, traffic: float, seed: int
+) -> None:
+    placement = placement_of("loop", p, v)
+    times = measured(placement, seed, traffic, every, gather=1.0)
+    rng = random.Random(seed)
+    deferred = tuple(rng.uniform(0.2, 1.0) for _ in placement)
+    times = times.model_copy(update={"deferred": deferred, "limit": (1.0 * p * v,) * p})
+    fused = fuse_backwards(search("s", placement, m, times.memory, times.cost), times.cost)
+
+    def fits(rank: int, instructions: Sequence[Instruction]) -> bool:
+        return most_held(Program("one", placement, m, (tuple(instructions),)), times.memory)[0] <= times.limit[rank]
+
+    order, _ = hide_reductions(fused, times.cost, times.traffic, fits)
+    validate(order)
+    assert order == hide_reductions(fused, times.cost, times.traffic, fits)[0]
+    assert all(h <= most * (1 + 1e-6) for h, most in zip(most_held(order, times.memory), times.limit, strict=True))
+    assert length(letters(order), times) <= length(letters(fused), times) * (1 + 1e-6)
+
+
+@settings(unhurried, max_examples=40)
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.floats(0.0, 4.0), SEEDS)
+def test_a_plan_is_no_longer_than_one_made_without_knowing_of_reductions(
+    p: int, m: int, v: int, every: bool, traffic: float, seed: int
+) -> None:
+    placement = placement_of("loop", p, v)
+    times = measured(placement, seed, traffic, every, gather=1.0)
+    without = make_plan(placement, m, times.model_copy(update={"reductions": ()}))
+    before = simulate(times.traffic.added(without.program(m)), times.cost).makespan
+    assert make_plan(placement, m, times).makespan <= before * (1 + 1e-5)
+
+
+def letters(program: Program) -> list[list[Letter]]:
+    return [[(i.op.value, i.chunk, i.micro_batch) for i in rank] for rank in program.instructions]
+
+
+@unhurried
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.booleans(), st.floats(0.0, 4.0), SEEDS)
+def test_the_quick_end_of_a_step_is_that_of_transfers_that_never_meet(
+    p: int, m: int, v: int, every: bool, traffic: float, seed: int
+) -> None:
+    """And with one chunk a rank, where messages are needed in the order in which they are sent, the simulator's."""
+    placement = placement_of("loop", p, v)
+    times = measured(placement, seed, traffic, every)
+    gathered = times.model_copy(update={"gather": tuple(2.0 + c for c in range(p * v))})
+    split = search("s", placement, m, times.memory, times.cost)
+    plain, whole = (_Step(split, x.cost, x.traffic) for x in (times, gathered))
+    for program in (split, whole_backwards(split, range(0, m, 2)), whole_backwards(split, range(m))):
+        _, ends = plain.ends([[plain.rows[i] for i in rank] for rank in program.instructions])
+        assert max(ends) == pytest.approx(length(letters(program), times))
+        compute, ends = whole.ends([[whole.rows[i] for i in rank] for rank in program.instructions])
+        timeline = simulate(gathered.traffic.added(program), gathered.cost)
+        assert max(ends) <= timeline.makespan * (1 + 1e-6)
+        for rank in range(p) if v == 1 else ():
+            own = [s for s in timeline.spans if s.rank == rank]
+            beside = (Op.REDUCE_GRADS, Op.GATHER_PARAMS)
+            assert ends[rank] == pytest.approx(max(s.end for s in own))
+            assert compute[rank] == pytest.approx(max(s.end for s in own if s.instruction.op not in beside))
+
+
+# A plan's file
+
+
+def test_a_plan_without_traffic_in_its_file_has_none() -> None:
+    plan = make_plan((0, 1, 1, 0), 4, measured((0, 1, 1, 0), 1, 0.0, False))
+    stored = plan.model_dump()
+    del stored["exposed"]
+    for key in ("gather", "reductions", "reduces_every_micro_batch"):
+        del stored["measured"][key]
+    old = Plan.model_validate(stored)
+    old.check((0, 1, 1, 0))
+    assert not old.measured.traffic
+    assert old.program(4) == plan.program(4)
+    assert old.program(3) == plan.program(3)
+    assert old.exposed == plan.exposed == 0
+
+
+def test_a_plan_with_traffic_comes_back_from_its_file() -> None:
+    plan = make_plan((0, 1), 4, measured((0, 1), 1, 1.0, True, gather=0.5))
+    assert plan.exposed > 0
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    for key, value in (("gather", (1.0,)), ("reductions", ((1.0,), (1.0,), (1.0,)))):
+        wrong = plan.model_copy(update={"measured": plan.measured.model_copy(update={key: value})})
+        with pytest.raises(ScheduleError, match="gathers or reductions are not of 2 chunks"):
+            wrong.check((0, 1))
