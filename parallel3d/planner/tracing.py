@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from parallel3d.gradient_sink import GradientSink
@@ -24,6 +24,7 @@ from parallel3d.pipe.fakes import refuse_collective
 from parallel3d.planner.work import Collective, Work
 from parallel3d.precision import Precision
 
+_HOST = torch.device("cpu")
 INSTEAD = "communicate by parallel3d.tensor_parallel alone"
 _IS_DEVICE = torch.ops.prim.device.default  # FakeTensor.device
 
@@ -57,7 +58,8 @@ class LayerBytes:
 
     saved: from the forward to the backward; deferred: from a BACKWARD_INPUT to its BACKWARD_WEIGHT, of inputs' gradients what
     is needed beside their way back. forward_peak: the most at any time in the forward, beyond the inputs; backward_peak: in
-    BACKWARD, or BACKWARD_INPUT, beyond what the layers before it hold, saved and the gradient of the outputs included;
+    BACKWARD, or BACKWARD_INPUT, beyond the inputs and what the layers before it hold, saved and the gradient of the outputs
+    included; sole_peak: the same with the inputs that it keeps, where nothing else does, for as long as it does;
     weight_peak: in BACKWARD_WEIGHT, beyond what is deferred.
     """
 
@@ -65,6 +67,7 @@ class LayerBytes:
     deferred: Held
     forward_peak: int
     backward_peak: int
+    sole_peak: int
     weight_peak: int
 
 
@@ -72,7 +75,8 @@ class LayerBytes:
 class Traced:
     """One trace: work of the forward, of the backward (all of it, or the inputs' part) and of the weights' deferred part.
 
-    tables: bytes that the layer made for all micro-batches to come, which count in nothing else.
+    tables: bytes that the layer made for all micro-batches to come, which count in nothing else; early: the places of the
+    parameters whose gradients come with the backward even where it is split.
     """
 
     inputs: tuple[int, ...]
@@ -82,6 +86,7 @@ class Traced:
     weight: Work
     held: LayerBytes
     tables: int
+    early: frozenset[int]
 
 
 @dataclass
@@ -165,6 +170,26 @@ class Watch(LiveStorages):
         self._collectives: list[Collective] = []
         self._read: dict[int, int] = {}
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.others = self.peak_with_others = 0
+
+    def count_with_others(self, memories: Sequence[_Memory]) -> None:
+        """From now on follow a second peak, with these for as long as something keeps them."""
+        self.others = 0
+        for memory in memories:
+            self.others += memory.when_freed(self._free)
+        self.peak_with_others = self.nbytes + self.others
+
+    def _free(self, nbytes: int) -> None:
+        self.others -= nbytes
+
+    def note_need(self, nbytes: int) -> None:
+        """An operator takes so much for itself."""
+        self.peak = max(self.peak, self.nbytes + nbytes)
+        self.peak_with_others = max(self.peak_with_others, self.nbytes + self.others + nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        super()._add(nbytes)
+        self.note_need(0)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is _IS_DEVICE:
@@ -174,7 +199,7 @@ class Watch(LiveStorages):
         result = super().__torch_dispatch__(function, types, args, kwargs)
         cost = cost_of(function, args, kwargs, result)
         if cost.attention_flops:
-            self.peak = max(self.peak, self.nbytes + _attention_workspace(function, args))
+            self.note_need(_attention_workspace(function, args))
         if any(cost):
             self._count(function, args, result, cost)
         return result
@@ -265,6 +290,14 @@ class _Memory:
     def is_held(self) -> bool:
         return self._storage() is not None
 
+    def when_freed(self, tell: Callable[[int], None]) -> int:
+        """Call tell(bytes) then; the bytes that something keeps now."""
+        storage = self._storage()
+        if storage is None:
+            return 0
+        weakref.finalize(storage, tell, self.nbytes).atexit = False
+        return self.nbytes
+
 
 def _held(memories: Sequence[_Memory]) -> frozenset[int]:
     """Which of these something keeps."""
@@ -274,31 +307,34 @@ def _held(memories: Sequence[_Memory]) -> frozenset[int]:
 class LayerTrace:
     """Traces a layer, with its weights as they are trained.
 
-    function: runs it; sink: takes its parameters' gradients; watch: counts, the collectives too; device: of its tensors.
+    function: runs it; parameters: those to train, whose gradients `sink` takes; watch: counts, the collectives too.
     """
 
     def __init__(
         self,
         function: Callable[[Any], Any],
+        parameters: Sequence[nn.Parameter],
         sink: GradientSink,
         precision: Precision,
         watch: Watch,
-        device: torch.device,
     ):
-        self._function, self._sink, self._precision = function, sink, precision
-        self._watch, self._device = watch, device
+        self._function, self._parameters, self._sink = function, list(parameters), sink
+        self._precision, self._watch = precision, watch
 
     def run(self, inputs: Template, splits: bool) -> tuple[Traced, Template]:
         """One forward and one backward, split in two if `splits`; also what the layer returns, to be made anew."""
         one = _Pass(self._watch)
+        self._sink.open()
         with torch.enable_grad():
             returned = one.forward(inputs, self._call)
             one.backward(self._sink.deferring(one) if splits else self._whole())
+            touched = self._sink.touched()
             one.weights(lambda: self._sink.run_deferred(one))
-        return one.traced(), returned
+        early = frozenset(k for k, parameter in enumerate(self._parameters) if parameter in touched)
+        return one.traced(early), returned
 
     def _call(self, x: Any) -> Any:
-        with self._precision.autocasting(self._device):
+        with self._precision.autocasting(_HOST):
             return self._function(x)
 
     def _whole(self) -> AbstractContextManager[None]:
@@ -361,9 +397,11 @@ class _Pass:
 
     def backward(self, how: AbstractContextManager[None]) -> None:
         """From gradients of the outputs to those of the inputs."""
+        self._watch.count_with_others(self._inputs)
         with self._watching(self._base), how:
             if self._root is not None:
                 self._root.backward(torch.empty(0))
+        self._sole_peak = self._watch.peak_with_others - self._base
         self._root = None
         gradients = self._entry.gradients() if self._entry is not None else []
         self._leaving = [_Memory(gradient) for gradient in gradients]
@@ -385,13 +423,14 @@ class _Pass:
         made |= {self._leaving[k].key: self._leaving[k].nbytes for k in leaving}
         return Held(own - sum(made.values()), _held(self._inputs), outputs, coming, leaving)
 
-    def traced(self) -> Traced:
+    def traced(self, early: frozenset[int]) -> Traced:
         """What was found."""
         lasting = self._watch.nbytes - self._base
         saved, deferred = (replace(held, own=held.own - lasting) for held in (self._saved, self._deferred))
         forward, backward, weight = self._works
         forward_peak, backward_peak, weight_peak = self._peaks
-        held = LayerBytes(saved, deferred, forward_peak - lasting, backward_peak - lasting, weight_peak)
+        backward_peaks = backward_peak - lasting, self._sole_peak - lasting
+        held = LayerBytes(saved, deferred, forward_peak - lasting, *backward_peaks, weight_peak)
         return Traced(
             tuple(memory.nbytes for memory in self._inputs),
             tuple(self._boundaries),
@@ -400,4 +439,5 @@ class _Pass:
             weight,
             held,
             lasting,
+            early,
         )
