@@ -7,8 +7,8 @@ import torch
 from parallel3d.optim.lion import Lion
 
 # Tensors of a parameter's size that torch's loops over parameters hold at once, by class; others at most as many as Adam.
-_LOOPS = {"SGD": 0, "Adam": 2, "AdamW": 2}
-_MOST = 2
+_LOOPS = {"SGD": 0, "Adam": 3, "AdamW": 3}
+_MOST = 3
 
 
 def step_bytes(optimizer: torch.optim.Optimizer, total: int, largest: int, itemsize: int, on_cuda: bool) -> int:
