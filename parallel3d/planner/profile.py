@@ -21,7 +21,8 @@ from parallel3d.pipe.costs import alike, bound, made_ready
 from parallel3d.pipe.fakes import Fakes
 from parallel3d.pipe.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
 from parallel3d.planner.cuda_functions import cuda_functions
-from parallel3d.planner.tracing import INSTEAD, Boundary, LayerBytes, LayerTrace, Template, Traced, Watch
+from parallel3d.planner.tracing import Boundary, LayerBytes, LayerTrace, Template, Traced
+from parallel3d.planner.watch import INSTEAD, Watch
 from parallel3d.planner.work import Work
 from parallel3d.precision import make_precision
 from parallel3d.split_backward import make_splittable

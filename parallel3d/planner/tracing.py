@@ -1,12 +1,11 @@
 """One layer, traced on fake tensors as the executor runs it: what it asks of the device, and what it holds.
 
 A layer is traced between two others that keep nothing: what enters has a graph behind it, what leaves is let go at once, so
-that the bytes counted are its own. Bytes are live storages after every operator, in the forward and in both kinds of backward.
+that the bytes counted are its own.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -17,16 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from parallel3d.gradient_sink import GradientSink
-from parallel3d.monitor.memory import LiveStorages
-from parallel3d.pipe.counting import OpCost, cost_of
 from parallel3d.pipe.entry import Entry
-from parallel3d.pipe.fakes import refuse_collective
-from parallel3d.planner.work import Collective, Work
+from parallel3d.planner.watch import Memory, Watch
+from parallel3d.planner.work import Work
 from parallel3d.precision import Precision
 
 _HOST = torch.device("cpu")
-INSTEAD = "communicate by parallel3d.tensor_parallel alone"
-_IS_DEVICE = torch.ops.prim.device.default  # FakeTensor.device
 
 
 class Boundary(NamedTuple):
@@ -154,152 +149,22 @@ class Template:
         return self.tree, of_tensors
 
 
-class Watch(LiveStorages):
-    """Counts work and live bytes of what runs inside.
-
-    fuses: whether torch.compile runs the layers. Then all that lies between products of matrices, attention, collectives and
-    kernels of this project's own counts as one kernel, which reads what comes from outside once and writes what outlives it;
-    what doesn't is never in memory.
-    """
-
-    def __init__(self, fuses: bool = False):
-        super().__init__()
-        self._fuses = fuses
-        self._gemm = self._attention = self._moved = 0.0
-        self._kernels = 0
-        self._collectives: list[Collective] = []
-        self._read: dict[int, int] = {}
-        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self.others = self.peak_with_others = 0
-
-    def count_with_others(self, memories: Sequence[_Memory]) -> None:
-        """From now on follow a second peak, with these for as long as something keeps them."""
-        self.others = 0
-        for memory in memories:
-            self.others += memory.when_freed(self._free)
-        self.peak_with_others = self.nbytes + self.others
-
-    def _free(self, nbytes: int) -> None:
-        self.others -= nbytes
-
-    def note_need(self, nbytes: int) -> None:
-        """An operator takes so much for itself."""
-        self.peak = max(self.peak, self.nbytes + nbytes)
-        self.peak_with_others = max(self.peak_with_others, self.nbytes + self.others + nbytes)
-
-    def _add(self, nbytes: int) -> None:
-        super()._add(nbytes)
-        self.note_need(0)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is _IS_DEVICE:
-            return function(*args, **(kwargs or {}))
-        refuse_collective(function, INSTEAD)
-        kwargs = kwargs or {}
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        cost = cost_of(function, args, kwargs, result)
-        if cost.attention_flops:
-            self.note_need(_attention_workspace(function, args))
-        if any(cost):
-            self._count(function, args, result, cost)
-        return result
-
-    def _count(self, function: Any, args: Any, result: Any, cost: OpCost) -> None:
-        if self._fuses and cost.moved and function.namespace == "aten":
-            self._join(args, result)
-            return
-        self._end_kernel()
-        self._gemm += cost.gemm_flops
-        self._attention += cost.attention_flops
-        self._moved += cost.moved
-        self._kernels += 1
-
-    def _join(self, args: Any, result: Any) -> None:
-        """An operator becomes part of the kernel under way."""
-        for tensor in _tensors(args):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._made:
-                self._read[storage._cdata] = min(tensor.nbytes, storage.nbytes())
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            self._made.setdefault(storage._cdata, (weakref.ref(storage), storage.nbytes()))
-
-    def _end_kernel(self) -> None:
-        if self._made:
-            written = sum(nbytes for storage, nbytes in self._made.values() if storage() is not None)
-            self._moved += written + sum(self._read.values())
-            self._kernels += 1
-        self._read.clear()
-        self._made.clear()
-
-    def note(self, kind: str, nbytes: int) -> None:
-        """A collective of the slice group."""
-        self._end_kernel()
-        kinds: Any = kind
-        self._collectives.append(Collective(kinds, nbytes))
-
-    def take(self) -> Work:
-        """What was counted since the last call."""
-        self._end_kernel()
-        work = Work(self._gemm, self._attention, self._moved, self._kernels, tuple(self._collectives))
-        self._gemm = self._attention = self._moved = 0.0
-        self._kernels = 0
-        self._collectives = []
-        return work
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor))
-
-
-def _attention_workspace(function: Any, args: Any) -> int:
-    """Bytes that a fused attention's backward takes for itself: queries' gradients in fp32, and a number a row.
-
-    As FlashAttention-2 accumulates them (arXiv:2307.08691, section 3.2), and cuDNN's kernel does; on the CPU there is none.
-    """
-    name = function._schema.name
-    if "backward" not in name or name.endswith("for_cpu_backward"):
-        return 0
-    query = args[1]
-    return 4 * query.numel() + 4 * query.shape[:-1].numel()
-
-
 class _Follow(torch.autograd.Function):
     """The layer behind: keeps nothing of what it is given, and makes gradients for it, whose memory is noted in `made`."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[_Memory], *given: Tensor) -> Tensor:
+    def forward(ctx: Any, made: list[Memory], *given: Tensor) -> Tensor:
         ctx.made, ctx.kinds = made, [(t.shape, t.dtype, t.device) for t in given]
         return given[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds]
-        ctx.made += [_Memory(gradient) for gradient in gradients]
+        ctx.made += [Memory(gradient) for gradient in gradients]
         return None, *gradients
 
 
-class _Memory:
-    """A tensor's storage, as long as something else keeps it."""
-
-    def __init__(self, tensor: Tensor):
-        storage = tensor.untyped_storage()
-        self.key, self.nbytes, self._storage = storage._cdata, storage.nbytes(), weakref.ref(storage)
-
-    @property
-    def is_held(self) -> bool:
-        return self._storage() is not None
-
-    def when_freed(self, tell: Callable[[int], None]) -> int:
-        """Call tell(bytes) then; the bytes that something keeps now."""
-        storage = self._storage()
-        if storage is None:
-            return 0
-        weakref.finalize(storage, tell, self.nbytes).atexit = False
-        return self.nbytes
-
-
-def _held(memories: Sequence[_Memory]) -> frozenset[int]:
+def _held(memories: Sequence[Memory]) -> frozenset[int]:
     """Which of these something keeps."""
     return frozenset(k for k, memory in enumerate(memories) if memory.is_held)
 
@@ -347,10 +212,10 @@ class _Pass:
 
     def __init__(self, watch: Watch):
         self._watch, self._base = watch, watch.nbytes
-        self._inputs: list[_Memory] = []
-        self._outputs: list[_Memory] = []
-        self._coming: list[_Memory] = []  # gradients of the outputs
-        self._leaving: list[_Memory] = []  # those of the inputs
+        self._inputs: list[Memory] = []
+        self._outputs: list[Memory] = []
+        self._coming: list[Memory] = []  # gradients of the outputs
+        self._leaving: list[Memory] = []  # those of the inputs
         self._entry: Entry | None = None
         self._root: Tensor | None = None
         self._boundaries: list[Boundary] = []
@@ -369,7 +234,7 @@ class _Pass:
     def forward(self, inputs: Template, run: Callable[[Any], Any]) -> Template:
         """All that runs forward; nothing but the graph is left of it."""
         given = inputs.anew()
-        self._inputs = [_Memory(t) for t in given.tensors]
+        self._inputs = [Memory(t) for t in given.tensors]
         pairs = zip(given.tensors, inputs.tensors, strict=True)
         wanting = [t for t, template in pairs if template.requires_grad]
         self._entry = Entry(wanting) if wanting else None
@@ -387,7 +252,7 @@ class _Pass:
     def _leave(self, tensors: Sequence[Tensor]) -> None:
         entered = {memory.key: k for k, memory in enumerate(self._inputs)}
         for tensor in tensors:
-            memory = _Memory(tensor)
+            memory = Memory(tensor)
             source = entered.get(memory.key)
             storage = 0 if memory.key in {m.key for m in self._outputs} else memory.nbytes
             self._outputs.append(memory)
@@ -404,7 +269,7 @@ class _Pass:
         self._sole_peak = self._watch.peak_with_others - self._base
         self._root = None
         gradients = self._entry.gradients() if self._entry is not None else []
-        self._leaving = [_Memory(gradient) for gradient in gradients]
+        self._leaving = [Memory(gradient) for gradient in gradients]
         self._entry = None
         del gradients
         self._deferred = self._what_is_held()
