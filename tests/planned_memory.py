@@ -20,10 +20,11 @@ from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.result import StageMemory
 from parallel3d.schedule.builders import build
+from parallel3d.schedule.instructions import SEND_OPS
 from parallel3d.schedule.lowering import lower
 
 # So much larger than its weights' gradients are a layer's activations, that neither hides an error in the other.
-WORDS, SEQ, SAMPLES = 96, 64, 2
+WORDS, HIDDEN, SEQ, SAMPLES = 96, 32, 64, 2
 LOSS = CausalLMLoss(chunk=32)
 
 
@@ -31,7 +32,7 @@ def model(tied: bool) -> list[Any]:
     return decoder(
         DecoderConfig(
             vocab_size=WORDS,
-            hidden_size=32,
+            hidden_size=HIDDEN,
             ffn_size=80,
             num_layers=4,
             num_heads=4,
@@ -58,7 +59,10 @@ def base(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank: its stage and slice, the report of engine.memory_report, most bytes within the batch and the step."""
+    """One rank: its stage and slice, the report of engine.memory_report, most bytes within the batch and the step.
+
+    in_transit: the most bytes that messages sent held.
+    """
 
     stage: int
     slice: int
@@ -66,6 +70,7 @@ class Measured:
     report: dict[str, tuple[int, int]]
     batch_peak: int
     step_peak: int
+    in_transit: int
 
 
 def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
@@ -80,6 +85,8 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
     engine.profile_next_batch("memory")
     engine.train_batch(data)
     report = engine.memory_report()[module.groups.rank]
+    # Every message that this rank's stage sends, as its program has it.
+    sends = sum(i.op in SEND_OPS for i in engine._program().instructions[module.stage_id])
     profile = engine._memory_profile
     assert profile is not None
     return Measured(
@@ -89,6 +96,7 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
         report,
         profile.batch.peak,
         profile.step.peak,
+        sends * (layout.micro_batch or 1) * SEQ * HIDDEN * (2 if "bf16" in changes else 4),
     )
 
 
@@ -107,11 +115,15 @@ def parse(words: str) -> RunLayout:
     return RunLayout(**{**vars(layout), **filled})
 
 
-def predict(words: str, tied: bool, changes: Mapping[str, Any], bounds: tuple[int, ...]) -> tuple[StageMemory, ...]:
-    """In any process."""
+def predict(
+    words: str, tied: bool, changes: Mapping[str, Any], bounds: tuple[int, ...]
+) -> tuple[tuple[StageMemory, ...], list[int]]:
+    """Of each stage; and the bytes of activations between instructions. In any process."""
     layout = parse(words)
     inputs, labels = micro_batch(1)
     config = load({"train_micro_batch_size_per_gpu": 1, **base(changes)})
     memory = MemoryModel(ModelProfile(model(tied), inputs, labels, LOSS, config, "cpu"))
     schedule = build(layout.schedule, layout.stages, layout.micro_batches, layout.chunks, layout.placement)
-    return memory.stages(lower(schedule), bounds, layout, [2**40] * layout.stages)
+    program = lower(schedule)
+    between = [memory.flight(program, bounds, layout, stage).between for stage in range(layout.stages)]
+    return memory.stages(program, bounds, layout, [2**40] * layout.stages), between

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _SCALED = "_scaled_dot_product_"
 # They read as much as they write, however large the table is.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
-
-# Torch's formulas don't know the result's dtype, which may follow the operands.
-_OPERANDS = {"mm": 2, "addmm": 3}
-# Which torch's formulas know by another name.
-_IN_PLACE = {"addmm_", "baddbmm_"}
+_WRITE_NOTHING = ("empty", "new_empty", "detach", "alias", "lift")
+# [..., m, k] x [..., k, n]: behind how many other operands these come. Torch's formulas don't know that a dtype may follow,
+# nor the products that add in place.
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
 
 
 class OpCost(NamedTuple):
@@ -28,19 +26,43 @@ class OpCost(NamedTuple):
     moved: int = 0
 
 
-def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> OpCost:
-    """Of one call of an operator, by its arguments' and its result's shapes; one of the three is not 0, or none."""
+class _Kind(NamedTuple):
+    """Of an operator. writes: whether it is no mere view, and writes what it returns."""
+
+    name: str
+    packet: Any
+    writes: bool
+    is_mutable: bool
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
     packet = getattr(func, "_overloadpacket", func)
-    name = getattr(packet, "__name__", "")
-    if name.startswith(_SCALED):
+    name = str(getattr(packet, "__name__", ""))
+    schema = func._schema
+    return _Kind(name, packet, not (name.startswith(_WRITE_NOTHING) or func.is_view), schema.is_mutable)
+
+
+def cost_of(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    read: Sequence[Tensor],
+    written: Sequence[Tensor],
+    out: Any,
+) -> OpCost:
+    """Of one call of an operator, by shapes; at most one of the three is not 0. read, written: tensors_of its arguments and of
+    its result `out`.
+    """
+    kind = _kind_of(func)
+    if kind.name in _PRODUCTS:
+        left, right = args[_PRODUCTS[kind.name] : _PRODUCTS[kind.name] + 2]
+        return OpCost(gemm_flops=2.0 * left.numel() * right.shape[-1])
+    if kind.name.startswith(_SCALED):
         return OpCost(attention_flops=_attention_flops(func, args, kwargs))
-    if name in _IN_PLACE:
-        packet, name = getattr(torch.ops.aten, name[:-1]), name[:-1]
-    if packet in flop_registry:
-        if name in _OPERANDS:
-            args, kwargs = args[: _OPERANDS[name]], {}
-        return OpCost(gemm_flops=float(flop_registry[packet](*args, **kwargs, out_val=out)))
-    return OpCost(moved=_bytes_moved(func, name, (args, kwargs), out))
+    if kind.packet in flop_registry:
+        return OpCost(gemm_flops=float(flop_registry[kind.packet](*args, **kwargs, out_val=out)))
+    return OpCost(moved=_bytes_moved(kind, read, written))
 
 
 def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
@@ -60,18 +82,36 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return scores * matmuls / (2 if given.get("is_causal") else 1)
 
 
-def _bytes_moved(func: Any, name: str, given: Any, out: Any) -> int:
+def _bytes_moved(kind: _Kind, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
     """Bytes that an operator reads and writes; of views and of memory that isn't written none."""
-    written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-    if not written and func._schema.is_mutable:  # only in place
-        return sum(_size(t) for t in tree_leaves(given) if isinstance(t, Tensor))
-    if not written or name.startswith(("empty", "new_empty", "detach", "alias", "lift")) or func.is_view:
+    if not written:
+        return sum(map(_size, read)) if kind.is_mutable else 0  # in place alone
+    if not kind.writes:
         return 0
-    read = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-    if not func._schema.is_mutable and all(storage_of(w) in set(map(storage_of, read)) for w in written):
-        return 0  # a view that goes by another name
+    if not kind.is_mutable:
+        given = set(map(storage_of, read))
+        if all(storage_of(tensor) in given for tensor in written):
+            return 0  # a view that goes by another name
     result = sum(map(_size, written))
-    return 2 * result if name in _LOOKUPS else result + sum(map(_size, read))
+    return 2 * result if kind.name in _LOOKUPS else result + sum(map(_size, read))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of an operator's arguments or result: lists, tuples and mappings of them are all that those nest."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            _collect(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _collect(item, found)
 
 
 def storage_of(tensor: Tensor) -> int:

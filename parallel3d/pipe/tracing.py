@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel3d.parameters import slicing_of
 from parallel3d.pipe.costs import LayerCost, Ruler, Run, Sample, bound, made_ready
-from parallel3d.pipe.counting import cost_of, storage_of
+from parallel3d.pipe.counting import cost_of, storage_of, tensors_of
 from parallel3d.pipe.fakes import Fakes, refuse_collective
 from parallel3d.pipe.specs import BuildContext, Layer, LayerSpec, blueprint
 
@@ -37,7 +37,7 @@ class _Counter(TorchDispatchMode):
         refuse_collective(func, _INSTEAD)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        cost = cost_of(func, args, kwargs, out)
+        cost = cost_of(func, args, kwargs, tensors_of((args, kwargs)), tensors_of(out), out)
         self.flops += cost.gemm_flops + cost.attention_flops + FLOPS_PER_BYTE * float(cost.moved)
         return out
 

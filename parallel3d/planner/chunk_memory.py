@@ -227,7 +227,7 @@ class _Walk:
             around = self._own[r] + self._between[r] + own + left + self._tensors.gradients_of(still)
             if r < len(self._regions) - 1:  # the executor holds what the backward began with
                 around += self._tensors.gradients_of(set(self._leaving) - still)
-            most = max(most, around + self._inside(region))
+            most = max(most, around + self._inside(region, r))
             for step in region.steps:
                 tensors, its_gradients = step.deferred()
                 deferred |= tensors
@@ -235,12 +235,16 @@ class _Walk:
                 own += step.held.deferred.own
         return most
 
-    def _inside(self, region: _Region) -> int:
+    def _inside(self, region: _Region, place: int) -> int:
         """The most of a region's own in its backward, the gradients of its outputs included."""
         if not region.recomputed:
             (step,) = region.steps
             # What it keeps of its outputs is in its own peak.
-            return step.held.backward_peak - self._tensors.of(step.kept & step.made)
+            outputs = self._tensors.of(step.kept & step.made)
+            kept = [step.inputs[k] for k in step.held.saved.inputs]
+            if all(self.first[n] == place and n not in self._leaving for n in kept):
+                return step.held.sole_peak - self._tensors.of(kept) - outputs
+            return step.held.backward_peak - outputs
         again = _Walk(self._tensors, [_Region([step], False) for step in region.steps], ())
         inputs = self._tensors.of(n for n in region.steps[0].inputs if n in again.first)
         gradients = self._tensors.gradients_of(region.steps[-1].leaving)

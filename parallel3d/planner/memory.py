@@ -121,7 +121,7 @@ class MemoryModel:
 
     def flight(self, program: Program, bounds: Sequence[int], layout: RunLayout, stage: int) -> Flight:
         """Activations and messages of a stage."""
-        splits = any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[stage])
+        splits = _splits(program, stage)
         own = [c for c, s in enumerate(program.placement) if s == stage]
         return replay(program, stage, {c: self._chunk(program, bounds, layout, c, splits) for c in own})
 
@@ -158,7 +158,7 @@ class MemoryModel:
         capacity: int,
     ) -> StageMemory:
         on_cuda = self._model.device == "cuda"
-        state = self.state(program.placement, bounds, layout, stage)
+        state = self._state(program, bounds, layout, stage)
         flight = self.flight(program, bounds, layout, stage)
         own = [
             layers[k] for c, s in enumerate(program.placement) if s == stage for k in range(bounds[c], bounds[c + 1])
@@ -214,25 +214,28 @@ class MemoryModel:
         peers = buffer_bytes(stages) if stages > 1 else 0
         return CONTEXT_BYTES + communicators + peers
 
-    def state(self, placement: Sequence[int], bounds: Sequence[int], layout: RunLayout, stage: int) -> _State:
+    def _state(self, program: Program, bounds: Sequence[int], layout: RunLayout, stage: int) -> _State:
         """Weights, gradients, masters and optimizer of each rank of a stage."""
+        placement, splits = program.placement, _splits(program, stage)
         own = tuple((bounds[c], bounds[c + 1]) for c, s in enumerate(placement) if s == stage)
         # Ties reach over the stages: where there are some, all of the partition counts.
         ties = tuple(bounds) if any(isinstance(layer, TiedLayerSpec) for layer in self._model.specs) else ()
         placed = tuple(placement) if ties else ()
-        key = (own, ties, placed, layout.slices, layout.sequence_parallel, layout.zero, layout.replicas)
+        key = (own, ties, placed, layout.slices, layout.sequence_parallel, layout.zero, layout.replicas, splits)
         if key not in self._states:
-            infos, others = self._parameters(placement, bounds, layout, stage)
-            self._states[key] = self._predicted(infos, others, layout)
+            infos, early, others = self._parameters(placement, bounds, layout, stage)
+            self._states[key] = self._predicted(infos, early if splits else set(), others, layout)
         return self._states[key]
 
-    def _predicted(self, infos: Sequence[ParameterInfo], others: int, layout: RunLayout) -> _State:
+    def _predicted(
+        self, infos: Sequence[ParameterInfo], early: set[nn.Parameter], others: int, layout: RunLayout
+    ) -> _State:
         policy, replicas = self._model.policy(layout.zero or 0), layout.replicas or 1
         optimizer = self._optimizer
         moments = moments_of(optimizer)
-        state = predict_state(infos, policy, replicas, 2 if moments is None else moments)
-        pieces = piece_sizes(infos, policy, replicas)
-        step = step_bytes(optimizer, pieces, 4, self._model.device == "cuda")
+        state = predict_state(infos, policy, replicas, 2 if moments is None else moments, early)
+        total, largest = piece_sizes(infos, policy, replicas)
+        step = step_bytes(optimizer, total, largest, 4, self._model.device == "cuda")
         return _State(state, others, communicated_bytes(infos, policy, replicas), step)
 
     @cached_property
@@ -243,12 +246,15 @@ class MemoryModel:
 
     def _parameters(
         self, placement: Sequence[int], bounds: Sequence[int], layout: RunLayout, stage: int
-    ) -> tuple[list[ParameterInfo], int]:
-        """What a stage trains, as PipelineModule.parameter_infos has it; and bytes of what it doesn't: frozen, buffers."""
+    ) -> tuple[list[ParameterInfo], set[nn.Parameter], int]:
+        """What a stage trains, as PipelineModule.parameter_infos has it; of these the early ones, see LayerProfile; and bytes
+        of what it doesn't train: frozen parameters and buffers.
+        """
         layers, specs = self._layers(layout), self._model.specs
         ties = TieIndex(specs, lambda k: bisect_right(bounds, k) - 1)
         mine = {ties.builder[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])}
         infos: dict[tuple[int, str], ParameterInfo] = {}
+        early = set[nn.Parameter]()
         frozen: dict[tuple[int, str], int] = {}
         for builder in sorted(mine):
             layer = layers[builder]
@@ -259,13 +265,20 @@ class MemoryModel:
                 origin, source = ties.origin(builder, name)
                 info = ParameterInfo(f"layers.{origin}.{source}", parameter, ties.owners(builder, name))
                 infos.setdefault((origin, source), info)
+                if name in layer.early:
+                    early.add(parameter)
             for name, parameter in layer.frozen:
                 frozen.setdefault(ties.origin(builder, name), self._cast_bytes(parameter))
-        return list(infos.values()), sum(frozen.values()) + sum(layers[b].buffers for b in mine)
+        return list(infos.values()), early, sum(frozen.values()) + sum(layers[b].buffers for b in mine)
 
     def _cast_bytes(self, parameter: nn.Parameter) -> int:
         dtype = self._model.precision.weights if parameter.is_floating_point() else None
         return parameter.numel() * (dtype or parameter.dtype).itemsize
+
+
+def _splits(program: Program, stage: int) -> bool:
+    """Whether a stage's weight gradients are deferred."""
+    return any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[stage])
 
 
 def _is_of(name: str, attributes: Sequence[str]) -> bool:

@@ -21,7 +21,8 @@ from parallel3d.pipe.costs import alike, bound, made_ready
 from parallel3d.pipe.fakes import Fakes
 from parallel3d.pipe.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
 from parallel3d.planner.cuda_functions import cuda_functions
-from parallel3d.planner.tracing import INSTEAD, Boundary, LayerBytes, LayerTrace, Template, Traced, Watch
+from parallel3d.planner.tracing import Boundary, LayerBytes, LayerTrace, Template, Traced
+from parallel3d.planner.watch import INSTEAD, Watch
 from parallel3d.planner.work import Work
 from parallel3d.precision import make_precision
 from parallel3d.split_backward import make_splittable
@@ -41,8 +42,9 @@ class LayerProfile:
     input_gradient and weight_gradient are what BACKWARD_INPUT and BACKWARD_WEIGHT do, together a BACKWARD; where it is
     recomputed, input_gradient begins with another forward. inputs: bytes of the memory of each tensor that comes in; whole,
     split: what it holds under schedules with whole backwards, and with split ones; parameters, frozen: by name, as built,
-    without memory; buffers: bytes, as they are cast; tables: bytes that its first forward makes for good, once for all alike;
-    tie: key of a TiedLayerSpec; loss: the loss function behind the last layer, whose work counts in this one.
+    without memory; early: the parameters whose gradients come with BACKWARD_INPUT, as norms' do; buffers: bytes, as they are
+    cast; tables: bytes that its first forward makes for good, once for all alike; tie: key of a TiedLayerSpec; loss: the loss
+    function behind the last layer, whose work counts in this one.
     """
 
     name: str
@@ -55,6 +57,7 @@ class LayerProfile:
     split: LayerBytes
     parameters: tuple[tuple[str, nn.Parameter], ...] = ()
     frozen: tuple[tuple[str, nn.Parameter], ...] = ()
+    early: frozenset[str] = frozenset()
     buffers: int = 0
     tables: int = 0
     tie: str | None = None
@@ -283,9 +286,7 @@ class _Slicing:
             self._attach(sink, parameters, parts)
         if splittable and isinstance(module, nn.Module):
             make_splittable(module, sink)
-        sink.open()
-        function = bound(layer, module, None, None)
-        return LayerTrace(function, sink, precision, self._watch, self._context.device), parts
+        return LayerTrace(bound(layer, module, None, None), parameters, sink, precision, self._watch), parts
 
     def _attach(self, sink: GradientSink, parameters: Sequence[nn.Parameter], parts: _Parts) -> None:
         policy = self._model.policy(0)
@@ -304,7 +305,7 @@ class _Slicing:
             return found[0] if isinstance(found, (tuple, list)) else found
 
         sink, precision = GradientSink(), self._model.precision
-        trace = LayerTrace(loss, sink, precision, self._watch, self._context.device)
+        trace = LayerTrace(loss, (), sink, precision, self._watch)
         given = Template.of((x.value(), labels))
         found, _ = self._run(trace, given, splits=False)  # it has no weights whose gradients could be split off
         own = _made("loss", found, found, _Parts((), (), 0))
@@ -334,6 +335,7 @@ def _made(
         split.held,
         parts.parameters,
         parts.frozen,
+        frozenset(parts.parameters[k][0] for k in split.early),
         parts.buffers,
         tables,
         tie,

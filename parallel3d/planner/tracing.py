@@ -1,31 +1,27 @@
 """One layer, traced on fake tensors as the executor runs it: what it asks of the device, and what it holds.
 
 A layer is traced between two others that keep nothing: what enters has a graph behind it, what leaves is let go at once, so
-that the bytes counted are its own. Bytes are live storages after every operator, in the forward and in both kinds of backward.
+that the bytes counted are its own.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from parallel3d.gradient_sink import GradientSink
-from parallel3d.monitor.memory import LiveStorages
-from parallel3d.pipe.counting import OpCost, cost_of
 from parallel3d.pipe.entry import Entry
-from parallel3d.pipe.fakes import refuse_collective
-from parallel3d.planner.work import Collective, Work
+from parallel3d.planner.watch import Memory, Watch
+from parallel3d.planner.work import Work
 from parallel3d.precision import Precision
 
-INSTEAD = "communicate by parallel3d.tensor_parallel alone"
-_IS_DEVICE = torch.ops.prim.device.default  # FakeTensor.device
+_HOST = torch.device("cpu")
 
 
 class Boundary(NamedTuple):
@@ -57,7 +53,8 @@ class LayerBytes:
 
     saved: from the forward to the backward; deferred: from a BACKWARD_INPUT to its BACKWARD_WEIGHT, of inputs' gradients what
     is needed beside their way back. forward_peak: the most at any time in the forward, beyond the inputs; backward_peak: in
-    BACKWARD, or BACKWARD_INPUT, beyond what the layers before it hold, saved and the gradient of the outputs included;
+    BACKWARD, or BACKWARD_INPUT, beyond the inputs and what the layers before it hold, saved and the gradient of the outputs
+    included; sole_peak: the same with the inputs that it keeps, where nothing else does, for as long as it does;
     weight_peak: in BACKWARD_WEIGHT, beyond what is deferred.
     """
 
@@ -65,6 +62,7 @@ class LayerBytes:
     deferred: Held
     forward_peak: int
     backward_peak: int
+    sole_peak: int
     weight_peak: int
 
 
@@ -72,7 +70,8 @@ class LayerBytes:
 class Traced:
     """One trace: work of the forward, of the backward (all of it, or the inputs' part) and of the weights' deferred part.
 
-    tables: bytes that the layer made for all micro-batches to come, which count in nothing else.
+    tables: bytes that the layer made for all micro-batches to come, which count in nothing else; early: the places of the
+    parameters whose gradients come with the backward even where it is split.
     """
 
     inputs: tuple[int, ...]
@@ -82,6 +81,7 @@ class Traced:
     weight: Work
     held: LayerBytes
     tables: int
+    early: frozenset[int]
 
 
 @dataclass
@@ -149,124 +149,22 @@ class Template:
         return self.tree, of_tensors
 
 
-class Watch(LiveStorages):
-    """Counts work and live bytes of what runs inside.
-
-    fuses: whether torch.compile runs the layers. Then all that lies between products of matrices, attention, collectives and
-    kernels of this project's own counts as one kernel, which reads what comes from outside once and writes what outlives it;
-    what doesn't is never in memory.
-    """
-
-    def __init__(self, fuses: bool = False):
-        super().__init__()
-        self._fuses = fuses
-        self._gemm = self._attention = self._moved = 0.0
-        self._kernels = 0
-        self._collectives: list[Collective] = []
-        self._read: dict[int, int] = {}
-        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is _IS_DEVICE:
-            return function(*args, **(kwargs or {}))
-        refuse_collective(function, INSTEAD)
-        kwargs = kwargs or {}
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        cost = cost_of(function, args, kwargs, result)
-        if cost.attention_flops:
-            self.peak = max(self.peak, self.nbytes + _attention_workspace(function, args))
-        if any(cost):
-            self._count(function, args, result, cost)
-        return result
-
-    def _count(self, function: Any, args: Any, result: Any, cost: OpCost) -> None:
-        if self._fuses and cost.moved and function.namespace == "aten":
-            self._join(args, result)
-            return
-        self._end_kernel()
-        self._gemm += cost.gemm_flops
-        self._attention += cost.attention_flops
-        self._moved += cost.moved
-        self._kernels += 1
-
-    def _join(self, args: Any, result: Any) -> None:
-        """An operator becomes part of the kernel under way."""
-        for tensor in _tensors(args):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._made:
-                self._read[storage._cdata] = min(tensor.nbytes, storage.nbytes())
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            self._made.setdefault(storage._cdata, (weakref.ref(storage), storage.nbytes()))
-
-    def _end_kernel(self) -> None:
-        if self._made:
-            written = sum(nbytes for storage, nbytes in self._made.values() if storage() is not None)
-            self._moved += written + sum(self._read.values())
-            self._kernels += 1
-        self._read.clear()
-        self._made.clear()
-
-    def note(self, kind: str, nbytes: int) -> None:
-        """A collective of the slice group."""
-        self._end_kernel()
-        kinds: Any = kind
-        self._collectives.append(Collective(kinds, nbytes))
-
-    def take(self) -> Work:
-        """What was counted since the last call."""
-        self._end_kernel()
-        work = Work(self._gemm, self._attention, self._moved, self._kernels, tuple(self._collectives))
-        self._gemm = self._attention = self._moved = 0.0
-        self._kernels = 0
-        self._collectives = []
-        return work
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor))
-
-
-def _attention_workspace(function: Any, args: Any) -> int:
-    """Bytes that a fused attention's backward takes for itself: queries' gradients in fp32, and a number a row.
-
-    As FlashAttention-2 accumulates them (arXiv:2307.08691, section 3.2), and cuDNN's kernel does; on the CPU there is none.
-    """
-    name = function._schema.name
-    if "backward" not in name or name.endswith("for_cpu_backward"):
-        return 0
-    query = args[1]
-    return 4 * query.numel() + 4 * query.shape[:-1].numel()
-
-
 class _Follow(torch.autograd.Function):
     """The layer behind: keeps nothing of what it is given, and makes gradients for it, whose memory is noted in `made`."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[_Memory], *given: Tensor) -> Tensor:
+    def forward(ctx: Any, made: list[Memory], *given: Tensor) -> Tensor:
         ctx.made, ctx.kinds = made, [(t.shape, t.dtype, t.device) for t in given]
         return given[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds]
-        ctx.made += [_Memory(gradient) for gradient in gradients]
+        ctx.made += [Memory(gradient) for gradient in gradients]
         return None, *gradients
 
 
-class _Memory:
-    """A tensor's storage, as long as something else keeps it."""
-
-    def __init__(self, tensor: Tensor):
-        storage = tensor.untyped_storage()
-        self.key, self.nbytes, self._storage = storage._cdata, storage.nbytes(), weakref.ref(storage)
-
-    @property
-    def is_held(self) -> bool:
-        return self._storage() is not None
-
-
-def _held(memories: Sequence[_Memory]) -> frozenset[int]:
+def _held(memories: Sequence[Memory]) -> frozenset[int]:
     """Which of these something keeps."""
     return frozenset(k for k, memory in enumerate(memories) if memory.is_held)
 
@@ -274,31 +172,34 @@ def _held(memories: Sequence[_Memory]) -> frozenset[int]:
 class LayerTrace:
     """Traces a layer, with its weights as they are trained.
 
-    function: runs it; sink: takes its parameters' gradients; watch: counts, the collectives too; device: of its tensors.
+    function: runs it; parameters: those to train, whose gradients `sink` takes; watch: counts, the collectives too.
     """
 
     def __init__(
         self,
         function: Callable[[Any], Any],
+        parameters: Sequence[nn.Parameter],
         sink: GradientSink,
         precision: Precision,
         watch: Watch,
-        device: torch.device,
     ):
-        self._function, self._sink, self._precision = function, sink, precision
-        self._watch, self._device = watch, device
+        self._function, self._parameters, self._sink = function, list(parameters), sink
+        self._precision, self._watch = precision, watch
 
     def run(self, inputs: Template, splits: bool) -> tuple[Traced, Template]:
         """One forward and one backward, split in two if `splits`; also what the layer returns, to be made anew."""
         one = _Pass(self._watch)
+        self._sink.open()
         with torch.enable_grad():
             returned = one.forward(inputs, self._call)
             one.backward(self._sink.deferring(one) if splits else self._whole())
+            touched = self._sink.touched()
             one.weights(lambda: self._sink.run_deferred(one))
-        return one.traced(), returned
+        early = frozenset(k for k, parameter in enumerate(self._parameters) if parameter in touched)
+        return one.traced(early), returned
 
     def _call(self, x: Any) -> Any:
-        with self._precision.autocasting(self._device):
+        with self._precision.autocasting(_HOST):
             return self._function(x)
 
     def _whole(self) -> AbstractContextManager[None]:
@@ -311,10 +212,10 @@ class _Pass:
 
     def __init__(self, watch: Watch):
         self._watch, self._base = watch, watch.nbytes
-        self._inputs: list[_Memory] = []
-        self._outputs: list[_Memory] = []
-        self._coming: list[_Memory] = []  # gradients of the outputs
-        self._leaving: list[_Memory] = []  # those of the inputs
+        self._inputs: list[Memory] = []
+        self._outputs: list[Memory] = []
+        self._coming: list[Memory] = []  # gradients of the outputs
+        self._leaving: list[Memory] = []  # those of the inputs
         self._entry: Entry | None = None
         self._root: Tensor | None = None
         self._boundaries: list[Boundary] = []
@@ -333,7 +234,7 @@ class _Pass:
     def forward(self, inputs: Template, run: Callable[[Any], Any]) -> Template:
         """All that runs forward; nothing but the graph is left of it."""
         given = inputs.anew()
-        self._inputs = [_Memory(t) for t in given.tensors]
+        self._inputs = [Memory(t) for t in given.tensors]
         pairs = zip(given.tensors, inputs.tensors, strict=True)
         wanting = [t for t, template in pairs if template.requires_grad]
         self._entry = Entry(wanting) if wanting else None
@@ -351,7 +252,7 @@ class _Pass:
     def _leave(self, tensors: Sequence[Tensor]) -> None:
         entered = {memory.key: k for k, memory in enumerate(self._inputs)}
         for tensor in tensors:
-            memory = _Memory(tensor)
+            memory = Memory(tensor)
             source = entered.get(memory.key)
             storage = 0 if memory.key in {m.key for m in self._outputs} else memory.nbytes
             self._outputs.append(memory)
@@ -361,12 +262,14 @@ class _Pass:
 
     def backward(self, how: AbstractContextManager[None]) -> None:
         """From gradients of the outputs to those of the inputs."""
+        self._watch.count_with_others(self._inputs)
         with self._watching(self._base), how:
             if self._root is not None:
                 self._root.backward(torch.empty(0))
+        self._sole_peak = self._watch.peak_with_others - self._base
         self._root = None
         gradients = self._entry.gradients() if self._entry is not None else []
-        self._leaving = [_Memory(gradient) for gradient in gradients]
+        self._leaving = [Memory(gradient) for gradient in gradients]
         self._entry = None
         del gradients
         self._deferred = self._what_is_held()
@@ -385,13 +288,14 @@ class _Pass:
         made |= {self._leaving[k].key: self._leaving[k].nbytes for k in leaving}
         return Held(own - sum(made.values()), _held(self._inputs), outputs, coming, leaving)
 
-    def traced(self) -> Traced:
+    def traced(self, early: frozenset[int]) -> Traced:
         """What was found."""
         lasting = self._watch.nbytes - self._base
         saved, deferred = (replace(held, own=held.own - lasting) for held in (self._saved, self._deferred))
         forward, backward, weight = self._works
         forward_peak, backward_peak, weight_peak = self._peaks
-        held = LayerBytes(saved, deferred, forward_peak - lasting, backward_peak - lasting, weight_peak)
+        backward_peaks = backward_peak - lasting, self._sole_peak - lasting
+        held = LayerBytes(saved, deferred, forward_peak - lasting, *backward_peaks, weight_peak)
         return Traced(
             tuple(memory.nbytes for memory in self._inputs),
             tuple(self._boundaries),
@@ -400,4 +304,5 @@ class _Pass:
             weight,
             held,
             lasting,
+            early,
         )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import Laid, by_owners, lay_out
+from parallel3d.zero.buckets import BucketLayout, Laid, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
 
@@ -48,35 +49,55 @@ class StateBytes:
 
 
 def predict_state(
-    parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2
+    parameters: Sequence[ParameterInfo],
+    policy: ZeroPolicy,
+    data_size: int,
+    moments: int = 2,
+    early: Collection[nn.Parameter] = (),
 ) -> StateBytes:
     """Model state of a rank with these parameters, as built, on `data_size` replicas (arXiv:1910.02054, section 3).
 
     moments: elements of optimizer state per element, 2 for Adam. With bf16 weights and fp32 accumulators, d replicas and
     P parameters that is 2P + 4P + 12P/d for stage 1, and 2P + 16P/d for stage 2 with a reduction per micro-batch.
+    early: the parameters whose gradients come with a BACKWARD_INPUT; their buckets fill until the BACKWARD_WEIGHT.
     """
     shards = data_size if policy.stage > 0 else 1
     total = StateBytes()
+    passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
     for owners, infos in by_owners(parameters).items():
         for laid in lay_out(infos, policy, shards):
-            total += _predict_alike(laid, len(owners) > 1, policy, shards, moments)
-    return total
+            transient = policy.reduce_per_micro_batch and shards > 1 and len(owners) == 1
+            total += _predict_alike(laid, transient, policy, shards, moments)
+            if transient:
+                sizes = [(layout.numel, _is_early(laid, layout, early)) for layout in laid.layouts]
+                passing.setdefault(policy.accumulator_dtype(laid.kind.dtype), []).extend(sizes)
+    return total + StateBytes(transient=sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items()))
 
 
-def _predict_alike(laid: Laid, shared: bool, policy: ZeroPolicy, shards: int, moments: int) -> StateBytes:
+def _is_early(laid: Laid, layout: BucketLayout, early: Collection[nn.Parameter]) -> bool:
+    infos = laid.infos[layout.first : layout.first + len(layout.offsets)]
+    return any(info.parameter in early for info in infos)
+
+
+def _buffers(buckets: Sequence[tuple[int, bool]]) -> int:
+    """Elements of the TransientBuffers that buckets of these sizes need: as many as fill at once, two at least."""
+    early = sum(is_early for _, is_early in buckets)
+    count = max(2, early + (early < len(buckets)))
+    return count * max(numel for numel, _ in buckets)
+
+
+def _predict_alike(laid: Laid, transient: bool, policy: ZeroPolicy, shards: int, moments: int) -> StateBytes:
     built = laid.kind.dtype
     layouts = laid.layouts
     padded = sum(layout.numel for layout in layouts)
     weight, master = policy.weight_dtype or built, policy.master_dtype(built)
     accumulator = policy.accumulator_dtype(built).itemsize
     in_place = shards == 1 and weight == master
-    transient = policy.reduce_per_micro_batch and shards > 1 and not shared
     return StateBytes(
         weights=(sum(i.parameter.numel() for i in laid.infos) if in_place else padded) * weight.itemsize,
         gradients=(padded // shards if transient else padded) * accumulator,
         masters=padded // shards * master.itemsize if weight != master else 0,
         optimizer=moments * (padded // shards) * master.itemsize,
-        transient=2 * max(layout.numel for layout in layouts) * accumulator if transient else 0,
         update=padded // shards * master.itemsize if policy.accumulator_dtype(built) != master else 0,
     )
 
@@ -110,18 +131,23 @@ def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, 
     return total
 
 
-def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> list[int]:
-    """Elements of each tensor that the first replica's optimizer updates: parameters, or their parts in its shards."""
+def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> tuple[int, int]:
+    """Elements that a rank's optimizer updates, and those of the largest tensor among them on any replica.
+
+    Its tensors are parameters, or the parts of them that lie in one shard.
+    """
     shards = data_size if policy.stage > 0 else 1
-    pieces = []
+    total = largest = 0
     for laid in (laid for infos in by_owners(parameters).values() for laid in lay_out(infos, policy, shards)):
         for layout in laid.layouts:
-            end = layout.numel // shards
+            shard = layout.numel // shards
+            total += shard
             own = laid.infos[layout.first : layout.first + len(layout.offsets)]
-            for offset, info in zip(layout.offsets, own, strict=True):
-                if offset < end:
-                    pieces.append(min(info.parameter.numel(), end - offset))
-    return pieces
+            for start, info in zip(layout.offsets, own, strict=True):
+                stop = start + info.parameter.numel()
+                cuts = [start, *range((start // shard + 1) * shard, stop, shard), stop]
+                largest = max(largest, *(b - a for a, b in pairwise(cuts)))
+    return total, largest
 
 
 # Tensors of an element's own size that torch's optimizers keep for each; others depend on their settings.
