@@ -17,11 +17,12 @@ from parallel3d.models.decoder import decoder
 from parallel3d.pipe import PipelineModule
 from parallel3d.planner.configure import configuration
 from parallel3d.planner.memory import MemoryModel
+from parallel3d.planner.parameters import stage_parameters
+from parallel3d.planner.predict import make_buckets, training_program
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.result import StageMemory
-from parallel3d.schedule.builders import build
-from parallel3d.schedule.instructions import SEND_OPS
-from parallel3d.schedule.lowering import lower
+from parallel3d.schedule.builders import placement_of
+from parallel3d.schedule.instructions import SEND_OPS, Program
 
 # So much larger than its weights' gradients are a layer's activations, that neither hides an error in the other.
 WORDS, HIDDEN, SEQ, SAMPLES = 96, 32, 64, 2
@@ -61,7 +62,7 @@ def base(changes: Mapping[str, Any]) -> dict[str, Any]:
 class Measured:
     """One rank: its stage and slice, the report of engine.memory_report, most bytes within the batch and the step.
 
-    in_transit: the most bytes that messages sent held.
+    in_transit: the most bytes that messages sent held; program: every stage's instructions, as the executor has them.
     """
 
     stage: int
@@ -71,6 +72,7 @@ class Measured:
     batch_peak: int
     step_peak: int
     in_transit: int
+    program: Program
 
 
 def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
@@ -97,6 +99,7 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
         profile.batch.peak,
         profile.step.peak,
         sends * (layout.micro_batch or 1) * SEQ * HIDDEN * (2 if "bf16" in changes else 4),
+        profile.program,
     )
 
 
@@ -117,13 +120,17 @@ def parse(words: str) -> RunLayout:
 
 def predict(
     words: str, tied: bool, changes: Mapping[str, Any], bounds: tuple[int, ...]
-) -> tuple[tuple[StageMemory, ...], list[int]]:
-    """Of each stage; and the bytes of activations between instructions. In any process."""
+) -> tuple[tuple[StageMemory, ...], list[int], Program]:
+    """Of each stage; the bytes of activations between instructions; the program. In any process."""
     layout = parse(words)
     inputs, labels = micro_batch(1)
     config = load({"train_micro_batch_size_per_gpu": 1, **base(changes)})
-    memory = MemoryModel(ModelProfile(model(tied), inputs, labels, LOSS, config, "cpu"))
-    schedule = build(layout.schedule, layout.stages, layout.micro_batches, layout.chunks, layout.placement)
-    program = lower(schedule)
+    profile = ModelProfile(model(tied), inputs, labels, LOSS, config, "cpu")
+    memory, policy = MemoryModel(profile), profile.policy(layout.zero or 0)
+    placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+    layers = profile.layers(layout.slices, layout.sequence_parallel)
+    parameters = stage_parameters(profile.specs, layers, bounds, placement)
+    buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
+    program = training_program(layout, buckets, policy, layout.micro_batches or 1)
     between = [memory.flight(program, bounds, layout, stage).between for stage in range(layout.stages)]
-    return memory.stages(program, bounds, layout, [2**40] * layout.stages), between
+    return memory.stages(program, bounds, layout, [2**40] * layout.stages), between, program

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from parallel3d.cli import check, ckpt, config
+from parallel3d.cli import check, ckpt, config, plan
 from parallel3d.errors import Parallel3DError
 
 __all__ = ["main"]
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config.add_command(commands)
     check.add_command(commands)
     ckpt.add_command(commands)
+    plan.add_command(commands)
     options = parser.parse_args(argv)
     try:
         code: int = options.run(options)

@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Carry it out; 1 where nothing fits."""
-    console = Console()
+    console = _console()
     cluster = _cluster(options, console)
     if options.model is None:
         if options.measure is None:
@@ -117,6 +117,12 @@ def run(options: argparse.Namespace) -> int:
         written.append(_write(out / "ranks.json", [place.model_dump() for place in result.map]))
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
     return 0 if result.best else 1
+
+
+def _console() -> Console:
+    """As wide as the terminal, or as a table needs."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
 
 
 def _cluster(options: argparse.Namespace, console: Console) -> Cluster | None:
@@ -169,7 +175,7 @@ def show(result: PlanResult, console: Console) -> None:
         console.print(f"{title}\n{result.remedy}", highlight=False, markup=False, soft_wrap=True)
         return
     table = Table(title=escape(title), title_justify="left", box=None)
-    for column in ("layout", "s/step", "nine of ten", "tokens/s", "MFU", "bubble", "waits for links", "peak GiB"):
+    for column in ("layout", "s/step", "9 of 10 in", "tokens/s", "MFU", "bubble", "links", "GiB"):
         table.add_column(column, no_wrap=True, justify="left" if column == "layout" else "right")
     for prediction in result.best:
         table.add_row(*_row(prediction))

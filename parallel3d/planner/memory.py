@@ -99,14 +99,20 @@ class MemoryModel:
         self._states: dict[object, _State] = {}
 
     def stages(
-        self, program: Program, bounds: Sequence[int], layout: RunLayout, capacities: Sequence[int]
+        self,
+        program: Program,
+        bounds: Sequence[int],
+        layout: RunLayout,
+        capacities: Sequence[int],
+        samples: int = 1,
     ) -> tuple[StageMemory, ...]:
         """Of each stage. program: lowered; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: of which nothing is
-        left open; capacities: bytes of the smallest device of each stage.
+        left open; capacities: bytes of the smallest device of each stage; samples: so many times its micro-batches, about.
         """
         layers = self._layers(layout)
         return tuple(
-            self._stage(program, bounds, layout, layers, stage, capacity) for stage, capacity in enumerate(capacities)
+            self._stage(program, bounds, layout, layers, stage, capacity, samples)
+            for stage, capacity in enumerate(capacities)
         )
 
     def held(self, layout: RunLayout) -> int:
@@ -156,10 +162,12 @@ class MemoryModel:
         layers: Sequence[LayerProfile],
         stage: int,
         capacity: int,
+        samples: int,
     ) -> StageMemory:
         on_cuda = self._model.device == "cuda"
         state = self._state(program, bounds, layout, stage)
         flight = self.flight(program, bounds, layout, stage)
+        flight = Flight(samples * flight.between, samples * flight.within, samples * flight.held)
         own = [
             layers[k] for c, s in enumerate(program.placement) if s == stage for k in range(bounds[c], bounds[c + 1])
         ]
@@ -174,7 +182,7 @@ class MemoryModel:
         kept = {"transient": state.state.transient, "communication": state.communicated}
         backward = {"activations": flight.held, "workspace": flight.within - flight.held, **kept}
         if on_cuda:
-            backward["messages"] = self._in_transit(program, bounds, layout, stage)
+            backward["messages"] = samples * self._in_transit(program, bounds, layout, stage)
         step = {"update": state.state.update, "workspace": state.step, **kept}
         base = sum(steady.values())
         phases = {

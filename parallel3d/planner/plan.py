@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +84,10 @@ class Planner:
 
     def answer(self) -> PlanResult:
         """See PlanResult."""
+        with rare_collections():
+            return self._search()
+
+    def _search(self) -> PlanResult:
         search = Search(self.predictor, self.space)
         found = search.run()
         if not found:
@@ -89,18 +95,21 @@ class Planner:
         return self._answer(search, self._finish(found))
 
     def _finish(self, found: Sequence[Found]) -> list[Found]:
-        """The nearly best with more care, before the others; each shape at most twice."""
-        nearly = [f for f in found if f.outlook.seconds <= _FINALISTS * found[0].outlook.seconds][:_MOST_FINALISTS]
-        finished = [self._placed(candidate.outlook) for candidate in nearly]
-        ordered = sorted((f for f in finished if f.fits), key=lambda f: f.outlook.seconds)
-        ordered += [f for f in found if f not in nearly]
+        """With more care, so many as are listed: of those that are nearly the best any, of others the best of each shape."""
+        best = found[0].outlook.seconds
+        finished: list[Found] = []
         times: Counter[Shape] = Counter()
-        kept = []
-        for candidate in ordered:
-            times[candidate.shape] += 1
-            if times[candidate.shape] <= _OF_A_SHAPE:
-                kept.append(candidate)
-        return kept
+        for candidate in found:
+            nearly = candidate.outlook.seconds <= _FINALISTS * best
+            if times[candidate.shape] >= (_OF_A_SHAPE if nearly else 1):
+                continue
+            if len(finished) >= self.question.num_best and not (nearly and len(finished) < _MOST_FINALISTS):
+                break
+            exact = self._placed(candidate.outlook)
+            if exact.fits:
+                finished.append(exact)
+                times[candidate.shape] += 1
+        return sorted(finished, key=lambda f: f.outlook.seconds)
 
     def _placed(self, outlook: Outlook) -> Found:
         """Predicted exactly, in the cluster's order or where `place` puts it, whichever is the shorter."""
@@ -138,6 +147,19 @@ class Planner:
             considered=len(search.space),
             simulated=len(search.found),
         )
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage rarely inside, and only what is new: programs are a million objects, none of them in a cycle."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any]) -> ModelProfile:

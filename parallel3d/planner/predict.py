@@ -76,6 +76,11 @@ def rough_buckets(stages: Sequence[Sequence[ParameterInfo]], num_chunks: int) ->
     return Buckets(tuple((part,) * _ROUGH_BUCKETS for part in parts), tuple(replicas))
 
 
+def one_sample(layout: RunLayout) -> RunLayout:
+    """The same with micro-batches of a single sample: what a rough prediction looks at."""
+    return replace(layout, micro_batch=1)
+
+
 def training_program(layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int) -> Program:
     """What the executor runs of a layout of which nothing is left open."""
     assert layout.schedule is not None
@@ -101,9 +106,9 @@ class Outlook:
     """What is predicted of a layout, uncorrected parts and all.
 
     makespan: of the pipeline's program, whose timeline is of `timed` micro-batches where it has too many to be simulated;
-    optimizer: seconds; exposed: seconds of the makespan that go when all links take no time; critical_path: of the timeline,
-    where it was predicted exactly; reductions: of each chunk the
-    collectives over its replicas, with how often they run in a step.
+    exact: whether it is of every gradient bucket and of micro-batches as large as they are; optimizer: seconds; exposed: of
+    the makespan's seconds those that go when all links take no time; critical_path: of the timeline, where it is exact;
+    reductions: of each chunk the collectives over its replicas, with how often they run in a step.
     """
 
     layout: RunLayout
@@ -113,6 +118,7 @@ class Outlook:
     cost: StepCost
     timeline: Timeline
     timed: int
+    exact: bool
     makespan: float
     exposed: float
     critical_path: tuple[tuple[Instruction, float], ...]
@@ -182,14 +188,14 @@ class Predictor:
             self._links[key] = LayoutLinks(self.network, shape, placed, roughly)
         return self._links[key]
 
-    def times(self, layout: RunLayout, links: LayoutLinks, device: Device, roughly: bool = False) -> Times:
-        """Of each layer of the layout on one kind of device. roughly: from what a single sample asks for."""
+    def times(self, layout: RunLayout, links: LayoutLinks, device: Device, exactly: bool = True) -> Times:
+        """Of each layer of the layout on one kind of device; else from what a single sample asks for."""
         numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
-        key = (numbers, device, id(links), roughly)
+        key = (numbers, device, id(links), exactly)
         if key not in self._times:
-            samples = layout.micro_batch or 1
-            layers = self.layers(replace(layout, micro_batch=1) if roughly else layout)
-            self._times[key] = layer_times(layers, device, links.over_slices, samples if roughly else 1)
+            layers = self.layers(layout if exactly else one_sample(layout))
+            samples = 1 if exactly else layout.micro_batch or 1
+            self._times[key] = layer_times(layers, device, links.over_slices, samples)
         return self._times[key]
 
     def predict(
@@ -205,7 +211,7 @@ class Predictor:
         exactly: with all gradient buckets and micro-batches, and split with more care than a search can afford; bounds: it is
         split already; compute: the schedule, where that isn't one of a name.
         """
-        links, layers = self.links(layout, places, exactly), self.layers(layout)
+        links, layers = self.links(layout, places, exactly), self.layers(layout if exactly else one_sample(layout))
         assert layout.micro_batches is not None
         placement, bounds, times = self._chunks(layout, links, exactly, bounds)
         policy = self.policy(layout)
@@ -214,7 +220,8 @@ class Predictor:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         else:
             buckets = rough_buckets(stages, len(placement))
-        cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy)
+        samples = 1 if exactly else layout.micro_batch or 1
+        cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy, samples)
         simulation, timed = self._simulation(layout, buckets, policy, exactly, compute)
         timeline = simulation.run(cost.cost())
         untimed, alone = layout.micro_batches - timed, cost.without_links()
@@ -233,6 +240,7 @@ class Predictor:
             cost,
             timeline,
             timed,
+            exactly,
             makespan,
             max(0.0, exposed),
             tuple(simulation.critical_path(cost.cost())) if exactly else (),
@@ -247,13 +255,13 @@ class Predictor:
         return self._memory.held(layout)
 
     def least_seconds(self, layout: RunLayout) -> float:
-        """What hardly any prediction of the layout is below, found without tracing micro-batches of so many samples.
+        """What hardly any prediction of the layout is below.
 
         Every stage works off all micro-batches, after those before it have begun the first one, and before they end the last
         one where backwards are whole; and its replicas exchange all gradients and weights.
         """
         links = self.links(layout, exactly=False)
-        placement, bounds, times = self._chunks(layout, links, exactly=False, roughly=True)
+        placement, bounds, times = self._chunks(layout, links, exactly=False)
         whole = layout.schedule in ("1f1b", "interleaved", "gpipe")
         ends = np.cumsum(times.total if whole else times.forward) - (times.total if whole else times.forward)
         first = [placement.index(stage) for stage in range(layout.stages)]
@@ -273,11 +281,10 @@ class Predictor:
         links: LayoutLinks,
         exactly: bool,
         bounds: Sequence[int] | None = None,
-        roughly: bool = False,
     ) -> tuple[tuple[int, ...], tuple[int, ...], Times]:
         """(the stage of each, bounds in layers, seconds)."""
         placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
-        of_stages = [self._stage_times(layout, links, stage, roughly) for stage in range(layout.stages)]
+        of_stages = [self._stage_times(layout, links, stage, exactly) for stage in range(layout.stages)]
         bounds = tuple(bounds or self._split(layout, of_stages, placement, exactly))
         return placement, bounds, chunk_times([of_stages[stage] for stage in placement], bounds)
 
@@ -305,10 +312,12 @@ class Predictor:
         return self._traffic[key] * sum(info.parameter.numel() for info in parameters)
 
     def memory(self, outlook: Outlook) -> tuple[StageMemory, ...]:
-        """Of each stage, as the calibration corrects it."""
+        """Of each stage, as the calibration corrects it; of a rough prediction roughly, from what one sample takes."""
         layout, links = outlook.layout, outlook.links
         capacities = [min(device.memory for device in links.devices(stage)) for stage in range(layout.stages)]
-        found = self._memory.stages(outlook.program, outlook.bounds, layout, capacities)
+        traced = layout if outlook.exact else one_sample(layout)
+        samples = 1 if outlook.exact else layout.micro_batch or 1
+        found = self._memory.stages(outlook.program, outlook.bounds, traced, capacities, samples)
         return tuple(self._corrected(memory) for memory in found)
 
     def _corrected(self, memory: StageMemory) -> StageMemory:
@@ -322,9 +331,9 @@ class Predictor:
         """What ZeRO does under the layout's configuration."""
         return self.profile.policy(layout.zero or 0)
 
-    def _stage_times(self, layout: RunLayout, links: LayoutLinks, stage: int, roughly: bool = False) -> Times:
+    def _stage_times(self, layout: RunLayout, links: LayoutLinks, stage: int, exactly: bool) -> Times:
         """On the slowest of the devices that the stage lies on, all of whose ranks wait for each other."""
-        found = [self.times(layout, links, device, roughly) for device in links.devices(stage)]
+        found = [self.times(layout, links, device, exactly) for device in links.devices(stage)]
         return found[0] if len(found) == 1 else max(found, key=lambda times: float(times.total.sum()))
 
     def _split(
@@ -423,15 +432,18 @@ def step_cost(
     times: Times,
     buckets: Buckets,
     policy: ZeroPolicy,
+    samples: int = 1,
 ) -> StepCost:
-    """Seconds of each instruction. bounds: of chunks in layers; placement: the stage of each."""
+    """Seconds of each instruction. bounds: of chunks in layers; placement: the stage of each; samples: of a micro-batch,
+    whose messages are as many times those of the layers.
+    """
     inner = [(layers[end - 1], placement[c], placement[c + 1]) for c, end in enumerate(bounds[1:-1])]
     wire, weight = _wire_bytes(policy), _weight_bytes(policy)
     kind: CollectiveKind = "reduce_scatter" if policy.stage > 0 else "all_reduce"
     return StepCost(
         times,
-        (*(links.send(layer.output_bytes, a, b) if a != b else 0.0 for layer, a, b in inner), 0.0),
-        (0.0, *(links.send(layer.gradient_bytes, b, a) if a != b else 0.0 for layer, a, b in inner)),
+        (*(links.send(samples * layer.output_bytes, a, b) if a != b else 0.0 for layer, a, b in inner), 0.0),
+        (0.0, *(links.send(samples * layer.gradient_bytes, b, a) if a != b else 0.0 for layer, a, b in inner)),
         tuple(
             tuple(links.over_replicas(kind, wire * numel, stage) for numel in numels)
             for numels, stage in zip(buckets.of_chunk, placement, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ _SLACK = 0.99
 # The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
 _EVEN = 0.8
 _GROUPS = 32  # of slices, that are looked at
+_QUICK = 512  # stages x stages x chunks
 _FEW = 4  # predictions of a shape of which nothing fits
 
 
@@ -88,20 +89,23 @@ class Bounds:
             found[chosen] = state.steady / space.stages[chosen]
         for chosen, (slices, shares, recompute) in _groups(space.slices, space.sequence_parallel, space.recompute):
             if slices not in self.why:
-                held = _EVEN * self._predictor.held(slices, bool(shares), recompute) * space.micro_batch[chosen]
+                held = _EVEN * self._predictor.held(slices, False, recompute) * space.micro_batch[chosen]
+                held = held / slices if shares else held
                 p = space.stages[chosen]
                 found[chosen] += held * np.minimum(p, space.micro_batches[chosen]) / p
         return found
 
     def _least(self, slices: int, shares: bool, recompute: int, samples: int) -> _Least:
-        layers = self._predictor.profile.layers(slices, shares, 1, recompute)
-        of_layer = {id(layer): self._of_layer(layer, slices, samples) for layer in layers}
+        layers = self._predictor.profile.layers(slices, False, 1, recompute)
+        # What lies between sliced layers is shared, if sequences are; all else stays.
+        moved = 1 / slices if shares else 1.0
+        of_layer = {id(layer): self._of_layer(layer, slices, samples, moved) for layer in layers}
         forward, whole = np.array([of_layer[id(layer)] for layer in layers]).T
         return _Least(float(forward.sum()), float(whole.sum()), float(whole.max()))
 
-    def _of_layer(self, layer: LayerProfile, slices: int, samples: int) -> tuple[float, float]:
+    def _of_layer(self, layer: LayerProfile, slices: int, samples: int, moved: float) -> tuple[float, float]:
         works = (layer.forward, layer.input_gradient, layer.weight_gradient)
-        seconds = [self._of_work(work, slices, samples) for work in works]
+        seconds = [self._of_work(replace(work, moved=moved * work.moved), slices, samples) for work in works]
         return seconds[0], sum(seconds)
 
     def _of_work(self, work: Work, slices: int, samples: int) -> float:
@@ -158,7 +162,7 @@ class Search:
                 break
             if shape not in tried:
                 own = order[(shapes[order] == np.array(shape)).all(axis=1)]
-                done |= self._until_fits([k for k in own.tolist() if k not in done])
+                done |= self._until_fits([k for k in own.tolist() if k not in done and self._is_quick(k)])
                 tried.add(shape)
         return sorted((found for found in self.found if found.fits), key=lambda f: f.outlook.seconds)
 
@@ -176,6 +180,10 @@ class Search:
             if found.fits:
                 best = min(best, found.outlook.seconds)
         return done
+
+    def _is_quick(self, k: int) -> bool:
+        """Whether its program is soon made: for layouts that aren't going to win anyway."""
+        return int(self.space.stages[k]) ** 2 * VARIANTS[self.space.variant[k]].chunks <= _QUICK
 
     def _until_fits(self, order: Sequence[int]) -> set[int]:
         """Predict in order until one fits, at most a few."""

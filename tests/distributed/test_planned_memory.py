@@ -1,4 +1,4 @@
-"""Memory as the planner predicts it, in a process without other ranks, against what a run on gloo holds."""
+"""Programs and memory as the planner has them, in a process without other ranks, against what runs on gloo do and hold."""
 
 from __future__ import annotations
 
@@ -53,11 +53,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("words", "tied", "changes"), chosen, ids=lambda value: str(value))
 
 
-def test_predicted_memory_is_what_a_run_holds(run_ranks, words: str, tied: bool, changes: dict[str, Any]):
+def test_a_run_has_the_planned_program_and_holds_the_memory_predicted(
+    run_ranks, words: str, tied: bool, changes: dict[str, Any]
+):
     layout = planned.parse(words)
     ranks = run_ranks(layout.stages * (layout.replicas or 1) * layout.slices, planned.measure, words, tied, changes)
-    stages, between = planned.predict(words, tied, changes, ranks[0].bounds)
+    stages, between, program = planned.predict(words, tied, changes, ranks[0].bounds)
     for rank in ranks:
+        assert rank.program.instructions == program.instructions
         check_state(stages[rank.stage], rank)
         check_activations(stages[rank.stage], between[rank.stage], rank, layout.slices > 1)
 
