@@ -26,7 +26,11 @@ from torch import Tensor
 import parallel3d
 from parallel3d.config import Layout, parse_layout
 from parallel3d.monitor import MetricsFile, ProgressBar, plot_losses
+from parallel3d.monitor.run_record import RunRecord, find_run_records
 from parallel3d.pipe import LayerSpec, PipelineModule
+from parallel3d.planner.comparison import print_comparison
+from parallel3d.planner.model import PlannedModel
+from parallel3d.planner.runs import compare_run
 from parallel3d.schedule.draw import chrome_trace, svg
 from parallel3d.schedule.simulate import measured_cost, simulate
 from parallel3d.tensor_parallel.slicing import even_part
@@ -86,15 +90,20 @@ def make_config(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     }
 
 
-def make_model(args: argparse.Namespace, layout: Layout, config: dict[str, Any]) -> PipelineModule:
-    layers = [
+def layers_of(args: argparse.Namespace) -> list[LayerSpec]:
+    return [
         LayerSpec(TokenEmbedding, VOCABULARY, args.hidden, args.context),
         *(LayerSpec(Block, args.hidden, args.heads, args.layers) for _ in range(args.layers)),
         LayerSpec(Head, args.hidden, VOCABULARY),
     ]
+
+
+def make_model(args: argparse.Namespace, layout: Layout, config: dict[str, Any]) -> PipelineModule:
     topology = PipeModelDataParallelTopology(layout.stages, layout.slices, layout.replicas)
     loss = LayerSpec(Loss, VOCABULARY)
-    return PipelineModule(layers, topology=topology, loss_fn=loss, seed_layers=True, base_seed=args.seed, config=config)
+    return PipelineModule(
+        layers_of(args), topology=topology, loss_fn=loss, seed_layers=True, base_seed=args.seed, config=config
+    )
 
 
 def learning_rate(step: int, num_steps: int, warmup: int = 100) -> float:
@@ -176,6 +185,22 @@ def write_timelines(engine: parallel3d.Engine, directory: Path | None) -> None:
     (directory / "timeline.json").write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
 
 
+def print_prediction(record: RunRecord, args: argparse.Namespace, config: dict[str, Any]) -> None:
+    """What the planner predicts of this run, corrected by earlier ones in `--out`, beside what it measured; on rank 0."""
+    if parallel3d.comm.get_rank() > 0:
+        return
+
+    def micro_batch(samples: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.zeros(samples, args.context, dtype=torch.int64)
+        return tokens, tokens
+
+    loss = LayerSpec(Loss, VOCABULARY)
+    model = PlannedModel("gpt", layers_of(args), loss, micro_batch, args.context, config)
+    earlier = [run for _, run in find_run_records([args.out]) if run != record]
+    print(f"predicted beside measured; {len(earlier)} earlier runs correct the prediction:")
+    print_comparison(compare_run(record, model, earlier))
+
+
 def main() -> None:
     args = parse_arguments()
     train_text, held_out_text = load_corpus(args.data)
@@ -202,7 +227,7 @@ def main() -> None:
     if engine.global_steps < args.steps:
         train(engine, args, held_out, metrics)
         write_timelines(engine, directory)
-        engine.write_run_record(directory)
+        print_prediction(engine.write_run_record(directory), args, config)
     text = sample(Generator(engine), b"\ndef ", args.sample, args.context, 0.8, torch.Generator().manual_seed(0))
     final = held_out.loss()
     if directory is not None and metrics is not None:

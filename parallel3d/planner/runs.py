@@ -10,14 +10,18 @@ from parallel3d.config.run_layout import RunLayout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, kind_name
 from parallel3d.pipe.specs import layer_name
-from parallel3d.planner.calibration import Calibration, PredictedMemory, PredictedRun
+from parallel3d.planner.calibration import Calibration, PredictedMemory, PredictedRun, calibrate
 from parallel3d.planner.cluster import Cluster
+from parallel3d.planner.cluster_file import load_cluster
+from parallel3d.planner.comparison import Comparison, compare
 from parallel3d.planner.corrected import corrected
 from parallel3d.planner.found import Found, prediction_of
 from parallel3d.planner.links import Network
+from parallel3d.planner.measure import default_path
 from parallel3d.planner.model import PlannedModel
 from parallel3d.planner.plan import profile_of
 from parallel3d.planner.predict import Outlook, Predictor
+from parallel3d.planner.presets import preset_of
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.result import Prediction, StageMemory
 from parallel3d.planner.timing import Integers, compute_seconds
@@ -110,6 +114,41 @@ class RunPredictor:
                 f"{len(self._cluster.gpus)} GPUs; give the run's cluster by --cluster"
             )
         return layout
+
+
+def cluster_of(record: RunRecord) -> Cluster:
+    """Of what this host was measured to be, where that has been done for enough such devices; else of the device's preset.
+
+    Raises ConfigError for a device that there is no preset of.
+    """
+    wanted, count = "cpu", len(record.ranks)
+    if record.backend != "gloo":
+        preset = preset_of(record.device)
+        if preset is None:
+            raise ConfigError(f"there is no preset of {record.device!r}; measure it by p3d plan --measure")
+        wanted = preset.name
+    if default_path().exists():
+        measured = load_cluster(default_path())
+        if len(measured.gpus) >= count and {gpu.device.name for gpu in measured.gpus} == {wanted}:
+            return measured
+    return load_cluster(f"{count}x{wanted}")
+
+
+def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRecord] = ()) -> Comparison:
+    """What was predicted of a run beside what it measured.
+
+    earlier: records; those of this model, on this kind of device and ranks, correct the prediction. Raises ConfigError as
+    cluster_of.
+    """
+    predictor = RunPredictor(model, cluster_of(record))
+    alike = [
+        run
+        for run in earlier
+        if (run.model, run.device, run.backend) == (record.model, record.device, record.backend)
+        and len(run.ranks) <= len(record.ranks)
+    ]
+    calibration = calibrate(alike, predictor.parts) if alike else Calibration()
+    return compare(record, *predictor.predict(record, calibration))
 
 
 class Components:
