@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -38,6 +38,9 @@ _RANGE = (0.25, 4.0)
 _NOISE, _MEMORY_NOISE = 0.01, 0.003
 # Seconds that every step takes besides, in shares of the shortest one.
 _FIXED, _FIXED_RANGE = 0.02, (0.0, 0.2)
+# Components of one kind, and from how many logs on they are expected elsewhere than at 1.
+_KINDS = ({"gemm", "attention", "element_wise", "kernels"}, {"nvlink", "pcie"}, {"nic", "network"})
+_FAR = log(1.5)
 # Rounds of predicting and fitting, until no factor moves by more.
 _ROUNDS, _SETTLED = 8, 1e-3
 
@@ -58,8 +61,11 @@ def _unknown(deviations: Mapping[str, float]) -> dict[str, Factor]:
     return {name: _factor(prior, bounds) for name, (prior, bounds) in _priors(deviations).items()}
 
 
-def _priors(deviations: Mapping[str, float]) -> dict[str, tuple[Correction, Bounds]]:
-    return {name: (Correction(1.0, deviation), _RANGE) for name, deviation in deviations.items()}
+def _priors(
+    deviations: Mapping[str, float], centres: Mapping[str, float] | None = None
+) -> dict[str, tuple[Correction, Bounds]]:
+    about = {name: (centres or {}).get(name, 1.0) for name in deviations}
+    return {name: (Correction(about[name], about[name] * deviations[name]), _RANGE) for name in deviations}
 
 
 def _factor(found: Correction, bounds: Bounds, unit: float = 1.0) -> Factor:
@@ -225,7 +231,8 @@ def _corrected(calibration: Calibration, records: Sequence[RunRecord], runs: Seq
     """The calibration with what these records say of time."""
     shortest = min((record.step.median for record in records), default=1.0)
     rows = [row for pair in _pairs(records, runs) for row in _time_rows(*pair, shortest)]
-    found = fit(rows, {**_priors(COMPONENTS), "fixed": (Correction(0.0, _FIXED), _FIXED_RANGE)}, _NOISE)
+    priors = _priors(COMPONENTS, _centres(rows))
+    found = fit(rows, {**priors, "fixed": (Correction(0.0, _FIXED), _FIXED_RANGE)}, _NOISE)
     return calibration.model_copy(
         update={
             "factors": {name: _factor(found[name], _RANGE) for name in COMPONENTS},
@@ -247,6 +254,21 @@ def _time_rows(record: RunRecord, run: PredictedRun, shortest: float) -> list[Ro
     ]
     whole = max(record.step.median, sum(_checked(run.step).values()))
     return [*rows, Row(record.step.median, {**run.step, "fixed": shortest}, 2.0, whole)]
+
+
+def _centres(rows: Sequence[Row]) -> dict[str, float]:
+    """Where components are expected of whose kind alone something was measured that is far off, in the median.
+
+    A preset may be of another machine altogether, as of CPUs that more processes share than there are.
+    """
+    centres: dict[str, float] = {}
+    for kind in _KINDS:
+        alone = [(row.measured, sum(row.parts.values()), row.parts) for row in rows if set(row.parts) <= kind]
+        ratios = [measured / predicted for measured, predicted, _ in alone if measured > 0 and predicted > 0]
+        if ratios and abs(log(median(ratios))) > _FAR:
+            centre = min(max(median(ratios), _RANGE[0]), _RANGE[1])
+            centres.update({name: centre for *_, parts in alone for name in parts})
+    return centres
 
 
 def _kind(name: str) -> str:
