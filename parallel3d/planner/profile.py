@@ -18,7 +18,7 @@ from parallel3d.gradient_sink import GradientSink
 from parallel3d.layer_choice import choice_rule
 from parallel3d.models import CausalLMLoss
 from parallel3d.pipe.costs import alike, bound, made_ready
-from parallel3d.pipe.fakes import Fakes
+from parallel3d.pipe.fakes import Fakes, MetaFakes
 from parallel3d.pipe.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
 from parallel3d.planner.cuda_functions import cuda_functions
 from parallel3d.planner.tracing import Boundary, LayerBytes, LayerTrace, Template, Traced
@@ -26,7 +26,7 @@ from parallel3d.planner.watch import INSTEAD, Watch
 from parallel3d.planner.work import Work
 from parallel3d.precision import make_precision
 from parallel3d.split_backward import make_splittable
-from parallel3d.standing import StandIns
+from parallel3d.standing import standing_for
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
@@ -96,9 +96,9 @@ class ModelProfile:
 
     layers, loss_fn: as PipelineModule takes them; inputs, labels: of one micro-batch, whose samples lie along dim 0 of its
     tensors; config: with precision, compilation and which layers may be recomputed. device: on whose behalf, "cuda" or
-    "cpu". Tensors are fake ones on the CPU either way, so that no device is needed; with "cuda" attention, dropout and this
-    project's kernels are those of CUDA (cuda_functions.py, standing.py). compiled: torch.compile fuses element-wise work, see
-    Watch; the configuration says by default.
+    "cpu". Tensors are without memory, on the meta device or fake ones on the CPU, so that no device is needed; with "cuda"
+    attention, dropout and this project's kernels are those of CUDA (cuda_functions.py, standing.py). compiled: torch.compile
+    fuses element-wise work, see Watch; the configuration says by default.
     Nothing is joined or communicated: collectives of sliced layers are noted where they are called.
     """
 
@@ -120,6 +120,8 @@ class ModelProfile:
         self._kinds = _kinds(self.specs)
         chosen = choice_rule(config.pipeline.checkpointable_layers, self.names, "checkpointable_layers")
         self._recomputes = [chosen(k, layer) for k, layer in enumerate(self.specs)]
+        # Attention of the CPU's is found on fake tensors alone; the meta device has no autocast.
+        self._on_meta = device == "cuda" and self.precision.autocast is None
         self._slicings: dict[_Layout, _Slicing] = {}
         self._profiles: dict[tuple[_Layout, int], tuple[LayerProfile, ...]] = {}
 
@@ -175,6 +177,16 @@ class ModelProfile:
         )
 
     def _make(self, layout: _Layout, micro_batch: int) -> tuple[LayerProfile, ...]:
+        if self._on_meta:
+            try:
+                return self._made(layout, micro_batch)
+            except PartitionError:
+                # A layer that wants devices, or values, other than of the meta device: fake ones know more.
+                self._on_meta = False
+                self._slicings.clear()
+        return self._made(layout, micro_batch)
+
+    def _made(self, layout: _Layout, micro_batch: int) -> tuple[LayerProfile, ...]:
         if layout not in self._slicings:
             self._slicings[layout] = _Slicing(self, layout)
         slicing = self._slicings[layout]
@@ -221,7 +233,7 @@ class _Slicing:
         groups = ProcessGroups.imagined(layout.slices, self._watch.note)
         independent = model.config.rng.layout_independent
         self._context = BuildContext(groups, torch.device("cpu"), layout.sequence_parallel, independent)
-        self._fakes = Fakes(self._context, INSTEAD, StandIns(model.device))
+        self._fakes = (MetaFakes if model._on_meta else Fakes)(self._context, INSTEAD)
         self._modules: dict[tuple[int, bool], tuple[LayerTrace, _Parts]] = {}
         self._tables: dict[int, int] = {}
         self._known: dict[Any, tuple[LayerProfile, Template]] = {}
@@ -232,7 +244,7 @@ class _Slicing:
 
     def profiles(self, micro_batch: int) -> tuple[LayerProfile, ...]:
         """One a layer."""
-        with self._fakes.mode:
+        with self._fakes.mode, self._fakes.device:
             inputs, labels = _resized(self._fakes.place(self._model._sample), micro_batch)
             x = Template.of(self._model.precision.cast(inputs))
         found = []
@@ -274,15 +286,16 @@ class _Slicing:
         return found
 
     def _run(self, trace: LayerTrace, x: Template, splits: bool) -> tuple[Traced, Template]:
-        with self._fakes.mode, cuda_functions() if self._model.device == "cuda" else nullcontext():
+        functions = cuda_functions() if self._model.device == "cuda" else nullcontext()
+        with self._fakes.mode, standing_for(self._model.device), functions:
             return trace.run(x, splits)
 
     def _ready(self, layer: Layer, module: Any, splittable: bool) -> tuple[LayerTrace, _Parts]:
         """A layer as it is trained: with gradients that a sink adds to accumulators."""
         precision, sink = self._model.precision, GradientSink()
         parts = _parts_of(module, precision.weights)
-        with self._fakes.mode:
-            parameters = [p for p in made_ready(module, self._context.device, precision.weights) if p.requires_grad]
+        with self._fakes.mode, self._fakes.device:
+            parameters = [p for p in made_ready(module, self._fakes.device, precision.weights) if p.requires_grad]
             self._attach(sink, parameters, parts)
         if splittable and isinstance(module, nn.Module):
             make_splittable(module, sink)
