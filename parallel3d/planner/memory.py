@@ -19,7 +19,8 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.specs import TiedLayerSpec
 from parallel3d.pipe.ties import TieIndex
 from parallel3d.planner.chunk_memory import ChunkMemory, Entering, chunk_memory
-from parallel3d.planner.profile import LayerProfile, ModelProfile
+from parallel3d.planner.layer_profile import LayerProfile
+from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.result import StageMemory
 from parallel3d.schedule.builders import one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Op, Program
