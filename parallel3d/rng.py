@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 # Called before a layer runs, with its place in the list.
 EnterLayer = Callable[[int], None]
@@ -128,8 +129,9 @@ def own_stream(index: int, size: int, device: torch.device) -> Iterator[None]:
 
 
 def _own_seed(index: int) -> int:
-    # Drawn on the CPU: on CUDA the host would have to wait.
-    return stream_seed(int(torch.randint(2**62, ())), index)
+    # Drawn on the CPU: on CUDA the host would have to wait. A number, also where layers are traced on fake tensors.
+    with unset_fake_temporarily():
+        return stream_seed(int(torch.randint(2**62, ())), index)
 
 
 class OwnStream:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel3d.gradient_sink import GradientSink, Product, RowSum, Scatter
+from parallel3d.standing import on_cuda
 
 # Several products of one shape, to be added: left: [..., k], right: [k, n], each with a k of its own.
 Factors = Sequence[tuple[Tensor, Tensor]]
@@ -214,8 +215,8 @@ def _splits(layer: nn.Module, x: Tensor) -> bool:
         and type(x) in _PLAIN
         and x.layout is torch.strided
         and not x.is_nested
-        and not x.is_meta  # which has no autocast to ask about
-        and not torch.is_autocast_enabled(x.device.type)
+        # The meta device has no autocast to ask about.
+        and (on_cuda(x) if x.is_meta else not torch.is_autocast_enabled(x.device.type))
     )
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from parallel3d.ops.reasons import NORM
-from parallel3d.standing import on_cuda
+from parallel3d.standing import has_memory, on_cuda
 
 _LONGEST = 16384  # numbers of a row that a program holds
 _PROGRAMS_A_MULTIPROCESSOR = 4
@@ -53,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
         given, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         ctx.save_for_backward(given, weight, scale)
-        if isinstance(x, FakeTensor):
+        if not has_memory(x):
             torch.ops.parallel3d.rms_norm_pass([given, weight], [out, scale])
             return out, x.view_as(x)
         from parallel3d.ops.rms_norm_kernels import rms_norm_forward  # here, for the CPU's PyTorch has no Triton
@@ -73,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
         partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
         other = gradient if handed_on is None else handed_on.contiguous()
         given = gradient.contiguous()
-        if isinstance(x, FakeTensor):
+        if not has_memory(x):
             torch.ops.parallel3d.rms_norm_pass([given, other, x, weight, scale], [dx, partial])
         else:
             from parallel3d.ops.rms_norm_kernels import rms_norm_backward
@@ -95,7 +95,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _multiprocessors(x: Tensor) -> int:
-    if isinstance(x, FakeTensor):
+    if not has_memory(x):
         return _ASSUMED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,15 +32,15 @@ def refuse_collective(func: Any, instead: str) -> None:
 
 
 class Fakes:
-    """Makes fake ones under `mode`, of layers that are built in `context`.
+    """Makes fake ones, to be used under `mode`, of layers that are built in `context`.
 
-    instead: what else a user can do about a layer that can't be had as a fake, for messages; mode: FakeTensorMode's of
-    their own, if any.
+    instead: what else a user can do about a layer that can't be had as a fake, for messages.
     """
 
-    def __init__(self, context: BuildContext, instead: str, mode: FakeTensorMode | None = None):
-        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-        self._context, self._instead = context, instead
+    def __init__(self, context: BuildContext, instead: str):
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode: AbstractContextManager[Any] = self._fake
+        self.device, self._context, self._instead = context.device, context, instead
 
     def place(self, tree: Any) -> Any:
         """A pytree with fake tensors on the context's device."""
@@ -47,8 +48,8 @@ class Fakes:
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            with self.mode:
-                return self.mode.from_tensor(leaf.detach()).to(self._context.device)
+            with self._fake:
+                return self._fake.from_tensor(leaf.detach()).to(self.device)
 
         return tree_map(fake, tree)
 
@@ -89,11 +90,11 @@ class Fakes:
             with torch.device("meta"):
                 module = spec.build(self._context)
             with self.mode:
-                replace_tensors(module, lambda t: torch.empty_like(t, device=self._context.device))
+                replace_tensors(module, lambda t: torch.empty_like(t, device=self.device))
             return module
 
         def on_device() -> nn.Module:
-            with self.mode, self._context.device:
+            with self.mode, self.device:
                 return spec.build(self._context)
 
         yield on_meta
@@ -102,7 +103,7 @@ class Fakes:
 
     def _faked(self, value: Any) -> Any:
         """A copy with fake tensors."""
-        with FakeCopyMode(self.mode):
+        with FakeCopyMode(self._fake):
             return copy.deepcopy(value)
 
     def _copied(self, argument: Any) -> Any:
@@ -113,3 +114,35 @@ class Fakes:
             if isinstance(argument, (Tensor, nn.Module, list, tuple, dict)):
                 raise
             return argument
+
+
+class MetaFakes(Fakes):
+    """Tensors on the meta device in place of fake ones: several times as fast, where it is no matter that devices differ.
+
+    For layers that are built, by specs without tensors among their arguments, and for functions.
+    """
+
+    def __init__(self, context: BuildContext, instead: str):
+        super().__init__(context, instead)
+        self.mode, self.device = nullcontext(), torch.device("meta")
+
+    def place(self, tree: Any) -> Any:
+        """See Fakes."""
+        return tree_map(lambda leaf: leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf, tree)
+
+    def first_that_works(self, layer: Layer, use: Callable[[Any], Any]) -> Any:
+        """See Fakes; there is one way."""
+        if isinstance(layer, nn.Module):
+            raise PartitionError(f"it is built already; {self._instead}")
+        try:
+            if not isinstance(layer, LayerSpec):
+                return use(layer)
+            spec = copy.copy(layer)
+            spec.module_args, spec.module_kwargs = copy.deepcopy((layer.module_args, layer.module_kwargs))
+            if any(isinstance(a, (Tensor, nn.Module)) for a in (*spec.module_args, *spec.module_kwargs.values())):
+                raise PartitionError(f"there are tensors among its arguments; {self._instead}")
+            with torch.device("meta"):
+                module = spec.build(self._context)
+            return use(module)
+        except Exception as error:  # whatever a layer's own code raises
+            raise PartitionError(f"it can't be traced on the meta device: {error}; {self._instead}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Literal, NamedTuple
 
-from parallel3d.planner.profile import LayerProfile
+from parallel3d.planner.layer_profile import LayerProfile
 from parallel3d.planner.tracing import LayerBytes
 from parallel3d.schedule.memory import ChunkBytes
 

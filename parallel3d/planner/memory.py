@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,9 +16,10 @@ from parallel3d.optim import build_optimizer
 from parallel3d.optim.memory import step_bytes
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.specs import TiedLayerSpec
-from parallel3d.pipe.ties import TieIndex
 from parallel3d.planner.chunk_memory import ChunkMemory, Entering, chunk_memory
-from parallel3d.planner.profile import LayerProfile, ModelProfile
+from parallel3d.planner.layer_profile import LayerProfile
+from parallel3d.planner.parameters import stage_parameters
+from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.result import StageMemory
 from parallel3d.schedule.builders import one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Op, Program
@@ -259,25 +259,11 @@ class MemoryModel:
         of what it doesn't train: frozen parameters and buffers.
         """
         layers, specs = self._layers(layout), self._model.specs
-        ties = TieIndex(specs, lambda k: bisect_right(bounds, k) - 1)
-        mine = {ties.builder[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])}
-        infos: dict[tuple[int, str], ParameterInfo] = {}
-        early = set[nn.Parameter]()
-        frozen: dict[tuple[int, str], int] = {}
-        for builder in sorted(mine):
-            layer = layers[builder]
-            # Those that are tied come first.
-            tied = ties.attributes(builder)
-            named = sorted(layer.parameters, key=lambda item: not _is_of(item[0], tied))
-            for name, parameter in named:
-                origin, source = ties.origin(builder, name)
-                info = ParameterInfo(f"layers.{origin}.{source}", parameter, ties.owners(builder, name))
-                infos.setdefault((origin, source), info)
-                if name in layer.early:
-                    early.add(parameter)
-            for name, parameter in layer.frozen:
-                frozen.setdefault(ties.origin(builder, name), self._cast_bytes(parameter))
-        return list(infos.values()), early, sum(frozen.values()) + sum(layers[b].buffers for b in mine)
+        infos = stage_parameters(specs, layers, bounds, placement)[stage]
+        own = [layers[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
+        early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
+        frozen = [parameter for layer in own for _, parameter in layer.frozen]
+        return infos, early, sum(map(self._cast_bytes, frozen)) + sum(layer.buffers for layer in own)
 
     def _cast_bytes(self, parameter: nn.Parameter) -> int:
         dtype = self._model.precision.weights if parameter.is_floating_point() else None
@@ -287,10 +273,6 @@ class MemoryModel:
 def _splits(program: Program, stage: int) -> bool:
     """Whether a stage's weight gradients are deferred."""
     return any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[stage])
-
-
-def _is_of(name: str, attributes: Sequence[str]) -> bool:
-    return any(name == a or name.startswith(a + ".") for a in attributes)
 
 
 @dataclass(frozen=True)

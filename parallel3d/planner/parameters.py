@@ -9,21 +9,33 @@ import numpy as np
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.specs import Layer
 from parallel3d.pipe.ties import TieIndex
-from parallel3d.planner.profile import LayerProfile
+from parallel3d.planner.layer_profile import LayerProfile
 
 
 def stage_parameters(
     specs: Sequence[Layer], layers: Sequence[LayerProfile], bounds: Sequence[int], placement: Sequence[int]
 ) -> list[list[ParameterInfo]]:
-    """Of each stage its trainable parameters in the order of the layers, each once. placement: the stage of each chunk."""
+    """Of each stage its trainable parameters, as PipelineModule.parameter_infos has them. placement: each chunk's stage."""
     chunk_of = np.repeat(np.arange(len(placement)), np.diff(bounds)).tolist()
     ties = TieIndex(specs, chunk_of.__getitem__)
-    found: list[dict[tuple[int, str], ParameterInfo]] = [{} for _ in range(max(placement) + 1)]
+    builders: list[set[int]] = [set() for _ in range(max(placement) + 1)]
     for k, builder in enumerate(ties.builder):
-        own = found[placement[chunk_of[k]]]
-        for name, parameter in layers[builder].parameters:
+        builders[placement[chunk_of[k]]].add(builder)
+    return [_in_order(ties, layers, sorted(own)) for own in builders]
+
+
+def _in_order(ties: TieIndex, layers: Sequence[LayerProfile], builders: Sequence[int]) -> list[ParameterInfo]:
+    """Of modules in the order of the layers that build them; those that are tied by attribute first in each."""
+    found: dict[tuple[int, str], ParameterInfo] = {}
+    for builder in builders:
+        tied = ties.attributes(builder)
+        for name, parameter in sorted(layers[builder].parameters, key=lambda item: not _is_of(item[0], tied)):
             origin, source = ties.origin(builder, name)
-            if (origin, source) not in own:
+            if (origin, source) not in found:
                 info = ParameterInfo(f"layers.{origin}.{source}", parameter, ties.owners(builder, name))
-                own[origin, source] = info
-    return [list(infos.values()) for infos in found]
+                found[origin, source] = info
+    return list(found.values())
+
+
+def _is_of(name: str, attributes: Sequence[str]) -> bool:
+    return any(name == a or name.startswith(a + ".") for a in attributes)

@@ -265,7 +265,7 @@ class _Pass:
         self._watch.count_with_others(self._inputs)
         with self._watching(self._base), how:
             if self._root is not None:
-                self._root.backward(torch.empty(0))
+                self._root.backward(torch.empty_like(self._root))
         self._sole_peak = self._watch.peak_with_others - self._base
         self._root = None
         gradients = self._entry.gradients() if self._entry is not None else []

@@ -80,11 +80,11 @@ def check_state(stage: StageMemory, rank: Measured) -> None:
 def check_activations(stage: StageMemory, between: int, rank: Measured, is_sliced: bool) -> None:
     """Between instructions to 1%, and the most within one too, but for messages that gloo holds until the batch is over.
 
-    Under tensor slicing gloo's threads let go of what a collective took whenever they come to it: what that adds is not the
-    same in two runs.
+    Under tensor slicing gloo's threads let go of what a collective took whenever they come to it, so that no two runs hold the
+    same: there what micro-batches hold counts by the median.
     """
-    _, measured = rank.report["activations"]
-    assert between == pytest.approx(measured, rel=0.01)
+    by_median, at_most = rank.report["activations"]
+    assert between == pytest.approx(by_median if is_sliced else at_most, rel=0.01)
     predicted = stage.phases["backward"] - stage.phases["save"]
     tolerance = 0.1 if is_sliced else 0.01
     assert predicted * (1 - tolerance) <= rank.batch_peak <= predicted * (1 + tolerance) + rank.in_transit

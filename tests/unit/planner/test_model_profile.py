@@ -113,7 +113,7 @@ def numbers(profile: LayerProfile) -> dict[str, Any]:
 def test_more_samples_follow_from_few(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch):
     # Few words: the gradient of the embedding is then never what takes the most.
     followed = decoder_profile(vocab=32).layers(2, sequence_parallel, micro_batch=6)
-    monkeypatch.setattr("parallel3d.planner.profile._FEW", (6, 6))
+    monkeypatch.setattr("parallel3d.planner.profile._FEW", ((6, 6),))
     traced = decoder_profile(vocab=32).layers(2, sequence_parallel, micro_batch=6)
     assert [numbers(p) for p in followed] == [numbers(p) for p in traced]
 
