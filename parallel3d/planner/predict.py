@@ -32,7 +32,7 @@ from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
 # Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
-_MOST_STEPS = 2048
+_MOST_STEPS, _MOST_STEPS_WHOLE = 256, 2048
 # In a rough prediction a chunk has so many gradient buckets, and the pipeline is filled so many times.
 _ROUGH_BUCKETS, _ROUGH_ROUNDS = 4, 2
 _MANY = 1 << 30  # elements
@@ -203,13 +203,14 @@ class Predictor:
         layout: RunLayout,
         places: Sequence[int] | None = None,
         exactly: bool = False,
+        whole: bool = False,
         bounds: Sequence[int] | None = None,
         compute: Program | None = None,
     ) -> Outlook:
         """Of a layout of which nothing is left open.
 
-        exactly: with all gradient buckets and micro-batches, and split with more care than a search can afford; bounds: it is
-        split already; compute: the schedule, where that isn't one of a name.
+        exactly: with all gradient buckets, and micro-batches as large as they are; whole: with more micro-batches, all of them
+        in most cases; bounds: of a split that is made already; compute: the schedule, where that isn't one of a name.
         """
         links, layers = self.links(layout, places, exactly), self.layers(layout if exactly else one_sample(layout))
         assert layout.micro_batches is not None
@@ -222,7 +223,7 @@ class Predictor:
             buckets = rough_buckets(stages, len(placement))
         samples = 1 if exactly else layout.micro_batch or 1
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy, samples)
-        simulation, timed = self._simulation(layout, buckets, policy, exactly, compute)
+        simulation, timed = self._simulation(layout, buckets, policy, exactly, whole, compute)
         timeline = simulation.run(cost.cost())
         untimed, alone = layout.micro_batches - timed, cost.without_links()
         makespan = timeline.makespan + untimed * _pace(times, placement)
@@ -285,7 +286,7 @@ class Predictor:
         """(the stage of each, bounds in layers, seconds)."""
         placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
         of_stages = [self._stage_times(layout, links, stage, exactly) for stage in range(layout.stages)]
-        bounds = tuple(bounds or self._split(layout, of_stages, placement, exactly))
+        bounds = tuple(bounds or self._split(layout, of_stages, placement))
         return placement, bounds, chunk_times([of_stages[stage] for stage in placement], bounds)
 
     def _stage_parameters(
@@ -336,18 +337,24 @@ class Predictor:
         found = [self.times(layout, links, device, exactly) for device in links.devices(stage)]
         return found[0] if len(found) == 1 else max(found, key=lambda times: float(times.total.sum()))
 
+    def split_carefully(self, layout: RunLayout, links: LayoutLinks) -> tuple[int, ...]:
+        """Bounds of the chunks in layers by which stages' sums are even and a step is the shortest; takes its time."""
+        placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+        of_stages = [self._stage_times(layout, links, stage, exactly=True) for stage in range(layout.stages)]
+        return self._split(layout, of_stages, placement, carefully=True)
+
     def _split(
-        self, layout: RunLayout, of_stages: Sequence[Times], placement: Sequence[int], exactly: bool
+        self, layout: RunLayout, of_stages: Sequence[Times], placement: Sequence[int], carefully: bool = False
     ) -> tuple[int, ...]:
-        """Bounds of the chunks in layers: those with the smallest slowest stage."""
+        """Bounds of the chunks in layers: those with the smallest slowest chunk, or else see split_carefully."""
         shape = (layout.stages, layout.chunks, layout.placement)
         totals = [float(times.total.sum()) for times in of_stages]
         paces = tuple(total / min(totals) for total in totals)
         fastest = of_stages[totals.index(min(totals))]
-        key = (*shape, paces, exactly, id(fastest))
+        key = (*shape, paces, carefully, id(fastest))
         if key not in self._bounds:
             chain, count = layer_chain(fastest.total.tolist()), len(placement)
-            several = placement if exactly and layout.chunks != 1 else None
+            several = placement if carefully and layout.chunks != 1 else None
             of_chunks = None if min(paces) == max(paces) else [paces[stage] for stage in placement]
             step = self._step_length(layout, fastest) if several is not None else None
             self._bounds[key] = partition_layers(chain, count, placement=several, step=step, paces=of_chunks).bounds
@@ -367,14 +374,20 @@ class Predictor:
         return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 
     def _simulation(
-        self, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, exactly: bool, compute: Program | None = None
+        self,
+        layout: RunLayout,
+        buckets: Buckets,
+        policy: ZeroPolicy,
+        exactly: bool,
+        whole: bool = False,
+        compute: Program | None = None,
     ) -> tuple[Simulation, int]:
         """The program made ready, of as many micro-batches as are timed."""
         if compute is not None:
             return Simulation(lowered(compute, layout, buckets, policy)), compute.num_micro_batches
         assert layout.micro_batches is not None
         assert layout.chunks is not None
-        timed = _timed_micro_batches(layout, exactly)
+        timed = _timed_micro_batches(layout, exactly, _MOST_STEPS_WHOLE if whole else _MOST_STEPS)
         numbers = tuple(map(len, buckets.of_chunk)), tuple(owners for owners, _ in buckets.replicas)
         shards = policy.stage > 0 and layout.replicas > 1
         key = (layout.schedule, layout.stages, layout.chunks, timed, numbers, shards, policy.reduce_per_micro_batch)
@@ -383,10 +396,10 @@ class Predictor:
         return self._simulations[key], timed
 
 
-def _timed_micro_batches(layout: RunLayout, exactly: bool) -> int:
+def _timed_micro_batches(layout: RunLayout, exactly: bool, most_steps: int) -> int:
     """All, or as many as fill the pipeline a few times, and the same number over whole rounds of the stages."""
     stages, wanted = layout.stages, layout.micro_batches or 1
-    if exactly and wanted * stages * (layout.chunks or 1) <= _MOST_STEPS:
+    if exactly and wanted * stages * (layout.chunks or 1) <= most_steps:
         return wanted
     return min(wanted, (_ROUGH_ROUNDS + exactly) * stages + wanted % stages)
 

@@ -85,7 +85,7 @@ class RunPredictor:
         predictor = Predictor(self._model, self._profiles[key], network, calibration)
         placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
         compute = None if record.program is None else from_lists(record.program, placement)
-        return predictor, predictor.predict(layout, exactly=True, bounds=record.bounds, compute=compute)
+        return predictor, predictor.predict(layout, exactly=True, whole=True, bounds=record.bounds, compute=compute)
 
     def _layout(self, record: RunRecord) -> RunLayout:
         names = [layer_name(layer) for layer in self._model.layers]

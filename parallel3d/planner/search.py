@@ -140,7 +140,7 @@ class Search:
     looked for too, beside that of all.
     """
 
-    def __init__(self, predictor: Predictor, space: Space, num_alternatives: int = 8):
+    def __init__(self, predictor: Predictor, space: Space, num_alternatives: int = 5):
         self._predictor, self.space = predictor, space
         self._alternatives = num_alternatives
         bounds = Bounds(predictor, space)

@@ -37,7 +37,7 @@ def wait_graph(program: Program) -> dict[Node, list[Node]]:
     known = {i for instructions in program.instructions for i in instructions}
     graph: dict[Node, list[Node]] = {}
     # Along each line nodes start in order: a channel by its sender's list and by its receiver's, a rank's collectives.
-    last_in_line: dict[tuple[bool, int, int] | int, Node] = {}
+    last_in_line: dict[object, Node] = {}
     for rank, instructions in enumerate(program.instructions):
         for position, i in enumerate(instructions):
             post = (rank, position)
@@ -46,13 +46,18 @@ def wait_graph(program: Program) -> dict[Node, list[Node]]:
             waits = graph.setdefault(node, [])
             waits.append(post)
             if not blocks_host(i.op):
-                line = rank if i.op in COLLECTIVE_OPS else (i.op in SEND_OPS, *program.channel(i))
+                line = line_of(program, rank, i)
                 if line in last_in_line:
                     waits.append(last_in_line[line])
                 last_in_line[line] = node
             if i.op not in RECV_OPS:
                 waits += [transfer_of(d) for d in depends_on(i) if d in known]
     return graph
+
+
+def line_of(program: Program, rank: int, i: Instruction) -> object:
+    """What an instruction that doesn't block the host waits in: a channel by one of its ends, or a rank's collectives."""
+    return rank if i.op in COLLECTIVE_OPS else (i.op in SEND_OPS, *program.channel(i))
 
 
 def _host_order(program: Program, rank: int, position: int) -> Iterator[Node]:

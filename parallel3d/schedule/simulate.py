@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from itertools import count
 from statistics import median
 
-from parallel3d.schedule.graph import Node, transfer_of, wait_graph
-from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_behind
+from parallel3d.schedule.graph import blocks_host, line_of, transfer_of, wait_graph
+from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, Instruction, Op, Program, depends_on, reduces_behind
 from parallel3d.schedule.lowering import with_communication
 
 Cost = Callable[[Instruction], float]
@@ -76,22 +77,23 @@ class Simulation:
 
     def __init__(self, program: Program) -> None:
         self.program = with_communication(program)
-        graph = wait_graph(self.program)
-        order = list(TopologicalSorter(graph).static_order())
-        place = {node: k for k, node in enumerate(order)}
+        nodes = _numbered(self.program)
         releases = _releases(self.program)
-        # Of each node: what is done there, if anything; what it waits for; the backward that releases it before its end.
-        self._steps: list[tuple[Instruction | None, list[int], tuple[int, float] | None]] = []
-        for node in order:
-            instruction = node if isinstance(node, Instruction) else None
-            release, waits = None, graph[node]
-            if node in releases:
-                backward, share = releases[node]
-                release = (place[backward], share)
-                waits = [w for w in waits if isinstance(w, Instruction) and w != backward]
-            self._steps.append((instruction, [place[w] for w in waits], release))
+        waits = _waits(self.program, nodes)
+        # Of each node: what is done there; what it waits for; the backward that releases it before its end.
+        self._steps: list[tuple[Instruction, list[int], tuple[int, float] | None]] = []
+        place = [0] * len(waits)
+        whats = {number: transfer_of(i) for i, number in nodes.items()}
+        for number in _sorted(waits, self.program):
+            place[number] = len(self._steps)
+            what, release, before = whats[number], None, waits[number]
+            if what in releases:
+                backward, share = releases[what]
+                release = (place[nodes[backward]], share)
+                before = [w for w in before if w != nodes[backward]]
+            self._steps.append((what, [place[w] for w in before], release))
         lists = enumerate(self.program.instructions)
-        self._spans = [(rank, i, place[transfer_of(i)]) for rank, instructions in lists for i in instructions]
+        self._spans = [(rank, i, place[nodes[i]]) for rank, instructions in lists for i in instructions]
 
     def run(self, cost: Cost) -> Timeline:
         """cost(instruction) in any unit, of a transfer by its SEND."""
@@ -114,7 +116,7 @@ class Simulation:
         k = end.index(until) if end else -1
         while k >= 0:
             instruction, waits, release = self._steps[k]
-            if instruction is not None and until > start[k]:
+            if until > start[k]:
                 path.append((instruction, until - start[k]))
             until = start[k]
             last = max(waits, key=lambda w: end[w], default=-1)
@@ -136,7 +138,7 @@ class Simulation:
                 backward, share = release
                 begin = max(begin, start[backward] + share * (end[backward] - start[backward]))
             start[k] = begin
-            end[k] = begin if instruction is None else begin + cost(instruction)
+            end[k] = begin + cost(instruction)
         return start, end
 
 
@@ -145,9 +147,65 @@ def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
     return Simulation(program).run(cost)
 
 
-def _releases(program: Program) -> dict[Node, tuple[Instruction, float]]:
+def _numbered(program: Program) -> dict[Instruction, int]:
+    """A number for each thing that is done: a transfer is one for both ends, a collective for all ranks."""
+    nodes: dict[Instruction, int] = {}
+    numbers = count()
+    for instructions in program.instructions:
+        for i in instructions:
+            what = transfer_of(i)
+            if what not in nodes:
+                nodes[what] = next(numbers)
+            nodes[i] = nodes[what]
+    return nodes
+
+
+def _waits(program: Program, nodes: Mapping[Instruction, int]) -> list[list[int]]:
+    """What each thing waits for, as wait_graph() has it: that a host reaches what it posts once it has passed what blocks it
+    before means that each thing waits for the last one that blocks each host.
+    """
+    waits: list[list[int]] = [[] for _ in range(1 + max(nodes.values(), default=-1))]
+    last_in_line: dict[object, int] = {}
+    for rank, instructions in enumerate(program.instructions):
+        passed: int | None = None
+        for i in instructions:
+            number = nodes[i]
+            before = waits[number]
+            if passed is not None:
+                before.append(passed)
+            if blocks_host(i.op):
+                passed = number
+            else:
+                line = line_of(program, rank, i)
+                if line in last_in_line:
+                    before.append(last_in_line[line])
+                last_in_line[line] = number
+            if i.op not in RECV_OPS:
+                before += [nodes[d] for d in depends_on(i) if d in nodes]
+    return waits
+
+
+def _sorted(waits: Sequence[Sequence[int]], program: Program) -> list[int]:
+    """Numbers so that each comes behind all that it waits for."""
+    waiting: list[list[int]] = [[] for _ in waits]
+    missing = [len(before) for before in waits]
+    for number, before in enumerate(waits):
+        for w in before:
+            waiting[w].append(number)
+    order = [number for number, count in enumerate(missing) if count == 0]
+    for number in order:
+        for later in waiting[number]:
+            missing[later] -= 1
+            if missing[later] == 0:
+                order.append(later)
+    if len(order) < len(waits):
+        TopologicalSorter(wait_graph(program)).prepare()  # raises CycleError with the cycle
+    return order
+
+
+def _releases(program: Program) -> dict[Instruction, tuple[Instruction, float]]:
     """REDUCE_GRADS -> the backward that launches it, and the share of that backward after which its bucket is full."""
-    releases: dict[Node, tuple[Instruction, float]] = {}
+    releases: dict[Instruction, tuple[Instruction, float]] = {}
     for instructions in program.instructions:
         for position, i in enumerate(instructions):
             reduces = reduces_behind(instructions, position)
