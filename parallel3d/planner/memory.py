@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -105,14 +105,18 @@ class MemoryModel:
         layout: RunLayout,
         capacities: Sequence[int],
         samples: int = 1,
+        only: Collection[int] | None = None,
     ) -> tuple[StageMemory, ...]:
-        """Of each stage. program: lowered; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: of which nothing is
-        left open; capacities: bytes of the smallest device of each stage; samples: so many times its micro-batches, about.
+        """Of each stage, or of some.
+
+        program: lowered; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: of which nothing is left open;
+        capacities: bytes of the smallest device of each stage; samples: so many times its micro-batches, about.
         """
         layers = self._layers(layout)
         return tuple(
             self._stage(program, bounds, layout, layers, stage, capacity, samples)
             for stage, capacity in enumerate(capacities)
+            if only is None or stage in only
         )
 
     def held(self, layout: RunLayout) -> int:

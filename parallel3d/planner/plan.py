@@ -34,6 +34,7 @@ from parallel3d.planner.traffic import link_loads, traffic_of
 
 # Predicted within this share of the shortest: split, timed and placed with more care, for the last word.
 _FINALISTS, _MOST_FINALISTS = 1.03, 6
+_MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 _OF_A_SHAPE = 2  # of the ranks along each axis, listed
 
 
@@ -128,7 +129,7 @@ class Planner:
         layout, links = found.outlook.layout, found.outlook.links
         places = links.ranks.ravel().tolist()
         splits = [found.outlook.bounds]
-        if layout.chunks != 1:
+        if (layout.chunks or 1) > 1 and layout.stages * (layout.chunks or 1) <= _MOST_SEARCHED:
             splits.append(self.predictor.split_carefully(layout, links))
         told = [
             self._found(self.predictor.predict(layout, places, exactly=True, whole=True, bounds=bounds))

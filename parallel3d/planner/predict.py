@@ -35,6 +35,7 @@ from parallel3d.zero.policy import ZeroPolicy
 _MOST_STEPS, _MOST_STEPS_WHOLE = 256, 2048
 # In a rough prediction a chunk has so many gradient buckets, and the pipeline is filled so many times.
 _ROUGH_BUCKETS, _ROUGH_ROUNDS = 4, 2
+_LONG = 16  # stages
 _MANY = 1 << 30  # elements
 _SMALL = 256  # ranks; on more, a rough prediction takes all stages' links to be alike
 
@@ -263,8 +264,8 @@ class Predictor:
         """
         links = self.links(layout, exactly=False)
         placement, bounds, times = self._chunks(layout, links, exactly=False)
-        whole = layout.schedule in ("1f1b", "interleaved", "gpipe")
-        ends = np.cumsum(times.total if whole else times.forward) - (times.total if whole else times.forward)
+        late = _late(layout, times)
+        ends = np.cumsum(late) - late
         first = [placement.index(stage) for stage in range(layout.stages)]
         loads = np.bincount(np.asarray(placement), weights=times.total)
         computing = float((loads * (layout.micro_batches or 1) + ends[first]).max())
@@ -286,7 +287,12 @@ class Predictor:
         """(the stage of each, bounds in layers, seconds)."""
         placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
         of_stages = [self._stage_times(layout, links, stage, exactly) for stage in range(layout.stages)]
-        bounds = tuple(bounds or self._split(layout, of_stages, placement))
+        if bounds is None:
+            # Roughly, a split that is even for one sample is so for any number.
+            even = layout if exactly else one_sample(layout)
+            of_even = [self._stage_times(even, links, stage, exactly) for stage in range(layout.stages)]
+            bounds = self._split(layout, of_even, placement)
+        bounds = tuple(bounds)
         return placement, bounds, chunk_times([of_stages[stage] for stage in placement], bounds)
 
     def _stage_parameters(
@@ -318,7 +324,10 @@ class Predictor:
         capacities = [min(device.memory for device in links.devices(stage)) for stage in range(layout.stages)]
         traced = layout if outlook.exact else one_sample(layout)
         samples = 1 if outlook.exact else layout.micro_batch or 1
-        found = self._memory.stages(outlook.program, outlook.bounds, traced, capacities, samples)
+        # Of a long pipeline the fullest stage is at one of its ends, or else in the middle.
+        ends = {0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}
+        only = None if outlook.exact else ends
+        found = self._memory.stages(outlook.program, outlook.bounds, traced, capacities, samples, only)
         return tuple(self._corrected(memory) for memory in found)
 
     def _corrected(self, memory: StageMemory) -> StageMemory:
@@ -396,12 +405,23 @@ class Predictor:
         return self._simulations[key], timed
 
 
+def _late(layout: RunLayout, times: Times) -> Floats:
+    """By how much each chunk makes those behind it start late, and those before it end late, in its schedule."""
+    if layout.schedule in ("1f1b", "interleaved", "gpipe"):
+        return times.total
+    if layout.schedule == "zb-h1":
+        return np.maximum(times.forward, times.forward + times.input_gradient - times.weight_gradient)
+    return times.forward
+
+
 def _timed_micro_batches(layout: RunLayout, exactly: bool, most_steps: int) -> int:
     """All, or as many as fill the pipeline a few times, and the same number over whole rounds of the stages."""
     stages, wanted = layout.stages, layout.micro_batches or 1
     if exactly and wanted * stages * (layout.chunks or 1) <= most_steps:
         return wanted
-    return min(wanted, (_ROUGH_ROUNDS + exactly) * stages + wanted % stages)
+    # What an interleaved pipeline has in flight takes two rounds.
+    rounds = _ROUGH_ROUNDS + exactly if layout.schedule == "interleaved" or exactly or stages < _LONG else 1
+    return min(wanted, rounds * stages + wanted % stages)
 
 
 def _pace(times: Times, placement: Sequence[int]) -> float:

@@ -28,6 +28,7 @@ _SLACK = 0.99
 # The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
 _EVEN = 0.8
 _GROUPS = 32  # of slices, that are looked at
+_SURELY = 0.9  # full, roughly: fits
 _QUICK = 512  # stages x stages x chunks
 _FEW = 4  # predictions of a shape of which nothing fits
 
@@ -169,16 +170,22 @@ class Search:
     def _until_certain(self, order: Integers) -> set[int]:
         """Predict in order until no bound is below the shortest that fits."""
         done: set[int] = set()
+        fitting: set[RunLayout] = set()
         best = np.inf
         for k in order.tolist():
             if self.seconds[k] >= best:
                 break
-            if self._predictor.least_seconds(self.space.layout(k)) >= best:
+            layout = self.space.layout(k)
+            if layout.zero == 2 and replace(layout, zero=1, text="") in fitting:
+                continue  # more is reduced, and nothing needs that
+            if self._predictor.least_seconds(layout) >= best:
                 continue
             found = self._predict(k)
             done.add(k)
             if found.fits:
                 best = min(best, found.outlook.seconds)
+            if found.fullness < _SURELY:
+                fitting.add(replace(layout, text=""))
         return done
 
     def _is_quick(self, k: int) -> bool:
