@@ -37,6 +37,7 @@ class LayerProfile:
     buffers: int = 0
     tables: int = 0
     tie: str | None = None
+    tied_gradient: int = 0
     recomputed: bool = False
     loss: LayerProfile | None = None
 
