@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# A context with PyTorch's kernels loaded eagerly (CUDA_MODULE_LOADING=EAGER, see environment.py): what nvidia-smi shows of a
-# process on an H100 or H200 that has allocated nothing. Kernels load lazily elsewhere, in less.
+# A context with the kernels of PyTorch's libraries, all of which are loaded (CUDA_MODULE_LOADING=EAGER, environment.py): an
+# estimate; it depends on the driver and on PyTorch's build.
 CONTEXT_BYTES = 700 * 2**20
-# Buffers of a connection, one a channel: NCCL_BUFFSIZE, by default 4 MiB of protocol Simple (NCCL's documentation), and those
-# of LL and LL128, 0.3 and 1.2 MiB.
-_CONNECTION_BYTES = round(5.5 * 2**20)
-_CHANNELS = 16  # over NVLink on an H100; fewer elsewhere
+# NCCL's buffers of one connection and channel, one for each protocol: of Simple NCCL_BUFFSIZE (NCCL's documentation), of LL 8
+# lines of 16 bytes for each of 512 threads, of LL128 120 words of 8 bytes for each of 640, both 8 steps deep (its device.h).
+_CONNECTION_BYTES = 4 * 2**20 + 8 * 16 * 512 * 8 + 120 * 8 * 640 * 8
+# An estimate of how many it opens over NVLink; fewer elsewhere.
+_CHANNELS = 16
 _CONNECTIONS = 2  # of a ring: with both neighbours
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from parallel3d.optim.lion import Lion
 
-# Tensors of a parameter's size that torch's loops over parameters hold at once, by class; others at most as many as Adam.
-_LOOPS = {"SGD": 0, "Adam": 3, "AdamW": 3}
-_MOST = 3
+# Tensors of a parameter's size that torch's loops over parameters hold at once at most; a weight decay that isn't decoupled
+# takes one more.
+_LOOPS = 3
 
 
 def step_bytes(optimizer: torch.optim.Optimizer, total: int, largest: int, itemsize: int, on_cuda: bool) -> int:
@@ -24,8 +27,15 @@ def step_bytes(optimizer: torch.optim.Optimizer, total: int, largest: int, items
         return 0
     if cls is Lion or settings.get("foreach") or (on_cuda and settings.get("foreach", False) is None):
         return itemsize * total
-    extra = 1 if cls.__name__ == "SGD" and settings.get("weight_decay") else 0
-    return itemsize * (_LOOPS.get(cls.__name__, _MOST) + extra) * largest
+    return itemsize * _in_a_loop(cls.__name__, settings) * largest
+
+
+def _in_a_loop(name: str, settings: Mapping[str, Any]) -> int:
+    """Tensors at once, with what the one before has left."""
+    decays = bool(settings.get("weight_decay")) and not settings.get("decoupled_weight_decay", name == "AdamW")
+    if name == "SGD":
+        return 2 * decays + bool(settings.get("nesterov"))
+    return _LOOPS + decays
 
 
 # By build_optimizer on CUDA, unless params say how.

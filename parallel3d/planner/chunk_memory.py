@@ -53,7 +53,7 @@ def chunk_memory(layers: Sequence[LayerProfile], entering: Entering, splits: boo
     labels = [tensors.add(nbytes) for nbytes in entering.labels]
     steps = _chain(layers, inputs, labels, tensors, splits)
     regions = _regions(layers, steps, interval)
-    walk = _Walk(tensors, regions, steps[-1].leaving)
+    walk = _Walk(tensors, regions, steps[-1].leaving, [] if splits else _sums(layers, steps, regions))
     given = (*inputs, *labels)
     # With a loss the backward is given nothing but a number, which the forward makes.
     of_loss = layers[-1].loss is not None
@@ -172,16 +172,35 @@ def _regions(layers: Sequence[LayerProfile], steps: Sequence[_Step], interval: i
     return regions
 
 
+def _sums(layers: Sequence[LayerProfile], steps: Sequence[_Step], regions: Sequence[_Region]) -> list[_Sum]:
+    """Of gradients of what layers share."""
+    place = {id(step): r for r, region in enumerate(regions) for step in region.steps}
+    users: dict[str, list[int]] = {}
+    for layer, step in zip(layers, steps, strict=False):
+        if layer.tie is not None:
+            users.setdefault(layer.tie, []).append(place[id(step)])
+    nbytes = {layer.tie: layer.tied_gradient for layer in layers}
+    return [_Sum(min(at), max(at), nbytes[tie]) for tie, at in users.items()]
+
+
+class _Sum(NamedTuple):
+    """Bytes of a gradient that autograd holds from the last region that adds to it until the first one."""
+
+    first: int
+    last: int
+    nbytes: int
+
+
 class _Walk:
-    """A micro-batch's way through regions and back.
+    """A micro-batch's way through regions and back. sums: gradients that several regions add to.
 
     holds: the chunk's outputs whose gradients come, which the executor keeps until the backward is done.
     first: tensor -> the first region that keeps it, behind whose backward it is freed; saved: bytes between forward and
     backward, those of inputs included; deferred: behind a BACKWARD_INPUT.
     """
 
-    def __init__(self, tensors: _Tensors, regions: Sequence[_Region], holds: Sequence[int]):
-        self._tensors, self._regions, self._leaving = tensors, regions, holds
+    def __init__(self, tensors: _Tensors, regions: Sequence[_Region], holds: Sequence[int], sums: Sequence[_Sum] = ()):
+        self._tensors, self._regions, self._leaving, self._sums = tensors, regions, holds, sums
         self.first: dict[int, int] = {}
         for n in holds:
             self.first[n] = 0
@@ -225,6 +244,7 @@ class _Walk:
             left = self._tensors.of(n for n in deferred if self.first.get(n, len(self._regions)) > r)
             still = gradients - set(region.steps[-1].leaving)
             around = self._own[r] + self._between[r] + own + left + self._tensors.gradients_of(still)
+            around += sum(one.nbytes for one in self._sums if one.first <= r < one.last)
             if r < len(self._regions) - 1:  # the executor holds what the backward began with
                 around += self._tensors.gradients_of(set(self._leaving) - still)
             most = max(most, around + self._inside(region, r))

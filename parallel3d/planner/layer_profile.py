@@ -19,8 +19,9 @@ class LayerProfile:
     recomputed, input_gradient begins with another forward. inputs: bytes of the memory of each tensor that comes in; whole,
     split: what it holds under schedules with whole backwards, and with split ones; parameters, frozen: by name, as built,
     without memory; early: the parameters whose gradients come with BACKWARD_INPUT, as norms' do; buffers: bytes, as they are
-    cast; tables: bytes that its first forward makes for good, once for all alike; tie: key of a TiedLayerSpec; loss: the loss
-    function behind the last layer, whose work counts in this one.
+    cast; tables: bytes that its first forward makes for good, once for all alike; tie: key of a TiedLayerSpec; tied_gradient:
+    bytes of the gradient of what is tied that autograd holds until all layers of a chunk have added to it, 0 where none is;
+    loss: the loss function behind the last layer, whose work counts in this one.
     """
 
     name: str
@@ -37,6 +38,7 @@ class LayerProfile:
     buffers: int = 0
     tables: int = 0
     tie: str | None = None
+    tied_gradient: int = 0
     recomputed: bool = False
     loss: LayerProfile | None = None
 

@@ -134,7 +134,10 @@ class SlicedTraces:
                 raise PartitionError(f"layer {k} ({layer_name(layer)}): {error}") from error
             _, parts = self._modules[kind, True]
             self._tables[kind] = max(self._tables.get(kind, 0), whole.tables, split.tables)
-            self._known[key] = _made(layer_name(layer), whole, split, parts, tie, self._tables[kind]), returned
+            made = _made(layer_name(layer), whole, split, parts, tie, self._tables[kind])
+            if isinstance(layer, TiedLayerSpec) and self._model.precision.weights is None:
+                made = replace(made, tied_gradient=_tied_bytes(layer, parts))
+            self._known[key] = made, returned
         return self._known[key]
 
     def _trace(self, kind: int, x: Template, splits: bool) -> tuple[Traced, Template]:
@@ -198,6 +201,11 @@ class SlicedTraces:
             input_gradient=own.input_gradient + last.input_gradient,
             loss=own,
         )
+
+
+def _tied_bytes(layer: TiedLayerSpec, parts: _Parts) -> int:
+    tied = [p for n, p in parts.parameters for a in layer.tied_weight_attr if n == a or n.startswith(a + ".")]
+    return sum(parameter.nbytes for parameter in tied)
 
 
 def _to_add_to(accumulator: Tensor) -> tuple[Tensor, bool]:

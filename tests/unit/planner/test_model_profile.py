@@ -191,3 +191,40 @@ def test_a_layer_that_looks_at_values_is_named():
     config = load({"train_micro_batch_size_per_gpu": 2})
     with pytest.raises(PartitionError, match=r"layer 1 \(Looks\): it can't be traced"):
         ModelProfile(specs, torch.zeros(2, 4), None, None, config).layers()
+
+
+class AsksItsDevice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "meta":
+            raise RuntimeError("there is nothing on the meta device")
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(8, 8), LayerSpec(AsksItsDevice)], ids=["built", "asks"])
+@pytest.mark.parametrize("changes", [BF16, {"torch_autocast": {"enabled": True, "dtype": "bf16"}}], ids=str)
+def test_what_the_meta_device_cannot_trace_fake_tensors_do(layer: Any, changes: dict[str, Any]):
+    config = load({"train_micro_batch_size_per_gpu": 4, **changes})
+    (linear,) = ModelProfile([layer], torch.zeros(4, 8), None, None, config).layers(micro_batch=4)
+    assert linear.forward.gemm_flops == 2 * 4 * 8 * 8
+    assert linear.output_bytes == 2 * 4 * 8
+    assert not any(p.device.type != "cpu" for p in (layer.parameters() if isinstance(layer, nn.Module) else ()))
+
+
+class Communicates(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.all_reduce(x, "sum", "0")
+
+
+def test_a_layer_that_communicates_by_itself_is_refused():
+    config = load({"train_micro_batch_size_per_gpu": 2})
+    with pytest.raises(PartitionError, match=r"layer 0 \(Communicates\): it communicates with other ranks"):
+        ModelProfile([LayerSpec(Communicates)], torch.zeros(2, 4), None, None, config).layers()
+
+
+def test_norms_of_a_sequence_come_with_the_inputs_gradients():
+    block = decoder_profile().layers()[1]
+    assert block.early == {"attention_norm.weight", "mlp_norm.weight"}

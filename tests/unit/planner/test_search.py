@@ -57,7 +57,7 @@ def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
     return found
 
 
-@pytest.mark.parametrize(("memory", "batch"), [(None, 8), ("1.34 GB", 16)])
+@pytest.mark.parametrize(("memory", "batch"), [(None, 8), ("1.55 GB", 16)])
 def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | None, batch: int) -> None:
     planner = Planner(Question(small_model(), load_cluster(hosts(1, memory)), batch))
     search = Search(planner.predictor, planner.space)
