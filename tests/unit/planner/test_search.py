@@ -77,7 +77,7 @@ def test_no_prediction_is_below_its_bounds() -> None:
         outlook = planner.predictor.predict(planner.space.layout(k))
         assert outlook.seconds >= search.seconds[k]
         memory = planner.predictor.memory(outlook)
-        assert max(stage.phases["steady"] for stage in memory) >= search.bytes[k]
+        assert max(stage.allocated for stage in memory) >= search.bytes[k]
 
 
 def answer(cluster: Any, batch: int = 16, **more: Any) -> PlanResult:
