@@ -1,7 +1,7 @@
 """Predicted steps beside published ones, and beside those measured on 4 H200.
 
-tests/data/published_steps.json has what others published, with sources, of layouts that the runtime here can have; some rows
-between these are as near. Its tables differ in what their layers do:
+tests/data/published_steps.json has what others published, with sources, of layouts that the runtime here can have; of the
+tables for H100s some rows, between which others are as near. They differ in what their layers do:
 
 - megatron-2021, megatron-2022: Megatron-LM on Selene. Attention of that time writes its scores and multiplies all of them,
   also those behind the diagonal; dropout everywhere. "selective" recomputes that attention alone; other element-wise work is
