@@ -43,18 +43,15 @@ class ImaginedGroup(Group):
     """Ranks that aren't there, of which this process stands for the first: for traces on tensors without values.
 
     Nothing is communicated, and results have any values. note(kind, nbytes) hears of each all_reduce, all_gather and
-    reduce_scatter, with the bytes of the whole tensor.
+    reduce_scatter, with the bytes of the whole tensor, and what it returns of when it is waited for.
     """
 
-    note: Callable[[str, int], None]
+    note: Callable[[str, int], Work]
 
 
-def _imagines(group: Group, kind: str, whole: Tensor) -> bool:
-    """Whether the group is imagined, which then hears of this collective."""
-    if isinstance(group, ImaginedGroup):
-        group.note(kind, whole.nbytes)
-        return True
-    return False
+def _imagined(group: Group, kind: str, whole: Tensor) -> Work | None:
+    """Of an imagined group, which hears of this collective, all that there is to wait for."""
+    return group.note(kind, whole.nbytes) if isinstance(group, ImaginedGroup) else None
 
 
 class Work(Protocol):
@@ -127,7 +124,9 @@ def all_reduce_max(tensor: Tensor, group: Group) -> Work:
 
 
 def _all_reduce(tensor: Tensor, group: Group, op: Any) -> Work:
-    if _imagines(group, "all_reduce", tensor) or group.handle is None:
+    if (imagined := _imagined(group, "all_reduce", tensor)) is not None:
+        return imagined
+    if group.handle is None:
         return DONE
     work = dist.all_reduce(tensor, op=op, group=group.handle, async_op=True)
     assert work is not None
@@ -141,8 +140,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
     """Start to sum `whole` [n * group.size] over the group, each rank its part into `shard` [n], maybe a part of whole."""
-    if _imagines(group, "reduce_scatter", whole):
-        return DONE
+    if (imagined := _imagined(group, "reduce_scatter", whole)) is not None:
+        return imagined
     if group.handle is None:
         if shard.data_ptr() != whole.data_ptr():
             shard.copy_(whole)
@@ -154,8 +153,8 @@ def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
 
 def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
     """Start to put every rank's `shard` [n] into `whole` [n * group.size] in group order; shard may be a part of it."""
-    if _imagines(group, "all_gather", whole):
-        return DONE
+    if (imagined := _imagined(group, "all_gather", whole)) is not None:
+        return imagined
     if group.handle is None:
         if shard.data_ptr() != whole.data_ptr():
             whole.copy_(shard)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-from parallel3d.comm.collectives import Group, ImaginedGroup
+from parallel3d.comm.collectives import Group, ImaginedGroup, Work
 from parallel3d.comm.environment import init_distributed
 from parallel3d.errors import TopologyError
 from parallel3d.topology import ProcessTopology
@@ -85,7 +85,7 @@ class ProcessGroups:
         return groups
 
     @classmethod
-    def imagined(cls, num_slices: int, note: Callable[[str, int], None]) -> ProcessGroups:
+    def imagined(cls, num_slices: int, note: Callable[[str, int], Work]) -> ProcessGroups:
         """Of a world that isn't there: the first of so many ranks that slice one layer, see ImaginedGroup.
 
         For layers that are traced; it joins no world, and leaves one that this process has joined alone.

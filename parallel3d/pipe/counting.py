@@ -85,15 +85,15 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _bytes_moved(kind: _Kind, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
     """Bytes that an operator reads and writes; of views and of memory that isn't written none."""
     if not written:
-        return sum(map(_size, read)) if kind.is_mutable else 0  # in place alone
+        return sum(map(bytes_of, read)) if kind.is_mutable else 0  # in place alone
     if not kind.writes:
         return 0
     if not kind.is_mutable:
         given = set(map(storage_of, read))
         if all(storage_of(tensor) in given for tensor in written):
             return 0  # a view that goes by another name
-    result = sum(map(_size, written))
-    return 2 * result if kind.name in _LOOKUPS else result + sum(map(_size, read))
+    result = sum(map(bytes_of, written))
+    return 2 * result if kind.name in _LOOKUPS else result + sum(map(bytes_of, read))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -119,6 +119,6 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _size(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
     """Bytes behind a tensor: of an expanded one those that are there."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

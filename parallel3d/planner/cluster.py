@@ -11,10 +11,11 @@ import networkx as nx
 class Device:
     """A kind of GPU (or CPU).
 
-    memory: bytes; peak_flops: dense bf16 of the data sheet, which MFU is measured by; gemm_flops, attention_flops: a second,
-    as sustained in training by large products of matrices and by fused attention, of which only the products that a causal
-    kernel really does are counted, those of its recomputation too; memory_bandwidth: bytes a second, read and written, that
-    element-wise kernels sustain; kernel_seconds: what any kernel takes beyond that.
+    memory: bytes; peak_flops: dense bf16 of the data sheet, which MFU is measured by; gemm_flops: a second, as sustained in
+    training by products of matrices, beyond the time that their operands and results take at memory_bandwidth, so that small
+    or narrow ones are slower; attention_flops: of fused attention, of which only the products that a causal kernel really does
+    are counted, those of its recomputation too; memory_bandwidth: bytes a second, read and written, in an addition of long
+    tensors; kernel_seconds: what any kernel takes beyond that.
     """
 
     name: str
@@ -48,10 +49,12 @@ class Cluster:
     are switches inside a host, "nic", "switch") and a `host`, None for a switch between hosts; each edge has `bandwidth`
     (bytes a second in each direction, as sustained), `latency` (seconds) and `kind` ("nvlink", "pcie", "nic", "network");
     where one message alone reaches less than all channels of a collective, also `message_bandwidth`.
-    overlap: by what factor compute is slower while a collective runs beside it.
+    overlap: by what factor compute is slower while a collective runs beside it; collective_seconds: what any collective takes
+    beyond its messages, to start on all ranks and to end.
     """
 
     name: str
     gpus: tuple[Gpu, ...]
     graph: nx.Graph
     overlap: float = 1.0
+    collective_seconds: float = 0.0

@@ -13,7 +13,7 @@ from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster import Cluster, Device
 from parallel3d.planner.cluster_graph import Host, build_cluster
 from parallel3d.planner.cluster_schema import DeviceSpec, GpusSpec, HostSpec, read_spec
-from parallel3d.planner.presets import DEVICES, MACHINES, OVERLAP, Catalogue
+from parallel3d.planner.presets import COLLECTIVE_SECONDS, DEVICES, MACHINES, OVERLAP, Catalogue
 
 
 def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
@@ -53,7 +53,8 @@ def _read(given: Mapping[str, Any], name: str) -> Cluster:
         for word, device in spec.devices.items():
             catalogue.add(_described(word, device, catalogue), device.base)
         hosts = [host for described in spec.hosts for host in _hosts(described, catalogue)]
-        return build_cluster(spec.name or name, hosts, spec, spec.overlap or OVERLAP)
+        started = COLLECTIVE_SECONDS if spec.collective_seconds is None else spec.collective_seconds
+        return build_cluster(spec.name or name, hosts, spec, spec.overlap or OVERLAP, started)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 

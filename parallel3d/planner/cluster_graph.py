@@ -61,7 +61,9 @@ def _check_indices(host: Host, indices: Iterable[int], key: str) -> None:
             raise ConfigError(f"host {host.name!r}: {key} name GPU {index} of {size}; the indices are 0 to {size - 1}")
 
 
-def build_cluster(name: str, hosts: Sequence[Host], spec: ClusterSpec, overlap: float) -> Cluster:
+def build_cluster(
+    name: str, hosts: Sequence[Host], spec: ClusterSpec, overlap: float, collective_seconds: float
+) -> Cluster:
     """The cluster of these hosts and of the switches and links of `spec`, the same in whatever order they come.
 
     Raises ConfigError for no GPUs, names twice or unknown, and GPUs that can't reach each other.
@@ -78,7 +80,7 @@ def build_cluster(name: str, hosts: Sequence[Host], spec: ClusterSpec, overlap: 
     _add_network(graph, ordered, spec.switches)
     _add_links(graph, spec.links)
     _check_reach(graph, ordered)
-    return Cluster(name, _gpus(graph, ordered), graph, overlap)
+    return Cluster(name, _gpus(graph, ordered), graph, overlap, collective_seconds)
 
 
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:

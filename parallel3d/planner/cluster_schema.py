@@ -160,10 +160,11 @@ class LinkSpec(_Described):
 
 
 class ClusterSpec(_Described):
-    """The file. overlap: see Cluster; measured: what the numbers were fitted to, for the reader."""
+    """The file. overlap, collective_seconds: see Cluster; measured: what the numbers were fitted to, for the reader."""
 
     name: str | None = None
     overlap: float | None = Field(default=None, ge=1)
+    collective_seconds: Seconds | None = None
     devices: Mapping[str, DeviceSpec] = {}
     hosts: tuple[HostSpec, ...]
     switches: tuple[SwitchSpec, ...] = ()

@@ -15,19 +15,20 @@ from parallel3d.planner.work import Work
 class LayerProfile:
     """A layer at one number of samples, on the first of its slices, whose share is the largest.
 
-    input_gradient and weight_gradient are what BACKWARD_INPUT and BACKWARD_WEIGHT do, together a BACKWARD; where it is
-    recomputed, input_gradient begins with another forward. inputs: bytes of the memory of each tensor that comes in; whole,
-    split: what it holds under schedules with whole backwards, and with split ones; parameters, frozen: by name, as built,
-    without memory; early: the parameters whose gradients come with BACKWARD_INPUT, as norms' do; buffers: bytes, as they are
-    cast; tables: bytes that its first forward makes for good, once for all alike; tie: key of a TiedLayerSpec; tied_gradient:
-    bytes of the gradient of what is tied that autograd holds until all layers of a chunk have added to it, 0 where none is;
-    loss: the loss function behind the last layer, whose work counts in this one.
+    input_gradient and weight_gradient are what BACKWARD_INPUT and BACKWARD_WEIGHT do, backward what a BACKWARD does; where it
+    is recomputed, input_gradient and backward begin with another forward. inputs: bytes of the memory of each tensor that
+    comes in; whole, split: what it holds under schedules with whole backwards, and with split ones; parameters, frozen: by
+    name, as built, without memory; early: the parameters whose gradients come with BACKWARD_INPUT, as norms' do; buffers:
+    bytes, as they are cast; tables: bytes that its first forward makes for good, once for all alike; tie: key of a
+    TiedLayerSpec; tied_gradient: bytes of the gradient of what is tied that autograd holds until all layers of a chunk have
+    added to it, 0 where none is; loss: the loss function behind the last layer, whose work counts in this one.
     """
 
     name: str
     forward: Work
     input_gradient: Work
     weight_gradient: Work
+    backward: Work
     inputs: tuple[int, ...]
     outputs: tuple[Boundary, ...]
     whole: LayerBytes
@@ -62,15 +63,10 @@ def recomputed(profile: LayerProfile) -> LayerProfile:
     again = profile.forward
     if profile.loss is not None:  # is behind all regions, and runs once
         loss = profile.loss.forward
-        again = replace(
-            again,
-            gemm_flops=again.gemm_flops - loss.gemm_flops,
-            attention_flops=again.attention_flops - loss.attention_flops,
-            moved=again.moved - loss.moved,
-            kernels=again.kernels - loss.kernels,
-            collectives=again.collectives[: len(again.collectives) - len(loss.collectives)],
-        )
-    return replace(profile, input_gradient=again + profile.input_gradient, recomputed=True)
+        own = again.exchanges[: len(again.exchanges) - len(loss.exchanges)]
+        again = replace(again.beyond(loss), exchanges=own)
+    inputs, both = again + profile.input_gradient, again + profile.backward
+    return replace(profile, input_gradient=inputs, backward=both, recomputed=True)
 
 
 class _Bends(Exception):
@@ -108,4 +104,4 @@ def extrapolated(one: LayerProfile, two: LayerProfile, steps: float) -> LayerPro
         return None
 
 
-_GROW = ("forward", "input_gradient", "weight_gradient", "inputs", "outputs", "whole", "split", "loss")
+_GROW = ("forward", "input_gradient", "weight_gradient", "backward", "inputs", "outputs", "whole", "split", "loss")

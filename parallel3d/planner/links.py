@@ -171,8 +171,11 @@ class Network:
         """A line for each algorithm; weights: bytes of each group's tensor, in units of the line's."""
         lines: list[_Line] = []
         single = all(len(group.shape) == 1 for group in alike)
+        started = np.zeros(len(weights))
+        for group in alike:
+            started[group.rows] = self.cluster.collective_seconds
         for algorithm in range(1 if single else 3):
-            line = _Line(np.zeros(len(weights)), np.zeros(len(weights)))
+            line = _Line(started.copy(), np.zeros(len(weights)))
             for sent in _phases(kind, alike, algorithm):
                 source, target, size, row = _messages(sent, weights)
                 latency, seconds, _ = self._send(source, target, size, row // per_trial)

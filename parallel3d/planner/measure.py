@@ -112,6 +112,9 @@ def describe(ranks: Sequence[Measured]) -> dict[str, Any]:
     described: dict[str, Any] = {"name": f"this host, {len(ranks)} x {ranks[0].device}"}
     if slowdowns := [rank.slowdown for rank in ranks if rank.slowdown is not None]:
         described["overlap"] = round(median(slowdowns), 3)
+        described["collective_seconds"] = (
+            0.0  # it is part of the latencies, that are fitted to these ranks' collectives
+        )
     return {**described, "devices": devices, "hosts": [host], "measured": _raw(ranks, transfers)}
 
 
@@ -124,12 +127,21 @@ def _device(ranks: Sequence[Measured]) -> dict[str, Any]:
         "memory": min(rank.memory for rank in ranks),
         # The data sheet's; of a device without one here, the fastest product.
         "peak_flops": median(bursts) if preset is None else preset.peak_flops,
-        "gemm_flops": median(rank.sustained for rank in ranks),
+        "gemm_flops": median(_without_operands(rank, fit[1]) for rank, fit in zip(ranks, fits, strict=True)),
         "attention_flops": median(max(rank.attention.values()) for rank in ranks),
         "memory_bandwidth": median(bandwidth for _, bandwidth in fits),
         "kernel_seconds": median(seconds for seconds, _ in fits),
     }
     return {name: value if name == "memory" else _rounded(value) for name, value in numbers.items()}
+
+
+def _without_operands(rank: Measured, bandwidth: float) -> float:
+    """FLOP/s of the product that was timed for longest, beyond what its operands and its result take, see Device."""
+    m, k, n, _ = rank.products[-1]
+    flops = 2.0 * m * k * n
+    seconds, itemsize = flops / rank.sustained, 4 if rank.device == "cpu" else 2
+    # Caches of a CPU may be faster than its memory: no more than half of the time.
+    return flops / max(seconds / 2, seconds - itemsize * (m * k + k * n + m * n) / bandwidth)
 
 
 def _medians(ranks: Sequence[Measured]) -> list[Transfer]:

@@ -21,9 +21,18 @@ from parallel3d.planner.model import PlannedModel
 from parallel3d.planner.parameters import stage_parameters
 from parallel3d.planner.profile import LayerProfile, ModelProfile
 from parallel3d.planner.result import StageMemory
-from parallel3d.planner.timing import Floats, LayoutLinks, Shape, StepCost, Times, chunk_times, layer_times
-from parallel3d.planner.work import Collective, CollectiveKind
-from parallel3d.schedule.builders import build, placement_of
+from parallel3d.planner.timing import (
+    Floats,
+    LayoutLinks,
+    Shape,
+    StepCost,
+    Times,
+    chunk_times,
+    compute_seconds,
+    layer_times,
+)
+from parallel3d.planner.work import Collective, CollectiveKind, Work
+from parallel3d.schedule.builders import WHOLE_BACKWARDS, build, placement_of
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.lowering import lower_training
 from parallel3d.schedule.simulate import Simulation, Timeline
@@ -192,11 +201,12 @@ class Predictor:
     def times(self, layout: RunLayout, links: LayoutLinks, device: Device, exactly: bool = True) -> Times:
         """Of each layer of the layout on one kind of device; else from what a single sample asks for."""
         numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
-        key = (numbers, device, id(links), exactly)
+        splits = layout.schedule not in WHOLE_BACKWARDS
+        key = (numbers, device, id(links), exactly, splits)
         if key not in self._times:
             layers = self.layers(layout if exactly else one_sample(layout))
             samples = 1 if exactly else layout.micro_batch or 1
-            self._times[key] = layer_times(layers, device, links.over_slices, samples)
+            self._times[key] = layer_times(layers, device, links.over_slices, samples, links.overlap, splits)
         return self._times[key]
 
     def predict(
@@ -222,6 +232,7 @@ class Predictor:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         else:
             buckets = rough_buckets(stages, len(placement))
+        times = _reducing(times, links, placement, buckets, policy)
         samples = 1 if exactly else layout.micro_batch or 1
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy, samples)
         simulation, timed = self._simulation(layout, buckets, policy, exactly, whole, compute)
@@ -490,6 +501,24 @@ def step_cost(
             for owners, numel in buckets.replicas
         ),
     )
+
+
+def _reducing(
+    times: Times, links: LayoutLinks, placement: Sequence[int], buckets: Buckets, policy: ZeroPolicy
+) -> Times:
+    """Where gradients are reduced in every micro-batch: backwards are slower beside that, and each rank adds up its part."""
+    replicas = links.shape[1]
+    if not policy.reduce_per_micro_batch or replicas == 1:
+        return times
+    slower, added = np.zeros(len(placement)), np.zeros(len(placement))
+    for c, (numels, stage) in enumerate(zip(buckets.of_chunk, placement, strict=True)):
+        reduced = sum(links.over_replicas("reduce_scatter", _wire_bytes(policy) * n, stage) for n in numels)
+        slower[c] = (links.overlap - 1.0) * reduced
+        # Read twice and written once, in the accumulators' dtype.
+        work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
+        added[c] = max(compute_seconds(work, device) for device in links.devices(stage))
+    exchanges = times.exchanges + np.stack([np.zeros_like(slower), np.zeros_like(slower), slower])
+    return replace(times, weight_gradient=times.weight_gradient + slower + added, exchanges=exchanges)
 
 
 def _gather_seconds(buckets: Sequence[float], forward: float) -> float:

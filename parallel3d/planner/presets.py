@@ -14,30 +14,33 @@ _GIB = 1 << 30
 
 
 # memory: what CUDA reports as total, a little less than the data sheet's. Data sheets are NVIDIA's. A card "sustains" what it
-# does for minutes at its power cap, not in the first milliseconds. "Best burst": the fastest bf16 product of any shape in
-# S. Bekman's table of maximum achievable matmul FLOPS (github.com/stas00/ml-engineering, compute/accelerator). Only the
-# H200's rates were measured; others are estimated as told, and every memory_bandwidth is 86-87% of its data sheet's.
+# does for minutes at its power cap, not in the first milliseconds; gemm_flops is without the time in which a product reads
+# and writes its operands, see Device. "Best burst": the fastest bf16 product of any shape in S. Bekman's table of maximum
+# achievable matmul FLOPS (github.com/stas00/ml-engineering, compute/accelerator). Only the H200's rates were measured; others
+# are estimated as told, and every memory_bandwidth is 86-87% of its data sheet's.
 _H200 = Device(
     name="H200",
     memory=int(139.81 * _GIB),
     peak_flops=989.4e12,  # data sheet: 1,979 with sparsity
-    # Measured on 4 cards over minutes: bursts of 695-819 TFLOP/s at a decoder's shapes fall to 657 at 700 W and 1.5 GHz.
-    gemm_flops=657e12,
-    # Measured with cuDNN, causal, 4096 tokens x 32 heads of 128: forward and backward in bursts of 385 TFLOP/s; a whole
-    # block loses 12% of its burst at the power cap, so this does too.
-    attention_flops=340e12,
+    # Measured on 4 cards over minutes: bursts of 695-819 TFLOP/s at a decoder's shapes fall to 657 at 700 W and 1.5 GHz where
+    # a card does nothing else, which is 718 without the operands' time; in a training's step, whose other kernels take less
+    # power, GEMMs run at 694, or 788 (tools/bench/results, "roofline"). Between the two, by steps without any bubble.
+    gemm_flops=730e12,
+    # Measured with cuDNN, causal, 4096 tokens x 32 heads of 128: forward and backward in bursts of 385 TFLOP/s, 390 in a
+    # training's step with a bubble of 8%.
+    attention_flops=365e12,
     memory_bandwidth=4.1e12,  # data sheet: 4.8 TB/s
     kernel_seconds=3e-6,  # ramp, tail and the gap to the next kernel of a queue that is never empty
 )
-# The H200's die and power cap, with five stacks of HBM3 instead of six of HBM3e. Best burst 794.5 TFLOP/s against 819 there.
-_H100 = replace(_H200, name="H100", memory=int(79.1 * _GIB), gemm_flops=640e12, memory_bandwidth=2.9e12)  # 3.35 TB/s
+# The H200's die and power cap, with five stacks of HBM3 instead of six of HBM3e, which leave it more of the power. Best burst
+# 794.5 TFLOP/s; 96% of it, by NVIDIA's published steps (tests/data/published_steps.json).
+_H100 = replace(_H200, name="H100", memory=int(79.1 * _GIB), gemm_flops=765e12, memory_bandwidth=2.9e12)  # 3.35 TB/s
 _A100 = Device(
     name="A100",
     memory=int(79.15 * _GIB),
     peak_flops=312e12,
-    # Best burst 271 TFLOP/s; 87% of it, which the H200 keeps of its mean burst. A sum of kernels, collectives and bubble by
-    # hand then has 22B, 175B, 530B and 1T of arXiv:2205.05198, table 5 (51-56% MFU), at +3, -6, -9 and -4% of their times.
-    gemm_flops=235e12,
+    # Best burst 271 TFLOP/s; 96% of it, by the published steps of arXiv:2205.05198 and arXiv:2104.04473.
+    gemm_flops=260e12,
     # FlashAttention-2 (arXiv:2307.08691) reports 50-73% of the peak; causal training at 4k tokens is near the lower end.
     attention_flops=170e12,
     memory_bandwidth=1.75e12,  # 2.039 TB/s
@@ -52,7 +55,7 @@ DEVICES: Mapping[str, Device] = {
         _A100,
         replace(_A100, name="A100-40GB", memory=int(39.39 * _GIB), memory_bandwidth=1.35e12),  # 1.555 TB/s
         # Best burst 253 TFLOP/s; 300 W instead of 400 W, so less of it lasts. 1.935 TB/s.
-        replace(_A100, name="A100-PCIe", gemm_flops=195e12, attention_flops=140e12, memory_bandwidth=1.67e12),
+        replace(_A100, name="A100-PCIe", gemm_flops=215e12, attention_flops=140e12, memory_bandwidth=1.67e12),
         # 350 W, 756 TFLOP/s and 2.0 TB/s. Estimated: at half the H200's power about 60% of its rate, since power falls faster
         # than the clock.
         replace(
@@ -60,7 +63,7 @@ DEVICES: Mapping[str, Device] = {
             name="H100-PCIe",
             memory=int(79.18 * _GIB),
             peak_flops=756e12,
-            gemm_flops=400e12,
+            gemm_flops=440e12,
             attention_flops=220e12,
             memory_bandwidth=1.75e12,
         ),
@@ -70,16 +73,16 @@ DEVICES: Mapping[str, Device] = {
             name="H100-NVL",
             memory=int(93.1 * _GIB),
             peak_flops=835e12,
-            gemm_flops=450e12,
+            gemm_flops=495e12,
             attention_flops=245e12,
             memory_bandwidth=3.4e12,
         ),
-        # 350 W, 362 TFLOP/s and 864 GB/s. Estimated at 60% of the peak.
+        # 350 W, 362 TFLOP/s and 864 GB/s. Estimated at two thirds of the peak.
         Device(
             name="L40S",
             memory=int(44.4 * _GIB),
             peak_flops=362e12,
-            gemm_flops=215e12,
+            gemm_flops=240e12,
             attention_flops=140e12,
             memory_bandwidth=0.75e12,
             kernel_seconds=4e-6,
@@ -97,9 +100,10 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 
-# By what factor products of matrices are slower while a collective runs beside them: estimated, for 16 of 132
-# multiprocessors that NCCL's rings over NVLink take.
-OVERLAP = 1.12
+# By what factor compute is slower while a collective runs beside it: NCCL's rings over NVLink take 16 of 132
+# multiprocessors, and bandwidth. By steps of 4 H200 that reduce gradients in every micro-batch beside ones that don't
+# (tools/bench/results: ZeRO-2 and ZeRO-1 of dp4), from which it would be 1.3 with all that this adds.
+OVERLAP = 1.2
 
 
 @dataclass(frozen=True)
@@ -142,9 +146,12 @@ _WIRING: Mapping[str, _Wiring] = {
     "cpu": _Wiring(2e9, 1.1e9, gpus_per_nic=64),
 }
 
-# Seconds that one edge adds to a message. Over an NVLink switch there are two: NCCL's ring all-reduce of 64 KiB over 4 H200
-# takes 31 us in 6 steps. From host to host there are two of PCIe and two of network cards: 14 us, as NCCL's own tuning has.
-LATENCY: Mapping[str, float] = {"nvlink": 2.5e-6, "pcie": 1e-6, "nic": 6e-6, "network": 0.5e-6}
+# What any collective takes beyond its messages, and seconds that one edge adds to a message. Over an NVLink switch there are
+# two edges: NCCL's ring all-reduce of 64 KiB over 4 H200 takes 31 us in 6 steps (measured), and over 8 GPUs in 14 steps not
+# twice as long but some 45 us, as nccl-tests has it. From host to host there are two of PCIe and two of network cards: 14 us,
+# as NCCL's own tuning has.
+COLLECTIVE_SECONDS = 20e-6
+LATENCY: Mapping[str, float] = {"nvlink": 0.9e-6, "pcie": 1e-6, "nic": 6e-6, "network": 0.5e-6}
 _CPU_LATENCY = 30e-6  # of sockets
 
 # Names that machines are sold by.

@@ -24,7 +24,7 @@ from parallel3d.planner.predict import Outlook, Predictor
 from parallel3d.planner.presets import preset_of
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.result import Prediction, StageMemory
-from parallel3d.planner.timing import Integers, compute_seconds
+from parallel3d.planner.timing import Integers, compute_seconds, exchange_seconds
 from parallel3d.planner.work import Work
 from parallel3d.schedule.builders import from_lists, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
@@ -33,7 +33,7 @@ _WORK = {
     Op.FORWARD: ("forward",),
     Op.BACKWARD_INPUT: ("input_gradient",),
     Op.BACKWARD_WEIGHT: ("weight_gradient",),
-    Op.BACKWARD: ("input_gradient", "weight_gradient"),
+    Op.BACKWARD: ("backward",),
 }
 _ENDS = {Op.SEND_ACTIVATION: 1, Op.SEND_GRADIENT: -1}
 _LINKS = (*_ENDS, Op.REDUCE_GRADS, Op.REDUCE_REPLICAS, Op.GATHER_PARAMS)
@@ -179,11 +179,14 @@ class Components:
             for work in (getattr(layer, name) for name in _WORK[i.op]):
                 parts["gemm"] += compute_seconds(Work(gemm_flops=work.gemm_flops), device)
                 parts["attention"] += compute_seconds(Work(attention_flops=work.attention_flops), device)
-                parts["element_wise"] += compute_seconds(Work(moved=work.moved), device)
+                # What products read and write goes over the memory too.
+                beside = Work(moved=work.moved, operands=work.operands, weights=work.weights)
+                parts["element_wise"] += compute_seconds(beside, device)
                 parts["kernels"] += compute_seconds(Work(kernels=work.kernels), device)
-                for collective in work.collectives:
+                for exchange in work.exchanges:
                     members = self._links.slice_groups(self._placement[i.chunk])
-                    parts[self._links.kind(members)] += self._links.over_slices(collective)
+                    waited = exchange_seconds(exchange, device, self._links.over_slices, self._links.overlap)
+                    parts[self._links.kind(members)] += waited
         return parts
 
     def _members(self, i: Instruction) -> Integers:

@@ -105,13 +105,18 @@ class Bounds:
         return _Least(float(forward.sum()), float(whole.sum()), float(whole.max()))
 
     def _of_layer(self, layer: LayerProfile, slices: int, samples: int, moved: float) -> tuple[float, float]:
-        works = (layer.forward, layer.input_gradient, layer.weight_gradient)
-        seconds = [self._of_work(replace(work, moved=moved * work.moved), slices, samples) for work in works]
-        return seconds[0], sum(seconds)
+        works = (layer.forward, layer.input_gradient, layer.weight_gradient, layer.backward)
+        shared = (replace(work, moved=moved * work.moved) for work in works)
+        forward, inputs, weights, backward = (self._of_work(work, slices, samples) for work in shared)
+        return forward, forward + min(inputs + weights, backward)
 
     def _of_work(self, work: Work, slices: int, samples: int) -> float:
         work = work.times(samples)
-        return compute_seconds(work, self._fastest) + sum(self._best(c, slices) for c in work.collectives)
+        waited = 0.0
+        for exchange in work.exchanges:
+            sent = sum(self._best(collective, slices) for collective, _ in exchange.parts)
+            waited += max(0.0, sent - sum(compute_seconds(beside, self._fastest) for _, beside in exchange.parts))
+        return compute_seconds(work, self._fastest) + waited
 
     def _best(self, collective: Collective, slices: int) -> float:
         """Seconds over one slice group that has its links for itself, of the best placed of some."""

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from parallel3d import rng
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import PartitionError
@@ -158,7 +160,9 @@ class SlicedTraces:
 
     def _run(self, trace: LayerTrace, x: Template, splits: bool) -> tuple[Traced, Template]:
         functions = cuda_functions() if self._model.device == "cuda" else nullcontext()
-        with self._fakes.mode, standing_for(self._model.device), functions:
+        # What a slice's own stream is seeded with is drawn, and such tensors' numbers can't be looked at.
+        seeds = patch.object(rng, "_own_seed", lambda index: index)
+        with self._fakes.mode, standing_for(self._model.device), functions, seeds:
             return trace.run(x, splits)
 
     def _ready(self, layer: Layer, module: Any, splittable: bool) -> tuple[LayerTrace, _Parts]:
@@ -167,18 +171,23 @@ class SlicedTraces:
         parts = _parts_of(module, precision.weights)
         with self._fakes.mode, self._fakes.device:
             parameters = [p for p in made_ready(module, self._fakes.device, precision.weights) if p.requires_grad]
-            self._attach(sink, parameters, parts)
+            accumulators = self._attach(sink, parameters, parts)
         if splittable and isinstance(module, nn.Module):
             make_splittable(module, sink)
-        return LayerTrace(bound(layer, module, None, None), parameters, sink, precision, self._watch), parts
+        function = bound(layer, module, None, None)
+        return LayerTrace(function, parameters, sink, precision, self._watch, accumulators), parts
 
-    def _attach(self, sink: GradientSink, parameters: Sequence[nn.Parameter], parts: _Parts) -> None:
+    def _attach(self, sink: GradientSink, parameters: Sequence[nn.Parameter], parts: _Parts) -> list[Tensor]:
+        """The accumulators."""
         policy = self._model.accumulators
+        found = []
         for parameter, (_, built) in zip(parameters, parts.parameters, strict=True):
             dtype = policy.accumulator_dtype(built.dtype)
             accumulator = torch.empty(parameter.shape, dtype=dtype)
             # Where autograd itself can't add, as in GradientReducer.
             sink.attach(parameter, accumulator if dtype == parameter.dtype else partial(_to_add_to, accumulator))
+            found.append(accumulator)
+        return found
 
     def _with_loss(self, last: LayerProfile, x: Template, labels: Any) -> LayerProfile:
         """The last layer's profile with the loss behind it."""
@@ -199,6 +208,7 @@ class SlicedTraces:
             last,
             forward=last.forward + own.forward,
             input_gradient=own.input_gradient + last.input_gradient,
+            backward=own.backward + last.backward,
             loss=own,
         )
 
@@ -220,6 +230,7 @@ def _made(
         split.forward,
         split.backward,
         split.weight,
+        whole.backward + whole.weight,
         split.inputs,
         split.outputs,
         whole.held,

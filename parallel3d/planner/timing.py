@@ -11,7 +11,7 @@ import numpy.typing as npt
 from parallel3d.planner.cluster import Device
 from parallel3d.planner.links import Network
 from parallel3d.planner.profile import LayerProfile
-from parallel3d.planner.work import Collective, CollectiveKind, Work
+from parallel3d.planner.work import Collective, CollectiveKind, Exchange, Work
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.simulate import Cost
 
@@ -20,14 +20,34 @@ Integers = npt.NDArray[np.int64]
 Shape = tuple[int, int, int]  # ranks along pipe, data, model
 
 
+# Of the bandwidth at which a device adds long tensors, what the kernels of layers reach: they reduce over rows, read with
+# strides, or are short. From a decoder's steps on 4 H200, eager and compiled, whose difference is such kernels alone
+# (2.4 of 4.1 TB/s), and compiled ones by themselves (1.6 TB/s, of fewer bytes than are really moved); 22B's layer of
+# arXiv:2205.05198, table 4, on A100s has 0.8.
+_OF_BANDWIDTH = 0.7
+
+
 def compute_seconds(work: Work, device: Device) -> float:
     """What the device itself takes for the work, without its collectives."""
     return (
         work.gemm_flops / device.gemm_flops
         + work.attention_flops / device.attention_flops
-        + work.moved / device.memory_bandwidth
+        + (work.operands + work.weights) / device.memory_bandwidth
+        + work.moved / (_OF_BANDWIDTH * device.memory_bandwidth)
         + work.kernels * device.kernel_seconds
     )
+
+
+def exchange_seconds(
+    exchange: Exchange, device: Device, over_slices: Callable[[Collective], float], overlap: float
+) -> float:
+    """By which an exchange makes its work longer: what is waited for, and what is slower beside it."""
+    computed = sent = beside = 0.0
+    for collective, work in exchange.parts:
+        sent = max(sent, computed) + over_slices(collective)
+        computed += compute_seconds(work, device)
+        beside += over_slices(collective)
+    return max(0.0, sent - computed) + (overlap - 1.0) * min(beside, computed)
 
 
 class LayoutLinks:
@@ -43,6 +63,11 @@ class LayoutLinks:
         self._roughly = roughly
         self._known: dict[tuple[object, ...], float] = {}
         self._devices: dict[int, list[Device]] = {}
+
+    @property
+    def overlap(self) -> float:
+        """See Cluster."""
+        return self.network.cluster.overlap
 
     def devices(self, stage: int) -> list[Device]:
         """The kinds of device that a stage lies on."""
@@ -122,15 +147,33 @@ class Times:
 
 
 def layer_times(
-    layers: Sequence[LayerProfile], device: Device, over_slices: Callable[[Collective], float], times: int = 1
+    layers: Sequence[LayerProfile],
+    device: Device,
+    over_slices: Callable[[Collective], float],
+    times: int = 1,
+    overlap: float = 1.0,
+    splits: bool = True,
 ) -> Times:
-    """Of each layer on a device. over_slices: seconds of a collective; times: see Work.times."""
+    """Of each layer on a device. over_slices: seconds of a collective; times: see Work.times; overlap: see Cluster.
+
+    splits: whether backwards are split: of a whole one, what hides its exchanges counts for both of its parts alike.
+    """
+
+    def seconds(work: Work) -> tuple[float, float]:
+        work = work.times(times)
+        waited = sum(exchange_seconds(exchange, device, over_slices, overlap) for exchange in work.exchanges)
+        return compute_seconds(work, device), waited
+
     known: dict[int, tuple[list[float], list[float]]] = {}
     for layer in layers:
         if id(layer) not in known:
-            works = [work.times(times) for work in (layer.forward, layer.input_gradient, layer.weight_gradient)]
-            exchanged = [sum(map(over_slices, work.collectives)) for work in works]
-            computed = [compute_seconds(work, device) for work in works]
+            works = (layer.forward, layer.input_gradient, layer.weight_gradient)
+            computed, exchanged = (list(column) for column in zip(*map(seconds, works), strict=True))
+            if not splits:
+                both, waited = seconds(layer.backward)
+                parts = sum(computed[1:])
+                computed[1:] = [both * part / parts if parts else 0.0 for part in computed[1:]]
+                exchanged[1:] = [waited, 0.0]
             known[id(layer)] = ([c + e for c, e in zip(computed, exchanged, strict=True)], exchanged)
     of_works = np.array([known[id(layer)][0] for layer in layers]).T
     return Times(of_works[0], of_works[1], of_works[2], np.array([known[id(layer)][1] for layer in layers]).T)

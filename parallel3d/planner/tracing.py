@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from parallel3d.gradient_sink import GradientSink
+from parallel3d.pipe.counting import storage_of
 from parallel3d.pipe.entry import Entry
 from parallel3d.planner.watch import Memory, Watch
 from parallel3d.planner.work import Work
@@ -172,7 +173,8 @@ def _held(memories: Sequence[Memory]) -> frozenset[int]:
 class LayerTrace:
     """Traces a layer, with its weights as they are trained.
 
-    function: runs it; parameters: those to train, whose gradients `sink` takes; watch: counts, the collectives too.
+    function: runs it; parameters: those to train, whose gradients `sink` takes; watch: counts, the collectives too;
+    accumulators: that the sink's gradients are added to.
     """
 
     def __init__(
@@ -182,13 +184,16 @@ class LayerTrace:
         sink: GradientSink,
         precision: Precision,
         watch: Watch,
+        accumulators: Sequence[Tensor] = (),
     ):
         self._function, self._parameters, self._sink = function, list(parameters), sink
+        self._weights = frozenset(map(storage_of, (*parameters, *accumulators)))
         self._precision, self._watch = precision, watch
 
     def run(self, inputs: Template, splits: bool) -> tuple[Traced, Template]:
         """One forward and one backward, split in two if `splits`; also what the layer returns, to be made anew."""
         one = _Pass(self._watch)
+        self._watch.weights = self._weights
         self._sink.open()
         with torch.enable_grad():
             returned = one.forward(inputs, self._call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel3d.pipe.counting import OpCost, cost_of, tensors_of
+from parallel3d.pipe.counting import OpCost, bytes_of, cost_of, storage_of, tensors_of
 from parallel3d.pipe.fakes import refuse_collective
-from parallel3d.planner.work import Collective, Work
+from parallel3d.planner.work import Collective, Exchange, Work
 
 # For messages of layers that communicate by themselves.
 INSTEAD = "communicate by parallel3d.tensor_parallel alone"
@@ -43,7 +44,7 @@ class Memory:
 
 class Watch(TorchDispatchMode):
     """Counts what runs inside. nbytes: of the storages that operators inside made and that are alive; peak: the most of them,
-    with what an operator takes for itself.
+    with what an operator takes for itself; weights: storages of weights and of their gradients' accumulators, see Work.
 
     fuses: whether torch.compile runs the layers. Then all that lies between products of matrices, attention, collectives and
     kernels of this project's own counts as one kernel, which reads what comes from outside once and writes what outlives it;
@@ -52,13 +53,17 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, fuses: bool = False):
         super().__init__()
+        self.weights: frozenset[int] = frozenset()
         self.nbytes = self.peak = 0
         self.others = self.peak_with_others = 0
         self._fuses = fuses
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._gemm = self._attention = self._moved = 0.0
+        self._gemm = self._attention = self._moved = self._operands = self._weights = 0.0
         self._kernels = 0
-        self._collectives: list[Collective] = []
+        self._exchanges: list[Exchange] = []
+        self._parts: list[tuple[Collective, Work]] = []  # of the exchange under way
+        self._awaited = 0
+        self._before = Work()  # what was counted when its last collective started
         # Of the fused kernel under way: bytes of what it reads from outside, and of what it makes, not counted yet.
         self._read: dict[int, int] = {}
         self._pending: dict[int, int] = {}
@@ -81,6 +86,8 @@ class Watch(TorchDispatchMode):
         if not joins and any(cost):
             self._end_kernel()
             self._count(cost)
+            if cost.gemm_flops:
+                self._count_operands([*tensors_of(args), *written])
         self._see(read, written, joins)
         if cost.attention_flops:
             self.note_need(_attention_workspace(function, args))
@@ -134,6 +141,14 @@ class Watch(TorchDispatchMode):
         self._moved += cost.moved
         self._kernels += 1
 
+    def _count_operands(self, tensors: Sequence[Tensor]) -> None:
+        """Each is read or written once; an accumulator is among them twice, for it is both."""
+        for tensor in tensors:
+            if storage_of(tensor) in self.weights:
+                self._weights += bytes_of(tensor)
+            else:
+                self._operands += bytes_of(tensor)
+
     def _end_kernel(self) -> None:
         if self._read or self._pending:
             written = sum(self._pending.values())
@@ -143,20 +158,65 @@ class Watch(TorchDispatchMode):
             self._pending.clear()
             self._add(written)
 
-    def note(self, kind: str, nbytes: int) -> None:
-        """A collective of the slice group."""
+    def note(self, kind: str, nbytes: int) -> Noted:
+        """A collective of the slice group starts."""
         self._end_kernel()
+        self._credit()
         kinds: Any = kind
-        self._collectives.append(Collective(kinds, nbytes))
+        self._parts.append((Collective(kinds, nbytes), Work()))
+        self._awaited += 1
+        return Noted(self._waited)
+
+    def _waited(self) -> None:
+        self._end_kernel()
+        self._awaited -= 1
+        if not self._awaited:
+            self._end_exchange()
+
+    def _credit(self) -> None:
+        """What was computed since the last collective's start goes on behind it."""
+        now = self._counted()
+        if self._parts:
+            collective, _ = self._parts[-1]
+            self._parts[-1] = collective, now.beyond(self._before)
+        self._before = now
+
+    def _end_exchange(self) -> None:
+        self._credit()
+        self._exchanges.append(Exchange(tuple(self._parts)))
+        self._parts = []
+
+    def _counted(self) -> Work:
+        return Work(self._gemm, self._attention, self._moved, self._kernels, self._operands, self._weights)
 
     def take(self) -> Work:
         """What was counted since the last call."""
         self._end_kernel()
-        work = Work(self._gemm, self._attention, self._moved, self._kernels, tuple(self._collectives))
-        self._gemm = self._attention = self._moved = 0.0
+        if self._parts:
+            self._awaited = 0
+            self._end_exchange()
+        work = replace(self._counted(), exchanges=tuple(self._exchanges))
+        self._gemm = self._attention = self._moved = self._operands = self._weights = 0.0
         self._kernels = 0
-        self._collectives = []
+        self._exchanges = []
         return work
+
+
+class Noted:
+    """A collective of ranks that aren't there, to be waited for."""
+
+    def __init__(self, waited: Callable[[], None]):
+        self._waited: Callable[[], None] | None = waited
+
+    def is_completed(self) -> bool:
+        """See Work of comm."""
+        return self._waited is None
+
+    def wait(self) -> None:
+        """See Work of comm."""
+        waited, self._waited = self._waited, None
+        if waited is not None:
+            waited()
 
 
 def _attention_workspace(function: Any, args: Any) -> int:

@@ -21,14 +21,17 @@ class Work:
     """What a device does.
 
     gemm_flops: of products of matrices; attention_flops: of fused attention; moved: bytes that all other kernels read and
-    write; kernels: how many are launched; collectives: over the slice group, which the work waits for.
+    write; kernels: how many are launched; operands: bytes that products of matrices read and write, but for weights: those of
+    weights and their gradients, the same for any number of samples; exchanges: over the slice group.
     """
 
     gemm_flops: float = 0.0
     attention_flops: float = 0.0
     moved: float = 0.0
     kernels: float = 0.0
-    collectives: tuple[Collective, ...] = ()
+    operands: float = 0.0
+    weights: float = 0.0
+    exchanges: tuple[Exchange, ...] = ()
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -36,7 +39,9 @@ class Work:
             self.attention_flops + other.attention_flops,
             self.moved + other.moved,
             self.kernels + other.kernels,
-            self.collectives + other.collectives,
+            self.operands + other.operands,
+            self.weights + other.weights,
+            self.exchanges + other.exchanges,
         )
 
     def times(self, samples: int) -> Work:
@@ -46,10 +51,43 @@ class Work:
             gemm_flops=samples * self.gemm_flops,
             attention_flops=samples * self.attention_flops,
             moved=samples * self.moved,
-            collectives=tuple(Collective(c.kind, samples * c.nbytes) for c in self.collectives),
+            operands=samples * self.operands,
+            exchanges=tuple(exchange.times(samples) for exchange in self.exchanges),
+        )
+
+    def beyond(self, before: Work) -> Work:
+        """What is more than `before`, exchanges aside."""
+        return Work(
+            self.gemm_flops - before.gemm_flops,
+            self.attention_flops - before.attention_flops,
+            self.moved - before.moved,
+            self.kernels - before.kernels,
+            self.operands - before.operands,
+            self.weights - before.weights,
         )
 
     @property
     def flops(self) -> float:
         """Of all matrix products."""
         return self.gemm_flops + self.attention_flops
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Of all exchanges."""
+        return tuple(collective for exchange in self.exchanges for collective, _ in exchange.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Collectives under way, from the first one's start until the last of them is waited for.
+
+    parts: each collective, one after the other on the links, with what of the device's work goes on behind its start, until
+    the next one's or the end. It is part of the Work that the exchange belongs to.
+    """
+
+    parts: tuple[tuple[Collective, Work], ...]
+
+    def times(self, samples: int) -> Exchange:
+        """See Work."""
+        grown = ((Collective(c.kind, samples * c.nbytes), beside.times(samples)) for c, beside in self.parts)
+        return Exchange(tuple(grown))

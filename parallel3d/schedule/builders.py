@@ -165,6 +165,9 @@ def _looped_zero_bubble(
     return looped_zero_bubble(num_stages, num_micro_batches, num_chunks, max_in_flight)
 
 
+# Of BUILDERS, those that never split a backward.
+WHOLE_BACKWARDS = ("1f1b", "gpipe", "interleaved")
+
 BUILDERS: dict[str, Callable[..., Program]] = {
     "1f1b": _one_f_one_b,
     "gpipe": gpipe,
