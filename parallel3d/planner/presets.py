@@ -32,14 +32,14 @@ _H200 = Device(
     memory_bandwidth=4.1e12,  # data sheet: 4.8 TB/s
     kernel_seconds=3e-6,  # ramp, tail and the gap to the next kernel of a queue that is never empty
 )
-# The H200's die and power cap, with five stacks of HBM3 instead of six of HBM3e, which leave it more of the power. Best burst
-# 794.5 TFLOP/s; 96% of it, by NVIDIA's published steps (tests/data/published_steps.json).
+# The H200's die and power cap, with five stacks of HBM3 instead of six of HBM3e. Best burst 794.5 TFLOP/s; 96% of it,
+# fitted to NVIDIA's published steps (tests/data/published_steps.json).
 _H100 = replace(_H200, name="H100", memory=int(79.1 * _GIB), gemm_flops=765e12, memory_bandwidth=2.9e12)  # 3.35 TB/s
 _A100 = Device(
     name="A100",
     memory=int(79.15 * _GIB),
     peak_flops=312e12,
-    # Best burst 271 TFLOP/s; 96% of it, by the published steps of arXiv:2205.05198 and arXiv:2104.04473.
+    # Best burst 271 TFLOP/s; 96% of it, fitted to the published steps of arXiv:2205.05198 and arXiv:2104.04473.
     gemm_flops=260e12,
     # FlashAttention-2 (arXiv:2307.08691) reports 50-73% of the peak; causal training at 4k tokens is near the lower end.
     attention_flops=170e12,
@@ -147,9 +147,9 @@ _WIRING: Mapping[str, _Wiring] = {
 }
 
 # What any collective takes beyond its messages, and seconds that one edge adds to a message. Over an NVLink switch there are
-# two edges: NCCL's ring all-reduce of 64 KiB over 4 H200 takes 31 us in 6 steps (measured), and over 8 GPUs in 14 steps not
-# twice as long but some 45 us, as nccl-tests has it. From host to host there are two of PCIe and two of network cards: 14 us,
-# as NCCL's own tuning has.
+# two edges: NCCL's ring all-reduce of 64 KiB over 4 H200 takes 31 us in 6 steps (measured); how much of that is a step's is
+# estimated, so that 14 steps over 8 GPUs take 45 us and not twice as long. From host to host there are two of PCIe and two of
+# network cards: 14 us, as NCCL's own tuning has.
 COLLECTIVE_SECONDS = 20e-6
 LATENCY: Mapping[str, float] = {"nvlink": 0.9e-6, "pcie": 1e-6, "nic": 6e-6, "network": 0.5e-6}
 _CPU_LATENCY = 30e-6  # of sockets

@@ -5,11 +5,15 @@ tables for H100s some rows, between which others are as near. They differ in wha
 
 - megatron-2021, megatron-2022: Megatron-LM on Selene. Attention of that time writes its scores and multiplies all of them,
   also those behind the diagonal; dropout everywhere. "selective" recomputes that attention alone; other element-wise work is
-  fused here as torch.compile does it, about as much as its jitted kernels did. The 2021 code waited for the all-reduces of
-  backwards, which were put behind weights' gradients later. Its table has FLOP/s by formula 3 of the paper instead of seconds.
+  fused here as torch.compile does it, about as much as its jitted kernels did. The 2021 code is taken to have waited for the
+  all-reduces of backwards, which the 2022 paper has behind weights' gradients. Its table has FLOP/s, by formula 3 of the paper,
+  instead of seconds.
 - gpt3: dropout, fused attention. nemotron4: squared ReLU counts as ReLU, rotary positions turn all of a head instead of half;
   "selective" recomputes the fused attention. gpt3 and the smaller nemotron4 hide more of the slices' communication than the
   runtime here does.
+
+One rate of products for each kind of GPU is fitted to these steps (planner/presets.py), as are timing._OF_BANDWIDTH and OVERLAP
+to those measured; nothing is fitted to a single case.
 
 Left out: Megatron-LM's own table for H100s, a picture; NeMo's and Megatron Bridge's tables, of FP8, or with parallel contexts
 or experts. Of nemotron4-15b, what the runtime here does otherwise: tp4 with 4 samples a micro-batch, 2.81 s on 16 GPUs, is
