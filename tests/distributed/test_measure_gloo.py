@@ -38,7 +38,7 @@ def test_two_processes_measure_a_cluster_that_loads(tmp_path):
         begin = time.perf_counter()
         a @ b
         times.append(time.perf_counter() - begin)
-    assert 0.1 < device.gemm_flops / (2 * 128 * 256 * 256 / sorted(times)[100]) < 10
+    assert 0.02 < device.gemm_flops / (2 * 128 * 256 * 256 / sorted(times)[100]) < 50
     assert 1e-8 < device.kernel_seconds < 1e-3
     assert 1e8 < device.memory_bandwidth < 1e12
     link = cluster.graph.edges["host/gpu0", "host/pcie"]
