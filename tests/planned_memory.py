@@ -18,8 +18,8 @@ from parallel3d.pipe import PipelineModule
 from parallel3d.planner.configure import configuration
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.parameters import stage_parameters
-from parallel3d.planner.predict import make_buckets, training_program
 from parallel3d.planner.profile import ModelProfile
+from parallel3d.planner.program import make_buckets, training_program
 from parallel3d.planner.result import StageMemory
 from parallel3d.schedule.builders import placement_of
 from parallel3d.schedule.instructions import SEND_OPS, Program

@@ -104,11 +104,11 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.global_batch is None or options.top < 1:
         raise ConfigError(f"--global-batch is {options.global_batch}, --top {options.top}; give numbers of 1 or more")
+    fixed = None if options.explain is None else parse_run_layout(options.explain)
     question = Question(model, cluster, options.global_batch, options.top, calibration=calibration)
     result = Planner(question).answer()
     show(result, console)
-    if options.explain is not None:
-        fixed = parse_run_layout(options.explain)
+    if fixed is not None:
         explained = Planner(Question(model, cluster, options.global_batch, 1, fixed, calibration)).answer()
         explain(result, explained, console)
     written = [*write_report(result, out)]

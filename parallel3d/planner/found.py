@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel3d.planner.predict import Outlook, Predictor
+from parallel3d.planner.outlook import Outlook
+from parallel3d.planner.predict import Predictor
 from parallel3d.planner.result import Prediction, StageMemory
 from parallel3d.planner.timing import Shape
 

@@ -22,8 +22,9 @@ from parallel3d.planner.corrected import corrected
 from parallel3d.planner.found import Found, prediction_of
 from parallel3d.planner.links import Network
 from parallel3d.planner.model import PlannedModel
+from parallel3d.planner.outlook import Outlook
 from parallel3d.planner.placement import place
-from parallel3d.planner.predict import Outlook, Predictor
+from parallel3d.planner.predict import Predictor
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.result import PlanResult, RankPlace, TimelineSpan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,146 +15,41 @@ from parallel3d.partition.chain import layer_chain
 from parallel3d.partition.split import partition_layers
 from parallel3d.planner.calibration import Calibration, PredictedMemory
 from parallel3d.planner.cluster import Device
+from parallel3d.planner.costs import reducing, reductions, step_cost
 from parallel3d.planner.links import Network
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.model import PlannedModel
+from parallel3d.planner.outlook import Outlook
 from parallel3d.planner.parameters import stage_parameters
 from parallel3d.planner.profile import LayerProfile, ModelProfile
+from parallel3d.planner.program import Buckets, lowered, make_buckets, rough_buckets, training_program
 from parallel3d.planner.result import StageMemory
 from parallel3d.planner.timing import (
     Floats,
     LayoutLinks,
     Shape,
-    StepCost,
     Times,
     chunk_times,
-    compute_seconds,
     layer_times,
 )
-from parallel3d.planner.work import Collective, CollectiveKind, Work
-from parallel3d.schedule.builders import WHOLE_BACKWARDS, build, placement_of
-from parallel3d.schedule.instructions import Instruction, Op, Program
-from parallel3d.schedule.lowering import lower_training
-from parallel3d.schedule.simulate import Simulation, Timeline
-from parallel3d.zero.buckets import Owners, by_owners, lay_out
+from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
+from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.simulate import Simulation
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
 # Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
 _MOST_STEPS, _MOST_STEPS_WHOLE = 256, 2048
-# In a rough prediction a chunk has so many gradient buckets, and the pipeline is filled so many times.
-_ROUGH_BUCKETS, _ROUGH_ROUNDS = 4, 2
+# In a rough prediction the pipeline is filled so many times.
+_ROUGH_ROUNDS = 2
 _LONG = 16  # stages
 _MANY = 1 << 30  # elements
 _SMALL = 256  # ranks; on more, a rough prediction takes all stages' links to be alike
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """The gradient buckets of a split model. of_chunk: elements of each bucket of each chunk; replicas: those that several
-    chunks hold, (owners, elements) in the order in which REDUCE_REPLICAS counts them.
-    """
-
-    of_chunk: tuple[tuple[int, ...], ...]
-    replicas: tuple[tuple[Owners, int], ...]
-
-
-def make_buckets(
-    stages: Sequence[Sequence[ParameterInfo]], num_chunks: int, policy: ZeroPolicy, num_replicas: int
-) -> Buckets:
-    """As the stages' reducers make them. stages: parameters, see stage_parameters."""
-    shards = num_replicas if policy.stage > 0 else 1
-    found: dict[Owners, list[int]] = {}
-    for parameters in stages:
-        for owners, infos in by_owners(parameters).items():
-            laid = lay_out(infos, policy, shards)
-            found[owners] = [layout.numel for alike in laid for layout in alike.layouts]
-    replicas = [(owners, numel) for owners in sorted(found) if len(owners) > 1 for numel in found[owners]]
-    return Buckets(tuple(tuple(found.get((c,), ())) for c in range(num_chunks)), tuple(replicas))
-
-
-def rough_buckets(stages: Sequence[Sequence[ParameterInfo]], num_chunks: int) -> Buckets:
-    """As many elements in few buckets."""
-    found: dict[Owners, int] = {}
-    for parameters in stages:
-        own: dict[Owners, int] = {}
-        for info in parameters:
-            own[info.owners] = own.get(info.owners, 0) + info.parameter.numel()
-        found.update(own)
-    parts = [found.get((c,), 0) // _ROUGH_BUCKETS for c in range(num_chunks)]
-    replicas = [(owners, numel) for owners, numel in sorted(found.items()) if len(owners) > 1]
-    return Buckets(tuple((part,) * _ROUGH_BUCKETS for part in parts), tuple(replicas))
-
-
 def one_sample(layout: RunLayout) -> RunLayout:
     """The same with micro-batches of a single sample: what a rough prediction looks at."""
     return replace(layout, micro_batch=1)
-
-
-def training_program(layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int) -> Program:
-    """What the executor runs of a layout of which nothing is left open."""
-    assert layout.schedule is not None
-    assert layout.chunks is not None
-    assert layout.placement is not None
-    compute = build(layout.schedule, layout.stages, num_micro_batches, layout.chunks, layout.placement)
-    return lowered(compute, layout, buckets, policy)
-
-
-def lowered(compute: Program, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy) -> Program:
-    """A schedule's compute with what the executor runs beside it."""
-    return lower_training(
-        compute,
-        [len(numels) for numels in buckets.of_chunk],
-        [owners for owners, _ in buckets.replicas],
-        policy.stage > 0 and layout.replicas > 1,
-        policy.reduce_per_micro_batch,
-    )
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """What is predicted of a layout, uncorrected parts and all.
-
-    makespan: of the pipeline's program, whose timeline is of `timed` micro-batches where it has too many to be simulated;
-    exact: whether it is of every gradient bucket and of micro-batches as large as they are; optimizer: seconds; exposed: of
-    the makespan's seconds those that go when all links take no time; critical_path: of the timeline, where it is exact;
-    reductions: of each chunk the collectives over its replicas, with how often they run in a step.
-    """
-
-    layout: RunLayout
-    bounds: tuple[int, ...]
-    links: LayoutLinks
-    program: Program
-    cost: StepCost
-    timeline: Timeline
-    timed: int
-    exact: bool
-    makespan: float
-    exposed: float
-    critical_path: tuple[tuple[Instruction, float], ...]
-    optimizer: float
-    seconds: float
-    reductions: tuple[tuple[tuple[Collective, float], ...], ...]
-
-    @property
-    def bubble(self) -> float:
-        """Share of stages x makespan in which no forward or backward runs."""
-        return 1.0 - self._computing(self.cost.times.total) / self.makespan
-
-    def _computing(self, of_chunks: Floats) -> float:
-        """Seconds of a step, the mean of stages."""
-        return float(of_chunks.sum()) * (self.layout.micro_batches or 1) / self.layout.stages
-
-    def breakdown(self) -> dict[str, float]:
-        """Seconds of a step by what takes them, the mean of stages."""
-        alone = self.cost.without_links().times
-        parts = {
-            "forward": self._computing(alone.forward),
-            "backward": self._computing(alone.input_gradient + alone.weight_gradient),
-            "exposed communication": self.exposed,
-            "optimizer": self.optimizer,
-        }
-        return {**parts, "bubble": max(0.0, self.makespan + self.optimizer - sum(parts.values()))}
 
 
 class Predictor:
@@ -232,7 +127,7 @@ class Predictor:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         else:
             buckets = rough_buckets(stages, len(placement))
-        times = _reducing(times, links, placement, buckets, policy)
+        times = reducing(times, links, placement, buckets, policy)
         samples = 1 if exactly else layout.micro_batch or 1
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy, samples)
         simulation, timed = self._simulation(layout, buckets, policy, exactly, whole, compute)
@@ -240,11 +135,7 @@ class Predictor:
         untimed, alone = layout.micro_batches - timed, cost.without_links()
         makespan = timeline.makespan + untimed * _pace(times, placement)
         exposed = makespan - simulation.makespan(alone.cost()) - untimed * _pace(alone.times, placement)
-        optimizer = self.calibration.factors["optimizer"].value * max(
-            self._update_traffic(own, policy, layout.replicas, exactly)
-            / min(device.memory_bandwidth for device in links.devices(stage))
-            for stage, own in enumerate(stages)
-        )
+        optimizer = self._optimizer_seconds(stages, policy, links, exactly)
         return Outlook(
             layout,
             bounds,
@@ -259,7 +150,7 @@ class Predictor:
             tuple(simulation.critical_path(cost.cost())) if exactly else (),
             optimizer,
             makespan + optimizer + self.calibration.fixed.value,
-            _reductions(layout, buckets, policy),
+            reductions(layout, buckets, policy),
         )
 
     def held(self, slices: int, sequence_parallel: bool, recompute: int) -> int:
@@ -284,7 +175,7 @@ class Predictor:
             return computing
         buckets = rough_buckets(self._stage_parameters(layout, bounds, placement), len(placement))
         exchanging = [0.0] * layout.stages
-        for stage, collectives in zip(placement, _reductions(layout, buckets, self.policy(layout)), strict=True):
+        for stage, collectives in zip(placement, reductions(layout, buckets, self.policy(layout)), strict=True):
             exchanging[stage] += sum(n * links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
         return max(computing, *exchanging)
 
@@ -314,6 +205,16 @@ class Predictor:
             layers = self.profile.layers(layout.slices, layout.sequence_parallel)
             self._parameters[key] = stage_parameters(self.profile.specs, layers, bounds, placement)
         return self._parameters[key]
+
+    def _optimizer_seconds(
+        self, stages: Sequence[Sequence[ParameterInfo]], policy: ZeroPolicy, links: LayoutLinks, exactly: bool
+    ) -> float:
+        """Of the slowest stage's step. stages: their parameters."""
+        return self.calibration.factors["optimizer"].value * max(
+            self._update_traffic(own, policy, links.shape[1], exactly)
+            / min(device.memory_bandwidth for device in links.devices(stage))
+            for stage, own in enumerate(stages)
+        )
 
     def _update_traffic(
         self, parameters: Sequence[ParameterInfo], policy: ZeroPolicy, num_replicas: int, exactly: bool
@@ -439,95 +340,3 @@ def _pace(times: Times, placement: Sequence[int]) -> float:
     """Seconds by which one micro-batch more makes a full pipeline's step longer: what its busiest stage computes."""
     loads = np.bincount(np.asarray(placement), weights=times.total)
     return float(loads.max())
-
-
-# What travels between replicas: gradients as they are accumulated, weights as layers compute with them.
-def _wire_bytes(policy: ZeroPolicy) -> int:
-    return (policy.communication_dtype or policy.accumulator_dtype(torch.float32)).itemsize
-
-
-def _weight_bytes(policy: ZeroPolicy) -> int:
-    return (policy.weight_dtype or torch.float32).itemsize
-
-
-def _reductions(
-    layout: RunLayout, buckets: Buckets, policy: ZeroPolicy
-) -> tuple[tuple[tuple[Collective, float], ...], ...]:
-    if layout.replicas == 1:
-        return ((),) * len(buckets.of_chunk)
-    times = float(layout.micro_batches or 1) if policy.reduce_per_micro_batch else 1.0
-    found: list[tuple[tuple[Collective, float], ...]] = []
-    for numels in buckets.of_chunk:
-        gradients, weights = _wire_bytes(policy) * sum(numels), _weight_bytes(policy) * sum(numels)
-        if policy.stage == 0:
-            found.append(((Collective("all_reduce", gradients), times),))
-        else:
-            scattered = Collective("reduce_scatter", gradients)
-            found.append(((scattered, times), (Collective("all_gather", weights), 1.0)))
-    return tuple(found)
-
-
-def step_cost(
-    layout: RunLayout,
-    links: LayoutLinks,
-    layers: Sequence[LayerProfile],
-    bounds: Sequence[int],
-    placement: Sequence[int],
-    times: Times,
-    buckets: Buckets,
-    policy: ZeroPolicy,
-    samples: int = 1,
-) -> StepCost:
-    """Seconds of each instruction. bounds: of chunks in layers; placement: the stage of each; samples: of a micro-batch,
-    whose messages are as many times those of the layers.
-    """
-    inner = [(layers[end - 1], placement[c], placement[c + 1]) for c, end in enumerate(bounds[1:-1])]
-    wire, weight = _wire_bytes(policy), _weight_bytes(policy)
-    kind: CollectiveKind = "reduce_scatter" if policy.stage > 0 else "all_reduce"
-    return StepCost(
-        times,
-        (*(links.send(samples * layer.output_bytes, a, b) if a != b else 0.0 for layer, a, b in inner), 0.0),
-        (0.0, *(links.send(samples * layer.gradient_bytes, b, a) if a != b else 0.0 for layer, a, b in inner)),
-        tuple(
-            tuple(links.over_replicas(kind, wire * numel, stage) for numel in numels)
-            for numels, stage in zip(buckets.of_chunk, placement, strict=True)
-        ),
-        tuple(
-            _gather_seconds([links.over_replicas("all_gather", weight * n, stage) for n in numels], forward)
-            for numels, stage, forward in zip(buckets.of_chunk, placement, times.forward.tolist(), strict=True)
-        ),
-        tuple(
-            _replica_seconds(links, [placement[c] for c in owners], wire * numel, kind)
-            for owners, numel in buckets.replicas
-        ),
-    )
-
-
-def _reducing(
-    times: Times, links: LayoutLinks, placement: Sequence[int], buckets: Buckets, policy: ZeroPolicy
-) -> Times:
-    """Where gradients are reduced in every micro-batch: backwards are slower beside that, and each rank adds up its part."""
-    replicas = links.shape[1]
-    if not policy.reduce_per_micro_batch or replicas == 1:
-        return times
-    slower, added = np.zeros(len(placement)), np.zeros(len(placement))
-    for c, (numels, stage) in enumerate(zip(buckets.of_chunk, placement, strict=True)):
-        reduced = sum(links.over_replicas("reduce_scatter", _wire_bytes(policy) * n, stage) for n in numels)
-        slower[c] = (links.overlap - 1.0) * reduced
-        # Read twice and written once, in the accumulators' dtype.
-        work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
-        added[c] = max(compute_seconds(work, device) for device in links.devices(stage))
-    exchanges = times.exchanges + np.stack([np.zeros_like(slower), np.zeros_like(slower), slower])
-    return replace(times, weight_gradient=times.weight_gradient + slower + added, exchanges=exchanges)
-
-
-def _gather_seconds(buckets: Sequence[float], forward: float) -> float:
-    """By which a chunk's first forward starts late: its layers wait for their own weights, while the next ones arrive."""
-    return max(sum(buckets) - forward, max(buckets, default=0.0)) if sum(buckets) > 0 else 0.0
-
-
-def _replica_seconds(links: LayoutLinks, stages: Sequence[int], nbytes: float, kind: CollectiveKind) -> float:
-    """Over the replicas of each stage first, then the shards over the stages that hold a copy."""
-    shard = nbytes / (links.shape[1] if kind == "reduce_scatter" else 1)
-    over_replicas = max(links.over_replicas(kind, nbytes, stage) for stage in set(stages))
-    return over_replicas + links.over_stages(shard, tuple(sorted(set(stages))))

@@ -19,8 +19,9 @@ from parallel3d.planner.found import Found, prediction_of
 from parallel3d.planner.links import Network
 from parallel3d.planner.measure import default_path
 from parallel3d.planner.model import PlannedModel
+from parallel3d.planner.outlook import Outlook
 from parallel3d.planner.plan import profile_of
-from parallel3d.planner.predict import Outlook, Predictor
+from parallel3d.planner.predict import Predictor
 from parallel3d.planner.presets import preset_of
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.result import Prediction, StageMemory

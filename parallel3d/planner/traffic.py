@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from parallel3d.planner.outlook import Outlook
 from parallel3d.planner.placement import Traffic
-from parallel3d.planner.predict import Outlook, Predictor
+from parallel3d.planner.predict import Predictor
 from parallel3d.planner.result import LinkLoad
 from parallel3d.planner.work import Collective
 from parallel3d.schedule.builders import placement_of

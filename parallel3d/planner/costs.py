@@ -1,0 +1,107 @@
+"""Seconds of each instruction of a layout's program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from parallel3d.config.run_layout import RunLayout
+from parallel3d.planner.profile import LayerProfile
+from parallel3d.planner.program import Buckets
+from parallel3d.planner.timing import LayoutLinks, StepCost, Times, compute_seconds
+from parallel3d.planner.work import Collective, CollectiveKind, Work
+from parallel3d.zero.policy import ZeroPolicy
+
+
+# What travels between replicas: gradients as they are accumulated, weights as layers compute with them.
+def _wire_bytes(policy: ZeroPolicy) -> int:
+    return (policy.communication_dtype or policy.accumulator_dtype(torch.float32)).itemsize
+
+
+def _weight_bytes(policy: ZeroPolicy) -> int:
+    return (policy.weight_dtype or torch.float32).itemsize
+
+
+def reductions(
+    layout: RunLayout, buckets: Buckets, policy: ZeroPolicy
+) -> tuple[tuple[tuple[Collective, float], ...], ...]:
+    """Of each chunk the collectives over its replicas, with how often they run in a step."""
+    if layout.replicas == 1:
+        return ((),) * len(buckets.of_chunk)
+    times = float(layout.micro_batches or 1) if policy.reduce_per_micro_batch else 1.0
+    found: list[tuple[tuple[Collective, float], ...]] = []
+    for numels in buckets.of_chunk:
+        gradients, weights = _wire_bytes(policy) * sum(numels), _weight_bytes(policy) * sum(numels)
+        if policy.stage == 0:
+            found.append(((Collective("all_reduce", gradients), times),))
+        else:
+            scattered = Collective("reduce_scatter", gradients)
+            found.append(((scattered, times), (Collective("all_gather", weights), 1.0)))
+    return tuple(found)
+
+
+def step_cost(
+    layout: RunLayout,
+    links: LayoutLinks,
+    layers: Sequence[LayerProfile],
+    bounds: Sequence[int],
+    placement: Sequence[int],
+    times: Times,
+    buckets: Buckets,
+    policy: ZeroPolicy,
+    samples: int = 1,
+) -> StepCost:
+    """Seconds of each instruction. bounds: of chunks in layers; placement: the stage of each; samples: of a micro-batch,
+    whose messages are as many times those of the layers.
+    """
+    inner = [(layers[end - 1], placement[c], placement[c + 1]) for c, end in enumerate(bounds[1:-1])]
+    wire, weight = _wire_bytes(policy), _weight_bytes(policy)
+    kind: CollectiveKind = "reduce_scatter" if policy.stage > 0 else "all_reduce"
+    return StepCost(
+        times,
+        (*(links.send(samples * layer.output_bytes, a, b) if a != b else 0.0 for layer, a, b in inner), 0.0),
+        (0.0, *(links.send(samples * layer.gradient_bytes, b, a) if a != b else 0.0 for layer, a, b in inner)),
+        tuple(
+            tuple(links.over_replicas(kind, wire * numel, stage) for numel in numels)
+            for numels, stage in zip(buckets.of_chunk, placement, strict=True)
+        ),
+        tuple(
+            _gather_seconds([links.over_replicas("all_gather", weight * n, stage) for n in numels], forward)
+            for numels, stage, forward in zip(buckets.of_chunk, placement, times.forward.tolist(), strict=True)
+        ),
+        tuple(
+            _replica_seconds(links, [placement[c] for c in owners], wire * numel, kind)
+            for owners, numel in buckets.replicas
+        ),
+    )
+
+
+def reducing(times: Times, links: LayoutLinks, placement: Sequence[int], buckets: Buckets, policy: ZeroPolicy) -> Times:
+    """Where gradients are reduced in every micro-batch: backwards are slower beside that, and each rank adds up its part."""
+    replicas = links.shape[1]
+    if not policy.reduce_per_micro_batch or replicas == 1:
+        return times
+    slower, added = np.zeros(len(placement)), np.zeros(len(placement))
+    for c, (numels, stage) in enumerate(zip(buckets.of_chunk, placement, strict=True)):
+        reduced = sum(links.over_replicas("reduce_scatter", _wire_bytes(policy) * n, stage) for n in numels)
+        slower[c] = (links.overlap - 1.0) * reduced
+        # Read twice and written once, in the accumulators' dtype.
+        work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
+        added[c] = max(compute_seconds(work, device) for device in links.devices(stage))
+    exchanges = times.exchanges + np.stack([np.zeros_like(slower), np.zeros_like(slower), slower])
+    return replace(times, weight_gradient=times.weight_gradient + slower + added, exchanges=exchanges)
+
+
+def _gather_seconds(buckets: Sequence[float], forward: float) -> float:
+    """By which a chunk's first forward starts late: its layers wait for their own weights, while the next ones arrive."""
+    return max(sum(buckets) - forward, max(buckets, default=0.0)) if sum(buckets) > 0 else 0.0
+
+
+def _replica_seconds(links: LayoutLinks, stages: Sequence[int], nbytes: float, kind: CollectiveKind) -> float:
+    """Over the replicas of each stage first, then the shards over the stages that hold a copy."""
+    shard = nbytes / (links.shape[1] if kind == "reduce_scatter" else 1)
+    over_replicas = max(links.over_replicas(kind, nbytes, stage) for stage in set(stages))
+    return over_replicas + links.over_stages(shard, tuple(sorted(set(stages))))

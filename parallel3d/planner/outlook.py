@@ -1,0 +1,57 @@
+"""What is predicted of a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.config.run_layout import RunLayout
+from parallel3d.planner.timing import Floats, LayoutLinks, StepCost
+from parallel3d.planner.work import Collective
+from parallel3d.schedule.instructions import Instruction, Program
+from parallel3d.schedule.simulate import Timeline
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is predicted of a layout, uncorrected parts and all.
+
+    makespan: of the pipeline's program, whose timeline is of `timed` micro-batches where it has too many to be simulated;
+    exact: whether it is of every gradient bucket and of micro-batches as large as they are; optimizer: seconds; exposed: of
+    the makespan's seconds those that go when all links take no time; critical_path: of the timeline, where it is exact;
+    reductions: of each chunk the collectives over its replicas, with how often they run in a step.
+    """
+
+    layout: RunLayout
+    bounds: tuple[int, ...]
+    links: LayoutLinks
+    program: Program
+    cost: StepCost
+    timeline: Timeline
+    timed: int
+    exact: bool
+    makespan: float
+    exposed: float
+    critical_path: tuple[tuple[Instruction, float], ...]
+    optimizer: float
+    seconds: float
+    reductions: tuple[tuple[tuple[Collective, float], ...], ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of stages x makespan in which no forward or backward runs."""
+        return 1.0 - self._computing(self.cost.times.total) / self.makespan
+
+    def _computing(self, of_chunks: Floats) -> float:
+        """Seconds of a step, the mean of stages."""
+        return float(of_chunks.sum()) * (self.layout.micro_batches or 1) / self.layout.stages
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of a step by what takes them, the mean of stages."""
+        alone = self.cost.without_links().times
+        parts = {
+            "forward": self._computing(alone.forward),
+            "backward": self._computing(alone.input_gradient + alone.weight_gradient),
+            "exposed communication": self.exposed,
+            "optimizer": self.optimizer,
+        }
+        return {**parts, "bubble": max(0.0, self.makespan + self.optimizer - sum(parts.values()))}
