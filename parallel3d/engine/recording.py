@@ -109,7 +109,7 @@ class Recording(Reports):
             model=print_of(model.layer_names, counts),
             backend=self._groups.backend,
             versions=_versions(self._groups.backend),
-            config=self.config.model_dump(mode="json"),
+            config=self._config_in_force(),
             instructions=times.instructions,
             step=Timing.of(others or recorded),
             optimizer=times.optimizer,
@@ -133,6 +133,12 @@ class Recording(Reports):
             schedule=schedule if isinstance(schedule, str) else None,
             placement=settings.placement,
         )
+
+    def _config_in_force(self) -> dict[str, Any]:
+        """All values, and what "auto" has found of the device's memory, which isn't known where the record is read."""
+        found = self.config.model_dump(mode="json")
+        found["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
+        return found
 
     def _rank_record(self) -> RankRecord:
         """This rank's; its host is to be numbered."""

@@ -11,7 +11,8 @@ from parallel3d.config.run_layout import RunLayout
 def configuration(layout: RunLayout, base: Mapping[str, Any], bounds: Sequence[int] | None = None) -> dict[str, Any]:
     """`base` with what a layout, of which nothing is left open, says in place of its own.
 
-    bounds: of the partition in layers. ZeRO-2 reduces in every micro-batch, without which it saves nothing.
+    bounds: of the partition in layers. ZeRO-2 reduces in every micro-batch, without which it saves nothing, unless `base`
+    says no.
     """
     assert layout.micro_batch is not None
     assert layout.micro_batches is not None
@@ -29,8 +30,12 @@ def configuration(layout: RunLayout, base: Mapping[str, Any], bounds: Sequence[i
         pipeline["partition"] = list(bounds)
     sliced = {"size": layout.slices, "sequence_parallel": layout.sequence_parallel}
     zero: dict[str, Any] = {"stage": layout.zero}
+    asked = base.get("zero_optimization")
+    each = asked.get("reduce_per_micro_batch") if isinstance(asked, Mapping) else None
     if layout.zero == 2:
-        zero["reduce_per_micro_batch"] = True
+        zero["reduce_per_micro_batch"] = each is not False
+    elif each is True:  # which other stages refuse
+        zero["reduce_per_micro_batch"] = "auto"
     for section, own in (("pipeline", pipeline), ("tensor_parallel", sliced), ("zero_optimization", zero)):
         given = base.get(section)
         config[section] = {**(given if isinstance(given, Mapping) else {}), **own}

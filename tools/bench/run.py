@@ -210,9 +210,10 @@ def show(record: Mapping[str, Any]) -> None:
 
 
 def describe_run(
-    args: argparse.Namespace, gpus: list[dict[str, str]], work: Workload, script: str = "run.py"
+    args: argparse.Namespace, gpus: list[dict[str, str]], work: object, script: str = "run.py"
 ) -> dict[str, Any]:
-    """All of a run but its cases. Of paths on the command line the last part alone: the rest says nothing."""
+    """All of a run but its cases. work: what it trains on, a dataclass; of paths on the command line the last part alone
+    is kept: the rest says nothing."""
     words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

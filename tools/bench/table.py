@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accuracy import accuracy_table, unmeasured, verdicts
 from deviations import deviation_table, verdict
 from results import as_markdown, describe_agreement, make_table, rooflines
 
@@ -52,6 +54,23 @@ def curves_section(run: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def plan_section(run: Mapping[str, Any]) -> str:
+    """The same of predicted layouts: what was run where, predicted beside measured, and what the errors must keep."""
+    work = run["workload"]
+    lines = [
+        _where(run),
+        f"Medians of {work['steps']} steps after {work['warmup']}, and the most bytes in tensors on each rank in them; "
+        f"predicted for {run['cluster']}, and calibrated by the other layouts' runs. Last column: of all ranks.",
+        "",
+        as_markdown(accuracy_table(run)),
+        "",
+        *(f"- {line}" for line in [*verdicts(run), *unmeasured(run)]),
+        "",
+        f"`{run['command']}`",
+    ]
+    return "\n".join(lines)
+
+
 def _where(run: Mapping[str, Any]) -> str:
     machine = f"{run['hardware']['count']} x {run['hardware']['name']}"
     packages = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
@@ -74,14 +93,16 @@ def insert(page: str, name: str, text: str) -> str:
 def main() -> None:
     """Print the section, or put it in its place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file that run.py or curves.py wrote")
+    parser.add_argument("results", type=Path, help="a file that run.py, curves.py or plan_accuracy.py wrote")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="a markdown page with the markers")
     parser.add_argument("--name", help="of the section; default: the results file's name without .json")
     parser.add_argument("--baseline", default="", help="cases to compare with, first choice first; default: the peers")
     args = parser.parse_args()
     run = json.loads(args.results.read_text(encoding="utf-8"))
     baselines = [name for name in args.baseline.split(",") if name]
-    text = curves_section(run) if "curves" in run else section(run, baselines)
+    kinds = {"curves": curves_section, "layouts": plan_section}
+    make = next((make for key, make in kinds.items() if key in run), partial(section, baselines=baselines))
+    text = make(run)
     if args.into is None:
         print(text)
         return

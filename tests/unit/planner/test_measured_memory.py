@@ -1,14 +1,28 @@
-"""Predicted peaks against those that the benchmark measured on H200s, with the numbers as they are in the repository."""
+"""Predicted peaks against those that the benchmark measured on H200s, with the numbers as they are in the repository.
+
+Left out are cases whose program isn't kept (schedule auto's, and zb-looped's, which was another one when it was measured) and
+those of layers that have changed since then (tensor slices).
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "bench"))
+
+import ours
+import train_llama
+from cases import Workload, command_of, parse_case
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout
@@ -17,50 +31,96 @@ from parallel3d.planner.profile import ModelProfile
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-
-from train_llama import SIZES, decoder_layers, loss_fn
-
-RESULTS = Path(__file__).parents[3] / "tools" / "bench" / "results"
-MICRO_BATCHES = 16
+RESULTS = Path(ours.__file__).parent / "results"
+TOLERANCE = 0.005  # on every rank; the numbers are rounded to 0.03%
 
 
-def measured(file: str, case: str) -> list[float]:
-    """GiB that torch.cuda.max_memory_allocated gave on each rank."""
-    cases = json.loads((RESULTS / file).read_text())["cases"]
-    (found,) = [c for c in cases if c["case"] == case]
-    peaks: list[float] = found["result"]["peak_gib"]
-    return peaks
+class AttentionThen(train_llama.Attention):
+    """As the example had it when eager layers were measured: its norm was PyTorch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(self.norm(x)).split(hidden, dim=-1)
+        query, key, value = (t.unflatten(-1, (self.heads, self.head_dim)) for t in qkv)
+        query, key, value = (t.transpose(1, 2) for t in (self.rotate(query), self.rotate(key), value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
 
 
-def predicted(layout: RunLayout, changes: dict[str, Any]) -> list[float]:
-    size = SIZES["7b"]
-    ids = torch.zeros(1, size.seq, dtype=torch.long)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW"},
-        "compile": {"enabled": True},
-        **changes,
-    }
-    memory = MemoryModel(ModelProfile(decoder_layers(size, "block"), ids, ids, loss_fn, load(config)))
-    chunks = layout.stages * (layout.chunks or 1)
-    each = size.layers // chunks
-    bounds = [0, *(1 + each * c for c in range(1, chunks)), size.layers + 2]
-    program = lower(build(layout.schedule, layout.stages, MICRO_BATCHES, layout.chunks or 1, layout.placement))
-    stages = memory.stages(program, bounds, layout, [141 * 2**30] * layout.stages)
-    return [stage.allocated / 2**30 for stage in stages]
+class FeedForwardThen(train_llama.FeedForward):
+    """The same: three operations made SwiGLU, and saved a tensor more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
 
 
-def test_a_v_shaped_pipeline_of_four_gpus():
-    layout = RunLayout(stages=4, chunks=2, schedule="zbv", placement="v", micro_batch=1, micro_batches=MICRO_BATCHES)
-    found = measured("2026-11-21-pp4-compiled.json", "pp4-zbv-compile-cudnn")
-    assert predicted(layout, {}) == pytest.approx(found, rel=0.01)
+class BlockThen(nn.Module):
+    def __init__(self, size: train_llama.Size):
+        super().__init__()
+        self.attention, self.feed_forward = AttentionThen(size), FeedForwardThen(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed_forward(self.attention(x))
 
 
-def test_optimizer_shards_on_four_gpus():
+def record_of(file: str, name: str) -> tuple[dict[str, Any], Workload]:
+    """What the benchmark wrote of a case, and what all cases of the file trained on."""
+    run = json.loads((RESULTS / f"2026-11-21-{file}.json").read_text())
+    (found,) = [record for record in run["cases"] if record["case"] == name]
+    return found, Workload(**run["workload"])
+
+
+def arguments(name: str, work: Workload) -> argparse.Namespace:
+    with mock.patch("sys.argv", command_of(parse_case(name), work, None)):
+        return ours.parse_arguments()
+
+
+def predicted(name: str, work: Workload, each: bool) -> list[float]:
+    """GiB on each rank. each: whether gradients were reduced in every micro-batch."""
+    args = arguments(name, work)
+    given = ours.make_config(args, cuda=True)
+    given["zero_optimization"]["reduce_per_micro_batch"] = each
+    units: dict[str, list[Callable[..., nn.Module]]] = {} if args.compile else {"block": [BlockThen]}
+    with mock.patch.dict(train_llama.UNITS, units):
+        layers = ours.layer_specs(args)
+    (sample,) = ours.fixed_batch(ours.SIZES[args.size], args.micro_batch, 1, seed=0)
+    memory = MemoryModel(ModelProfile(layers, *sample, ours.loss_of(args), load(given)))
     layout = RunLayout(
-        stages=1, replicas=4, zero=1, schedule="1f1b", placement="loop", micro_batch=1, micro_batches=MICRO_BATCHES
+        stages=args.pp,
+        replicas=args.dp,
+        zero=args.zero,
+        chunks=args.chunks,
+        schedule=args.schedule,
+        placement=args.placement,
+        micro_batch=args.micro_batch,
+        micro_batches=args.micro_batches,
     )
-    found = measured("2026-11-21-compiled.json", "dp4-zero1-bf16acc-compile-cudnn")
-    assert predicted(layout, {"data_types": {"grad_accum_dtype": "bf16"}}) * 4 == pytest.approx(found, rel=0.01)
+    program = lower(build(args.schedule, args.pp, args.micro_batches, args.chunks, args.placement))
+    stages = memory.stages(program, given["pipeline"]["partition"], layout, [1] * args.pp)
+    return [stage.allocated / 2**30 for stage in stages for _ in range(args.dp)]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "each"),
+    [
+        ("dp4", "dp4-zero1", False),
+        ("dp4", "dp4-zero1-bf16acc", False),
+        # "auto": 25.1 GiB of gradients are more than a tenth of the device, 12.6 GiB are not.
+        ("dp4", "dp4-zero2", True),
+        ("dp4", "dp4-zero2-bf16acc", False),
+        ("dp4-zero2-bf16-each-micro-batch", "dp4-zero2-bf16acc-permicro", True),
+        ("pp2dp2", "pp2dp2-zero1-bf16acc", False),
+        ("pp2dp2", "pp2dp2-zero1-zb-h1-bf16acc", False),
+        ("pp2dp2", "pp2dp2-zero2-zb-h1-bf16acc", False),
+        ("pp2dp2", "pp2dp2-zero1-zb-h1", False),
+        ("pp4", "pp4-1f1b", False),
+        ("pp4", "pp4-zb-h1", False),
+        ("pp4", "pp4-zbv", False),
+        ("pp4-compiled", "pp4-zbv-compile-cudnn", False),
+        ("compiled", "dp4-zero1-bf16acc-compile-cudnn", False),
+    ],
+)
+def test_peaks_are_those_that_were_measured(file: str, name: str, each: bool):
+    record, work = record_of(file, name)
+    assert predicted(name, work, each) == pytest.approx(record["result"]["peak_gib"], rel=TOLERANCE)
