@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parallel3d.config.run_layout import RunLayout
 from parallel3d.planner.outlook import Outlook
 from parallel3d.planner.predict import Predictor
 from parallel3d.planner.result import Prediction, StageMemory
 from parallel3d.planner.timing import Shape
+
+_NEARLY = 1.4  # full
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,29 @@ class Found:
         """Ranks along pipe, data, model."""
         layout = self.outlook.layout
         return layout.stages, layout.replicas, layout.slices
+
+
+def find(
+    predictor: Predictor,
+    layout: RunLayout,
+    places: Sequence[int] | None = None,
+    exactly: bool = False,
+    whole: bool = False,
+    bounds: Sequence[int] | None = None,
+) -> Found:
+    """A prediction (see Predictor.predict) with its memory; one that doesn't fit, but nearly, with its layers split so that it
+    does, where that can be.
+    """
+    outlook = predictor.predict(layout, places, exactly, whole, bounds)
+    found = Found(outlook, predictor.memory(outlook))
+    if layout.stages == 1 or not 1.0 < found.fullness < _NEARLY:
+        return found
+    within = predictor.split_within(outlook, found.memory)
+    if within is None or within == outlook.bounds:
+        return found
+    outlook = predictor.predict(layout, places, exactly, whole, within)
+    other = Found(outlook, predictor.memory(outlook))
+    return other if other.fits else found
 
 
 def prediction_of(predictor: Predictor, found: Found, global_batch: int) -> Prediction:

@@ -119,6 +119,23 @@ class MemoryModel:
             if only is None or stage in only
         )
 
+    def of_layers(self, layout: RunLayout) -> tuple[list[float], list[float]]:
+        """Bytes of each layer: of its model state, and of what a micro-batch leaves in it for its backward, about."""
+        whole = (0, len(self._model.specs))
+        program, layers = one_f_one_b(1, 1), self._layers(layout)
+        each = [(k, k + 1) for k in range(whole[1])]
+        alone = [self._chunk(program, bounds, layout, 0, splits=False).held.saved for bounds in each]
+        # Alone each holds its output, which among others the next one may not need.
+        share = self._chunk(program, whole, layout, 0, splits=False).held.saved / max(1, sum(alone))
+        policy, moments = self._model.policy(layout.zero or 0), moments_of(self._optimizer)
+        state = [
+            predict_state(
+                [ParameterInfo("", p, (0,)) for _, p in layer.parameters], policy, layout.replicas, moments or 2
+            ).steady
+            for layer in layers
+        ]
+        return [float(nbytes) for nbytes in state], [share * nbytes for nbytes in alone]
+
     def held(self, layout: RunLayout) -> int:
         """Bytes that a micro-batch leaves for its backward, of all layers as one chunk."""
         program = one_f_one_b(1, 1)

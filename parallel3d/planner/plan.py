@@ -19,7 +19,7 @@ from parallel3d.planner.calibration import Calibration
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.configure import configuration
 from parallel3d.planner.corrected import corrected
-from parallel3d.planner.found import Found, prediction_of
+from parallel3d.planner.found import Found, find, prediction_of
 from parallel3d.planner.links import Network
 from parallel3d.planner.model import PlannedModel
 from parallel3d.planner.outlook import Outlook
@@ -118,12 +118,12 @@ class Planner:
         """Predicted exactly, in the cluster's order or, if `placed`, where `place` puts it, whichever is the shorter."""
         layout, predictor = outlook.layout, self.predictor
         shape = (layout.stages, layout.replicas, layout.slices)
-        plain = predictor.predict(layout, exactly=True)
-        places = place(self.network, shape, traffic_of(predictor, plain)) if placed else None
+        plain = find(predictor, layout, exactly=True)
+        places = place(self.network, shape, traffic_of(predictor, plain.outlook)) if placed else None
         if places is None or places == tuple(range(layout.world_size)):
-            return self._found(plain)
-        other = predictor.predict(layout, places, exactly=True)
-        return min(self._found(other), self._found(plain), key=lambda f: (not f.fits, f.outlook.seconds))
+            return plain
+        other = find(predictor, layout, places, exactly=True)
+        return min(other, plain, key=lambda f: (not f.fits, f.outlook.seconds))
 
     def _told(self, found: Found) -> Found:
         """The winner, timed with more micro-batches, and split with more care if that makes it shorter."""
@@ -133,13 +133,10 @@ class Planner:
         if (layout.chunks or 1) > 1 and layout.stages * (layout.chunks or 1) <= _MOST_SEARCHED:
             splits.append(self.predictor.split_carefully(layout, links))
         told = [
-            self._found(self.predictor.predict(layout, places, exactly=True, whole=True, bounds=bounds))
+            find(self.predictor, layout, places, exactly=True, whole=True, bounds=bounds)
             for bounds in dict.fromkeys(splits)
         ]
         return min(told, key=lambda f: (not f.fits, f.outlook.seconds))
-
-    def _found(self, outlook: Outlook) -> Found:
-        return Found(outlook, self.predictor.memory(outlook))
 
     def _answer(self, search: Search, best: Sequence[Found], remedy: str | None = None) -> PlanResult:
         question = self.question

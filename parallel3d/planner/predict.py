@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from parallel3d.config.run_layout import RunLayout
+from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import layer_chain
+from parallel3d.partition.limit import StageLimit, stage_bytes
 from parallel3d.partition.split import partition_layers
+from parallel3d.pipe.specs import TiedLayerSpec
 from parallel3d.planner.calibration import Calibration, PredictedMemory
 from parallel3d.planner.cluster import Device
 from parallel3d.planner.costs import reducing, reductions, step_cost
@@ -34,6 +37,7 @@ from parallel3d.planner.timing import (
 )
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.schedule.simulate import Simulation
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
@@ -263,6 +267,39 @@ class Predictor:
         placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
         of_stages = [self._stage_times(layout, links, stage, exactly=True) for stage in range(layout.stages)]
         return self._split(layout, of_stages, placement, carefully=True)
+
+    def split_within(self, outlook: Outlook, memory: Sequence[StageMemory]) -> tuple[int, ...] | None:
+        """Bounds for a layout that was predicted and doesn't fit: even within what the devices hold; None where that can't be.
+
+        memory: of the prediction. What isn't the layers' own is taken to stay.
+        """
+        layout, links = outlook.layout, outlook.links
+        traced = layout if outlook.exact else one_sample(layout)
+        samples = 1 if outlook.exact else layout.micro_batch or 1
+        state, activations = self._memory.of_layers(traced)
+        placement = outlook.program.placement
+        one = {c: ChunkBytes(saved=1, deferred=1) for c in range(len(placement))}
+        flights = [max(bytes_in_flight(outlook.program, stage, {c: one[c]})) for c, stage in enumerate(placement)]
+        limit = StageLimit(0.0, state, [samples * a for a in activations], flights, self._tie_keys())
+        own = stage_bytes(limit.chunk_bytes(), outlook.bounds, placement)
+        most = min(m.capacity - m.reserved + own[m.stage] for m in memory)
+        of_stages = [self._stage_times(layout, links, stage, outlook.exact) for stage in range(layout.stages)]
+        fastest = min(of_stages, key=lambda times: float(times.total.sum()))
+        paces = [float(of_stages[stage].total.sum() / fastest.total.sum()) for stage in placement]
+        try:
+            found = partition_layers(
+                layer_chain(fastest.total.tolist()),
+                len(placement),
+                placement=placement,
+                limit=replace(limit, limit=most),
+                paces=paces,
+            )
+        except PartitionError:
+            return None
+        return found.bounds
+
+    def _tie_keys(self) -> list[str | None]:
+        return [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile.specs]
 
     def _split(
         self, layout: RunLayout, of_stages: Sequence[Times], placement: Sequence[int], carefully: bool = False

@@ -13,7 +13,7 @@ from torch import nn
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.found import Found
+from parallel3d.planner.found import Found, find
 from parallel3d.planner.predict import Predictor
 from parallel3d.planner.profile import LayerProfile
 from parallel3d.planner.space import VARIANTS, Space
@@ -207,8 +207,7 @@ class Search:
         return done
 
     def _predict(self, k: int) -> Found:
-        outlook = self._predictor.predict(self.space.layout(k))
-        self.found.append(Found(outlook, self._predictor.memory(outlook)))
+        self.found.append(find(self._predictor, self.space.layout(k)))
         return self.found[-1]
 
     @staticmethod

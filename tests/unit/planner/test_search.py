@@ -13,6 +13,7 @@ from parallel3d.config.run_layout import parse_run_layout
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.cluster_file import load_cluster
+from parallel3d.planner.found import Found, find
 from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.plan import Planner, Question
 from parallel3d.planner.result import PlanResult
@@ -50,10 +51,8 @@ def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
     """(seconds, fits) of each layout of the planner's space."""
     predictor, found = planner.predictor, {}
     for k in range(len(planner.space)):
-        layout = planner.space.layout(k)
-        outlook = predictor.predict(layout)
-        fits = all(stage.reserved <= stage.capacity for stage in predictor.memory(outlook))
-        found[layout.text] = (outlook.seconds, fits)
+        one = find(predictor, planner.space.layout(k))
+        found[one.outlook.layout.text] = (one.outlook.seconds, one.fits)
     return found
 
 
@@ -68,6 +67,26 @@ def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | Non
     assert len(search.found) < len(everything) / 3
     if memory is not None:
         assert 0 < len(fitting) < len(everything), "memory doesn't bind: the case is too easy"
+
+
+def test_layers_are_split_within_the_devices_memory() -> None:
+    """The vocabulary makes one end heavy in bytes but not in time."""
+
+    def found(memory: str | None) -> Found:
+        model = small_model(vocab=40_000)
+        planner = Planner(
+            Question(model, load_cluster(hosts(1, memory)), 16, fixed=parse_run_layout("pp4,1f1b,m16,mb1"))
+        )
+        layout = next(found for k in range(len(planner.space)) if (found := planner.space.layout(k)).recompute == 0)
+        return find(planner.predictor, layout, exactly=True)
+
+    free = found(None)
+    *_, second, most = sorted(stage.reserved for stage in free.memory)
+    assert most > 1.02 * second
+    bound = found(f"{(most + second) // 2} B")
+    assert bound.fits
+    assert bound.outlook.bounds != free.outlook.bounds
+    assert bound.outlook.seconds >= free.outlook.seconds
 
 
 def test_no_prediction_is_below_its_bounds() -> None:
