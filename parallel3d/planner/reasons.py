@@ -76,7 +76,7 @@ def _unpredicted(search: Search, known: set[Shape], winner: Prediction | None) -
         if not np.isfinite(seconds):
             why = search.why_not_sliced[shape[2]]
         elif nbytes > search.capacity:
-            why = f"model state alone takes {nbytes / _GIB:.1f} GiB a rank, of {search.capacity / _GIB:.1f}"
+            why = f"state and activations take at least {nbytes / _GIB:.1f} GiB a rank, of {search.capacity / _GIB:.1f}"
         elif winner is not None:
             why = f"can't be under {seconds:.3g} s, the compute of its layers evenly spread and its pipeline's filling"
         else:
@@ -110,11 +110,14 @@ def what_would_fit(search: Search) -> str:
 
 def _gpus(search: Search, worst: StageMemory) -> str:
     have = int(search.space.stages[0] * search.space.replicas[0] * search.space.slices[0])
-    wanted = have * ceil(worst.reserved / worst.capacity * 16) / 16
-    doubled = have
-    while doubled < wanted:
-        doubled *= 2
-    return f"{doubled} GPUs instead of {have}"
+    return f"about {_doubled(have, have * worst.reserved / worst.capacity)} GPUs instead of {have}"
+
+
+def _doubled(have: int, wanted: float) -> int:
+    """So often that it suffices."""
+    while have < wanted:
+        have *= 2
+    return have
 
 
 def _state_alone(search: Search) -> str:
@@ -122,11 +125,9 @@ def _state_alone(search: Search) -> str:
     least = float(search.bytes[np.isfinite(search.seconds)].min(initial=np.inf))
     if not np.isfinite(least):
         return "nothing can be built: " + "; ".join(search.why_not_sliced.values())
-    needed, doubled = ceil(least / _GIB), have
-    while doubled * search.capacity < least * have:
-        doubled *= 2
+    needed, doubled = ceil(least / _GIB), _doubled(have, have * least / search.capacity)
     return (
-        f"nothing fits: weights, gradients and optimizer state alone take {least / _GIB:.1f} GiB a rank, however they are "
-        f"spread over {have} GPUs of {search.capacity / _GIB:.1f} GiB. The smallest change: {doubled} GPUs, or GPUs with more "
-        f"than {needed} GiB"
+        f"nothing fits: weights, gradients, optimizer state and activations take at least {least / _GIB:.1f} GiB a rank, "
+        f"however they are spread over {have} GPUs of {search.capacity / _GIB:.1f} GiB. The smallest change: about {doubled} "
+        f"GPUs, or GPUs with more than {needed} GiB"
     )
