@@ -251,6 +251,7 @@ class _Pass:
         returned = output.anew().wanting_like(output)
         self._leave(output.tensors)
         del output
+        self._watch.make_anew(self._outputs)
         self._saved = self._what_is_held()
         return returned
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.pipe.counting import OpCost, bytes_of, cost_of, storage_of, tensors_of
 from parallel3d.pipe.fakes import refuse_collective
+from parallel3d.planner.remade import Remade
 from parallel3d.planner.work import Collective, Exchange, Work
 
 # For messages of layers that communicate by themselves.
@@ -48,7 +49,7 @@ class Watch(TorchDispatchMode):
 
     fuses: whether torch.compile runs the layers. Then all that lies between products of matrices, attention, collectives and
     kernels of this project's own counts as one kernel, which reads what comes from outside once and writes what outlives it;
-    what doesn't is never in memory.
+    what doesn't is never in memory. At the end of a forward `make_anew` says what of it the backward doesn't need.
     """
 
     def __init__(self, fuses: bool = False):
@@ -67,6 +68,8 @@ class Watch(TorchDispatchMode):
         # Of the fused kernel under way: bytes of what it reads from outside, and of what it makes, not counted yet.
         self._read: dict[int, int] = {}
         self._pending: dict[int, int] = {}
+        self._remade = Remade()
+        self._uncounted: set[int] = set()  # alive here, but in no memory
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -88,7 +91,11 @@ class Watch(TorchDispatchMode):
             self._count(cost)
             if cost.gemm_flops:
                 self._count_operands([*tensors_of(args), *written])
+        if self._fuses and any(cost):
+            self._remade.read([t.untyped_storage() for t in read], self._pending)
         self._see(read, written, joins)
+        if joins:
+            self._note_sources(function, read, written)
         if cost.attention_flops:
             self.note_need(_attention_workspace(function, args))
         return result
@@ -113,9 +120,26 @@ class Watch(TorchDispatchMode):
             else:
                 self._add(nbytes)
 
+    def _note_sources(self, function: Any, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """What an operator of the kernel under way makes, it may make of its operands again."""
+        made = {storage_of(t) for t in written} & self._pending.keys()
+        for key in made:
+            self._remade.made(key, function, [t.untyped_storage() for t in read], self._pending)
+
+    def make_anew(self, outputs: Sequence[Memory]) -> None:
+        """A forward, which returned these, is through: stop counting what a compiled backward makes anew."""
+        for key in self._remade.take({memory.key for memory in outputs}):
+            storage = self._alive[key]()
+            if storage is not None:
+                self._uncounted.add(key)
+                self.nbytes -= storage.nbytes()
+
     def _freed(self, key: int, nbytes: int, _: Any) -> None:
         del self._alive[key]
-        if self._pending.pop(key, None) is None:
+        self._remade.freed(key)
+        if key in self._uncounted:
+            self._uncounted.discard(key)
+        elif self._pending.pop(key, None) is None:
             self.nbytes -= nbytes
 
     def _add(self, nbytes: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,11 +31,11 @@ from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
 
 RESULTS = Path(ours.__file__).parent / "results"
-TOLERANCE = 0.005  # on every rank; the numbers are rounded to 0.03%
+TOLERANCE = 0.01  # on every rank
 
 
 class AttentionThen(train_llama.Attention):
-    """As the example had it when eager layers were measured: its norm was PyTorch's."""
+    """As the example had it then: its norm was PyTorch's."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
@@ -81,8 +80,7 @@ def predicted(name: str, work: Workload, each: bool) -> list[float]:
     args = arguments(name, work)
     given = ours.make_config(args, cuda=True)
     given["zero_optimization"]["reduce_per_micro_batch"] = each
-    units: dict[str, list[Callable[..., nn.Module]]] = {} if args.compile else {"block": [BlockThen]}
-    with mock.patch.dict(train_llama.UNITS, units):
+    with mock.patch.dict(train_llama.UNITS, {"block": [BlockThen]}):
         layers = ours.layer_specs(args)
     (sample,) = ours.fixed_batch(ours.SIZES[args.size], args.micro_batch, 1, seed=0)
     memory = MemoryModel(ModelProfile(layers, *sample, ours.loss_of(args), load(given)))
