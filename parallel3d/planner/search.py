@@ -29,6 +29,7 @@ _SLACK = 0.99
 _EVEN = 0.8
 _GROUPS = 32  # of slices, that are looked at
 _SURELY = 0.9  # full, roughly: fits
+_LEANER = (0.2, 0.4, 0.6)  # of the memory: what the best layouts with so little take is told, too
 _QUICK = 512  # stages x stages x chunks
 _FEW = 4  # predictions of a shape of which nothing fits
 
@@ -170,6 +171,9 @@ class Search:
                 own = order[(shapes[order] == np.array(shape)).all(axis=1)]
                 done |= self._until_fits([k for k in own.tolist() if k not in done and self._is_quick(k)])
                 tried.add(shape)
+        for share in _LEANER if best is not None else ():
+            lean = order[self.bytes[order] <= share * self.capacity].tolist()
+            done |= self._until_fits([k for k in lean[:_FEW] if k not in done and self._is_quick(k)])
         return sorted((found for found in self.found if found.fits), key=lambda f: f.outlook.seconds)
 
     def _until_certain(self, order: Integers) -> set[int]:
