@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from parallel3d.config.layout import AXES, SHARING, Flags, Layout, Numbered, read_words
 from parallel3d.config.pipeline import SCHEDULES
@@ -33,6 +36,48 @@ class RunLayout(Layout):
     recompute: int | None = None
     schedule: str | None = None
     placement: str | None = None
+
+
+class StatedLayout(BaseModel):
+    """A run's layout, of which nothing is open, as files state it. layout: in words; schedule: "written" for a user's lists."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layout: str
+    stages: int
+    replicas: int
+    slices: int
+    sequence_parallel: bool
+    chunks: int
+    placement: Literal["loop", "v"]
+    schedule: str
+    micro_batch: int
+    micro_batches: int
+    zero: int
+    recompute: int
+
+    @staticmethod
+    def fields_of(layout: RunLayout) -> dict[str, Any]:
+        """The fields, for a constructor."""
+        return {
+            "layout": write_run_layout(layout),
+            "stages": layout.stages,
+            "replicas": layout.replicas,
+            "slices": layout.slices,
+            "sequence_parallel": layout.sequence_parallel,
+            "chunks": layout.chunks or 1,
+            "placement": layout.placement or "loop",
+            "schedule": layout.schedule or "written",
+            "micro_batch": layout.micro_batch,
+            "micro_batches": layout.micro_batches,
+            "zero": layout.zero or 0,
+            "recompute": layout.recompute or 0,
+        }
+
+    def run_layout(self) -> RunLayout:
+        """What was stated."""
+        names = [field.name for field in fields(RunLayout) if field.name != "text"]
+        return RunLayout(text=self.layout, **{name: getattr(self, name) for name in names})
 
 
 def parse_run_layout(text: str) -> RunLayout:

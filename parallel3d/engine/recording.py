@@ -13,7 +13,7 @@ import torch
 
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import BatchSizes, Config
-from parallel3d.config.run_layout import RunLayout, write_run_layout
+from parallel3d.config.run_layout import RunLayout
 from parallel3d.engine.planning import AutoSchedule
 from parallel3d.engine.report import Reports, memory_rows
 from parallel3d.errors import ConfigError
@@ -91,18 +91,7 @@ class Recording(Reports):
         )
         counts, sequences, hosts, ranks = zip(*all_gather_object(own, self._groups.control), strict=True)
         return RunRecord(
-            layout=write_run_layout(layout),
-            stages=layout.stages,
-            replicas=layout.replicas,
-            slices=layout.slices,
-            sequence_parallel=layout.sequence_parallel,
-            chunks=model.settings.num_chunks,
-            placement="v" if model.settings.placement == "v" else "loop",
-            schedule=layout.schedule or "written",
-            micro_batch=self._batch_sizes.micro_batch_size,
-            micro_batches=program.num_micro_batches,
-            zero=self._update.policy.stage,
-            recompute=model.settings.activation_checkpoint_interval,
+            **RunRecord.fields_of(layout),
             bounds=tuple(model.partition.bounds),
             seq=next((length for length in sequences if length is not None), None),
             program=_compute_lists(program) if layout.schedule == "auto" else None,

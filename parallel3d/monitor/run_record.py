@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from parallel3d.config.run_layout import StatedLayout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import PARTS, Breakdown, break_down, combined
 from parallel3d.monitor.measured import Samples, compute_times, reduction_times, transfer_times
@@ -77,7 +78,7 @@ class RankRecord(_Record):
     parts: dict[str, int]
 
 
-class RunRecord(_Record):
+class RunRecord(StatedLayout):
     """One training. layout: in words, as parse_run_layout reads them; the words' fields, and bounds, as Prediction has them.
 
     schedule: as configured, "written" for lists of instructions; program: the compute instructions of each stage, where the
@@ -91,18 +92,6 @@ class RunRecord(_Record):
     """
 
     format: Literal[1] = 1
-    layout: str
-    stages: int
-    replicas: int
-    slices: int
-    sequence_parallel: bool
-    chunks: int
-    placement: Literal["loop", "v"]
-    schedule: str
-    micro_batch: int
-    micro_batches: int
-    zero: int
-    recompute: int
     bounds: tuple[int, ...]
     seq: int | None
     program: tuple[tuple[str, ...], ...] | None

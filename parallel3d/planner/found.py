@@ -63,7 +63,7 @@ def find(
 
 def prediction_of(predictor: Predictor, found: Found, global_batch: int) -> Prediction:
     """In the words of results. global_batch: samples of a step."""
-    outlook, layout = found.outlook, found.outlook.layout
+    outlook = found.outlook
     seconds, model, profile = outlook.seconds, predictor.model, predictor.profile
     low, high = predictor.calibration.interval(seconds)
     gpus = predictor.network.cluster.gpus
@@ -71,18 +71,7 @@ def prediction_of(predictor: Predictor, found: Found, global_batch: int) -> Pred
     # A backward is twice a forward, whatever attention recomputes.
     flops = 3 * global_batch * sum(layer.forward.flops for layer in profile.layers())
     return Prediction(
-        layout=layout.text,
-        stages=layout.stages,
-        replicas=layout.replicas,
-        slices=layout.slices,
-        sequence_parallel=layout.sequence_parallel,
-        chunks=layout.chunks or 1,
-        placement="v" if layout.placement == "v" else "loop",
-        schedule=layout.schedule or "1f1b",
-        micro_batch=layout.micro_batch or 1,
-        micro_batches=layout.micro_batches or 1,
-        zero=layout.zero or 0,
-        recompute=layout.recompute or 0,
+        **Prediction.fields_of(found.outlook.layout),
         seconds=seconds,
         low=low,
         high=high,

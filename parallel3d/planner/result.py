@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
+
+from parallel3d.config.run_layout import StatedLayout
 
 
 class _Result(BaseModel):
@@ -29,27 +31,15 @@ class StageMemory(_Result):
     capacity: int
 
 
-class Prediction(_Result):
+class Prediction(StatedLayout):
     """One layout. layout: in words, "pp4,dp2,zero1,zbv,m16"; numbers as predicted for one training step.
 
     low, high: of the seconds, where a measured step is expected in nine cases of ten; bubble: share of the pipeline's time;
     exposed_communication: seconds in which a rank only waits for links, the mean of ranks; breakdown: seconds of a step by what
     takes them, the mean of ranks (forward, backward, bubble, exposed communication, optimizer); bounds: of the partition in
-    layers, one part a chunk; origin: what the schedule is of, "named" or "planned".
+    layers, one part a chunk.
     """
 
-    layout: str
-    stages: int
-    replicas: int
-    slices: int
-    sequence_parallel: bool
-    chunks: int
-    placement: Literal["loop", "v"]
-    schedule: str
-    micro_batch: int
-    micro_batches: int
-    zero: int
-    recompute: int
     seconds: float
     low: float
     high: float

@@ -95,20 +95,7 @@ class RunPredictor:
                 f"the run's model has {len(record.model.layers)} layers ({', '.join(dict.fromkeys(record.model.layers))}), but "
                 f"{self._model.name} {len(names)} ({', '.join(dict.fromkeys(names))}); give the run's model by --model"
             )
-        layout = RunLayout(
-            stages=record.stages,
-            slices=record.slices,
-            replicas=record.replicas,
-            zero=record.zero,
-            sequence_parallel=record.sequence_parallel,
-            text=record.layout,
-            micro_batch=record.micro_batch,
-            micro_batches=record.micro_batches,
-            chunks=record.chunks,
-            recompute=record.recompute,
-            schedule=record.schedule,
-            placement=record.placement,
-        )
+        layout = record.run_layout()
         if layout.world_size > len(self._cluster.gpus):
             raise ConfigError(
                 f"the run {record.layout} had {layout.world_size} ranks, but {self._cluster.name} has "
