@@ -139,7 +139,8 @@ def command(*words: str) -> int:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("accuracy") / "run.json"
-    assert command("--cpu", "--steps", "2", "--commit", "abc", "--out", str(out), "--layouts", *RUNS) == 0
+    words = ["--cpu", "--steps", "2", "--timeout", "300", "--commit", "abc", "--out", str(out)]
+    assert command(*words, "--layouts", *RUNS) == 0
     return out
 
 
