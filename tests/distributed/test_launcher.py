@@ -180,7 +180,11 @@ def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
 )
 def test_the_exit_code_of_the_failed_rank_is_the_jobs(tmp_path: Path, statement: str, code: int, how: str) -> None:
     script = f"import os, signal, sys\nif os.environ['RANK'] == '1': {statement}"
-    assert run(tmp_path, script, "--num_procs", "2") == (code, "", f"parallel3d: rank 1 failed ({how})\n")
+    found, out, err = run(tmp_path, script, "--num_procs", "2")
+    # On a busy machine rank 0 may not be through when rank 1 fails, and is ended then.
+    ended = ["parallel3d: ended because of it: rank 0"]
+    assert (found, out, err.splitlines()[0]) == (code, "", f"parallel3d: rank 1 failed ({how})")
+    assert err.splitlines()[1:] in ([], ended)
 
 
 def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path) -> None:
