@@ -91,14 +91,15 @@ class Planner:
 
     def _search(self) -> PlanResult:
         search = Search(self.predictor, self.space)
-        found = search.run()
-        if not found:
-            return self._answer(search, [], remedy=what_would_fit(search))
-        return self._answer(search, self._finish(found))
+        best = self._finish(search.run())
+        return self._answer(search, best, remedy=None if best else what_would_fit(search))
 
     def _finish(self, found: Sequence[Found]) -> list[Found]:
-        """With more care, so many as are listed: of those that are nearly the best any, of others the best of each shape."""
-        best = found[0].outlook.seconds
+        """With more care, so many as are listed: of those that are nearly the best any, of others the best of each shape.
+
+        found: the shortest first. What fitted roughly may not fit exactly: none may be left.
+        """
+        best = found[0].outlook.seconds if found else 0.0
         finished: list[Found] = []
         times: Counter[Shape] = Counter()
         for candidate in found:

@@ -14,6 +14,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.cluster_file import load_cluster
 from parallel3d.planner.found import Found, find
+from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.plan import Planner, Question
 from parallel3d.planner.result import PlanResult
@@ -143,6 +144,21 @@ def test_what_cannot_fit_is_told_with_what_would() -> None:
     needed = int(result.remedy.split("GPUs with ")[1].split(" GiB")[0].split("than ")[-1])
     enough = answer(hosts(1, f"{needed} GiB"))
     assert enough.best, "the memory that was asked for doesn't suffice"
+
+
+def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = MemoryModel.stages
+
+    def fuller(self: MemoryModel, *args: Any) -> Any:
+        """Much more, where all stages are asked for, as of exact predictions."""
+        stages = exact(self, *args)
+        more = {"reserved": 1 << 50} if args[5] is None else {}
+        return tuple(stage.model_copy(update=more) for stage in stages)
+
+    monkeypatch.setattr(MemoryModel, "stages", fuller)
+    result = answer(hosts(1))
+    assert not result.best
+    assert result.remedy
 
 
 @pytest.mark.parametrize(
