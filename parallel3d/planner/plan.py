@@ -91,14 +91,15 @@ class Planner:
 
     def _search(self) -> PlanResult:
         search = Search(self.predictor, self.space)
-        best = self._finish(search.run())
+        best = self._finish(search)
         return self._answer(search, best, remedy=None if best else what_would_fit(search))
 
-    def _finish(self, found: Sequence[Found]) -> list[Found]:
+    def _finish(self, search: Search) -> list[Found]:
         """With more care, so many as are listed: of those that are nearly the best any, of others the best of each shape.
 
-        found: the shortest first. What fitted roughly may not fit exactly: none may be left.
+        What fitted roughly may not fit exactly: none may be left.
         """
+        found = search.run()
         best = found[0].outlook.seconds if found else 0.0
         finished: list[Found] = []
         times: Counter[Shape] = Counter()
@@ -112,6 +113,8 @@ class Planner:
             if exact.fits:
                 finished.append(exact)
                 times[candidate.shape] += 1
+            else:
+                search.found[search.found.index(candidate)] = exact
         finished.sort(key=lambda f: f.outlook.seconds)
         return sorted([self._told(f) for f in finished[:1]] + finished[1:], key=lambda f: f.outlook.seconds)
 

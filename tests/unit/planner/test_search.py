@@ -158,7 +158,8 @@ def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(MemoryModel, "stages", fuller)
     result = answer(hosts(1))
     assert not result.best
-    assert result.remedy
+    assert result.remedy is not None
+    assert f"needs {1 << 20:.1f} GiB" in result.remedy
 
 
 @pytest.mark.parametrize(
