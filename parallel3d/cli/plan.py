@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from parallel3d.config import load
 from parallel3d.config.run_layout import parse_run_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
@@ -18,6 +20,7 @@ from parallel3d.planner.calibration import Calibration, calibrate, read_calibrat
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.cluster_file import load_cluster
 from parallel3d.planner.comparison import compare, print_comparison
+from parallel3d.planner.layer_times import LayerSeconds, measure_layers
 from parallel3d.planner.measure import default_path, measure_cluster
 from parallel3d.planner.model import MODELS, PlannedModel, load_model
 from parallel3d.planner.plan import Planner, Question
@@ -69,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="FILE",
-        help="measure this host's GPUs and links first, keep them in FILE and plan for them; alone, only measure",
+        help="measure this host's GPUs and links first, keep them in FILE and plan for them, with the model's layers measured "
+        "on one; without --model, only measure",
     )
     parser.add_argument(
         "--calibrate", nargs="+", default=[], metavar="RUN", help="correct the predictions by what these runs measured"
@@ -105,11 +109,12 @@ def run(options: argparse.Namespace) -> int:
     if options.global_batch is None or options.top < 1:
         raise ConfigError(f"--global-batch is {options.global_batch}, --top {options.top}; give numbers of 1 or more")
     fixed = None if options.explain is None else parse_run_layout(options.explain)
-    question = Question(model, cluster, options.global_batch, options.top, calibration=calibration)
+    measured = None if options.measure is None else _measured_layers(model, cluster)
+    question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured)
     result = Planner(question).answer()
     show(result, console)
     if fixed is not None:
-        explained = Planner(Question(model, cluster, options.global_batch, 1, fixed, calibration)).answer()
+        explained = Planner(Question(model, cluster, options.global_batch, 1, fixed, calibration, measured)).answer()
         explain(result, explained, console)
     written = [*write_report(result, out)]
     if result.best:
@@ -149,6 +154,13 @@ def _calibration(options: argparse.Namespace, model: PlannedModel, cluster: Clus
     out.mkdir(parents=True, exist_ok=True)
     found.write(out / _CALIBRATION)
     return found
+
+
+def _measured_layers(model: PlannedModel, cluster: Cluster) -> tuple[LayerSeconds, ...]:
+    """On this host, which the cluster is."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = load({**model.config, "train_micro_batch_size_per_gpu": 1})
+    return measure_layers(model, config, device)
 
 
 def _compare(

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class Profiler(Ruler):
             module = copy.deepcopy(module)  # training's own: a run changes their dtype, and what they count and average
         parameters = made_ready(module, device, precision.weights)
         function = bound(layer, module, self._loss if is_last else None, labels)
-        watch = _CudaWatch(device) if device.type == "cuda" else _HostWatch()
+        watch = stopwatch(device)
         for _ in range(_WARM_UP + _TIMED):
             run = Run(function, x, parameters, precision.autocasting(device))
             watch.time(run.forward)
@@ -65,6 +65,21 @@ class Profiler(Ruler):
 def _is_made_of_modules(layer: Layer) -> bool:
     given = tree_leaves((layer.module_args, layer.module_kwargs)) if isinstance(layer, LayerSpec) else ()
     return any(isinstance(argument, nn.Module) for argument in given)
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """For work on a device."""
+    return _CudaWatch(device) if device.type == "cuda" else _HostWatch()
+
+
+class Stopwatch(Protocol):
+    """Times pieces of work, one after the other."""
+
+    def time(self, work: Callable[[], None]) -> None:
+        """Run it."""
+
+    def seconds(self) -> list[float]:
+        """Of each piece; waits for the device."""
 
 
 class _HostWatch:

@@ -11,7 +11,7 @@ import torch
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.planner.profile import LayerProfile
 from parallel3d.planner.program import Buckets
-from parallel3d.planner.timing import LayoutLinks, StepCost, Times, compute_seconds
+from parallel3d.planner.timing import Floats, LayoutLinks, StepCost, Times, compute_seconds
 from parallel3d.planner.work import Collective, CollectiveKind, Work
 from parallel3d.zero.policy import ZeroPolicy
 
@@ -105,3 +105,18 @@ def _replica_seconds(links: LayoutLinks, stages: Sequence[int], nbytes: float, k
     shard = nbytes / (links.shape[1] if kind == "reduce_scatter" else 1)
     over_replicas = max(links.over_replicas(kind, nbytes, stage) for stage in set(stages))
     return over_replicas + links.over_stages(shard, tuple(sorted(set(stages))))
+
+
+def late_by(layout: RunLayout, times: Times) -> Floats:
+    """By how much each chunk makes those behind it start late, and those before it end late, in its schedule."""
+    if layout.schedule in ("1f1b", "interleaved", "gpipe"):
+        return times.total
+    if layout.schedule == "zb-h1":
+        return np.maximum(times.forward, times.forward + times.input_gradient - times.weight_gradient)
+    return times.forward
+
+
+def pace(times: Times, placement: Sequence[int]) -> float:
+    """Seconds by which one micro-batch more makes a full pipeline's step longer: what its busiest stage computes."""
+    loads = np.bincount(np.asarray(placement), weights=times.total)
+    return float(loads.max())

@@ -20,6 +20,7 @@ from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.configure import configuration
 from parallel3d.planner.corrected import corrected
 from parallel3d.planner.found import Found, find, prediction_of
+from parallel3d.planner.layer_times import LayerSeconds
 from parallel3d.planner.links import Network
 from parallel3d.planner.model import PlannedModel
 from parallel3d.planner.outlook import Outlook
@@ -41,7 +42,10 @@ _OF_A_SHAPE = 2  # of the ranks along each axis, listed
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned. fixed: what of the layout the user has decided already; its axes where they are above 1."""
+    """What is to be planned.
+
+    fixed: what of the layout the user has decided already; its axes where they are above 1. measured: see Predictor.
+    """
 
     model: PlannedModel
     cluster: Cluster
@@ -49,6 +53,7 @@ class Question:
     num_best: int = 5
     fixed: RunLayout | None = None
     calibration: Calibration = field(default_factory=Calibration)
+    measured: Sequence[LayerSeconds] | None = None
 
 
 class Planner:
@@ -59,7 +64,7 @@ class Planner:
         self.space = self._space()
         self.profile = profile_of(model, cluster, configuration(self.space.layout(0), model.config))
         self.network = Network(corrected(cluster, question.calibration))
-        self.predictor = Predictor(model, self.profile, self.network, question.calibration)
+        self.predictor = Predictor(model, self.profile, self.network, question.calibration, measured=question.measured)
 
     def _space(self) -> Space:
         question = self.question

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from parallel3d.partition.split import partition_layers
 from parallel3d.pipe.specs import TiedLayerSpec
 from parallel3d.planner.calibration import Calibration, PredictedMemory
 from parallel3d.planner.cluster import Device
-from parallel3d.planner.costs import reducing, reductions, step_cost
+from parallel3d.planner.costs import late_by, pace, reducing, reductions, step_cost
+from parallel3d.planner.layer_times import LayerSeconds, factors
 from parallel3d.planner.links import Network
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.model import PlannedModel
@@ -59,7 +61,8 @@ def one_sample(layout: RunLayout) -> RunLayout:
 class Predictor:
     """Predicts steps of one model on one cluster, of which it takes as many GPUs as a layout has ranks.
 
-    network: of the cluster, corrected as the calibration says (see corrected()); moments: see predict_state.
+    network: of the cluster, corrected as the calibration says (see corrected()); moments: see predict_state; measured: seconds
+    of each layer on the cluster's device, by which what its work would take is multiplied, in whatever layout.
     """
 
     def __init__(
@@ -69,10 +72,12 @@ class Predictor:
         network: Network,
         calibration: Calibration | None = None,
         moments: int = 2,
+        measured: Sequence[LayerSeconds] | None = None,
     ):
         self.model, self.profile, self.network = model, profile, network
         self.calibration = calibration or Calibration()
         self.moments = moments
+        self._measured = measured
         self._memory = MemoryModel(profile)
         self._links: dict[tuple[Shape, tuple[int, ...] | None, bool], LayoutLinks] = {}
         self._times: dict[tuple[object, ...], Times] = {}
@@ -105,8 +110,26 @@ class Predictor:
         if key not in self._times:
             layers = self.layers(layout if exactly else one_sample(layout))
             samples = 1 if exactly else layout.micro_batch or 1
-            self._times[key] = layer_times(layers, device, links.over_slices, samples, links.overlap, splits)
+            times = layer_times(layers, device, links.over_slices, samples, links.overlap, splits)
+            self._times[key] = times if self._measured is None else times.scaled(self._factors)
         return self._times[key]
+
+    @cached_property
+    def _factors(self) -> Floats:
+        assert self._measured is not None
+        return factors(self._measured, self._expected)
+
+    @cached_property
+    def _expected(self) -> Times:
+        """Of each layer whole, by its work alone, on the device that layers are measured on."""
+        return layer_times(self.profile.layers(), self.network.cluster.gpus[0].device, lambda collective: 0.0)
+
+    @property
+    def least_factor(self) -> float:
+        """By how much all layers together take less time than their work would, 1 where they don't."""
+        if self._measured is None:
+            return 1.0
+        return min(1.0, float(np.array(self._measured).sum() / self._expected.total.sum()))
 
     def predict(
         self,
@@ -137,8 +160,8 @@ class Predictor:
         simulation, timed = self._simulation(layout, buckets, policy, exactly, whole, compute)
         timeline = simulation.run(cost.cost())
         untimed, alone = layout.micro_batches - timed, cost.without_links()
-        makespan = timeline.makespan + untimed * _pace(times, placement)
-        exposed = makespan - simulation.makespan(alone.cost()) - untimed * _pace(alone.times, placement)
+        makespan = timeline.makespan + untimed * pace(times, placement)
+        exposed = makespan - simulation.makespan(alone.cost()) - untimed * pace(alone.times, placement)
         optimizer = self._optimizer_seconds(stages, policy, links, exactly)
         return Outlook(
             layout,
@@ -170,7 +193,7 @@ class Predictor:
         """
         links = self.links(layout, exactly=False)
         placement, bounds, times = self._chunks(layout, links, exactly=False)
-        late = _late(layout, times)
+        late = late_by(layout, times)
         ends = np.cumsum(late) - late
         first = [placement.index(stage) for stage in range(layout.stages)]
         loads = np.bincount(np.asarray(placement), weights=times.total)
@@ -354,15 +377,6 @@ class Predictor:
         return self._simulations[key], timed
 
 
-def _late(layout: RunLayout, times: Times) -> Floats:
-    """By how much each chunk makes those behind it start late, and those before it end late, in its schedule."""
-    if layout.schedule in ("1f1b", "interleaved", "gpipe"):
-        return times.total
-    if layout.schedule == "zb-h1":
-        return np.maximum(times.forward, times.forward + times.input_gradient - times.weight_gradient)
-    return times.forward
-
-
 def _timed_micro_batches(layout: RunLayout, exactly: bool, most_steps: int) -> int:
     """All, or as many as fill the pipeline a few times, and the same number over whole rounds of the stages."""
     stages, wanted = layout.stages, layout.micro_batches or 1
@@ -371,9 +385,3 @@ def _timed_micro_batches(layout: RunLayout, exactly: bool, most_steps: int) -> i
     # What an interleaved pipeline has in flight takes two rounds.
     rounds = _ROUGH_ROUNDS + exactly if layout.schedule == "interleaved" or exactly or stages < _LONG else 1
     return min(wanted, rounds * stages + wanted % stages)
-
-
-def _pace(times: Times, placement: Sequence[int]) -> float:
-    """Seconds by which one micro-batch more makes a full pipeline's step longer: what its busiest stage computes."""
-    loads = np.bincount(np.asarray(placement), weights=times.total)
-    return float(loads.max())

@@ -140,6 +140,12 @@ class Times:
     weight_gradient: Floats
     exchanges: Floats
 
+    def scaled(self, factors: Floats) -> Times:
+        """With compute multiplied, [3, ...], and exchanges as they are."""
+        works = np.stack([self.forward, self.input_gradient, self.weight_gradient])
+        scaled = (works - self.exchanges) * factors + self.exchanges
+        return Times(scaled[0], scaled[1], scaled[2], self.exchanges)
+
     @property
     def total(self) -> Floats:
         """Of a micro-batch's forward and backward."""

@@ -1,0 +1,80 @@
+"""Measured seconds of layers, and predictions that follow them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from parallel3d.config import load
+from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.errors import PartitionError
+from parallel3d.pipe.specs import LayerSpec
+from parallel3d.planner.cluster_file import load_cluster
+from parallel3d.planner.layer_times import LayerSeconds, measure_layers
+from parallel3d.planner.model import PlannedModel
+from parallel3d.planner.plan import Planner, Question
+from parallel3d.planner.timing import layer_times
+
+WIDTH = 256
+
+
+class Twice(nn.Module):
+    """Two products forward, two of inputs' and two of weights' gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+class Refuses(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_meta:
+            raise ValueError("no")
+        return x
+
+
+def model(*layers: LayerSpec) -> PlannedModel:
+    def sample(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(64 * count, WIDTH), torch.randn(64 * count, WIDTH)
+
+    return PlannedModel("linears", layers, nn.functional.mse_loss, sample, 64, {})
+
+
+CONFIG = load({"train_micro_batch_size_per_gpu": 1})
+
+
+def test_each_kind_of_layer_is_measured_once_and_in_its_parts() -> None:
+    found = measure_layers(model(*[LayerSpec(Twice)] * 3, LayerSpec(nn.Identity)), CONFIG, torch.device("cpu"))
+    assert len(found) == 4
+    assert found[1] == found[2], "alike, but for the first one, whose inputs want no gradient"
+    assert min(found[1]) > 0
+    # No weights: nothing but the call that finds nothing to do.
+    assert found[3].weight_gradient < found[1].weight_gradient
+
+
+def test_a_layer_that_cannot_run_is_named() -> None:
+    with pytest.raises(PartitionError, match=r"layer 1 \(Refuses\): .*ValueError: no"):
+        measure_layers(model(LayerSpec(Twice), LayerSpec(Refuses)), CONFIG, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("times", [0.5, 3.0])
+def test_predictions_follow_what_was_measured(times: float) -> None:
+    """Compute takes as many times longer as it was measured to."""
+    subject = model(*[LayerSpec(Twice)] * 4)
+    cluster = load_cluster("2xH200")
+    plain = Planner(Question(subject, cluster, 8, fixed=parse_run_layout("pp2,1f1b,m8")))
+    layout = plain.space.layout(0)
+    before = plain.predictor.predict(layout, exactly=True)
+    of_layers = layer_times(plain.profile.layers(), cluster.gpus[0].device, lambda collective: 0.0)
+    seconds = zip(of_layers.forward, of_layers.input_gradient, of_layers.weight_gradient, strict=True)
+    measured = [LayerSeconds(*(times * float(s) for s in layer)) for layer in seconds]
+    planner = Planner(Question(subject, cluster, 8, fixed=parse_run_layout("pp2,1f1b,m8"), measured=measured))
+    after = planner.predictor.predict(layout, exactly=True)
+    assert after.breakdown()["forward"] == pytest.approx(times * before.breakdown()["forward"])
+    assert after.breakdown()["backward"] == pytest.approx(times * before.breakdown()["backward"])
+    result = planner.answer()
+    assert result.best[0].seconds == pytest.approx(after.seconds, rel=1e-6)
