@@ -12,6 +12,8 @@ from parallel3d.planner.result import Prediction, StageMemory
 from parallel3d.planner.timing import Shape
 
 _NEARLY = 1.4  # full
+# Of all stages, and of rough predictions: to split more chunks within limits takes too long.
+_MOST_CHUNKS, _MOST_RANKS = 16, 64
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ def find(
     bounds: Sequence[int] | None = None,
 ) -> Found:
     """A prediction (see Predictor.predict) with its memory; one that doesn't fit, but nearly, with its layers split so that it
-    does, where that can be.
+    does, where that can be and the chunks are few.
     """
     outlook = predictor.predict(layout, places, exactly, whole, bounds)
     found = Found(outlook, predictor.memory(outlook))
-    if layout.stages == 1 or not 1.0 < found.fullness < _NEARLY:
+    chunks_are_few = layout.stages * (layout.chunks or 1) <= _MOST_CHUNKS
+    is_worth_it = chunks_are_few and (exactly or layout.world_size <= _MOST_RANKS)
+    if layout.stages == 1 or not is_worth_it or not 1.0 < found.fullness < _NEARLY:
         return found
     within = predictor.split_within(outlook, found.memory)
     if within is None or within == outlook.bounds:

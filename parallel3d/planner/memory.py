@@ -104,7 +104,7 @@ class MemoryModel:
         bounds: Sequence[int],
         layout: RunLayout,
         capacities: Sequence[int],
-        samples: int = 1,
+        samples: float = 1,
         only: Collection[int] | None = None,
     ) -> tuple[StageMemory, ...]:
         """Of each stage, or of some.
@@ -183,12 +183,12 @@ class MemoryModel:
         layers: Sequence[LayerProfile],
         stage: int,
         capacity: int,
-        samples: int,
+        samples: float,
     ) -> StageMemory:
         on_cuda = self._model.device == "cuda"
         state = self._state(program, bounds, layout, stage)
         flight = self.flight(program, bounds, layout, stage)
-        flight = Flight(samples * flight.between, samples * flight.within, samples * flight.held)
+        flight = Flight(*(round(samples * nbytes) for nbytes in (flight.between, flight.within, flight.held)))
         own = [
             layers[k] for c, s in enumerate(program.placement) if s == stage for k in range(bounds[c], bounds[c + 1])
         ]
@@ -203,7 +203,7 @@ class MemoryModel:
         kept = {"transient": state.state.transient, "communication": state.communicated}
         backward = {"activations": flight.held, "workspace": flight.within - flight.held, **kept}
         if on_cuda:
-            backward["messages"] = samples * self._in_transit(program, bounds, layout, stage)
+            backward["messages"] = round(samples * self._in_transit(program, bounds, layout, stage))
         step = {"update": state.state.update, "workspace": state.step, **kept}
         base = sum(steady.values())
         phases = {

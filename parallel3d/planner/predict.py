@@ -189,7 +189,7 @@ class Predictor:
         """What hardly any prediction of the layout is below.
 
         Every stage works off all micro-batches, after those before it have begun the first one, and before they end the last
-        one where backwards are whole; and its replicas exchange all gradients and weights.
+        one where backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
         links = self.links(layout, exactly=False)
         placement, bounds, times = self._chunks(layout, links, exactly=False)
@@ -198,13 +198,13 @@ class Predictor:
         first = [placement.index(stage) for stage in range(layout.stages)]
         loads = np.bincount(np.asarray(placement), weights=times.total)
         computing = float((loads * (layout.micro_batches or 1) + ends[first]).max())
-        if layout.replicas == 1:
-            return computing
-        buckets = rough_buckets(self._stage_parameters(layout, bounds, placement), len(placement))
+        policy, stages = self.policy(layout), self._stage_parameters(layout, bounds, placement)
         exchanging = [0.0] * layout.stages
-        for stage, collectives in zip(placement, reductions(layout, buckets, self.policy(layout)), strict=True):
+        for stage, collectives in zip(
+            placement, reductions(layout, rough_buckets(stages, len(placement)), policy), strict=True
+        ):
             exchanging[stage] += sum(n * links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
-        return max(computing, *exchanging)
+        return max(computing, *exchanging) + self._optimizer_seconds(stages, policy, links, exactly=False)
 
     def _chunks(
         self,
@@ -262,7 +262,7 @@ class Predictor:
         layout, links = outlook.layout, outlook.links
         capacities = [min(device.memory for device in links.devices(stage)) for stage in range(layout.stages)]
         traced = layout if outlook.exact else one_sample(layout)
-        samples = 1 if outlook.exact else layout.micro_batch or 1
+        samples = 1 if outlook.exact else (layout.micro_batch or 1) * _untimed_flight(layout, outlook.timed)
         # Of a long pipeline the fullest stage is at one of its ends, or else in the middle.
         ends = {0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}
         only = None if outlook.exact else ends
@@ -382,6 +382,14 @@ def _timed_micro_batches(layout: RunLayout, exactly: bool, most_steps: int) -> i
     stages, wanted = layout.stages, layout.micro_batches or 1
     if exactly and wanted * stages * (layout.chunks or 1) <= most_steps:
         return wanted
-    # What an interleaved pipeline has in flight takes two rounds.
-    rounds = _ROUGH_ROUNDS + exactly if layout.schedule == "interleaved" or exactly or stages < _LONG else 1
+    rounds = _ROUGH_ROUNDS + exactly - (stages >= _LONG)
     return min(wanted, rounds * stages + wanted % stages)
+
+
+def _untimed_flight(layout: RunLayout, timed: int) -> float:
+    """By how many times more an interleaved pipeline has in flight on its first stage than so few micro-batches fill."""
+    if layout.schedule != "interleaved":
+        return 1.0
+    p, v = layout.stages, layout.chunks or 1
+    most = min((layout.micro_batches or 1) * v, (v + 1) * p - 1)  # see schedule.builders.interleaved
+    return most / min(timed * v, most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -177,17 +178,21 @@ class Search:
         return sorted((found for found in self.found if found.fits), key=lambda f: f.outlook.seconds)
 
     def _until_certain(self, order: Integers) -> set[int]:
-        """Predict in order until no bound is below the shortest that fits."""
+        """Predict in the order of their bounds until none is below the shortest that fits.
+
+        A layout's bound is first the space's, then the predictor's own, which is nearer and takes longer to find.
+        """
         done: set[int] = set()
         fitting: set[RunLayout] = set()
         best = np.inf
-        for k in order.tolist():
-            if self.seconds[k] >= best:
-                break
+        waiting = [(float(self.seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
+        while waiting and waiting[0][0] < best:
+            _, n, k, is_near = heappop(waiting)
             layout = self.space.layout(k)
             if layout.zero == 2 and replace(layout, zero=1, text="") in fitting:
                 continue  # more is reduced, and nothing needs that
-            if self._predictor.least_seconds(layout) >= best:
+            if not is_near:
+                heappush(waiting, (self._predictor.least_seconds(layout), n, k, True))
                 continue
             found = self._predict(k)
             done.add(k)
