@@ -35,7 +35,7 @@ from parallel3d.planner.timing import Shape
 from parallel3d.planner.traffic import link_loads, traffic_of
 
 # Predicted within this share of the shortest: split, timed and placed with more care, for the last word.
-_FINALISTS, _MOST_FINALISTS = 1.03, 6
+_FINALISTS, _MOST_FINALISTS = 1.02, 4
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 _OF_A_SHAPE = 2  # of the ranks along each axis, listed
 
@@ -100,7 +100,7 @@ class Planner:
         return self._answer(search, best, remedy=None if best else what_would_fit(search))
 
     def _finish(self, search: Search) -> list[Found]:
-        """With more care, so many as are listed: of those that are nearly the best any, of others the best of each shape.
+        """So many as are listed: of those that are nearly the best any, and with more care; of others the best of each shape.
 
         What fitted roughly may not fit exactly: none may be left.
         """
@@ -114,22 +114,36 @@ class Planner:
                 continue
             if len(finished) >= self.question.num_best and not (nearly and len(finished) < _MOST_FINALISTS):
                 break
-            exact = self._exact(candidate.outlook, nearly)
+            exact = self._exact(candidate.outlook) if nearly else self._whole(candidate.outlook)
             if exact.fits:
                 finished.append(exact)
                 times[candidate.shape] += 1
             else:
                 search.found[search.found.index(candidate)] = exact
-        finished.sort(key=lambda f: f.outlook.seconds)
-        return sorted([self._told(f) for f in finished[:1]] + finished[1:], key=lambda f: f.outlook.seconds)
+        return self._settled(finished, search)
 
-    def _exact(self, outlook: Outlook, placed: bool) -> Found:
-        """Predicted exactly, in the cluster's order or, if `placed`, where `place` puts it, whichever is the shorter."""
+    def _settled(self, finished: list[Found], search: Search) -> list[Found]:
+        """The same, the shortest first, which stays it when it is predicted as it will be told."""
+        told: list[Found] = []
+        while finished:
+            finished.sort(key=lambda f: f.outlook.seconds)
+            if any(finished[0] is known for known in told):
+                break
+            told.append(self._told(finished.pop(0)))
+            (finished if told[-1].fits else search.found).append(told[-1])
+        return finished
+
+    def _whole(self, outlook: Outlook) -> Found:
+        """As it was predicted, with the memory of every stage."""
+        return Found(outlook, self.predictor.memory(outlook, every=True))
+
+    def _exact(self, outlook: Outlook) -> Found:
+        """Predicted exactly, in the cluster's order or where `place` puts it, whichever is the shorter."""
         layout, predictor = outlook.layout, self.predictor
         shape = (layout.stages, layout.replicas, layout.slices)
         plain = find(predictor, layout, exactly=True)
-        places = place(self.network, shape, traffic_of(predictor, plain.outlook)) if placed else None
-        if places is None or places == tuple(range(layout.world_size)):
+        places = place(self.network, shape, traffic_of(predictor, plain.outlook))
+        if places == tuple(range(layout.world_size)):
             return plain
         other = find(predictor, layout, places, exactly=True)
         return min(other, plain, key=lambda f: (not f.fits, f.outlook.seconds))

@@ -257,15 +257,18 @@ class Predictor:
             )
         return self._traffic[key] * sum(info.parameter.numel() for info in parameters)
 
-    def memory(self, outlook: Outlook) -> tuple[StageMemory, ...]:
-        """Of each stage, as the calibration corrects it; of a rough prediction roughly, from what one sample takes."""
+    def memory(self, outlook: Outlook, every: bool = False) -> tuple[StageMemory, ...]:
+        """Of each stage, as the calibration corrects it; of a rough prediction roughly, from what one sample takes.
+
+        Of a rough one's long pipeline but the stages that may be the fullest, unless `every` one is wanted.
+        """
         layout, links = outlook.layout, outlook.links
         capacities = [min(device.memory for device in links.devices(stage)) for stage in range(layout.stages)]
         traced = layout if outlook.exact else one_sample(layout)
         samples = 1 if outlook.exact else (layout.micro_batch or 1) * _untimed_flight(layout, outlook.timed)
         # Of a long pipeline the fullest stage is at one of its ends, or else in the middle.
         ends = {0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}
-        only = None if outlook.exact else ends
+        only = None if outlook.exact or every else ends
         found = self._memory.stages(outlook.program, outlook.bounds, traced, capacities, samples, only)
         return tuple(self._corrected(memory) for memory in found)
 
