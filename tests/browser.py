@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 def missing() -> str | None:
     """Why no browser can be started here; None where one can."""
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
+    if find_spec("selenium") is None:
         return "selenium is not installed: pip install 'parallel3d[test]'"
     if shutil.which("chromedriver") is None or not any(map(shutil.which, _BROWSERS)):
         return "chromium and chromedriver are not installed: apt-get install chromium chromium-driver"

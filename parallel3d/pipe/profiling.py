@@ -24,6 +24,11 @@ _TIMED = 5
 class Profiler(Ruler):
     """Costs in seconds: the median of a few runs of each layer, after a few others, one layer in memory at a time."""
 
+    remedy = (
+        "check that sample_input is what the first layer takes, of a micro-batch that fits into memory, or use partition "
+        "method 'flops' or 'parameters'"
+    )
+
     def __init__(self, sample: Sample, context: BuildContext):
         super().__init__(sample, context)
         loss = sample.loss_fn
@@ -39,18 +44,12 @@ class Profiler(Ruler):
             return self._measure(layer, x, labels, is_last)
         except Exception as error:  # whatever a layer's own code raises
             raise PartitionError(
-                f"it failed while it was measured: {type(error).__name__}: {error}; check that sample_input is what the first "
-                "layer takes, of a micro-batch that fits into memory, or use partition method 'flops' or 'parameters'"
+                f"it failed while it was measured: {type(error).__name__}: {error}; {self.remedy}"
             ) from error
 
     def _measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
         device, precision = self.context.device, self.sample.precision
-        module: Any = layer
-        if isinstance(layer, LayerSpec):
-            with device:
-                module = layer.build(self.context)
-        if isinstance(layer, nn.Module) or _is_made_of_modules(layer):
-            module = copy.deepcopy(module)  # training's own: a run changes their dtype, and what they count and average
+        module = self._built(layer)
         parameters = made_ready(module, device, precision.weights)
         function = bound(layer, module, self._loss if is_last else None, labels)
         watch = stopwatch(device)
@@ -60,6 +59,16 @@ class Profiler(Ruler):
             watch.time(run.backward)
         times = watch.seconds()[2 * _WARM_UP :]
         return LayerCost(median(times[::2]), median(times[1::2])), run.handed_on()
+
+    def _built(self, layer: Layer) -> Any:
+        """What runs, for this ruler alone."""
+        module: Any = layer
+        if isinstance(layer, LayerSpec):
+            with self.context.device:
+                module = layer.build(self.context)
+        if isinstance(layer, nn.Module) or _is_made_of_modules(layer):
+            module = copy.deepcopy(module)  # training's own: a run changes their dtype, and what they count and average
+        return module
 
 
 def _is_made_of_modules(layer: Layer) -> bool:

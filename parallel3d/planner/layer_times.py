@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from parallel3d.comm.collectives import DONE
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
-from parallel3d.errors import PartitionError
 from parallel3d.gradient_sink import GradientSink
-from parallel3d.pipe.costs import LayerCost, Ruler, Run, Sample, bound, made_ready
-from parallel3d.pipe.profiling import stopwatch
-from parallel3d.pipe.specs import BuildContext, Layer, LayerSpec
+from parallel3d.pipe.costs import LayerCost, Run, Sample, bound, made_ready
+from parallel3d.pipe.profiling import Profiler, stopwatch
+from parallel3d.pipe.specs import BuildContext, Layer
 from parallel3d.planner.model import PlannedModel
 from parallel3d.planner.timing import Floats, Times
 from parallel3d.precision import make_precision
@@ -67,33 +65,18 @@ def measure_layers(model: PlannedModel, config: Config, device: torch.device) ->
     return tuple(LayerSeconds(c.forward, c.backward, c.weight if isinstance(c, _SplitCost) else 0.0) for c in found)
 
 
-class _SplitRuler(Ruler):
+class _SplitRuler(Profiler):
     """Costs in seconds, with the backward in two parts."""
+
+    remedy = "give a cluster by --cluster instead of --measure, which needs no device"
 
     def __init__(self, sample: Sample, context: BuildContext, config: Config):
         super().__init__(sample, context)
         self._policy = make_policy(config, [], context.device, sample.precision.weights)
-        loss = sample.loss_fn
-        self._loss = (loss.build(context) if isinstance(loss, LayerSpec) else loss) if sample.has_loss else None
-
-    def place(self, tree: Any) -> Any:
-        """On the device."""
-        return tree_map(lambda t: t.detach().to(self.context.device) if isinstance(t, Tensor) else t, tree)
-
-    def measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
-        """See Ruler."""
-        try:
-            return self._measure(layer, x, labels, is_last)
-        except Exception as error:  # whatever a layer's own code raises
-            raise PartitionError(
-                f"it failed while it was measured: {type(error).__name__}: {error}; give a cluster by --cluster instead of "
-                "--measure, which needs no device"
-            ) from error
 
     def _measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
         device, precision = self.context.device, self.sample.precision
-        with device:
-            module: Any = layer.build(self.context) if isinstance(layer, LayerSpec) else copy.deepcopy(layer)
+        module = self._built(layer)
         built = [p.dtype for p in module.parameters()] if isinstance(module, nn.Module) else []
         parameters = made_ready(module, device, precision.weights)
         sink = self._sink(parameters, built)

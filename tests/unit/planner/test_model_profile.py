@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -157,10 +157,11 @@ def test_bytes_held_are_those_that_the_gradients_need():
 
 def test_dropout_keeps_a_byte_a_number_on_cuda():
     rows = 16
-    for device, mask in (("cuda", 1), ("cpu", 2)):
+    masks: dict[Literal["cuda", "cpu"], int] = {"cuda": 1, "cpu": 2}
+    for device, mask in masks.items():
         specs = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Dropout, 0.1)]
         config = load({"train_micro_batch_size_per_gpu": rows, **BF16})
-        profile = ModelProfile(specs, torch.zeros(rows, 8), None, None, config, device)  # type: ignore[arg-type]
+        profile = ModelProfile(specs, torch.zeros(rows, 8), None, None, config, device)
         assert profile.layers(micro_batch=rows)[1].whole.saved == Held(own=mask * rows * 8)
 
 
