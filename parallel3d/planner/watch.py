@@ -20,6 +20,8 @@ from parallel3d.planner.work import Collective, Exchange, Work
 # For messages of layers that communicate by themselves.
 INSTEAD = "communicate by parallel3d.tensor_parallel alone"
 _IS_DEVICE = torch.ops.prim.device.default  # FakeTensor.device
+# Products into a given tensor of another dtype, which tensors without memory can do without: PyTorch 2.11 can't run the second.
+_PRODUCTS_INTO = [op.dtype_out for op in (torch.ops.aten.mm, torch.ops.aten.addmm) if "dtype_out" in op.overloads()]
 
 
 class Memory:
@@ -82,7 +84,7 @@ class Watch(TorchDispatchMode):
         refuse_collective(function, INSTEAD)
         kwargs = kwargs or {}
         read = tensors_of((args, kwargs) if kwargs else args)
-        result = function(*args, **kwargs)
+        result = kwargs["out"] if function in _PRODUCTS_INTO else function(*args, **kwargs)
         written = tensors_of(result)
         cost = cost_of(function, args, kwargs, read, written, result)
         joins = self._fuses and bool(cost.moved) and function.namespace == "aten"
