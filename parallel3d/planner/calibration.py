@@ -242,7 +242,8 @@ def _corrected(calibration: Calibration, records: Sequence[RunRecord], runs: Seq
 
 
 def _time_rows(record: RunRecord, run: PredictedRun, shortest: float) -> list[Row]:
-    """Each kind of instruction weighs 1, over all chunks, which are off alike; the step, which all is about, 2.
+    """Each kind of instruction weighs 1, over all chunks, which are off alike, and so does the optimizer; the step, which all
+    is about, 2.
 
     shortest: step of all runs.
     """
@@ -252,6 +253,8 @@ def _time_rows(record: RunRecord, run: PredictedRun, shortest: float) -> list[Ro
         Row(record.instructions[name].median, _checked(run.instructions[name]), 1 / kinds[_kind(name)])
         for name in names
     ]
+    if "optimizer" in run.step:
+        rows.append(Row(record.optimizer.median, {"optimizer": run.step["optimizer"]}))
     whole = max(record.step.median, sum(_checked(run.step).values()))
     return [*rows, Row(record.step.median, {**run.step, "fixed": shortest}, 2.0, whole)]
 

@@ -105,15 +105,15 @@ def _predict_alike(laid: Laid, transient: bool, policy: ZeroPolicy, shards: int,
 def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2) -> int:
     """Bytes that a rank reads and writes from reduced gradients to updated weights, before these are gathered.
 
-    Gradients are read for the norm and for the step, which takes the clipping along; masters and optimizer state are read
-    and written; weights, where they are no masters themselves, are written.
+    Gradients are read for the norm and for the step, which writes them back clipped, as torch's fused kernels do; masters
+    and optimizer state are read and written; weights, where they are no masters themselves, are written.
     """
     shards = data_size if policy.stage > 0 else 1
     total = 0
     for laid in (laid for infos in by_owners(parameters).values() for laid in lay_out(infos, policy, shards)):
         built = laid.kind.dtype
         weight, master = policy.weight_dtype or built, policy.master_dtype(built)
-        each = 2 * policy.accumulator_dtype(built).itemsize + 2 * (1 + moments) * master.itemsize
+        each = 3 * policy.accumulator_dtype(built).itemsize + 2 * (1 + moments) * master.itemsize
         each += weight.itemsize if weight != master else 0
         total += each * sum(layout.numel for layout in laid.layouts) // shards
     return total

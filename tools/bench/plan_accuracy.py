@@ -46,7 +46,8 @@ from parallel3d.planner.presets import preset_of
 from parallel3d.planner.runs import RunPredictor
 
 WORKER = str(Path(__file__).with_name("planned_run.py"))
-# Of one model all take the same samples a step, so that their steps are what a planner chooses by.
+# Of one model all take the same samples a step, so that their steps are what a planner chooses by. Micro-batches are large
+# enough that the device, not the host, is what eager layers wait for.
 LAYOUTS = (
     "7b:pp4,1f1b,m8",
     "7b:pp4,zb-h1,m8",
@@ -55,13 +56,13 @@ LAYOUTS = (
     "7b:pp2,dp2,zero1,1f1b,m4",
     "7b:pp2,tp2,sp,zb-h1,m8",
     "7b:dp4,zero2,m2",
-    "7b:tp4,m8",
-    "1b:pp4,interleaved,m16,mb2",
-    "1b:dp4,m4,mb2",
-    "1b:dp4,zero1,m4,mb2,ckpt1",
-    "1b:pp2,dp2,zero2,zb-h1,m8,mb2",
-    "1b:dp2,tp2,sp,zero1,m8,mb2",
-    "1b:pp2,tp2,1f1b,m16,mb2",
+    "7b:tp4,m4,mb2",
+    "1b:pp4,interleaved,m8,mb4",
+    "1b:dp4,m2,mb4",
+    "1b:dp4,zero1,m2,mb4,ckpt1",
+    "1b:pp2,dp2,zero2,zb-h1,m4,mb4",
+    "1b:dp2,tp2,sp,zero1,m4,mb4",
+    "1b:pp2,tp2,1f1b,m8,mb4",
 )
 
 

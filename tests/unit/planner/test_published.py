@@ -224,13 +224,14 @@ def test_a_published_step_is_predicted(run: Published):
     assert predicted.seconds == pytest.approx(run.seconds, rel=TOLERANCE)
 
 
-def measured() -> list[tuple[str, float]]:
-    """(case, seconds) of our own runs of model "7b"."""
+def measured() -> list[tuple[str, int, float]]:
+    """(case, micro-batches, seconds) of our own runs of model "7b"."""
     found = []
     for file in sorted((ROOT / "tools" / "bench" / "results").glob("*.json")):
-        for case in json.loads(file.read_text()).get("cases", ()):  # plan_accuracy.py has layouts
+        run = json.loads(file.read_text())
+        for case in run.get("cases", ()):  # plan_accuracy.py has layouts
             if isinstance(case, dict) and case["framework"] == OWN and case["status"] == "ok":
-                found.append((case["case"], case["result"]["step_s"]))
+                found.append((case["case"], run["workload"]["micro_batches"], case["result"]["step_s"]))
     return found
 
 
@@ -246,7 +247,7 @@ def profile_of_7b(compiled: bool, bf16: bool, units: str, each: bool) -> tuple[P
     )
 
 
-def layout_of(case: Case) -> RunLayout:
+def layout_of(case: Case, micro_batches: int) -> RunLayout:
     # Schedule auto is made of measured times; of the others these are like it, by their placements.
     schedule = {"auto": "zbv" if case.chunks == 2 else "zb-looped"}.get(case.schedule, case.schedule)
     return RunLayout(
@@ -255,7 +256,7 @@ def layout_of(case: Case) -> RunLayout:
         slices=case.tp,
         zero=case.zero,
         micro_batch=1,
-        micro_batches=16,
+        micro_batches=micro_batches,
         chunks=case.chunks,
         recompute=0,
         schedule=schedule,
@@ -263,8 +264,8 @@ def layout_of(case: Case) -> RunLayout:
     )
 
 
-@pytest.mark.parametrize(("name", "seconds"), measured())
-def test_a_measured_step_is_predicted(name: str, seconds: float):
+@pytest.mark.parametrize(("name", "micro_batches", "seconds"), measured())
+def test_a_measured_step_is_predicted(name: str, micro_batches: int, seconds: float):
     case = parse_case(name)
     units = "half" if "half" in case.options else "block"
     # Stage 2 reduces in every micro-batch where its gradients are large, which those in bf16 weren't.
@@ -272,7 +273,7 @@ def test_a_measured_step_is_predicted(name: str, seconds: float):
     each = "permicro" in case.options or not bf16
     predictor = Predictor(*profile_of_7b("compile" in case.options, bf16, units, each), network("4xH200"))
     predictor._simulations = SIMULATIONS
-    weighted = "weights" in case.options
-    bounds = None if weighted else equal_block_bounds(32, case.pp * case.chunks, behind=2)
-    predicted = predictor.predict(layout_of(case), exactly=not weighted, bounds=bounds)
+    balanced = bool({"weights", "profile"} & case.options)
+    bounds = None if balanced else equal_block_bounds(32, case.pp * case.chunks, behind=2)
+    predicted = predictor.predict(layout_of(case, micro_batches), exactly=not balanced, bounds=bounds)
     assert predicted.seconds == pytest.approx(seconds, rel=TOLERANCE)
