@@ -17,8 +17,9 @@ from parallel3d.zero.policy import ZeroPolicy
 ALIGNMENT = 32
 # A chunk's gradients are cut in about 16, so that most of them travel while the backward still runs...
 _PARTS = 16
-# ...but latency, not bandwidth, is the cost of a bucket smaller than this many elements.
-_SMALLEST = 1 << 20
+# ...but latency, not bandwidth, is the cost of a bucket smaller than this many elements, or of such a shard of one: a ring of
+# 1,024 replicas hands on 1,024 shards.
+_SMALLEST, _SMALLEST_SHARD = 1 << 20, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ def _round_up(number: int, multiple: int) -> int:
 def cut_buckets(sizes: Sequence[int], bucket_size: int, num_shards: int = 1) -> list[BucketLayout]:
     """Cut parameters of these numbers of elements, in order, into buckets of at most `bucket_size` elements.
 
-    A bucket holds no more than 1/16 of a shard of all (though 2^20 elements in any case), so that buffers of a bucket's
-    size don't count. A parameter is never cut: one that is larger than a bucket has its own. Parameters are padded to
-    ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
+    A bucket holds no more than 1/16 of a shard of all, so that buffers of a bucket's size don't count, though 2^20 elements,
+    and 2^17 of each shard, in any case. A parameter is never cut: one that is larger than a bucket has its own. Parameters
+    are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
     """
-    limit = min(bucket_size, max(_SMALLEST, -(-sum(sizes) // (_PARTS * num_shards))))
+    smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
+    limit = min(bucket_size, max(smallest, -(-sum(sizes) // (_PARTS * num_shards))))
     layouts: list[BucketLayout] = []
     first, offsets, end = 0, [0] * 0, 0
     for k, size in enumerate(sizes):

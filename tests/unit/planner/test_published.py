@@ -17,8 +17,7 @@ to those measured; nothing is fitted to a single case.
 
 Left out: Megatron-LM's own table for H100s, a picture; NeMo's and Megatron Bridge's tables, of FP8, or with parallel contexts
 or experts. Of nemotron4-15b, what the runtime here does otherwise: tp4 with 4 samples a micro-batch, 2.81 s on 16 GPUs, is
-predicted to take 17% more, for with a sequence in parts several samples are multiplied piece by piece; 1024 and 2048 GPUs,
-2.74 and 2.78 s, 15% and 39% more, for 512 and 1024 replicas wait for the many small buckets of their shards.
+predicted to take 17% more, for with a sequence in parts several samples are multiplied piece by piece.
 """
 
 from __future__ import annotations

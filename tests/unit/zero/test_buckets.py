@@ -17,7 +17,7 @@ from parallel3d.zero.policy import ZeroPolicy
 # A loaded machine is no failure.
 unhurried = settings(deadline=None)
 # Below this many elements a bucket is never cut for the sake of overlap alone.
-SMALLEST = 1 << 20
+SMALLEST, SMALLEST_SHARD = 1 << 20, 1 << 17
 sizes = st.lists(st.one_of(st.integers(0, 100), st.integers(0, 10**6), st.integers(0, 10**9)), max_size=40)
 bucket_sizes = st.one_of(st.integers(1, 2000), st.integers(1, 10**9))
 
@@ -41,15 +41,19 @@ def test_every_parameter_is_in_one_bucket_aligned_and_apart(sizes: list[int], bu
 
 
 @unhurried
-@given(sizes, bucket_sizes)
-def test_buckets_keep_to_their_limit_and_are_no_smaller_than_need_be(sizes: list[int], bucket_size: int):
-    limit = min(bucket_size, max(SMALLEST, -(-sum(sizes) // 16)))
-    layouts = cut_buckets(sizes, bucket_size)
+@given(sizes, bucket_sizes, st.sampled_from([1, 2, 8, 64]))
+@example([2**21] * 4, 2**30, 16)  # 16 shards of 2^17 each
+def test_buckets_keep_to_their_limit_and_are_no_smaller_than_need_be(
+    sizes: list[int], bucket_size: int, num_shards: int
+):
+    limit = min(bucket_size, max(SMALLEST, num_shards * SMALLEST_SHARD, -(-sum(sizes) // (16 * num_shards))))
+    layouts = cut_buckets(sizes, bucket_size, num_shards)
     for layout in layouts:
         last = layout.first + len(layout.offsets) - 1
         assert len(layout.offsets) == 1 or layout.offsets[-1] + sizes[last] <= limit
     for layout, following in pairwise(layouts):
-        assert layout.numel + sizes[following.first] > limit, "the next parameter would have fitted"
+        end = layout.offsets[-1] + sizes[following.first - 1]
+        assert -(-end // ALIGNMENT) * ALIGNMENT + sizes[following.first] > limit, "the next parameter would have fitted"
 
 
 @unhurried
