@@ -1,6 +1,39 @@
 """Packaging. Tool settings live in pyproject.toml; constraints.txt pins what CI installs."""
 
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+KERNELS = "parallel3d/kernels"
+
+
+class BuildWithKernels(build_py):
+    """The package with the CUDA sources, and with its kernels compiled where there is nvcc; never fails for want of them."""
+
+    def run(self) -> None:
+        """As build_py; what is installed in place finds its kernels in the user's cache."""
+        super().run()
+        carried = None
+        if not self.editable_mode:
+            carried = Path(self.build_lib) / KERNELS
+            shutil.copytree(ROOT / "csrc", carried / "csrc", dirs_exist_ok=True)
+        # The package without its __init__, which needs torch: that may not be here yet.
+        if "parallel3d" not in sys.modules:
+            sys.modules["parallel3d"] = package = ModuleType("parallel3d")
+            package.__path__ = [str(ROOT / "parallel3d")]
+        from parallel3d.errors import KernelError
+        from parallel3d.kernels.build import build
+
+        try:
+            print(f"CUDA kernels: {build(carried)}")
+        except KernelError as error:
+            print(f"without CUDA kernels: {error}", file=sys.stderr)
+
 
 PLOT = ["matplotlib>=3.8"]
 TEST = [
@@ -25,6 +58,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["parallel3d", "parallel3d.*"]),
     package_data={"parallel3d": ["py.typed"], "parallel3d.planner.report": ["page/*"]},
+    cmdclass={"build_py": BuildWithKernels},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

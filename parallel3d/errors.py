@@ -82,6 +82,10 @@ class CheckpointError(Parallel3DError, RuntimeError):
     """A checkpoint that is incomplete, damaged, of another model, or cannot be written."""
 
 
+class KernelError(Parallel3DError, RuntimeError):
+    """CUDA kernels that can't be compiled, loaded or launched."""
+
+
 class PrecisionError(Parallel3DError, ArithmeticError):
     """Gradients that no loss scale keeps finite."""
 

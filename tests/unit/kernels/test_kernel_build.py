@@ -1,0 +1,177 @@
+"""The CUDA kernels compile, are found by what they were made of, and load; an installation works without nvcc too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from parallel3d.cli import main
+from parallel3d.errors import KernelError
+from parallel3d.kernels import build as kernel_build
+from parallel3d.kernels.build import build, find_library, find_nvcc, library_name, source_files
+from parallel3d.kernels.library import FUNCTIONS, check, open_library
+
+ROOT = Path(__file__).parents[3]
+needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc on this machine")
+FAKE_NVCC = """#!/bin/sh
+while [ $# -gt 0 ]; do [ "$1" = -o ] && target=$2; shift; done
+{body}
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "parallel3d" / "kernels"
+
+
+def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """A compiler that does what `body` says, $target being what it shall write."""
+    bin = tmp_path / "cuda" / "bin"
+    bin.mkdir(parents=True)
+    (bin / "nvcc").write_text(FAKE_NVCC.format(body=body))
+    (bin / "nvcc").chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(bin.parent))
+
+
+def without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_build, "find_nvcc", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command has compiled."""
+    directory = tmp_path_factory.mktemp("kernels")
+    assert main(["build-kernels", "--out", str(directory)]) == 0
+    return directory / library_name()
+
+
+@needs_nvcc
+def test_what_the_command_compiles_loads_with_every_function(built: Path) -> None:
+    library = open_library(built)
+    assert all(getattr(library, name).argtypes is not None for name in FUNCTIONS)
+    assert library.p3d_all_reduce_threads() % 32 == 0
+    check(library, "nothing", 0)
+    with pytest.raises(KernelError, match=r"p3d_all_reduce failed: invalid argument \(CUDA error 1\)"):
+        check(library, "p3d_all_reduce", 1)
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("world", "blocks"), [(16, 1), (2, 0)])
+def test_the_launcher_refuses_what_there_is_no_kernel_for(built: Path, world: int, blocks: int) -> None:
+    message, memory = (None, None, 1), (None, None, None, None)
+    assert open_library(built).p3d_all_reduce(0, 0, world, 0, *message, *memory, 16, 1, blocks, 0, None) == 1
+
+
+def test_a_library_is_named_by_all_that_it_is_made_of(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.cu", tmp_path / "b.cuh"
+    first.write_text("one")
+    second.write_text("two")
+    sources = source_files(tmp_path)
+    assert sources == [first, second]
+    names = {library_name(sources), library_name([first])}
+    second.write_text("three")
+    names.add(library_name(sources))
+    second.rename(tmp_path / "c.cuh")
+    names.add(library_name(source_files(tmp_path)))
+    first.write_text("onetwo")
+    names.add(library_name(source_files(tmp_path)))
+    assert len(names) == 5
+    assert library_name(source_files(tmp_path)) in names
+
+
+def test_the_command_builds_into_the_users_cache(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_nvcc(tmp_path, monkeypatch, "echo no library > $target")
+    assert main(["build-kernels"]) == 2
+    assert "can't be loaded" in capsys.readouterr().err
+    assert find_library() == cache / library_name()
+
+
+def test_a_stale_library_is_not_found(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "csrc" / "kernel.cu"
+    source.parent.mkdir()
+    source.write_text("old")
+    monkeypatch.setattr(kernel_build, "source_files", lambda directory=None: [source])
+    fake_nvcc(tmp_path, monkeypatch, "echo library > $target")
+    path = build()
+    assert find_library() == path
+    source.write_text("new")
+    assert find_library() is None
+    assert build() != path
+
+
+def test_several_processes_build_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees a whole library or none, and nothing else stays behind."""
+    fake_nvcc(tmp_path, monkeypatch, "echo half > $target; sleep 0.3; echo whole >> $target")
+    script = "from parallel3d.kernels.build import build; print(build().read_text().split())"
+    command = [sys.executable, "-c", script]
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(subprocess.run, command, capture_output=True, text=True, timeout=120) for _ in range(3)]
+        while not all(run.done() for run in runs):
+            assert not (path := cache / library_name()).exists() or path.read_text().split() == ["half", "whole"]
+            time.sleep(0.01)
+    assert [run.result().stdout.strip() for run in runs] == ["['half', 'whole']"] * 3
+    assert os.listdir(cache) == [library_name()]
+
+
+def test_what_nvcc_says_is_told_and_nothing_is_left(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(tmp_path, monkeypatch, "echo half > $target; echo 'kernel.cu(3): error: no such thing' >&2; exit 2")
+    with pytest.raises(KernelError, match=r"exit code 2.*\n.*kernel.cu\(3\): error"):
+        build()
+    assert os.listdir(cache) == []
+
+
+def test_without_nvcc_the_command_says_what_to_do(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_nvcc(monkeypatch)
+    assert main(["build-kernels"]) == 2
+    assert "no nvcc" in (said := capsys.readouterr().err)
+    assert "CUDA_HOME" in said
+
+
+def test_a_damaged_library_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "library.so"
+    path.write_text("no library")
+    with pytest.raises(KernelError, match=r"library\.so can't be loaded.*p3d build-kernels"):
+        open_library(path)
+
+
+def test_sdist_and_wheel_carry_the_sources_and_need_no_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a copy of what git would carry; without torch, as in pip's isolated environment."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "csrc", "parallel3d"):
+        os.symlink(ROOT / name, copy / name)
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": "/nonexistent", "CUDA_HOME": "", "CUDA_PATH": ""}
+    hidden = "import shutil, sys; shutil.which = lambda *a, **k: None; sys.argv = ['setup.py'] + sys.argv[1:];"
+    run = [sys.executable, "-c", f"{hidden} import runpy; runpy.run_path('setup.py', run_name='__main__')"]
+    base = ["egg_info", "--egg-base", str(tmp_path)]
+    done = subprocess.run(
+        [*run, *base, "build_py", "--build-lib", str(tmp_path / "lib"), "sdist", "--dist-dir", str(tmp_path / "dist")],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "without CUDA kernels: there is no nvcc" in done.stderr
+    names = {path.name for path in source_files()}
+    assert {path.name for path in (tmp_path / "lib" / "parallel3d" / "kernels" / "csrc").iterdir()} == names
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        inside = {Path(name).name for name in packed.getnames() if Path(name).parent.name == "csrc"}
+    assert inside == names
