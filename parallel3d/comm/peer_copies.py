@@ -13,13 +13,14 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
+from parallel3d.comm.collectives import all_gather_integers, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.symmetric import map_memory, reaches
 from parallel3d.errors import CommunicationError
 
 SLOT_BYTES = 16 * 2**20
@@ -127,6 +128,14 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _has_driver() -> bool:
+    try:
+        _driver()
+    except OSError:
+        return False
+    return True
+
+
 @dataclass
 class Copied:
     """A Work: a copy under way, and what its memory must outlive."""
@@ -205,11 +214,13 @@ def open_peer_copies(groups: ProcessGroups, device: torch.device) -> PeerCopies 
 
     They need CUDA devices of one host that reach each other's memory.
     """
-    found = _map(groups.pipe, groups.control, device) if _may_share(groups, device) else None
+    found = None
+    if _may_share(groups, device):
+        found = map_memory(groups.pipe, groups.control, device, buffer_bytes(groups.pipe.size))
     everywhere = all_gather_integers([int(found is not None)], groups.control)
     if found is None or not all(row[0] for row in everywhere):
         return None
-    buffer_of = found
+    buffer_of = found.of
     buffer_of(groups.coordinate("pipe"))[:_HEADER_BYTES].zero_()
     torch.cuda.synchronize()
     all_gather_integers([0], groups.control)  # nobody writes into flags that are not cleared yet
@@ -229,35 +240,5 @@ def _may_share(groups: ProcessGroups, device: torch.device) -> bool:
         return False
     # Streams that wait must not hold up others: each needs a hardware queue of its own.
     apart = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) >= _QUEUES
-    visible = range(torch.cuda.device_count())
-    others = {everyone[rank][1] for rank in groups.pipe.ranks} - {device.index}
-    reached = all(other in visible and torch.cuda.can_device_access_peer(device, other) for other in others)
-    return all(row[0] for row in all_gather_integers([int(apart and reached)], groups.control))
-
-
-def _map(group: Group, control: Group, device: torch.device) -> Callable[[int], Tensor] | None:
-    """stage -> its part of the memory that the group's ranks share, as bytes; None where this PyTorch or driver can't.
-
-    Collective over control, the world.
-    """
-    # Not at the top: the module starts threads, and only CUDA needs it.
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    size = buffer_bytes(group.size)
-    memory: Tensor | None = None
-    try:
-        _driver()
-        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-    except (OSError, RuntimeError):
-        pass
-    # Before a rendezvous that would wait for the one which has no memory.
-    everywhere = all_gather_integers([int(memory is not None)], control)
-    if memory is None or not all(row[0] for row in everywhere):
-        return None
-    assert group.handle is not None
-    try:
-        handle: Any = symmetric_memory.rendezvous(memory, group.handle)
-    except RuntimeError:
-        return None
-    # `memory` in the closure: it must outlive the channels.
-    return lambda stage: memory if stage == group.index else handle.get_buffer(stage, (size,), torch.uint8)
+    reached = apart and _has_driver() and reaches(device, [everyone[rank][1] for rank in groups.pipe.ranks])
+    return all(row[0] for row in all_gather_integers([int(reached)], groups.control))

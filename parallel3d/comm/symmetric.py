@@ -1,0 +1,78 @@
+"""Memory of one host's devices that the ranks of a group map, and what may be in the way of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.collectives import Group, all_gather_integers
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The same number of bytes on each device of a group, and torch's handle of them, which has the addresses.
+
+    memory: this rank's; while it lives, all are mapped. index: of this rank in the group.
+    """
+
+    memory: Tensor
+    handle: Any
+    index: int
+
+    def of(self, index: int) -> Tensor:
+        """The bytes of a rank, by its place in the group."""
+        if index == self.index:
+            return self.memory
+        other: Tensor = self.handle.get_buffer(index, (self.memory.numel(),), torch.uint8)
+        return other
+
+
+def is_supported() -> bool:
+    """Whether this PyTorch has symmetric memory on CUDA."""
+    try:
+        import torch.distributed._symmetric_memory as symmetric_memory
+    except ImportError:
+        return False
+    return torch.version.cuda is not None and all(map(symmetric_memory.__dict__.get, ("empty", "rendezvous")))
+
+
+def reaches(device: torch.device, others: Sequence[int]) -> bool:
+    """Whether a device reaches the memory of others of its host, by their numbers; not where it doesn't see them."""
+    visible = range(torch.cuda.device_count())
+    apart = set(others) - {device.index}
+    return all(other in visible and torch.cuda.can_device_access_peer(device, other) for other in apart)
+
+
+def map_memory(group: Group, control: Group, device: torch.device, num_bytes: int) -> Mapped | None:
+    """So many bytes on each device of the group; None where this PyTorch or driver can't, maybe not on all ranks.
+
+    Collective over control, the world, each rank with the group that it belongs to.
+    """
+    # Not at the top: the module starts threads, and only CUDA needs it.
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    memory: Tensor | None = None
+    with suppress(OSError, RuntimeError):
+        memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    # Before a rendezvous that would wait for the one which has no memory.
+    everywhere = all_gather_integers([int(memory is not None)], control)
+    if memory is None or not all(row[0] for row in everywhere):
+        return None
+    assert group.handle is not None
+    try:
+        handle: Any = symmetric_memory.rendezvous(memory, group.handle)
+    except RuntimeError:
+        return None
+    return Mapped(memory, handle, group.index)
+
+
+def pad_bytes() -> int:
+    """Of the signal pad that comes with such memory on each device."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return int(symmetric_memory.get_signal_pad_size())
