@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from parallel3d.cli import build_kernels, check, ckpt, config, plan
+from parallel3d.cli import build_kernels, check, ckpt, config, doctor, plan
 from parallel3d.errors import Parallel3DError
 
 __all__ = ["main"]
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ckpt.add_command(commands)
     plan.add_command(commands)
     build_kernels.add_command(commands)
+    doctor.add_command(commands)
     options = parser.parse_args(argv)
     try:
         code: int = options.run(options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,12 +16,32 @@ from parallel3d.activity import ACTIVITY, Waiting
 COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgraph"
 
 
+class ReduceKernel(Protocol):
+    """A kernel of this package that sums over a group, of comm/all_reduce.py."""
+
+    number: int
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it sums such tensors."""
+
+    def start(self, x: Tensor) -> Work:
+        """Sum x in place, beside the current stream."""
+
+
+@dataclass
+class Kernels:
+    """What a group's tensor slices are summed by instead of the backend, once an engine has opened it."""
+
+    all_reduce: ReduceKernel | None = None
+
+
 @dataclass(frozen=True)
 class Group:
     """Global ranks that communicate, in group order; `handle` is None for a group of one."""
 
     ranks: tuple[int, ...]
     handle: dist.ProcessGroup | None
+    kernels: Kernels = field(default_factory=Kernels, compare=False, repr=False, kw_only=True)
 
     @property
     def size(self) -> int:

@@ -43,7 +43,22 @@ def _finish(work: Work, operand: Tensor, result: Started) -> Tensor:
 
 def start_all_reduce(x: Tensor, group: Group) -> Started:
     """The sum over the group, in the memory of `x`, which must be contiguous. Not differentiable."""
-    return partial(_finish, collectives.all_reduce(x, group), x, lambda: x)
+    kernel = group.kernels.all_reduce
+    work = kernel.start(x) if kernel is not None and kernel.takes(x) else collectives.all_reduce(x, group)
+    return partial(_finish, work, x, lambda: x)
+
+
+def _sum(x: Tensor, group: Group, in_place: bool) -> Tensor:
+    """The sum over the group, at once, in the memory of `x` or not."""
+    kernel = group.kernels.all_reduce
+    if kernel is None or not kernel.takes(x):
+        # A gradient that arrives here may be another consumer's too.
+        return start_all_reduce(x if in_place else x.clone(memory_format=torch.contiguous_format), group)()
+    if in_place:
+        torch.ops.parallel3d.all_reduce_(x, kernel.number)
+        return x
+    total: Tensor = torch.ops.parallel3d.all_reduce(x, kernel.number)
+    return total
 
 
 def start_all_gather(x: Tensor, group: Group, dim: int) -> Started:
@@ -106,8 +121,7 @@ class _Reduce(torch.autograd.Function):
         ctx.group = group
         if in_place:
             ctx.mark_dirty(x)
-        # A gradient that arrives here may be another consumer's too.
-        return start_all_reduce(x if in_place else x.clone(memory_format=torch.contiguous_format), group)()
+        return _sum(x, group, in_place)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -31,6 +31,20 @@ class Mapped:
         other: Tensor = self.handle.get_buffer(index, (self.memory.numel(),), torch.uint8)
         return other
 
+    def buffers(self) -> list[int]:
+        """The addresses of these bytes on every rank, in group order, as this process maps them."""
+        bases = list(self.handle.buffer_ptrs)
+        offset = self.memory.data_ptr() - bases[self.index]  # of the memory in what torch has allocated
+        return [base + offset for base in bases]
+
+    def pads(self) -> list[int]:
+        """The addresses of every rank's signal pad, of pad_bytes() each."""
+        return list(self.handle.signal_pad_ptrs)
+
+    def clear_pad(self) -> None:
+        """Set this rank's signal pad to zero."""
+        self.handle.get_signal_pad(self.index, (pad_bytes() // 4,), torch.int32).zero_()
+
 
 def is_supported() -> bool:
     """Whether this PyTorch has symmetric memory on CUDA."""

@@ -2,7 +2,15 @@
 
 from parallel3d.config.batch import BatchSizes, resolve_batch
 from parallel3d.config.layout import Layout, parse_layout
-from parallel3d.config.load import load, load_activation_checkpointing, load_layout, load_precision, read, read_source
+from parallel3d.config.load import (
+    load,
+    load_activation_checkpointing,
+    load_kernels,
+    load_layout,
+    load_precision,
+    read,
+    read_source,
+)
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.schema import Config
@@ -12,6 +20,7 @@ from parallel3d.config.training import (
     CheckpointConfig,
     CompileConfig,
     FailuresConfig,
+    KernelsConfig,
     OptimizerConfig,
     SchedulerConfig,
 )
@@ -29,6 +38,7 @@ __all__ = [
     "DataTypesConfig",
     "FailuresConfig",
     "Fp16Config",
+    "KernelsConfig",
     "Layout",
     "OptimizerConfig",
     "PipelineConfig",
@@ -38,6 +48,7 @@ __all__ = [
     "ZeroConfig",
     "load",
     "load_activation_checkpointing",
+    "load_kernels",
     "load_layout",
     "load_precision",
     "parse_layout",

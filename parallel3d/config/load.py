@@ -76,6 +76,11 @@ def load_precision(source: Source) -> Config:
     return _load_sections(source, ("fp16", "bf16", "torch_autocast", "amp"))
 
 
+def load_kernels(source: Source) -> Config:
+    """A Config that holds only what decides on kernels and who shares a layer, as `load_layout` reads its own sections."""
+    return _load_sections(source, ("kernels", "tensor_parallel"))
+
+
 def _load_sections(source: Source, sections: tuple[str, ...]) -> Config:
     if isinstance(source, Config):
         return source

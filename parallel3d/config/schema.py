@@ -18,6 +18,7 @@ from parallel3d.config.training import (
     CompileConfig,
     ElasticConfig,
     FailuresConfig,
+    KernelsConfig,
     OptimizerConfig,
     RngConfig,
     RunRecordConfig,
@@ -77,6 +78,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description='a mapping such as {"keep_last": 3}')
     compile: CompileConfig = Field(CompileConfig(), description='a mapping {"enabled": false}')
     elastic: ElasticConfig = Field(ElasticConfig(), description='a mapping {"enabled": false}')
+    kernels: KernelsConfig = Field(KernelsConfig(), description='a mapping such as {"all_reduce": true}')
     pipeline: PipelineConfig = Field(PipelineConfig(), description='a mapping such as {"stages": 2}')
     tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), description='a mapping such as {"size": 2}')
     failures: FailuresConfig = Field(FailuresConfig(), description='a mapping such as {"timeout_s": 60}')

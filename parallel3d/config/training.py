@@ -121,6 +121,27 @@ class AttentionConfig(Section):
     )
 
 
+class KernelsConfig(Section):
+    """Which of this package's CUDA kernels run, where they can; `p3d doctor` says where.
+
+    "auto" leaves the work to NCCL for now, whatever the hardware: no kernel has been measured on GPUs yet.
+    """
+
+    auto_is_a_value = frozenset({"all_reduce"})
+
+    all_reduce: bool | Literal["auto"] = Field(
+        "auto",
+        description="true, so that tensor slices of one host are summed by a kernel over NVLink, or false for NCCL, or "
+        '"auto", which is false until that kernel has been measured on GPUs',
+        json_schema_extra=OWN,
+    )
+
+    @property
+    def wants_all_reduce(self) -> bool:
+        """Whether tensor slices shall be summed by the kernel."""
+        return self.all_reduce is True
+
+
 class ElasticConfig(Section):
     """Whether a restart may have another number of replicas: the train batch stays, by another number of micro-batches."""
 

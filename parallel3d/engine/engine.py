@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from parallel3d.activity import ACTIVITY, EVALUATES, STEADY, Phase
 from parallel3d.attention import attention_context
 from parallel3d.checkpointing import Checkpointer
+from parallel3d.comm.all_reduce import open_all_reduce
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
 from parallel3d.comm.transport import DistributedTransport, Transport
@@ -86,6 +87,7 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         # Of the first rank, so that scripts which seed each rank differently draw the same in every layout.
         torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
         self._streams = RandomStreams((config.seed, torch_seed), model.device)
+        open_all_reduce(self._groups, model.device, config.kernels.wants_all_reduce)
         self._set_up_pipeline(transport or DistributedTransport(self._groups, config.pipeline.peer_copies))
         self._set_up_checkpoints()
         if config.compile.enabled:

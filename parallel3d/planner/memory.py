@@ -12,6 +12,7 @@ from torch import nn
 from parallel3d.comm.memory import CONTEXT_BYTES, communicator_bytes
 from parallel3d.comm.peer_copies import buffer_bytes
 from parallel3d.config.run_layout import RunLayout
+from parallel3d.kernels.all_reduce import WORLD_SIZES, staging_bytes
 from parallel3d.optim import build_optimizer
 from parallel3d.optim.memory import step_bytes
 from parallel3d.parameters import ParameterInfo
@@ -241,7 +242,8 @@ class MemoryModel:
         stages, replicas = layout.stages, layout.replicas or 1
         communicators = communicator_bytes((stages * replicas * layout.slices, replicas, layout.slices))
         peers = buffer_bytes(stages) if stages > 1 else 0
-        return CONTEXT_BYTES + communicators + peers
+        sums = self._model.config.kernels.wants_all_reduce and layout.slices in WORLD_SIZES
+        return CONTEXT_BYTES + communicators + peers + (staging_bytes() if sums else 0)
 
     def _state(self, program: Program, bounds: Sequence[int], layout: RunLayout, stage: int) -> _State:
         """Weights, gradients, masters and optimizer of each rank of a stage."""

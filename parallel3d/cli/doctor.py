@@ -1,0 +1,132 @@
+"""`p3d doctor`: which kernels run here, and of each other one why it doesn't and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from parallel3d.comm.obstacles import Obstacle, group_obstacle, local_obstacle, no_device, peer_obstacle
+from parallel3d.config import Config, load_kernels
+from parallel3d.errors import ConfigError
+from parallel3d.kernels.build import find_library, find_nvcc
+
+_WIDTH = 140  # of the table where there is no terminal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A kernel, what runs without it, all that is in the way, and whether the configuration asks for it."""
+
+    kernel: str
+    instead: str
+    obstacles: Sequence[Obstacle]
+    asked: bool
+
+    @property
+    def missed(self) -> bool:
+        """Whether it is asked for and off."""
+        return self.asked and bool(self.obstacles)
+
+
+def add_command(commands: Any) -> None:
+    """Adds `doctor` to the subcommands of an argparse parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say which kernels run here, and why others don't",
+        description="Say of each kernel whether it runs on this host, or what is in its way and what to do about that. The "
+        "exit code is 1 where one is off that the configuration asks for.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="the configuration that a training will have")
+    parser.add_argument(
+        "--slices",
+        type=int,
+        metavar="N",
+        help="tensor slices of a layer (default: tensor_parallel.size, or this host's GPUs)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.slices is not None and options.slices < 1:
+        raise ConfigError(f"--slices is {options.slices}; give a whole number >= 1")
+    config = load_kernels(options.config)
+    findings = examine(config, options.slices or config.tensor_parallel.size or max(1, torch.cuda.device_count()))
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDTH)
+    console.print(show(findings))
+    console.print(_surroundings(), highlight=False, markup=False, soft_wrap=True)
+    return 1 if any(finding.missed for finding in findings) else 0
+
+
+def examine(config: Config, slices: int) -> list[Finding]:
+    """Every kernel. slices: over how many ranks a layer is sliced."""
+    triton = _triton()
+    return [
+        Finding("all_reduce (CUDA)", "NCCL", _all_reduce(config, slices), config.kernels.wants_all_reduce),
+        Finding("swiglu (Triton)", "PyTorch", triton, False),
+        Finding("rms_norm (Triton)", "PyTorch", triton, False),
+    ]
+
+
+def _all_reduce(config: Config, slices: int) -> list[Obstacle]:
+    own = local_obstacle()
+    found = [_turned_off(config), own]
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        # Ranks fill one host after the other.
+        across = group_obstacle([f"host {rank // count}" for rank in range(slices)])
+        found.append(across)
+        if own is None and across is None:
+            ranks = range(slices)
+            found.append(next(filter(None, (peer_obstacle(torch.device("cuda", k), ranks) for k in ranks)), None))
+    return [obstacle for obstacle in found if obstacle is not None]
+
+
+def _turned_off(config: Config) -> Obstacle | None:
+    if config.kernels.wants_all_reduce:
+        return None
+    if config.kernels.all_reduce == "auto":
+        why = 'kernels.all_reduce is "auto", which is NCCL until the kernel has been measured on GPUs'
+    else:
+        why = "the configuration turns it off"
+    return Obstacle(why, "set kernels.all_reduce to true")
+
+
+def _triton() -> list[Obstacle]:
+    if (missing := no_device()) is not None:
+        return [missing]
+    if find_spec("triton") is None:
+        return [Obstacle("Triton is not installed", "pip install triton, as PyTorch for CUDA brings it along")]
+    return []
+
+
+def show(findings: Sequence[Finding]) -> Table:
+    """A table, a line for each obstacle."""
+    table = Table(title="Kernels", title_justify="left")
+    for column in ("kernel", "", "why", "what to do"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        if not finding.obstacles:
+            table.add_row(finding.kernel, "on", "", "")
+        for number, obstacle in enumerate(finding.obstacles):
+            names = (finding.kernel, f"off: {finding.instead}") if number == 0 else ("", "")
+            table.add_row(*names, escape(obstacle.why), escape(obstacle.remedy))
+    return table
+
+
+def _surroundings() -> str:
+    names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return (
+        f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA devices: {devices or 'none'}\n"
+        f"nvcc: {find_nvcc() or 'none'}\ncompiled kernels: {find_library() or 'none'}"
+    )

@@ -1,0 +1,84 @@
+"""Why the kernels of csrc/ can't run, and what to do about it: for whoever opens one, and for `p3d doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallel3d.comm import symmetric
+from parallel3d.errors import KernelError
+from parallel3d.kernels.all_reduce import WORLD_SIZES
+from parallel3d.kernels.build import REMEDY, find_nvcc
+from parallel3d.kernels.library import load_library
+
+_LEAST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a kernel is off, and what turns it on."""
+
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.why}; {self.remedy}"
+
+
+def no_device(device: torch.device | None = None) -> Obstacle | None:
+    """Where this process has no CUDA device, or computes on another."""
+    if torch.version.cuda is None:
+        return Obstacle("this PyTorch is built without CUDA", "install one that is built with it, where there is a GPU")
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return Obstacle("there is no CUDA device", "nothing is to be done where none is")
+    return None
+
+
+def local_obstacle(device: torch.device | None = None) -> Obstacle | None:
+    """What is in the way in this process, whoever its peers are. device: its own, by default the first CUDA device."""
+    if (missing := no_device(device)) is not None:
+        return missing
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return Obstacle(
+            f"the device has compute capability {capability[0]}.{capability[1]}", "use an A100, an H100 or a later GPU"
+        )
+    if not symmetric.is_supported():
+        return Obstacle("this PyTorch lacks symmetric memory", "install one that has it, 2.11 or later with CUDA")
+    return _not_compiled()
+
+
+def _not_compiled() -> Obstacle | None:
+    try:
+        if load_library() is not None:
+            return None
+    except KernelError as error:
+        why, _, remedy = str(error).rpartition("; ")
+        return Obstacle(why, remedy)
+    if find_nvcc() is None:
+        return Obstacle("not compiled, and there is no nvcc", REMEDY)
+    return Obstacle("not compiled", "run: p3d build-kernels")
+
+
+def group_obstacle(hosts: Sequence[str]) -> Obstacle | None:
+    """What is in the way of ranks on these hosts, one each."""
+    if len(set(hosts)) > 1:
+        return Obstacle(
+            f"the {len(hosts)} tensor slices are on {len(set(hosts))} hosts", "use no more slices than a host has GPUs"
+        )
+    if len(hosts) not in WORLD_SIZES:
+        sizes = ", ".join(map(str, WORLD_SIZES))
+        return Obstacle(f"{len(hosts)} tensor slices", f"the kernel is for {sizes} of them")
+    return None
+
+
+def peer_obstacle(device: torch.device, others: Sequence[int]) -> Obstacle | None:
+    """What is in the way of a device and others of its host, by their numbers."""
+    if symmetric.reaches(device, others):
+        return None
+    return Obstacle(
+        f"device {device.index} doesn't reach the memory of all of {sorted({*others} - {device.index})}",
+        "make all of them visible to every process, on a host with NVLink between them",
+    )

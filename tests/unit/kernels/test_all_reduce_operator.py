@@ -1,0 +1,116 @@
+"""The all-reduce's reference, operators and cutting into calls, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import library
+
+from parallel3d.comm.all_reduce import GatheredSums
+from parallel3d.comm.collectives import Group
+from parallel3d.comm.environment import get_rank
+from parallel3d.kernels.all_reduce import (
+    HALF_BYTES,
+    MAX_BLOCKS,
+    WORLD_SIZES,
+    all_reduce_ref,
+    pieces,
+    signal_bytes,
+    staging_bytes,
+)
+
+THREADS = 512
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)]
+)
+def test_the_reference_sums_in_fp32_in_rank_order(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(3)
+    parts = [torch.randn(7, 5).to(dtype) for _ in range(8)]
+    total = all_reduce_ref(parts)
+    exact = torch.stack([part.double() for part in parts]).sum(0)
+    assert total.dtype == dtype
+    scale = torch.stack([part.double().abs() for part in parts]).sum(0)
+    assert ((total.double() - exact).abs() <= tolerance * scale).all()
+    # In bf16 each small part would be lost beside the large one; fp32 keeps all of them.
+    small = [torch.tensor([value]).to(dtype) for value in (256.0, 1.0, 1.0, 0.0)]
+    assert all_reduce_ref(small).item() == 258
+    lost = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0)]
+    assert (all_reduce_ref(lost).item(), all_reduce_ref(lost[::-1]).item()) == (2.0**24, 2.0**24 + 2)
+
+
+def test_operators_keep_torchs_rules() -> None:
+    sums = GatheredSums(Group((0,), None))
+    for x in (torch.randn(3, 5), torch.randn(4, 6, dtype=torch.bfloat16).t(), torch.empty(0, 2)):
+        library.opcheck(torch.ops.parallel3d.all_reduce.default, (x, sums.number))
+        library.opcheck(torch.ops.parallel3d.all_reduce_.default, (x.clone(), sums.number))
+
+
+def test_a_number_is_known_as_long_as_its_object_lives() -> None:
+    sums = GatheredSums(Group((0,), None))
+    number, x = sums.number, torch.ones(2)
+    assert torch.ops.parallel3d.all_reduce(x, number).tolist() == [1, 1]
+    assert GatheredSums(Group((0,), None)).number != number
+    del sums
+    with pytest.raises(KeyError):
+        torch.ops.parallel3d.all_reduce(x, number)
+
+
+def on_ranks() -> tuple[list[float], bool, bool, list[float]]:
+    world = Group(tuple(range(torch.distributed.get_world_size())), torch.distributed.group.WORLD)
+    sums = GatheredSums(world)
+    x = torch.tensor([2.0**24, 1.0, -1.0])[torch.arange(3).roll(get_rank())].repeat(2, 1)
+    out = torch.ops.parallel3d.all_reduce(x, sums.number)
+    in_place = x.clone()
+    torch.ops.parallel3d.all_reduce_(in_place, sums.number)
+    strided = x.t().contiguous().t()
+    torch.ops.parallel3d.all_reduce_(strided, sums.number)
+    compiled = torch.compile(
+        lambda z: torch.ops.parallel3d.all_reduce(z * 2, sums.number) / 2, backend="aot_eager", fullgraph=True
+    )
+    return out[0].tolist(), torch.equal(in_place, out), torch.equal(strided, out), compiled(x)[1].tolist()
+
+
+def test_ranks_sum_over_gloo_with_the_same_bits(run_ranks) -> None:
+    """((2^24 - 1) + 1), ((1 + 2^24) - 1) and ((-1 + 1) + 2^24), each in rank order and rounded to fp32."""
+    right = [2.0**24, 2.0**24 - 1, 2.0**24]
+    assert run_ranks(3, on_ranks) == [(right, True, True, right)] * 3
+
+
+@given(st.integers(1, 5 * HALF_BYTES // 2), st.sampled_from([2, 4]), st.sampled_from(WORLD_SIZES), st.integers(-2, 2))
+def test_pieces_cover_a_message_within_the_staging_buffer(size: int, width: int, world: int, extra: int) -> None:
+    size = max(1, size + extra)
+    cut = list(pieces(size, width, world, THREADS))
+    assert [piece.start for piece in cut] == [sum(p.size for p in cut[:k]) for k in range(len(cut))]
+    assert sum(piece.size for piece in cut) == size
+    for piece in cut:
+        assert 0 < piece.size * width <= HALF_BYTES
+        assert piece.start * width % 16 == 0, "as aligned as the message"
+        assert 1 <= piece.blocks <= MAX_BLOCKS
+    assert staging_bytes() >= 2 * HALF_BYTES
+    assert signal_bytes(world) == 8 * MAX_BLOCKS * world
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "world", "two_shot", "blocks"),
+    [
+        (2, 8, False, 1),
+        (64 * KIB, 2, False, 8),
+        (64 * KIB, 8, False, 8),
+        (256 * KIB, 8, False, 32),
+        (256 * KIB + 2, 8, True, 5),
+        (512 * KIB, 4, False, 32),
+        (512 * KIB + 2, 4, True, 17),
+        (32 * KIB * KIB, 2, False, 32),
+        (32 * KIB * KIB, 4, True, 32),
+    ],
+)
+def test_small_messages_are_read_whole_and_large_ones_in_slices(
+    num_bytes: int, world: int, two_shot: bool, blocks: int
+) -> None:
+    (piece,) = pieces(num_bytes // 2, 2, world, THREADS)
+    assert (piece.two_shot, piece.blocks) == (two_shot, blocks)

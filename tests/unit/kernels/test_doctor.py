@@ -1,0 +1,115 @@
+"""`p3d doctor` says of each kernel whether it runs, else all that is in its way and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel3d.cli import main
+from parallel3d.cli.doctor import examine
+from parallel3d.comm import obstacles, symmetric
+from parallel3d.config import load
+from parallel3d.errors import KernelError
+
+Host = Callable[..., None]
+ASKED = load({"kernels": {"all_reduce": True}})
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Makes this host one with so many GPUs, and what else is said of it."""
+
+    def make(
+        gpus: int = 4,
+        capability: tuple[int, int] = (9, 0),
+        compiled: bool = True,
+        nvcc: str | None = "/cuda/bin/nvcc",
+        symmetric_memory: bool = True,
+        unreached: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda k: "H100")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b) not in unreached)
+        monkeypatch.setattr(symmetric, "is_supported", lambda: symmetric_memory)
+        monkeypatch.setattr(obstacles, "load_library", lambda: object() if compiled else None)
+        monkeypatch.setattr(obstacles, "find_nvcc", lambda: nvcc)
+
+    return make
+
+
+def told(slices: int, config=ASKED) -> list[str]:
+    """Of the all-reduce."""
+    (found,) = [finding for finding in examine(config, slices) if finding.kernel.startswith("all_reduce")]
+    return [f"{obstacle.why} | {obstacle.remedy}" for obstacle in found.obstacles]
+
+
+@pytest.mark.parametrize("slices", [2, 4, 8])
+def test_on_where_nothing_is_in_the_way(host: Host, slices: int) -> None:
+    host(gpus=8)
+    assert told(slices) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "slices", "why", "remedy"),
+    [
+        ({"gpus": 0}, 2, "no CUDA device", "nothing"),
+        ({"capability": (7, 5)}, 2, "compute capability 7.5", "A100"),
+        ({"symmetric_memory": False}, 2, "PyTorch lacks symmetric memory", "2.11"),
+        ({"compiled": False}, 2, "not compiled", "run: p3d build-kernels"),
+        ({"compiled": False, "nvcc": None}, 2, "not compiled, and there is no nvcc", "CUDA_HOME"),
+        ({"gpus": 4}, 8, "8 tensor slices are on 2 hosts", "no more slices"),
+        ({"gpus": 4}, 3, "3 tensor slices", "for 2, 4, 8"),
+        ({"gpus": 4, "unreached": {(2, 1)}}, 4, "device 2 doesn't reach", "NVLink"),
+    ],
+)
+def test_what_is_in_the_way_is_told_with_a_remedy(host: Host, what: dict, slices: int, why: str, remedy: str) -> None:
+    host(**what)
+    (line,) = told(slices)
+    assert why in line.partition(" | ")[0]
+    assert remedy in line.partition(" | ")[2]
+
+
+def test_a_device_out_of_reach_is_no_matter_to_fewer_slices(host: Host) -> None:
+    host(unreached=frozenset({(2, 1)}))
+    assert told(2) == []
+
+
+@pytest.mark.parametrize(("value", "why"), [(False, "configuration turns it off"), ("auto", '"auto", which is NCCL')])
+def test_the_configuration_may_turn_it_off(host: Host, value: object, why: str) -> None:
+    host(compiled=False)
+    off, other = told(2, load({"kernels": {"all_reduce": value}}))
+    assert why in off
+    assert "not compiled" in other
+
+
+def test_a_library_that_does_not_load_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host()
+
+    def fail() -> None:
+        raise KernelError("library.so can't be loaded: odd; remove it and run: p3d build-kernels")
+
+    monkeypatch.setattr(obstacles, "load_library", fail)
+    assert told(2) == ["library.so can't be loaded: odd | remove it and run: p3d build-kernels"]
+
+
+def test_the_exit_code_is_1_where_what_is_asked_for_is_off(
+    host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host(gpus=2)
+    path = tmp_path / "config.json"
+    for asked, sizes, code in ((True, 2, 0), (True, 8, 1), ("auto", 8, 0)):
+        # A key that the doctor need not know may be "auto".
+        given = {"kernels": {"all_reduce": asked}, "tensor_parallel": {"size": sizes}, "optimizer": "auto"}
+        path.write_text(json.dumps(given))
+        assert main(["doctor", "--config", str(path)]) == code
+        text = capsys.readouterr().out
+        assert ("on 4 hosts" in text) == (sizes == 8)
+        assert "2 x H100" in text
+    assert main(["doctor", "--config", str(path), "--slices", "0"]) == 2
