@@ -1,0 +1,52 @@
+"""The benchmark of all-reduces: its arithmetic, its table, and a run of it on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+
+import communication
+from communication import bus_bandwidth, table
+from kernels import category
+
+
+def test_bus_bandwidth_is_what_a_ring_sends():
+    """A ring of n devices passes n - 1 parts of n on, twice."""
+    for world in (2, 3, 8):
+        assert bus_bandwidth(4096 * world, world, 2.0) == pytest.approx(2 * (world - 1) * 4096 / 2.0)
+
+
+def test_the_table_compares_the_kernel_with_the_backend():
+    def record(by: str, seconds: float) -> dict[str, Any]:
+        times = {"seconds": seconds, "min_s": seconds / 2, "max_s": 2 * seconds, "bus_bytes_per_s": 3e9}
+        return {"world": 4, "dtype": "bfloat16", "bytes": 65536, "by": by, **times}
+
+    _, nccl, kernel = table([record("nccl", 3e-5), record("kernel", 1.5e-5)])
+    assert nccl == ["4", "bfloat16", "65,536", "nccl", "30.0", "15.0-60.0", "3.0", ""]
+    assert kernel == ["4", "bfloat16", "65,536", "kernel", "15.0", "7.5-30.0", "3.0", "0.50"]
+
+
+def test_the_kernel_counts_as_communication():
+    assert category("void (anonymous namespace)::all_reduce<__nv_bfloat16, 4, true>(Call)") == "communication"
+    assert category("void at::native::reduce_kernel<512, 1>(float)") != "communication"
+
+
+def test_a_run_on_the_cpu(tmp_path: Path):
+    out = tmp_path / "communication.json"
+    command = [sys.executable, communication.__file__, "--cpu", "--worlds", "2,64", "--sizes", "64,4096"]
+    command += ["--dtypes", "float32", "--repeats", "2", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads(out.read_text())
+    assert [(m["world"], m["by"], m["bytes"]) for m in run["measured"]] == [(2, "gloo", 64), (2, "gloo", 4096)]
+    assert all(0 < m["min_s"] <= m["seconds"] <= m["max_s"] for m in run["measured"])
+    assert run["workload"]["worlds"] == [2]
+    assert "without CUDA" in run["off"]["2"] or "no CUDA device" in run["off"]["2"]
+    assert {"date", "commit", "command", "hardware", "versions"} <= run.keys()
