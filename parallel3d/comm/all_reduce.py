@@ -29,7 +29,7 @@ from parallel3d.kernels.all_reduce import (
 )
 from parallel3d.kernels.library import addresses, check, load_library
 
-_STATE_BYTES = 16  # csrc/all_reduce.cu: State
+_STATE_BYTES = 16  # csrc/all_reduce.cuh: State
 
 
 class AllReduce:

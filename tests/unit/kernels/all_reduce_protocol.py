@@ -1,4 +1,4 @@
-"""A model of csrc/all_reduce.cu's protocol, whose interleavings are played: every order in which its steps can happen.
+"""A model of csrc/all_reduce.cuh's protocol, whose interleavings are played: every order in which its steps can happen.
 
 A thread block is one thread of the model, but at a meeting, where its signals and waits are each on their own, as the
 kernel's threads are. Staging consists of cells that hold who wrote them in which call. A state in which two blocks may
