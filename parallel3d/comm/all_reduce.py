@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import socket
 import warnings
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle, group_obstacle, local_obstacle, peer_obstacle
 from parallel3d.comm.peer_copies import Copied
 from parallel3d.comm.symmetric import Mapped, map_memory, pad_bytes
-from parallel3d.errors import CommunicationError
+from parallel3d.errors import CommunicationError, KernelError
 from parallel3d.kernels.all_reduce import (
     DTYPES,
     HALF_BYTES,
@@ -30,17 +31,20 @@ from parallel3d.kernels.all_reduce import (
 from parallel3d.kernels.library import addresses, check, load_library
 
 _STATE_BYTES = 16  # csrc/all_reduce.cuh: State
+_TRIAL_SIZES = (3, 2**18 + 3)  # summed in one shot and, by 4 ranks or more, in two
+_TRIAL_LIMIT_S = 60.0
 
 
 class AllReduce:
     """Sums tensors over one group by csrc/all_reduce.cu, in rank order in fp32: bitwise the same on all ranks and every time.
 
-    Every rank makes the same calls in the same order. A peer that comes later than limit_s ends the wait: the result is
+    Every rank makes the same calls in the same order. A peer that comes later than `limit_s` ends the wait: the result is
     NaN, and the next call here, or `raise_if_failed`, raises; nothing of this group's is summed any more. number: for the
     operators parallel3d::all_reduce and all_reduce_. Made by open_all_reduce.
     """
 
     def __init__(self, shared: Mapped, group: Group, device: torch.device, limit_s: float):
+        self.limit_s = limit_s
         library = load_library()
         assert library is not None, "checked before by local_obstacle"
         self.number = register(self)
@@ -51,7 +55,6 @@ class AllReduce:
         # Where the kernel tells the host of a failure: reading it waits for nothing.
         self._pinned = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._report = ctypes.c_int32.from_address(self._pinned.data_ptr())
-        self._limit = int(limit_s * 1e9)
         self._beside = torch.cuda.Stream(device, priority=-1)
         # Calls share the staging buffer, so they run one after the other, whatever streams they are on.
         self._last: torch.cuda.Stream | None = None
@@ -91,7 +94,7 @@ class AllReduce:
                 self._state.data_ptr(),
                 self._pinned.data_ptr(),
                 HALF_BYTES,
-                self._limit,
+                int(self.limit_s * 1e9),
                 piece.blocks,
                 self._device.index,
                 stream.cuda_stream,
@@ -100,12 +103,25 @@ class AllReduce:
         self._done.record(stream)
         self._last = stream
 
+    def works(self) -> bool:
+        """Whether sums of every kind are right. Waits for the device, and loads all kernels: in a step, where a kernel may be
+        waiting for another rank, that could wait for ever."""
+        good = True
+        try:
+            for dtype, size in itertools.product(DTYPES, _TRIAL_SIZES):
+                x = torch.full((size,), 1 + self._group.index, dtype=dtype, device=self._device)
+                self.sum_into(x, x)
+                good = good and bool((x == self._group.size * (self._group.size + 1) // 2).all())
+        except (CommunicationError, KernelError):
+            return False
+        return good
+
     def raise_if_failed(self) -> None:
         """Raises CommunicationError if a peer was late in any call that has ended; waits for nothing."""
         if late := self._report.value:
             raise CommunicationError(
                 f"rank {self._group.ranks[late - 1]} did not come to an all-reduce of ranks {list(self._group.ranks)} within "
-                f"{self._limit / 1e9:g} s; look for what stopped it, or set kernels.all_reduce to false to use NCCL"
+                f"{self.limit_s:g} s; look for what stopped it, or set kernels.all_reduce to false to use NCCL"
             )
 
 
@@ -138,20 +154,36 @@ def open_all_reduce(
     if not asked or groups.model.size == 1:
         return
     obstacle = _obstacle(groups, device)
-    shared = None
+    kernel: AllReduce | None = None
     if obstacle is None:
-        shared = map_memory(groups.model, groups.control, device, staging_bytes())
-        everywhere = all_gather_integers([int(shared is not None)], groups.control)
-        if shared is None or not all(row[0] for row in everywhere):
+        kernel = _open(groups, device)
+        if not _everywhere(kernel is not None, groups.control):
             obstacle = Obstacle("the driver maps no memory of one device on another", "see what p3d doctor says")
+        elif not _everywhere(kernel is not None and kernel.works(), groups.control):
+            obstacle = Obstacle("sums came out wrong, or not at all, when it was tried", "see what p3d doctor says")
     if obstacle is None:
-        assert shared is not None
-        shared.clear_pad()
-        torch.cuda.synchronize(device)
-        all_gather_integers([0], groups.control)  # nobody signals to a pad that is not cleared yet
-        groups.model.kernels.all_reduce = AllReduce(shared, groups.model, device, limit_s)
+        assert kernel is not None
+        kernel.limit_s = limit_s
+        groups.model.kernels.all_reduce = kernel
     elif groups.rank == 0:
         warnings.warn(f"kernels.all_reduce: {obstacle}; {groups.backend} sums tensor slices instead", stacklevel=2)
+
+
+def _open(groups: ProcessGroups, device: torch.device) -> AllReduce | None:
+    """Collective over the world; None where this rank gets no memory that others map."""
+    shared = map_memory(groups.model, groups.control, device, staging_bytes())
+    if shared is not None:
+        shared.clear_pad()
+        torch.cuda.synchronize(device)
+    # Nobody signals to a pad that is not cleared yet.
+    if not _everywhere(shared is not None, groups.control):
+        return None
+    assert shared is not None
+    return AllReduce(shared, groups.model, device, _TRIAL_LIMIT_S)
+
+
+def _everywhere(good: bool, control: Group) -> bool:
+    return all(row[0] for row in all_gather_integers([int(good)], control))
 
 
 def _obstacle(groups: ProcessGroups, device: torch.device) -> Obstacle | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -68,6 +70,27 @@ def test_what_the_command_compiles_loads_with_every_function(built: Path) -> Non
 def test_the_launcher_refuses_what_there_is_no_kernel_for(built: Path, world: int, blocks: int) -> None:
     message, memory = (None, None, 1), (None, None, None, None)
     assert open_library(built).p3d_all_reduce(0, 0, world, 0, *message, *memory, 16, 1, blocks, 0, None) == 1
+
+
+C_TYPES = {
+    "int": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "const char*": ctypes.c_char_p,
+    "void*": ctypes.c_void_p,
+    "const void*": ctypes.c_void_p,
+    "const uint64_t*": ctypes.POINTER(ctypes.c_uint64),
+}
+
+
+def test_functions_are_declared_as_the_sources_have_them() -> None:
+    """The compiler can't see that: a wrong order of arguments would be found on a GPU alone."""
+    text = " ".join(path.read_text() for path in source_files())
+    found = {}
+    for result, name, arguments in re.findall(r'extern "C" ([\w ]+\*?) (\w+)\(([^)]*)\)', text):
+        kinds = [" ".join(argument.split()[:-1]) for argument in arguments.split(",") if argument.strip()]
+        found[name] = C_TYPES[result], tuple(C_TYPES[kind] for kind in kinds)
+    assert found == {name: (result, tuple(arguments)) for name, (result, arguments) in FUNCTIONS.items()}
 
 
 def test_a_library_is_named_by_all_that_it_is_made_of(tmp_path: Path) -> None:
