@@ -179,7 +179,7 @@ struct Run {
 
 template <typename T, int World>
 int run(unsigned seed, int calls, bool absent) {
-  Run<T, World> all{.present = absent ? World - 1 : World, .limit = absent ? 400'000'000ull : ~0ull};
+  Run<T, World> all{.present = absent ? World - 1 : World, .limit = absent ? 2'000'000'000ull : ~0ull};
   std::minstd_rand random(seed);
   for (int n = 0; n < calls; ++n) {
     const int64_t size = random() % 4 ? 1 + random() % kMost : 1 + random() % 20;

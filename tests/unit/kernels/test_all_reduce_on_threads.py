@@ -27,7 +27,11 @@ def compiled(source: Path, target: Path, headers: Path, sanitizer: list[str]) ->
 
 
 def run(program: Path, *arguments: object) -> tuple[int, str]:
-    done = subprocess.run([str(program), *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    for _ in range(5):
+        done = subprocess.run([str(program), *map(str, arguments)], capture_output=True, text=True, timeout=120)
+        # Of ThreadSanitizer, where the kernel has put something else at the addresses that it wants.
+        if "unexpected memory mapping" not in done.stderr:
+            break
     return done.returncode, done.stdout + done.stderr
 
 
@@ -37,7 +41,7 @@ def sanitizer(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     empty = tmp_path_factory.mktemp("empty") / "empty.cpp"
     empty.write_text("int main() {}\n")
     program = empty.with_suffix("")
-    works = compiled(empty, program, empty.parent, SANITIZER) and all(run(program)[0] == 0 for _ in range(5))
+    works = compiled(empty, program, empty.parent, SANITIZER) and run(program)[0] == 0
     return SANITIZER if works else []
 
 
