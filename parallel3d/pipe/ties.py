@@ -29,7 +29,7 @@ class TieIndex:
         layer = self._layers[k]
         if not isinstance(layer, TiedLayerSpec):
             # One module object at several places is one module; so is one spec only where it is tied.
-            return next((j for j in range(k) if isinstance(layer, nn.Module) and self._layers[j] is layer), k)
+            return next((j for j in range(k) if self._layers[j] is layer), k) if isinstance(layer, nn.Module) else k
         builders = self._first.setdefault(layer.key, [])
         for j in builders:
             other = self._layers[j]

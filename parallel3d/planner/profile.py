@@ -65,6 +65,7 @@ class ModelProfile:
         self._losses: dict[Any, LayerProfile] = {}
         self._slicings: dict[_Layout, SlicedTraces] = {}
         self._profiles: dict[tuple[_Layout, int], tuple[LayerProfile, ...]] = {}
+        self._again: dict[tuple[_Layout, int], tuple[LayerProfile, ...]] = {}
 
     def policy(self, zero: int) -> ZeroPolicy:
         """What ZeRO of this stage is asked to do, by the rest of the configuration.
@@ -106,16 +107,18 @@ class ModelProfile:
         Raises PartitionError, that names the layer and the remedy, for one that can't be traced.
         """
         layout = _Layout(slices, sequence_parallel and slices > 1)
-        if (layout, micro_batch) not in self._profiles:
-            self._profiles[layout, micro_batch] = self._make(layout, micro_batch)
-        profiles = self._profiles[layout, micro_batch]
+        key = (layout, micro_batch)
+        if key not in self._profiles:
+            self._profiles[key] = self._make(layout, micro_batch)
+        profiles = self._profiles[key]
         if not recompute:
             return profiles
-        known: dict[int, LayerProfile] = {}
-        return tuple(
-            known.setdefault(id(p), recomputed(p)) if again else p
-            for p, again in zip(profiles, self._recomputes, strict=True)
-        )
+        if key not in self._again:
+            known = {id(p): recomputed(p) for p in {id(p): p for p in profiles}.values()}
+            self._again[key] = tuple(
+                known[id(p)] if again else p for p, again in zip(profiles, self._recomputes, strict=True)
+            )
+        return self._again[key]
 
     def _make(self, layout: _Layout, micro_batch: int) -> tuple[LayerProfile, ...]:
         if self._on_meta:

@@ -102,7 +102,8 @@ class Bounds:
         layers = self._predictor.profile.layers(slices, False, 1, recompute)
         # What lies between sliced layers is shared, if sequences are; all else stays.
         moved = 1 / slices if shares else 1.0
-        of_layer = {id(layer): self._of_layer(layer, slices, samples, moved) for layer in layers}
+        different = {id(layer): layer for layer in layers}
+        of_layer = {key: self._of_layer(layer, slices, samples, moved) for key, layer in different.items()}
         forward, whole = np.array([of_layer[id(layer)] for layer in layers]).T
         return _Least(float(forward.sum()), float(whole.sum()), float(whole.max()))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -144,10 +143,16 @@ def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_si
             total += shard
             own = laid.infos[layout.first : layout.first + len(layout.offsets)]
             for start, info in zip(layout.offsets, own, strict=True):
-                stop = start + info.parameter.numel()
-                cuts = [start, *range((start // shard + 1) * shard, stop, shard), stop]
-                largest = max(largest, *(b - a for a, b in pairwise(cuts)))
+                largest = max(largest, _largest_part(start, start + info.parameter.numel(), shard))
     return total, largest
+
+
+def _largest_part(start: int, stop: int, shard: int) -> int:
+    """Elements of the largest part of [start, stop) that lies in one shard."""
+    first, last = (start // shard + 1) * shard, (stop - 1) // shard * shard
+    if first >= stop:
+        return stop - start
+    return shard if first < last else max(first - start, stop - first)
 
 
 # Tensors of an element's own size that torch's optimizers keep for each; others depend on their settings.
