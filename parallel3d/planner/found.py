@@ -16,17 +16,41 @@ _NEARLY = 1.4  # full
 _MOST_CHUNKS, _MOST_RANKS = 16, 64
 
 
+def fullness_of(memory: Sequence[StageMemory]) -> float:
+    """Of the fullest device: more than 1 doesn't fit."""
+    return max(stage.reserved / stage.capacity for stage in memory)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layout that isn't predicted, since it doesn't fit. least: seconds that it would hardly take less than."""
+
+    layout: RunLayout
+    memory: tuple[StageMemory, ...]
+    least: float
+
+    @property
+    def fullness(self) -> float:
+        """Of the fullest device."""
+        return fullness_of(self.memory)
+
+
 @dataclass(frozen=True)
 class Found:
-    """A layout that was predicted, and how full its fullest device gets: more than 1 doesn't fit."""
+    """A layout that was predicted, and what it takes."""
 
     outlook: Outlook
     memory: tuple[StageMemory, ...]
 
     @property
+    def layout(self) -> RunLayout:
+        """That was predicted."""
+        return self.outlook.layout
+
+    @property
     def fullness(self) -> float:
         """Of the fullest device."""
-        return max(stage.reserved / stage.capacity for stage in self.memory)
+        return fullness_of(self.memory)
 
     @property
     def fits(self) -> bool:
@@ -36,8 +60,27 @@ class Found:
     @property
     def shape(self) -> Shape:
         """Ranks along pipe, data, model."""
-        layout = self.outlook.layout
-        return layout.stages, layout.replicas, layout.slices
+        return shape_of(self.layout)
+
+
+def shape_of(layout: RunLayout) -> Shape:
+    """Ranks along pipe, data, model."""
+    return layout.stages, layout.replicas, layout.slices
+
+
+def refuse(predictor: Predictor, layout: RunLayout, least: float) -> Refused | None:
+    """A layout that `find` would say not to fit, by the same memory; None for one that may."""
+    memory = predictor.rough_memory(layout)
+    if fullness_of(memory) <= 1.0 or _may_be_split(layout, fullness_of(memory), exactly=False):
+        return None
+    return Refused(layout, memory, least)
+
+
+def _may_be_split(layout: RunLayout, fullness: float, exactly: bool) -> bool:
+    """Whether it is worth looking for a split of the layers by which a layout that is too large does fit."""
+    chunks_are_few = layout.stages * (layout.chunks or 1) <= _MOST_CHUNKS
+    is_worth_it = chunks_are_few and (exactly or layout.world_size <= _MOST_RANKS)
+    return layout.stages > 1 and is_worth_it and 1.0 < fullness < _NEARLY
 
 
 def find(
@@ -53,9 +96,7 @@ def find(
     """
     outlook = predictor.predict(layout, places, exactly, whole, bounds)
     found = Found(outlook, predictor.memory(outlook))
-    chunks_are_few = layout.stages * (layout.chunks or 1) <= _MOST_CHUNKS
-    is_worth_it = chunks_are_few and (exactly or layout.world_size <= _MOST_RANKS)
-    if layout.stages == 1 or not is_worth_it or not 1.0 < found.fullness < _NEARLY:
+    if not _may_be_split(layout, found.fullness, exactly):
         return found
     within = predictor.split_within(outlook, found.memory)
     if within is None or within == outlook.bounds:

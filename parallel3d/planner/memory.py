@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,12 +18,10 @@ from parallel3d.optim.memory import step_bytes
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.specs import TiedLayerSpec
 from parallel3d.planner.chunk_memory import ChunkMemory, Entering, chunk_memory
+from parallel3d.planner.flight import Flight, Replays
 from parallel3d.planner.layer_profile import LayerProfile
-from parallel3d.planner.parameters import stage_parameters
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.result import StageMemory
-from parallel3d.schedule.builders import one_f_one_b
-from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.zero.memory import StateBytes, communicated_bytes, moments_of, piece_sizes, predict_state
 
 # cuBLAS's own, of Hopper's size (CUBLAS_WORKSPACE_CONFIG's documentation), which PyTorch allocates for each thread that
@@ -31,61 +29,6 @@ from parallel3d.zero.memory import StateBytes, communicated_bytes, moments_of, p
 _LIBRARY_BYTES = 2 * 32 * 2**20
 # Of what the allocator has reserved, that no tensor uses at the peak: gaps between blocks.
 _GAPS = 0.05
-
-
-@dataclass(frozen=True)
-class Flight:
-    """Most bytes of activations, messages and their gradients that a rank holds: between instructions, and within one with
-    what it needs for itself; held: between instructions, when the latter is reached.
-    """
-
-    between: int
-    within: int
-    held: int
-
-
-def replay(program: Program, stage: int, chunks: Mapping[int, ChunkMemory]) -> Flight:
-    """A stage's list of instructions, with what each of its chunks holds of a micro-batch."""
-    total = between = within = held = 0
-    moved: dict[tuple[int, int], bool] = {}
-    for i in program.instructions[stage]:
-        if i.chunk not in chunks:
-            continue
-        chunk = chunks[i.chunk]
-        during = total + _within(i, chunk)
-        change = chunk.held.change(i) + _handed(i, chunks, moved)
-        # What comes without an instruction's own need, as a message's buffer.
-        during = max(during, total, total + change)
-        if during > within:
-            within, held = during, max(total, total + change)
-        total += change
-        between = max(between, total)
-    return Flight(between, within, held)
-
-
-def _within(i: Instruction, chunk: ChunkMemory) -> int:
-    """The most that `i` adds while it runs."""
-    held = chunk.held
-    own = held.saved + held.received + held.loaded + held.output_gradient
-    added = {Op.FORWARD: chunk.forward, Op.BACKWARD: chunk.backward - own, Op.BACKWARD_INPUT: chunk.backward - own}
-    return chunk.weight if i.op is Op.BACKWARD_WEIGHT else added.get(i.op, 0)
-
-
-def _handed(i: Instruction, chunks: Mapping[int, ChunkMemory], moved: dict[tuple[int, int], bool]) -> int:
-    """What `i` adds to the bytes held of outputs that a chunk of the same rank takes.
-
-    Such a one counts for the chunk that made it until its backward, and from then on for the one that took it, where its
-    deferred gradients keep it. moved: (chunk, micro-batch) with deferred gradients -> whether that has happened.
-    """
-    place, after = (i.chunk, i.micro_batch), (i.chunk + 1, i.micro_batch)
-    if i.op is Op.BACKWARD_WEIGHT and moved.pop(place, False):
-        return -chunks[i.chunk].kept_input
-    if i.op is Op.BACKWARD_INPUT and chunks[i.chunk].kept_input:
-        moved[place] = False
-    if i.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and after in moved:
-        moved[after] = True
-        return chunks[i.chunk + 1].kept_input
-    return 0
 
 
 class MemoryModel:
@@ -101,7 +44,7 @@ class MemoryModel:
 
     def stages(
         self,
-        program: Program,
+        replays: Replays,
         bounds: Sequence[int],
         layout: RunLayout,
         capacities: Sequence[int],
@@ -110,12 +53,12 @@ class MemoryModel:
     ) -> tuple[StageMemory, ...]:
         """Of each stage, or of some.
 
-        program: lowered; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: of which nothing is left open;
+        replays: of the program; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: of which nothing is left open;
         capacities: bytes of the smallest device of each stage; samples: so many times its micro-batches, about.
         """
         layers = self._layers(layout)
         return tuple(
-            self._stage(program, bounds, layout, layers, stage, capacity, samples)
+            self._stage(replays, bounds, layout, layers, stage, capacity, samples)
             for stage, capacity in enumerate(capacities)
             if only is None or stage in only
         )
@@ -123,11 +66,11 @@ class MemoryModel:
     def of_layers(self, layout: RunLayout) -> tuple[list[float], list[float]]:
         """Bytes of each layer: of its model state, and of what a micro-batch leaves in it for its backward, about."""
         whole = (0, len(self._model.specs))
-        program, layers = one_f_one_b(1, 1), self._layers(layout)
+        layers = self._layers(layout)
         each = [(k, k + 1) for k in range(whole[1])]
-        alone = [self._chunk(program, bounds, layout, 0, splits=False).held.saved for bounds in each]
+        alone = [self._chunk((0,), bounds, layout, 0, splits=False).held.saved for bounds in each]
         # Alone each holds its output, which among others the next one may not need.
-        share = self._chunk(program, whole, layout, 0, splits=False).held.saved / max(1, sum(alone))
+        share = self._chunk((0,), whole, layout, 0, splits=False).held.saved / max(1, sum(alone))
         policy, moments = self._model.policy(layout.zero or 0), moments_of(self._optimizer)
         state = [
             predict_state(
@@ -139,46 +82,47 @@ class MemoryModel:
 
     def held(self, layout: RunLayout) -> int:
         """Bytes that a micro-batch leaves for its backward, of all layers as one chunk."""
-        program = one_f_one_b(1, 1)
-        return self._chunk(program, (0, len(self._model.specs)), layout, 0, splits=False).held.saved
+        return self._chunk((0,), (0, len(self._model.specs)), layout, 0, splits=False).held.saved
 
     def _layers(self, layout: RunLayout) -> tuple[LayerProfile, ...]:
         return self._model.layers(
             layout.slices, layout.sequence_parallel, layout.micro_batch or 1, layout.recompute or 0
         )
 
-    def flight(self, program: Program, bounds: Sequence[int], layout: RunLayout, stage: int) -> Flight:
+    def flight(self, replays: Replays, bounds: Sequence[int], layout: RunLayout, stage: int) -> Flight:
         """Activations and messages of a stage."""
-        splits = _splits(program, stage)
-        own = [c for c, s in enumerate(program.placement) if s == stage]
-        return replay(program, stage, {c: self._chunk(program, bounds, layout, c, splits) for c in own})
+        replay, placement = replays.of(stage), replays.placement
+        own = [c for c, s in enumerate(placement) if s == stage]
+        return replay.flight({c: self._chunk(placement, bounds, layout, c, replay.splits) for c in own})
 
     def _chunk(
-        self, program: Program, bounds: Sequence[int], layout: RunLayout, chunk: int, splits: bool
+        self, placement: Sequence[int], bounds: Sequence[int], layout: RunLayout, chunk: int, splits: bool
     ) -> ChunkMemory:
         start, stop = bounds[chunk], bounds[chunk + 1]
-        is_local = chunk > 0 and program.placement[chunk - 1] == program.placement[chunk]
-        numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
-        key = (start, stop, is_local, splits, numbers)
+        is_local = chunk > 0 and placement[chunk - 1] == placement[chunk]
+        layers, interval = self._layers(layout), layout.recompute or 0
+        # The same layers behind a like one hold the same, wherever they lie. The profile keeps them, so ids stay theirs.
+        before = layers[start - 1] if start > 0 else None
+        key = (layout.micro_batch, interval, is_local, splits, id(before), *map(id, layers[start:stop]))
         if key not in self._chunks:
-            layers = self._layers(layout)
-            loaded, labels = self._model.loaded(layout.micro_batch or 1)
-            if start == 0:
-                entering = Entering(loaded, (0,) * len(loaded), how="loaded")
-            else:
-                before = layers[start - 1].outputs
-                gradients = tuple(b.nbytes if b.requires_grad else 0 for b in before)
-                inputs = tuple(b.nbytes for b in before)
-                entering = Entering(inputs, gradients, how="local" if is_local else "message")
+            entering = self._entering(before, is_local, layout)
             if stop == len(layers) and layers[-1].loss is not None:
-                entering = replace(entering, labels=labels)
-            interval = layout.recompute or 0
+                entering = replace(entering, labels=self._model.loaded(layout.micro_batch or 1)[1])
             self._chunks[key] = chunk_memory(layers[start:stop], entering, splits, interval)
         return self._chunks[key]
 
+    def _entering(self, before: LayerProfile | None, is_local: bool, layout: RunLayout) -> Entering:
+        """What comes into a chunk behind a layer; from the loader behind none."""
+        if before is None:
+            loaded, _ = self._model.loaded(layout.micro_batch or 1)
+            return Entering(loaded, (0,) * len(loaded), how="loaded")
+        gradients = tuple(b.nbytes if b.requires_grad else 0 for b in before.outputs)
+        inputs = tuple(b.nbytes for b in before.outputs)
+        return Entering(inputs, gradients, how="local" if is_local else "message")
+
     def _stage(
         self,
-        program: Program,
+        replays: Replays,
         bounds: Sequence[int],
         layout: RunLayout,
         layers: Sequence[LayerProfile],
@@ -187,12 +131,11 @@ class MemoryModel:
         samples: float,
     ) -> StageMemory:
         on_cuda = self._model.device == "cuda"
-        state = self._state(program, bounds, layout, stage)
-        flight = self.flight(program, bounds, layout, stage)
+        placement = replays.placement
+        state = self._state(replays, bounds, layout, stage)
+        flight = self.flight(replays, bounds, layout, stage)
         flight = Flight(*(round(samples * nbytes) for nbytes in (flight.between, flight.within, flight.held)))
-        own = [
-            layers[k] for c, s in enumerate(program.placement) if s == stage for k in range(bounds[c], bounds[c + 1])
-        ]
+        own = [layers[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
         steady = {
             "weights": state.state.weights + state.others,
             "gradients": state.state.gradients,
@@ -204,7 +147,7 @@ class MemoryModel:
         kept = {"transient": state.state.transient, "communication": state.communicated}
         backward = {"activations": flight.held, "workspace": flight.within - flight.held, **kept}
         if on_cuda:
-            backward["messages"] = round(samples * self._in_transit(program, bounds, layout, stage))
+            backward["messages"] = round(samples * _in_transit(placement, bounds, layers, stage))
         step = {"update": state.state.update, "workspace": state.step, **kept}
         base = sum(steady.values())
         phases = {
@@ -227,16 +170,6 @@ class MemoryModel:
             capacity=capacity,
         )
 
-    def _in_transit(self, program: Program, bounds: Sequence[int], layout: RunLayout, stage: int) -> int:
-        """The last gradients sent, which the transport keeps until it sends again."""
-        layers = self._layers(layout)
-        sent = [
-            layers[bounds[c] - 1].gradient_bytes
-            for c, s in enumerate(program.placement)
-            if s == stage and c > 0 and program.placement[c - 1] != stage
-        ]
-        return max(sent, default=0)
-
     def _outside(self, layout: RunLayout) -> int:
         """What PyTorch's allocator doesn't hold: the context, and buffers of communication."""
         stages, replicas = layout.stages, layout.replicas or 1
@@ -245,14 +178,16 @@ class MemoryModel:
         sums = self._model.config.kernels.wants_all_reduce and layout.slices in WORLD_SIZES
         return CONTEXT_BYTES + communicators + peers + (staging_bytes() if sums else 0)
 
-    def _state(self, program: Program, bounds: Sequence[int], layout: RunLayout, stage: int) -> _State:
+    def _state(self, replays: Replays, bounds: Sequence[int], layout: RunLayout, stage: int) -> _State:
         """Weights, gradients, masters and optimizer of each rank of a stage."""
-        placement, splits = program.placement, _splits(program, stage)
-        own = tuple((bounds[c], bounds[c + 1]) for c, s in enumerate(placement) if s == stage)
-        # Ties reach over the stages: where there are some, all of the partition counts.
-        ties = tuple(bounds) if any(isinstance(layer, TiedLayerSpec) for layer in self._model.specs) else ()
-        placed = tuple(placement) if ties else ()
-        key = (own, ties, placed, layout.slices, layout.sequence_parallel, layout.zero, layout.replicas, splits)
+        placement, splits = replays.placement, replays.of(stage).splits
+        layers = self._model.layers(layout.slices, layout.sequence_parallel)
+        own = [(bounds[c], bounds[c + 1]) for c, s in enumerate(placement) if s == stage]
+        # Ties reach over the stages: where there are some, all of the partition counts; else which layers there are.
+        where: tuple[object, ...] = (stage, tuple(bounds), tuple(placement))
+        if not self._has_ties:
+            where = tuple(tuple(map(id, layers[start:stop])) for start, stop in own)
+        key = (where, layout.slices, layout.sequence_parallel, layout.zero, layout.replicas, splits)
         if key not in self._states:
             infos, early, others = self._parameters(placement, bounds, layout, stage)
             self._states[key] = self._predicted(infos, early if splits else set(), others, layout)
@@ -270,6 +205,12 @@ class MemoryModel:
         return _State(state, others, communicated_bytes(infos, policy, replicas), step)
 
     @cached_property
+    def _has_ties(self) -> bool:
+        """Whether layers share a module or a parameter."""
+        modules = [id(layer) for layer in self._model.specs if isinstance(layer, nn.Module)]
+        return len(set(modules)) < len(modules) or any(isinstance(s, TiedLayerSpec) for s in self._model.specs)
+
+    @cached_property
     def _optimizer(self) -> torch.optim.Optimizer:
         """The configuration's, of nothing; where the script brings its own, Adam in its place."""
         given, one = self._model.config.optimizer, nn.Parameter(torch.empty(1))
@@ -281,8 +222,9 @@ class MemoryModel:
         """What a stage trains, as PipelineModule.parameter_infos has it; of these the early ones, see LayerProfile; and bytes
         of what it doesn't train: frozen parameters and buffers.
         """
-        layers, specs = self._layers(layout), self._model.specs
-        infos = stage_parameters(specs, layers, bounds, placement)[stage]
+        # Whatever the micro-batches, and whether layers are recomputed.
+        layers = self._model.layers(layout.slices, layout.sequence_parallel)
+        infos = self._model.stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)[stage]
         own = [layers[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
         early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
         frozen = [parameter for layer in own for _, parameter in layer.frozen]
@@ -293,9 +235,14 @@ class MemoryModel:
         return parameter.numel() * (dtype or parameter.dtype).itemsize
 
 
-def _splits(program: Program, stage: int) -> bool:
-    """Whether a stage's weight gradients are deferred."""
-    return any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[stage])
+def _in_transit(placement: Sequence[int], bounds: Sequence[int], layers: Sequence[LayerProfile], stage: int) -> int:
+    """The last gradients sent, which the transport keeps until it sends again."""
+    sent = [
+        layers[bounds[c] - 1].gradient_bytes
+        for c, s in enumerate(placement)
+        if s == stage and c > 0 and placement[c - 1] != stage
+    ]
+    return max(sent, default=0)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,13 @@ def _in_order(ties: TieIndex, layers: Sequence[LayerProfile], builders: Sequence
     """Of modules in the order of the layers that build them; those that are tied by attribute first in each."""
     found: dict[tuple[int, str], ParameterInfo] = {}
     for builder in builders:
-        tied = ties.attributes(builder)
-        for name, parameter in sorted(layers[builder].parameters, key=lambda item: not _is_of(item[0], tied)):
+        tied, parameters = ties.attributes(builder), layers[builder].parameters
+        if not tied and parameters:
+            owners = ties.owners(builder, parameters[0][0])
+            for name, parameter in parameters:
+                found[builder, name] = ParameterInfo(f"layers.{builder}.{name}", parameter, owners)
+            continue
+        for name, parameter in sorted(parameters, key=lambda item: not _is_of(item[0], tied)):
             origin, source = ties.origin(builder, name)
             if (origin, source) not in found:
                 info = ParameterInfo(f"layers.{origin}.{source}", parameter, ties.owners(builder, name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -20,14 +20,22 @@ from parallel3d.pipe.specs import TiedLayerSpec
 from parallel3d.planner.calibration import Calibration, PredictedMemory
 from parallel3d.planner.cluster import Device
 from parallel3d.planner.costs import late_by, pace, reducing, reductions, step_cost
+from parallel3d.planner.flight import Replays
 from parallel3d.planner.layer_times import LayerSeconds, factors
 from parallel3d.planner.links import Network
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.model import PlannedModel
 from parallel3d.planner.outlook import Outlook
-from parallel3d.planner.parameters import stage_parameters
 from parallel3d.planner.profile import LayerProfile, ModelProfile
-from parallel3d.planner.program import Buckets, lowered, make_buckets, rough_buckets, training_program
+from parallel3d.planner.program import (
+    Buckets,
+    Programs,
+    make_buckets,
+    rough_buckets,
+    timed_micro_batches,
+    untimed_flight,
+    with_collectives,
+)
 from parallel3d.planner.result import StageMemory
 from parallel3d.planner.timing import (
     Floats,
@@ -39,16 +47,12 @@ from parallel3d.planner.timing import (
 )
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.lowering import lower
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.schedule.simulate import Simulation
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
-# Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
-_MOST_STEPS, _MOST_STEPS_WHOLE = 256, 2048
-# In a rough prediction the pipeline is filled so many times.
-_ROUGH_ROUNDS = 2
-_LONG = 16  # stages
 _MANY = 1 << 30  # elements
 _SMALL = 256  # ranks; on more, a rough prediction takes all stages' links to be alike
 
@@ -82,8 +86,7 @@ class Predictor:
         self._links: dict[tuple[Shape, tuple[int, ...] | None, bool], LayoutLinks] = {}
         self._times: dict[tuple[object, ...], Times] = {}
         self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._simulations: dict[tuple[object, ...], Simulation] = {}
-        self._parameters: dict[tuple[object, ...], list[list[ParameterInfo]]] = {}
+        self._programs = Programs()
         self._traffic: dict[tuple[int, int, torch.dtype], float] = {}
 
     def layers(self, layout: RunLayout) -> tuple[LayerProfile, ...]:
@@ -157,7 +160,12 @@ class Predictor:
         times = reducing(times, links, placement, buckets, policy)
         samples = 1 if exactly else layout.micro_batch or 1
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy, samples)
-        simulation, timed = self._simulation(layout, buckets, policy, exactly, whole, compute)
+        if compute is None:
+            timed = timed_micro_batches(layout, exactly, whole)
+            simulation = self._programs.simulation(layout, buckets, policy, timed)
+        else:
+            timed = compute.num_micro_batches
+            simulation = Simulation(with_collectives(lower(compute), layout, buckets, policy))
         timeline = simulation.run(cost.cost())
         untimed, alone = layout.micro_batches - timed, cost.without_links()
         makespan = timeline.makespan + untimed * pace(times, placement)
@@ -227,11 +235,7 @@ class Predictor:
     def _stage_parameters(
         self, layout: RunLayout, bounds: tuple[int, ...], placement: tuple[int, ...]
     ) -> list[list[ParameterInfo]]:
-        key = (bounds, placement, layout.slices, layout.sequence_parallel)
-        if key not in self._parameters:
-            layers = self.profile.layers(layout.slices, layout.sequence_parallel)
-            self._parameters[key] = stage_parameters(self.profile.specs, layers, bounds, placement)
-        return self._parameters[key]
+        return self.profile.stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
 
     def _optimizer_seconds(
         self, stages: Sequence[Sequence[ParameterInfo]], policy: ZeroPolicy, links: LayoutLinks, exactly: bool
@@ -262,14 +266,33 @@ class Predictor:
 
         Of a rough one's long pipeline but the stages that may be the fullest, unless `every` one is wanted.
         """
-        layout, links = outlook.layout, outlook.links
+        replays = Replays.of_program(outlook.program)
+        only = None if outlook.exact or every else _ends(outlook.layout)
+        return self._stage_memories(
+            outlook.layout, outlook.links, outlook.bounds, outlook.timed, replays, outlook.exact, only
+        )
+
+    def rough_memory(self, layout: RunLayout) -> tuple[StageMemory, ...]:
+        """`memory` of a rough prediction of the layout, without one: of its programs only those stages' lists are needed."""
+        links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
+        _, bounds, _ = self._chunks(layout, links, exactly=False)
+        replays = self._programs.replays(layout, timed)
+        return self._stage_memories(layout, links, bounds, timed, replays, False, _ends(layout))
+
+    def _stage_memories(
+        self,
+        layout: RunLayout,
+        links: LayoutLinks,
+        bounds: Sequence[int],
+        timed: int,
+        replays: Replays,
+        exactly: bool,
+        only: Collection[int] | None,
+    ) -> tuple[StageMemory, ...]:
         capacities = [min(device.memory for device in links.devices(stage)) for stage in range(layout.stages)]
-        traced = layout if outlook.exact else one_sample(layout)
-        samples = 1 if outlook.exact else (layout.micro_batch or 1) * _untimed_flight(layout, outlook.timed)
-        # Of a long pipeline the fullest stage is at one of its ends, or else in the middle.
-        ends = {0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}
-        only = None if outlook.exact or every else ends
-        found = self._memory.stages(outlook.program, outlook.bounds, traced, capacities, samples, only)
+        traced = layout if exactly else one_sample(layout)
+        samples = 1 if exactly else (layout.micro_batch or 1) * untimed_flight(layout, timed)
+        found = self._memory.stages(replays, bounds, traced, capacities, samples, only)
         return tuple(self._corrected(memory) for memory in found)
 
     def _corrected(self, memory: StageMemory) -> StageMemory:
@@ -354,45 +377,11 @@ class Predictor:
         }
         shares[Op.BACKWARD] = shares[Op.BACKWARD_INPUT] + shares[Op.BACKWARD_WEIGHT]
         none = Buckets(((),) * (layout.stages * (layout.chunks or 1)), ())
-        simulation, _ = self._simulation(layout, none, replace(self.policy(layout), stage=0), exactly=False)
+        policy, timed = replace(self.policy(layout), stage=0), timed_micro_batches(layout, exactly=False)
+        simulation = self._programs.simulation(layout, none, policy, timed)
         return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 
-    def _simulation(
-        self,
-        layout: RunLayout,
-        buckets: Buckets,
-        policy: ZeroPolicy,
-        exactly: bool,
-        whole: bool = False,
-        compute: Program | None = None,
-    ) -> tuple[Simulation, int]:
-        """The program made ready, of as many micro-batches as are timed."""
-        if compute is not None:
-            return Simulation(lowered(compute, layout, buckets, policy)), compute.num_micro_batches
-        assert layout.micro_batches is not None
-        assert layout.chunks is not None
-        timed = _timed_micro_batches(layout, exactly, _MOST_STEPS_WHOLE if whole else _MOST_STEPS)
-        numbers = tuple(map(len, buckets.of_chunk)), tuple(owners for owners, _ in buckets.replicas)
-        shards = policy.stage > 0 and layout.replicas > 1
-        key = (layout.schedule, layout.stages, layout.chunks, timed, numbers, shards, policy.reduce_per_micro_batch)
-        if key not in self._simulations:
-            self._simulations[key] = Simulation(training_program(layout, buckets, policy, timed))
-        return self._simulations[key], timed
 
-
-def _timed_micro_batches(layout: RunLayout, exactly: bool, most_steps: int) -> int:
-    """All, or as many as fill the pipeline a few times, and the same number over whole rounds of the stages."""
-    stages, wanted = layout.stages, layout.micro_batches or 1
-    if exactly and wanted * stages * (layout.chunks or 1) <= most_steps:
-        return wanted
-    rounds = _ROUGH_ROUNDS + exactly - (stages >= _LONG)
-    return min(wanted, rounds * stages + wanted % stages)
-
-
-def _untimed_flight(layout: RunLayout, timed: int) -> float:
-    """By how many times more an interleaved pipeline has in flight on its first stage than so few micro-batches fill."""
-    if layout.schedule != "interleaved":
-        return 1.0
-    p, v = layout.stages, layout.chunks or 1
-    most = min((layout.micro_batches or 1) * v, (v + 1) * p - 1)  # see schedule.builders.interleaved
-    return most / min(timed * v, most)
+def _ends(layout: RunLayout) -> set[int]:
+    """Of a long pipeline the fullest stage is at one of its ends, or else in the middle."""
+    return {0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}

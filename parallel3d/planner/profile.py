@@ -11,8 +11,10 @@ from torch import Tensor
 from parallel3d.config import Config
 from parallel3d.errors import PartitionError
 from parallel3d.layer_choice import choice_rule
+from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.specs import Layer, layer_name
 from parallel3d.planner.layer_profile import LayerProfile, extrapolated, recomputed
+from parallel3d.planner.parameters import stage_parameters
 from parallel3d.planner.sliced_traces import LossFunction, SlicedTraces, Traceable, rows_of
 from parallel3d.planner.tracing import Template
 from parallel3d.planner.watch import Watch
@@ -66,6 +68,7 @@ class ModelProfile:
         self._slicings: dict[_Layout, SlicedTraces] = {}
         self._profiles: dict[tuple[_Layout, int], tuple[LayerProfile, ...]] = {}
         self._again: dict[tuple[_Layout, int], tuple[LayerProfile, ...]] = {}
+        self._parameters: dict[tuple[object, ...], list[list[ParameterInfo]]] = {}
 
     def policy(self, zero: int) -> ZeroPolicy:
         """What ZeRO of this stage is asked to do, by the rest of the configuration.
@@ -119,6 +122,16 @@ class ModelProfile:
                 known[id(p)] if again else p for p, again in zip(profiles, self._recomputes, strict=True)
             )
         return self._again[key]
+
+    def stage_parameters(
+        self, slices: int, sequence_parallel: bool, bounds: Sequence[int], placement: Sequence[int]
+    ) -> list[list[ParameterInfo]]:
+        """See the function of that name; made once, not to be changed."""
+        key = (slices, sequence_parallel, tuple(bounds), tuple(placement))
+        if key not in self._parameters:
+            layers = self.layers(slices, sequence_parallel)
+            self._parameters[key] = stage_parameters(self.specs, layers, bounds, placement)
+        return self._parameters[key]
 
     def _make(self, layout: _Layout, micro_batch: int) -> tuple[LayerProfile, ...]:
         if self._on_meta:

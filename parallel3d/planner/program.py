@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.parameters import ParameterInfo
+from parallel3d.planner.flight import Replays
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.lowering import lower_training
+from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
+from parallel3d.schedule.simulate import Simulation
 from parallel3d.zero.buckets import Owners, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
 _ROUGH_BUCKETS = 4  # of a chunk, in a rough prediction
+# Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
+_MOST_STEPS, _MOST_STEPS_WHOLE = 256, 2048
+# In a rough prediction the pipeline is filled so many times.
+_ROUGH_ROUNDS = 2
+_LONG = 16  # stages
 
 
 @dataclass(frozen=True)
@@ -53,21 +60,81 @@ def rough_buckets(stages: Sequence[Sequence[ParameterInfo]], num_chunks: int) ->
     return Buckets(tuple((part,) * _ROUGH_BUCKETS for part in parts), tuple(replicas))
 
 
-def training_program(layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int) -> Program:
-    """What the executor runs of a layout of which nothing is left open."""
-    assert layout.schedule is not None
-    assert layout.chunks is not None
-    assert layout.placement is not None
-    compute = build(layout.schedule, layout.stages, num_micro_batches, layout.chunks, layout.placement)
-    return lowered(compute, layout, buckets, policy)
+class Programs:
+    """Programs of layouts of which nothing is left open, each part made once for all layouts that have the same one."""
+
+    def __init__(self) -> None:
+        self._computes: dict[tuple[object, ...], Program] = {}
+        self._lowered: dict[tuple[object, ...], Program] = {}
+        self._replays: dict[tuple[object, ...], Replays] = {}
+        self._simulations: dict[tuple[object, ...], Simulation] = {}
+
+    def simulation(self, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int) -> Simulation:
+        """Of what the executor runs, made ready."""
+        key, shards = _shape(layout, num_micro_batches), policy.stage > 0 and layout.replicas > 1
+        numbers = tuple(map(len, buckets.of_chunk)), tuple(owners for owners, _ in buckets.replicas)
+        whole = (key, numbers, shards, policy.reduce_per_micro_batch)
+        if whole not in self._simulations:
+            if key not in self._lowered:
+                self._lowered[key] = lower(self._compute(layout, num_micro_batches))
+            self._simulations[whole] = Simulation(with_collectives(self._lowered[key], layout, buckets, policy))
+        return self._simulations[whole]
+
+    def replays(self, layout: RunLayout, num_micro_batches: int) -> Replays:
+        """Of the same stages' lists, which are lowered when they are asked for: most layouts are refused by a few of them.
+
+        Collectives, which hold nothing, are left out.
+        """
+        key = _shape(layout, num_micro_batches)
+        if key not in self._replays:
+            compute = self._compute(layout, num_micro_batches)
+            self._replays[key] = Replays(compute.placement, lambda stage: lower_rank(compute, stage))
+        return self._replays[key]
+
+    def _compute(self, layout: RunLayout, num_micro_batches: int) -> Program:
+        key = _shape(layout, num_micro_batches)
+        if key not in self._computes:
+            assert layout.schedule is not None
+            assert layout.chunks is not None
+            assert layout.placement is not None
+            self._computes[key] = build(
+                layout.schedule, layout.stages, num_micro_batches, layout.chunks, layout.placement
+            )
+        return self._computes[key]
 
 
-def lowered(compute: Program, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy) -> Program:
-    """A schedule's compute with what the executor runs beside it."""
-    return lower_training(
-        compute,
+def _shape(layout: RunLayout, num_micro_batches: int) -> tuple[object, ...]:
+    return layout.schedule, layout.stages, layout.chunks, layout.placement, num_micro_batches
+
+
+def with_collectives(program: Program, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy) -> Program:
+    """A schedule's lowered program with the collectives that the executor runs beside it."""
+    return add_collectives(
+        program,
         [len(numels) for numels in buckets.of_chunk],
         [owners for owners, _ in buckets.replicas],
         policy.stage > 0 and layout.replicas > 1,
         policy.reduce_per_micro_batch,
     )
+
+
+def timed_micro_batches(layout: RunLayout, exactly: bool, whole: bool = False) -> int:
+    """All, or as many as fill the pipeline a few times, and the same number over whole rounds of the stages.
+
+    whole: all in most cases.
+    """
+    stages, wanted = layout.stages, layout.micro_batches or 1
+    most_steps = _MOST_STEPS_WHOLE if whole else _MOST_STEPS
+    if exactly and wanted * stages * (layout.chunks or 1) <= most_steps:
+        return wanted
+    rounds = _ROUGH_ROUNDS + exactly - (stages >= _LONG)
+    return min(wanted, rounds * stages + wanted % stages)
+
+
+def untimed_flight(layout: RunLayout, timed: int) -> float:
+    """By how many times more an interleaved pipeline has in flight on its first stage than so few micro-batches fill."""
+    if layout.schedule != "interleaved":
+        return 1.0
+    p, v = layout.stages, layout.chunks or 1
+    most = min((layout.micro_batches or 1) * v, (v + 1) * p - 1)  # see schedule.builders.interleaved
+    return most / min(timed * v, most)

@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from parallel3d.planner.found import Found
+from parallel3d.planner.found import Found, Refused, shape_of
 from parallel3d.planner.result import Prediction, Rejected, StageMemory
 from parallel3d.planner.search import Search
 from parallel3d.planner.timing import Shape
@@ -19,24 +19,33 @@ _MOST = 24  # that are told
 def why_not(search: Search, shown: Sequence[Prediction], winner: Prediction | None) -> tuple[Rejected, ...]:
     """The best of each shape that isn't shown, the closest first; then those that can't be had at all."""
     told = {prediction.layout for prediction in shown}
-    best: dict[Shape, Found] = {}
-    for found in sorted(search.found, key=lambda f: (not f.fits, f.outlook.seconds)):
-        if found.outlook.layout.text not in told:
-            best.setdefault(found.shape, found)
-    predicted = sorted(best.values(), key=lambda f: (not f.fits, f.outlook.seconds))
+    every: list[Found | Refused] = [*search.found, *search.refused]
+    best: dict[Shape, Found | Refused] = {}
+    for found in sorted(every, key=_closeness):
+        if found.layout.text not in told:
+            best.setdefault(shape_of(found.layout), found)
     rejected = [
         Rejected(
-            layout=found.outlook.layout.text,
+            layout=found.layout.text,
             why=_why(found, winner),
-            seconds=found.outlook.seconds,
+            seconds=found.outlook.seconds if isinstance(found, Found) else None,
             peak=max(stage.reserved for stage in found.memory),
         )
-        for found in predicted
+        for found in best.values()
     ]
-    return tuple([*rejected, *_unpredicted(search, {found.shape for found in search.found}, winner)][:_MOST])
+    known = {shape_of(found.layout) for found in every}
+    return tuple([*rejected, *_unpredicted(search, known, winner)][:_MOST])
 
 
-def _why(found: Found, winner: Prediction | None) -> str:
+def _closeness(found: Found | Refused) -> tuple[bool, float]:
+    if isinstance(found, Refused):
+        return True, found.least
+    return not found.fits, found.outlook.seconds
+
+
+def _why(found: Found | Refused, winner: Prediction | None) -> str:
+    if isinstance(found, Refused):
+        return f"{does_not_fit(found.memory)}; a step would take {found.least:.3g} s or more"
     if not found.fits:
         return does_not_fit(found.memory)
     if winner is None:
@@ -97,13 +106,14 @@ def trade_off(found: Sequence[Found]) -> tuple[tuple[int, float, str], ...]:
 
 def what_would_fit(search: Search) -> str:
     """What binds where nothing fits, and the smallest change that fits."""
-    if not search.found:
+    if not search.found and not search.refused:
         return _state_alone(search)
-    nearest = min(search.found, key=lambda f: f.fullness)
+    every: list[Found | Refused] = [*search.found, *search.refused]
+    nearest = min(every, key=lambda f: f.fullness)
     worst = max(nearest.memory, key=lambda stage: stage.reserved / stage.capacity)
     needed = ceil(worst.reserved / _GIB)
     return (
-        f"nothing fits: {nearest.outlook.layout.text} comes closest, but {does_not_fit(nearest.memory)}. The smallest change: "
+        f"nothing fits: {nearest.layout.text} comes closest, but {does_not_fit(nearest.memory)}. The smallest change: "
         f"GPUs with {needed} GiB, {_gpus(search, worst)}, or shorter samples (--seq)"
     )
 

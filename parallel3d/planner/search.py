@@ -14,7 +14,7 @@ from torch import nn
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.found import Found, find
+from parallel3d.planner.found import Found, Refused, find, refuse
 from parallel3d.planner.predict import Predictor
 from parallel3d.planner.profile import LayerProfile
 from parallel3d.planner.space import VARIANTS, Space
@@ -145,8 +145,8 @@ def _groups(*columns: Integers) -> list[tuple[Integers, list[int]]]:
 class Search:
     """Looks for the shortest step in a space, by predictions in the order of their bounds.
 
-    found: all that were predicted, in that order. num_alternatives: shapes (ranks along each axis) of which the best is
-    looked for too, beside that of all.
+    found: all that were predicted, in that order; refused: those that can't fit, see refuse(). num_alternatives: shapes (ranks
+    along each axis) of which the best is looked for too, beside that of all.
     """
 
     def __init__(self, predictor: Predictor, space: Space, num_alternatives: int = 5):
@@ -157,6 +157,7 @@ class Search:
         self.why_not_sliced = bounds.why
         self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
         self.found: list[Found] = []
+        self.refused: list[Refused] = []
 
     def run(self) -> list[Found]:
         """Those that fit, the shortest first; none where nothing does."""
@@ -195,8 +196,10 @@ class Search:
             if not is_near:
                 heappush(waiting, (self._predictor.least_seconds(layout), n, k, True))
                 continue
-            found = self._predict(k)
             done.add(k)
+            found = self._predict(layout)
+            if found is None:
+                continue
             if found.fits:
                 best = min(best, found.outlook.seconds)
             if found.fullness < _SURELY:
@@ -212,12 +215,18 @@ class Search:
         done: set[int] = set()
         for k in order[:_FEW]:
             done.add(k)
-            if self._predict(k).fits:
+            found = self._predict(self.space.layout(k))
+            if found is not None and found.fits:
                 break
         return done
 
-    def _predict(self, k: int) -> Found:
-        self.found.append(find(self._predictor, self.space.layout(k)))
+    def _predict(self, layout: RunLayout) -> Found | None:
+        """None for a layout that is refused."""
+        refused = refuse(self._predictor, layout, self._predictor.least_seconds(layout))
+        if refused is not None:
+            self.refused.append(refused)
+            return None
+        self.found.append(find(self._predictor, layout))
         return self.found[-1]
 
     @staticmethod

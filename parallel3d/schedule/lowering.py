@@ -127,6 +127,16 @@ def lower(program: Program) -> Program:
     return add_loads(add_communication(program))
 
 
+def lower_rank(program: Program, rank: int) -> tuple[Instruction, ...]:
+    """One rank's list of what lower() makes of a program, without those of ranks that it doesn't hear from."""
+    own = [c for c, r in enumerate(program.placement) if r == rank]
+    around = {
+        program.placement[c] for chunk in own for c in (chunk - 1, chunk, chunk + 1) if 0 <= c < program.num_chunks
+    }
+    lists = [rank_list if r in around else () for r, rank_list in enumerate(program.instructions)]
+    return lower(program.with_instructions(lists)).instructions[rank]
+
+
 def lower_training(
     program: Program,
     chunk_buckets: Sequence[int],
@@ -139,6 +149,17 @@ def lower_training(
     chunk_buckets, per_micro_batch: see add_gradient_reduction; replica_owners: see add_replica_reduction; partitioned:
     weights are gathered before they are used.
     """
-    reduced = add_gradient_reduction(lower(program), chunk_buckets, per_micro_batch)
+    return add_collectives(lower(program), chunk_buckets, replica_owners, partitioned, per_micro_batch)
+
+
+def add_collectives(
+    lowered: Program,
+    chunk_buckets: Sequence[int],
+    replica_owners: Sequence[tuple[int, ...]] = (),
+    partitioned: bool = False,
+    per_micro_batch: bool = False,
+) -> Program:
+    """What lower_training() adds to what lower() makes."""
+    reduced = add_gradient_reduction(lowered, chunk_buckets, per_micro_batch)
     whole = add_replica_reduction(reduced, replica_owners)
     return add_parameter_gather(whole) if partitioned else whole

@@ -16,7 +16,7 @@ from parallel3d.models.decoder import decoder
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import LayerSpec
 from parallel3d.planner.chunk_memory import ChunkMemory, Entering, chunk_memory
-from parallel3d.planner.memory import replay
+from parallel3d.planner.flight import Replay
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
@@ -147,7 +147,7 @@ def test_an_output_taken_on_its_own_rank_is_held_once():
         2: ChunkMemory(ChunkBytes(saved=10, deferred=deferred), 0, 10, 0, handed),
     }
     program = lower(build("zbv", 2, 4, 2, "v"))
-    flight = replay(program, 1, chunks)
+    flight = Replay(program.instructions[1]).flight(chunks)
     # By hand: what is alive after each instruction, as a set.
     alive: dict[Any, int] = {}
     totals = []

@@ -25,6 +25,7 @@ from cases import Workload, command_of, parse_case
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout
+from parallel3d.planner.flight import Replays
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.schedule.builders import build
@@ -95,7 +96,8 @@ def predicted(name: str, work: Workload, each: bool) -> list[float]:
         micro_batches=args.micro_batches,
     )
     program = lower(build(args.schedule, args.pp, args.micro_batches, args.chunks, args.placement))
-    stages = memory.stages(program, given["pipeline"]["partition"], layout, [1] * args.pp)
+    replays = Replays.of_program(program)
+    stages = memory.stages(replays, given["pipeline"]["partition"], layout, [1] * args.pp)
     return [stage.allocated / 2**30 for stage in stages for _ in range(args.dp)]
 
 

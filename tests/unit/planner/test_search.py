@@ -13,7 +13,7 @@ from parallel3d.config.run_layout import parse_run_layout
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.found import Found, find
+from parallel3d.planner.found import Found, find, refuse
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.plan import Planner, Question
@@ -88,6 +88,20 @@ def test_layers_are_split_within_the_devices_memory() -> None:
     assert bound.fits
     assert bound.outlook.bounds != free.outlook.bounds
     assert bound.outlook.seconds >= free.outlook.seconds
+
+
+def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
+    """By the same bytes, without a program."""
+    planner = Planner(Question(small_model(), load_cluster(hosts(1, "1.55 GB")), 16))
+    refused = 0
+    for k in range(0, len(planner.space), 3):
+        layout = planner.space.layout(k)
+        free = planner.predictor.predict(layout)
+        assert planner.predictor.rough_memory(layout) == planner.predictor.memory(free)
+        if refuse(planner.predictor, layout, least=0.0) is not None:
+            refused += 1
+            assert not find(planner.predictor, layout).fits
+    assert refused
 
 
 def test_no_prediction_is_below_its_bounds() -> None:
