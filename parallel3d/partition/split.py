@@ -54,8 +54,8 @@ def partition_layers(
             f"make stages x chunks at most {num_layers}, or add layers"
         )
     placement = placement or range(num_parts)
-    factors = np.ones(num_parts) if paces is None else np.asarray(paces, dtype=np.float64)
-    of_parts = cost * factors[:, None, None]
+    factors = np.asarray(paces if paces is not None else [], dtype=np.float64)
+    of_parts = cost * factors[:, None, None] if paces is not None else np.broadcast_to(cost, (num_parts, *cost.shape))
     if len(set(placement)) == num_parts:
         return _cut(_one_chunk(of_parts, placement, limit), of_parts)
     found = [_cut(bounds, of_parts) for bounds in _several_chunks(of_parts, placement, limit, step is not None)]
@@ -70,7 +70,7 @@ def _cut(bounds: Sequence[int], of_parts: FloatArray) -> Partition:
 def _one_chunk(cost: FloatArray, placement: Sequence[int], limit: StageLimit | None) -> list[int]:
     """cost: [parts, n + 1, n + 1]."""
     if limit is None:
-        return _certain(list(cost))
+        return _certain(_matrices(cost))
     held = limit.chunk_bytes()
     bounds = _min_max([np.where(part <= limit.limit, its, np.inf) for its, part in zip(cost, held, strict=True)])
     if bounds is None:
@@ -87,7 +87,7 @@ def _several_chunks(
 ) -> list[Sequence[int]]:
     """The best split; with `several` also those for which the largest chunk weighs more, each once."""
     weights = _EVENNESS if several else _EVENNESS[:1]
-    start = _certain(list(cost))
+    start = _certain(_matrices(cost))
     if limit is None:
         found = [Search(cost, placement, evenness=w).best([start]) for w in weights]
         return list(dict.fromkeys([*found, tuple(start)] if several else found))
@@ -107,18 +107,25 @@ def _certain(cost: Sequence[FloatArray]) -> list[int]:
     return bounds
 
 
+def _matrices(cost: FloatArray) -> list[FloatArray]:
+    """One a part: the same one for all where they are alike, for what is found of it to be found once."""
+    return [cost[0]] * len(cost) if cost.strides[0] == 0 else list(cost)
+
+
 def _min_max(cost: Sequence[FloatArray]) -> list[int] | None:
     """Bounds of the best split, where part k as [a, b) costs cost[k][a, b]; None where every split costs infinity."""
     num_layers = len(cost[0]) - 1
-    bottleneck = _best_prefixes(np.maximum, cost)[-1][-1]
+    bottleneck = _best_prefixes(np.maximum, cost, _attained(cost))[-1][-1]
     if not math.isfinite(bottleneck):
         return None
     # Scaled by a power of two: squares of whole numbers stay exact, and no square overflows.
-    squares = []
+    known: dict[int, FloatArray] = {}
     for part in cost:
-        scaled = np.ldexp(part, -math.frexp(bottleneck)[1])
-        squares.append(np.where(part <= bottleneck, scaled * scaled, np.inf))
-    prefixes = _best_prefixes(np.add, squares)
+        if id(part) not in known:
+            scaled = np.ldexp(part, -math.frexp(bottleneck)[1])
+            known[id(part)] = np.where(part <= bottleneck, scaled * scaled, np.inf)
+    squares = [known[id(part)] for part in cost]
+    prefixes = _best_prefixes(np.add, squares, np.inf)
     bounds = [num_layers]
     for best, part in zip(reversed(prefixes[:-1]), reversed(squares), strict=True):
         last_part = best + part[:, bounds[-1]]
@@ -126,10 +133,33 @@ def _min_max(cost: Sequence[FloatArray]) -> list[int] | None:
     return bounds[::-1]
 
 
-def _best_prefixes(combine: np.ufunc, cost: Sequence[FloatArray]) -> list[FloatArray]:
-    """Row k, element b: the smallest value of layers [0, b) in k parts, costs joined by `combine` (sum or max)."""
-    rows = [np.full(len(cost[0]), np.inf)]
+def _attained(cost: Sequence[FloatArray]) -> float:
+    """The largest part of a split that is about even: no part of the best one is larger. Infinity where all together are."""
+    num_layers, num_parts = len(cost[0]) - 1, len(cost)
+    sums, place = cost[0][0, 1:], np.arange(num_parts + 1)
+    if not math.isfinite(sums[-1]):
+        return math.inf
+    even = np.searchsorted(sums, place / num_parts * sums[-1])
+    inner = np.maximum.accumulate(np.maximum(even - place, 0)) + place
+    bounds = np.minimum(inner, num_layers - num_parts + place)
+    bounds[0], bounds[-1] = 0, num_layers
+    return max(float(part[a, b]) for part, (a, b) in zip(cost, pairwise(bounds.tolist()), strict=True))
+
+
+def _best_prefixes(combine: np.ufunc, cost: Sequence[FloatArray], most: float) -> list[FloatArray]:
+    """Row k, element b: the smallest value of layers [0, b) in k parts, costs joined by `combine` (sum or max).
+
+    Parts that cost more than `most`, or infinity, are of no use: none of more layers than the others have is looked at.
+    """
+    different = {id(part): part for part in cost}
+    ends = np.arange(len(cost[0]))
+    useful = [np.argwhere((part <= most) & np.isfinite(part)) for part in different.values()]
+    longest = max((int((pairs[:, 1] - pairs[:, 0]).max(initial=1)) for pairs in useful), default=1)
+    starts = ends - np.arange(1, longest + 1)[:, None]
+    inside = np.maximum(starts, 0)
+    bands = {key: np.where(starts < 0, np.inf, part[inside, ends]) for key, part in different.items()}
+    rows = [np.full(len(ends), np.inf)]
     rows[0][0] = 0.0
     for part in cost:
-        rows.append(combine(rows[-1][:, None], part).min(axis=0))
+        rows.append(combine(rows[-1][inside], bands[id(part)]).min(axis=0))
     return rows

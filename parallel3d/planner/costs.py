@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from parallel3d.config.run_layout import RunLayout
+from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.profile import LayerProfile
 from parallel3d.planner.program import Buckets
 from parallel3d.planner.timing import Floats, LayoutLinks, StepCost, Times, compute_seconds
 from parallel3d.planner.work import Collective, CollectiveKind, Work
+from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
+
+_MANY = 1 << 30  # elements
 
 
 # What travels between replicas: gradients as they are accumulated, weights as layers compute with them.
@@ -120,3 +125,9 @@ def pace(times: Times, placement: Sequence[int]) -> float:
     """Seconds by which one micro-batch more makes a full pipeline's step longer: what its busiest stage computes."""
     loads = np.bincount(np.asarray(placement), weights=times.total)
     return float(loads.max())
+
+
+def traffic_of_each(dtype: torch.dtype, policy: ZeroPolicy, num_replicas: int, moments: int) -> float:
+    """Bytes that the optimizer's step moves for each of many elements, as if they were one parameter; see update_traffic."""
+    like = nn.Parameter(torch.empty(_MANY, dtype=dtype, device="meta"))
+    return update_traffic([ParameterInfo("", like, (0,))], policy, num_replicas, moments) / _MANY

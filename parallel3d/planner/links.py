@@ -55,6 +55,10 @@ class Network:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.fabric = Fabric(cluster)
+        # The kinds of device, and of each GPU which of them it is.
+        kinds = {gpu.device: k for k, gpu in enumerate({gpu.device: gpu for gpu in cluster.gpus}.values())}
+        self.devices = list(kinds)
+        self.device_of = np.array([kinds[gpu.device] for gpu in cluster.gpus], dtype=np.int64)
         self._routes = Routes(self.fabric)
         self._lines: OrderedDict[tuple[object, ...], list[_Line]] = OrderedDict()
 

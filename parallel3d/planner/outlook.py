@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.planner.timing import Floats, LayoutLinks, StepCost
 from parallel3d.planner.work import Collective
 from parallel3d.schedule.instructions import Instruction, Program
-from parallel3d.schedule.simulate import Timeline
+from parallel3d.schedule.simulate import Simulation, Timeline
 
 
 @dataclass(frozen=True)
@@ -17,24 +18,37 @@ class Outlook:
 
     makespan: of the pipeline's program, whose timeline is of `timed` micro-batches where it has too many to be simulated;
     exact: whether it is of every gradient bucket and of micro-batches as large as they are; optimizer: seconds; exposed: of
-    the makespan's seconds those that go when all links take no time; critical_path: of the timeline, where it is exact;
-    reductions: of each chunk the collectives over its replicas, with how often they run in a step.
+    the makespan's seconds those that go when all links take no time; reductions: of each chunk the collectives over its
+    replicas, with how often they run in a step.
     """
 
     layout: RunLayout
     bounds: tuple[int, ...]
     links: LayoutLinks
-    program: Program
+    simulation: Simulation
     cost: StepCost
-    timeline: Timeline
     timed: int
     exact: bool
     makespan: float
     exposed: float
-    critical_path: tuple[tuple[Instruction, float], ...]
     optimizer: float
     seconds: float
     reductions: tuple[tuple[tuple[Collective, float], ...], ...]
+
+    @property
+    def program(self) -> Program:
+        """With all that the executor runs."""
+        return self.simulation.program
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of the micro-batches that were timed."""
+        return self.simulation.run(self.cost.cost())
+
+    @cached_property
+    def critical_path(self) -> list[tuple[Instruction, float]]:
+        """Of the timeline, see Simulation."""
+        return self.simulation.critical_path(self.cost.cost())
 
     @property
     def bubble(self) -> float:

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import nn
 
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.errors import PartitionError
@@ -19,7 +18,7 @@ from parallel3d.partition.split import partition_layers
 from parallel3d.pipe.specs import TiedLayerSpec
 from parallel3d.planner.calibration import Calibration, PredictedMemory
 from parallel3d.planner.cluster import Device
-from parallel3d.planner.costs import late_by, pace, reducing, reductions, step_cost
+from parallel3d.planner.costs import late_by, pace, reducing, reductions, step_cost, traffic_of_each
 from parallel3d.planner.flight import Replays
 from parallel3d.planner.layer_times import LayerSeconds, factors
 from parallel3d.planner.links import Network
@@ -53,7 +52,6 @@ from parallel3d.schedule.simulate import Simulation
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
-_MANY = 1 << 30  # elements
 _SMALL = 256  # ranks; on more, a rough prediction takes all stages' links to be alike
 
 
@@ -85,9 +83,11 @@ class Predictor:
         self._memory = MemoryModel(profile)
         self._links: dict[tuple[Shape, tuple[int, ...] | None, bool], LayoutLinks] = {}
         self._times: dict[tuple[object, ...], Times] = {}
+        self._of_chunks: dict[tuple[object, ...], tuple[tuple[int, ...], tuple[int, ...], Times]] = {}
+        self._buckets: dict[int, Buckets] = {}
+        self._sizes: dict[int, list[int]] = {}
         self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._programs = Programs()
-        self._traffic: dict[tuple[int, int, torch.dtype], float] = {}
 
     def layers(self, layout: RunLayout) -> tuple[LayerProfile, ...]:
         """Profiles of the layers on a rank of the layout."""
@@ -156,7 +156,7 @@ class Predictor:
         if exactly:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         else:
-            buckets = rough_buckets(stages, len(placement))
+            buckets = self._rough_buckets(stages, len(placement))
         times = reducing(times, links, placement, buckets, policy)
         samples = 1 if exactly else layout.micro_batch or 1
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy, samples)
@@ -166,23 +166,21 @@ class Predictor:
         else:
             timed = compute.num_micro_batches
             simulation = Simulation(with_collectives(lower(compute), layout, buckets, policy))
-        timeline = simulation.run(cost.cost())
+        shortest = simulation.makespan(cost.cost())
         untimed, alone = layout.micro_batches - timed, cost.without_links()
-        makespan = timeline.makespan + untimed * pace(times, placement)
+        makespan = shortest + untimed * pace(times, placement)
         exposed = makespan - simulation.makespan(alone.cost()) - untimed * pace(alone.times, placement)
         optimizer = self._optimizer_seconds(stages, policy, links, exactly)
         return Outlook(
             layout,
             bounds,
             links,
-            simulation.program,
+            simulation,
             cost,
-            timeline,
             timed,
             exactly,
             makespan,
             max(0.0, exposed),
-            tuple(simulation.critical_path(cost.cost())) if exactly else (),
             optimizer,
             makespan + optimizer + self.calibration.fixed.value,
             reductions(layout, buckets, policy),
@@ -208,11 +206,16 @@ class Predictor:
         computing = float((loads * (layout.micro_batches or 1) + ends[first]).max())
         policy, stages = self.policy(layout), self._stage_parameters(layout, bounds, placement)
         exchanging = [0.0] * layout.stages
-        for stage, collectives in zip(
-            placement, reductions(layout, rough_buckets(stages, len(placement)), policy), strict=True
-        ):
+        of_chunks = reductions(layout, self._rough_buckets(stages, len(placement)), policy)
+        for stage, collectives in zip(placement, of_chunks, strict=True):
             exchanging[stage] += sum(n * links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
         return max(computing, *exchanging) + self._optimizer_seconds(stages, policy, links, exactly=False)
+
+    def _rough_buckets(self, stages: list[list[ParameterInfo]], num_chunks: int) -> Buckets:
+        """Made once for each of the profile's stage_parameters, which it keeps."""
+        if id(stages) not in self._buckets:
+            self._buckets[id(stages)] = rough_buckets(stages, num_chunks)
+        return self._buckets[id(stages)]
 
     def _chunks(
         self,
@@ -222,15 +225,20 @@ class Predictor:
         bounds: Sequence[int] | None = None,
     ) -> tuple[tuple[int, ...], tuple[int, ...], Times]:
         """(the stage of each, bounds in layers, seconds)."""
-        placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
-        of_stages = [self._stage_times(layout, links, stage, exactly) for stage in range(layout.stages)]
-        if bounds is None:
-            # Roughly, a split that is even for one sample is so for any number.
-            even = layout if exactly else one_sample(layout)
-            of_even = [self._stage_times(even, links, stage, exactly) for stage in range(layout.stages)]
-            bounds = self._split(layout, of_even, placement)
-        bounds = tuple(bounds)
-        return placement, bounds, chunk_times([of_stages[stage] for stage in placement], bounds)
+        shape = (layout.stages, layout.chunks, layout.placement, layout.schedule not in WHOLE_BACKWARDS)
+        numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        key = (*shape, *numbers, id(links), exactly, None if bounds is None else tuple(bounds))
+        if key not in self._of_chunks:
+            placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+            of_stages = [self._stage_times(layout, links, stage, exactly) for stage in range(layout.stages)]
+            if bounds is None:
+                # Roughly, a split that is even for one sample is so for any number.
+                even = layout if exactly else one_sample(layout)
+                of_even = [self._stage_times(even, links, stage, exactly) for stage in range(layout.stages)]
+                bounds = self._split(layout, of_even, placement)
+            times = chunk_times([of_stages[stage] for stage in placement], bounds)
+            self._of_chunks[key] = placement, tuple(bounds), times
+        return self._of_chunks[key]
 
     def _stage_parameters(
         self, layout: RunLayout, bounds: tuple[int, ...], placement: tuple[int, ...]
@@ -238,28 +246,20 @@ class Predictor:
         return self.profile.stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
 
     def _optimizer_seconds(
-        self, stages: Sequence[Sequence[ParameterInfo]], policy: ZeroPolicy, links: LayoutLinks, exactly: bool
+        self, stages: list[list[ParameterInfo]], policy: ZeroPolicy, links: LayoutLinks, exactly: bool
     ) -> float:
         """Of the slowest stage's step. stages: their parameters."""
-        return self.calibration.factors["optimizer"].value * max(
-            self._update_traffic(own, policy, links.shape[1], exactly)
-            / min(device.memory_bandwidth for device in links.devices(stage))
-            for stage, own in enumerate(stages)
-        )
-
-    def _update_traffic(
-        self, parameters: Sequence[ParameterInfo], policy: ZeroPolicy, num_replicas: int, exactly: bool
-    ) -> float:
-        if exactly or not parameters:
-            return update_traffic(parameters, policy, num_replicas, self.moments)
-        # Of all elements as if they were one parameter.
-        key = (policy.stage, num_replicas, parameters[0].parameter.dtype)
-        if key not in self._traffic:
-            like = nn.Parameter(torch.empty(_MANY, dtype=key[2], device="meta"))
-            self._traffic[key] = (
-                update_traffic([ParameterInfo("", like, (0,))], policy, num_replicas, self.moments) / _MANY
-            )
-        return self._traffic[key] * sum(info.parameter.numel() for info in parameters)
+        if exactly:
+            traffic = [float(update_traffic(own, policy, links.shape[1], self.moments)) for own in stages]
+        else:
+            if id(stages) not in self._sizes:
+                self._sizes[id(stages)] = [sum(info.parameter.numel() for info in own) for own in stages]
+            dtypes = [own[0].parameter.dtype if own else torch.float32 for own in stages]
+            each = {d: traffic_of_each(d, policy, links.shape[1], self.moments) for d in dict.fromkeys(dtypes)}
+            traffic = [each[dtype] * numel for dtype, numel in zip(dtypes, self._sizes[id(stages)], strict=True)]
+        bandwidths = [min(device.memory_bandwidth for device in links.devices(s)) for s in range(len(stages))]
+        slowest = max(nbytes / bandwidth for nbytes, bandwidth in zip(traffic, bandwidths, strict=True))
+        return self.calibration.factors["optimizer"].value * slowest
 
     def memory(self, outlook: Outlook, every: bool = False) -> tuple[StageMemory, ...]:
         """Of each stage, as the calibration corrects it; of a rough prediction roughly, from what one sample takes.

@@ -189,7 +189,7 @@ class Search:
         best = np.inf
         waiting = [(float(self.seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
         while waiting and waiting[0][0] < best:
-            _, n, k, is_near = heappop(waiting)
+            least, n, k, is_near = heappop(waiting)
             layout = self.space.layout(k)
             if layout.zero == 2 and replace(layout, zero=1, text="") in fitting:
                 continue  # more is reduced, and nothing needs that
@@ -197,7 +197,7 @@ class Search:
                 heappush(waiting, (self._predictor.least_seconds(layout), n, k, True))
                 continue
             done.add(k)
-            found = self._predict(layout)
+            found = self._predict(layout, least)
             if found is None:
                 continue
             if found.fits:
@@ -215,14 +215,15 @@ class Search:
         done: set[int] = set()
         for k in order[:_FEW]:
             done.add(k)
-            found = self._predict(self.space.layout(k))
+            layout = self.space.layout(k)
+            found = self._predict(layout, self._predictor.least_seconds(layout))
             if found is not None and found.fits:
                 break
         return done
 
-    def _predict(self, layout: RunLayout) -> Found | None:
-        """None for a layout that is refused."""
-        refused = refuse(self._predictor, layout, self._predictor.least_seconds(layout))
+    def _predict(self, layout: RunLayout, least: float) -> Found | None:
+        """None for a layout that is refused. least: see Refused."""
+        refused = refuse(self._predictor, layout, least)
         if refused is not None:
             self.refused.append(refused)
             return None

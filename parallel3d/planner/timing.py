@@ -72,10 +72,8 @@ class LayoutLinks:
     def devices(self, stage: int) -> list[Device]:
         """The kinds of device that a stage lies on."""
         if stage not in self._devices:
-            gpus = self.network.cluster.gpus
-            self._devices[stage] = list(
-                dict.fromkeys(gpus[place].device for place in self.ranks[stage].ravel().tolist())
-            )
+            kinds, first = np.unique(self.network.device_of[self.ranks[stage].ravel()], return_index=True)
+            self._devices[stage] = [self.network.devices[kind] for kind in kinds[np.argsort(first)]]
         return self._devices[stage]
 
     def over_slices(self, collective: Collective) -> float:

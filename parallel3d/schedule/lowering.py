@@ -40,38 +40,71 @@ def add_communication(program: Program) -> Program:
 
     Each ordered pair of ranks has one FIFO channel, so a receiver posts in the sender's order, whatever it needs first.
     """
-    queues: dict[tuple[int, int], list[Instruction]] = {}
+    rules = _Rules(program)
+    queues: dict[Channel, list[Instruction]] = {}
     for instructions in program.instructions:
-        for send in (s for i in instructions for s in transfers_after(program, i)):
-            other = matches(send)
-            assert other is not None
-            queues.setdefault(program.channel(send), []).append(other)
+        for op, chunk, m, _ in instructions:
+            for _, (recv, at), channel in rules.after(op, chunk):
+                queues.setdefault(channel, []).append(Instruction(recv, at, m))
     place = {recv: k for queue in queues.values() for k, recv in enumerate(queue)}
     posted = dict.fromkeys(queues, 0)
 
     def receives_before(i: Instruction) -> list[Instruction]:
         out = []
-        for recv in (r for r in depends_on(i) if r.op in RECV_OPS and r in place):
-            channel = program.channel(recv)
-            out += queues[channel][posted[channel] : place[recv] + 1]
-            posted[channel] = max(posted[channel], place[recv] + 1)
+        for (recv, at), channel in rules.before(i.op, i.chunk):
+            k = place.get(Instruction(recv, at, i.micro_batch), -1) + 1
+            if k > 0:
+                out += queues[channel][posted[channel] : k]
+                posted[channel] = max(posted[channel], k)
         return out
 
     lists = []
     for instructions in program.instructions:
-        out: list[Instruction] = []
+        out = receives_before(instructions[0]) if instructions else []
         sends: list[Instruction] = []
         for i, following in zip(instructions, [*instructions[1:], None], strict=False):
-            out += receives_before(i)
-            if i.op is not Op.REDUCE_GRADS:
+            if sends and i.op is not Op.REDUCE_GRADS:
                 out += sends  # behind the reductions that the backward before launches
                 sends = []
             if following is not None:
                 out += receives_before(following)
             out.append(i)
-            sends += transfers_after(program, i)
+            sends += [Instruction(send, at, i.micro_batch) for (send, at), _, _ in rules.after(i.op, i.chunk)]
         lists.append(out + sends)
     return program.with_instructions(lists)
+
+
+Kind = tuple[Op, int]  # on a chunk
+Channel = tuple[int, int]
+
+
+class _Rules:
+    """What the rules say of each kind of instruction, which is the same for all micro-batches: asked for once."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._after: dict[Kind, list[tuple[Kind, Kind, Channel]]] = {}
+        self._before: dict[Kind, list[tuple[Kind, Channel]]] = {}
+
+    def after(self, op: Op, chunk: int) -> list[tuple[Kind, Kind, Channel]]:
+        """Both ends of the transfers that the result needs, and their channel."""
+        if (op, chunk) not in self._after:
+            found = []
+            for send in transfers_after(self._program, Instruction(op, chunk, 0)):
+                other = matches(send)
+                assert other is not None
+                found.append(((send.op, send.chunk), (other.op, other.chunk), self._program.channel(send)))
+            self._after[op, chunk] = found
+        return self._after[op, chunk]
+
+    def before(self, op: Op, chunk: int) -> list[tuple[Kind, Channel]]:
+        """The ends of transfers that it would wait for if there were some, and their channels."""
+        if (op, chunk) not in self._before:
+            needed = [r for r in depends_on(Instruction(op, chunk, 0)) if r.op in RECV_OPS]
+            sent = [(r, matches(r)) for r in needed]
+            inside = [r for r, send in sent if send is not None and 0 <= send.chunk < self._program.num_chunks]
+            self._before[op, chunk] = [((r.op, r.chunk), self._program.channel(r)) for r in inside]
+        return self._before[op, chunk]
 
 
 def with_communication(program: Program) -> Program:
@@ -92,6 +125,9 @@ def add_parameter_gather(program: Program) -> Program:
     return program.with_instructions(lists)
 
 
+_COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # of a chunk's gradients
+
+
 def add_gradient_reduction(program: Program, num_buckets: Sequence[int], per_micro_batch: bool = False) -> Program:
     """REDUCE_GRADS of each of the chunk's `num_buckets[chunk]` buckets after the chunk's last backward, or after each.
 
@@ -99,12 +135,12 @@ def add_gradient_reduction(program: Program, num_buckets: Sequence[int], per_mic
     """
     lists = []
     for instructions in program.instructions:
-        completing = [i for i in instructions if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)]
+        completing = [i for i in instructions if i.op in _COMPLETING]
         reduced = set(completing if per_micro_batch else {i.chunk: i for i in completing}.values())
         out: list[Instruction] = []
         for i in instructions:
             out.append(i)
-            if i in reduced:
+            if i.op in _COMPLETING and i in reduced:
                 out += [Instruction(Op.REDUCE_GRADS, i.chunk, i.micro_batch, b) for b in range(num_buckets[i.chunk])]
         lists.append(out)
     return program.with_instructions(lists)

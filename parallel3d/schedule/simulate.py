@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
-from itertools import count
+from itertools import pairwise
+from operator import attrgetter
 from statistics import median
 
 from parallel3d.schedule.graph import blocks_host, line_of, transfer_of, wait_graph
@@ -50,10 +51,11 @@ class Timeline:
     @staticmethod
     def of(spans: Iterable[Span], num_ranks: int) -> Timeline:
         """Spans in any order and from any clock that the ranks share."""
-        ordered = sorted(spans, key=lambda s: (s.rank, s.start, s.end))
-        zero = min((s.start for s in ordered), default=0.0)
-        moved = (Span(s.rank, s.instruction, s.start - zero, s.end - zero) for s in ordered)
-        return Timeline(tuple(moved), num_ranks)
+        ordered = sorted(spans, key=attrgetter("rank", "start", "end"))
+        zero = min(map(attrgetter("start"), ordered), default=0.0)
+        if zero != 0.0:
+            ordered = [Span(s.rank, s.instruction, s.start - zero, s.end - zero) for s in ordered]
+        return Timeline(tuple(ordered), num_ranks)
 
     @property
     def makespan(self) -> float:
@@ -77,23 +79,22 @@ class Simulation:
 
     def __init__(self, program: Program) -> None:
         self.program = with_communication(program)
-        nodes = _numbered(self.program)
-        releases = _releases(self.program)
-        waits = _waits(self.program, nodes)
+        numbers, whats = _numbered(self.program)
+        releases = _releases(self.program, numbers)
+        waits = _waits(self.program, numbers, len(whats))
         # Of each node: what is done there; what it waits for; the backward that releases it before its end.
         self._steps: list[tuple[Instruction, list[int], tuple[int, float] | None]] = []
         place = [0] * len(waits)
-        whats = {number: transfer_of(i) for i, number in nodes.items()}
         for number in _sorted(waits, self.program):
             place[number] = len(self._steps)
-            what, release, before = whats[number], None, waits[number]
-            if what in releases:
-                backward, share = releases[what]
-                release = (place[nodes[backward]], share)
-                before = [w for w in before if w != nodes[backward]]
-            self._steps.append((what, [place[w] for w in before], release))
+            release, before = None, waits[number]
+            if number in releases:
+                backward, share = releases[number]
+                release = (place[backward], share)
+                before = [w for w in before if w != backward]
+            self._steps.append((whats[number], [place[w] for w in before], release))
         lists = enumerate(self.program.instructions)
-        self._spans = [(rank, i, place[nodes[i]]) for rank, instructions in lists for i in instructions]
+        self._spans = [(rank, i, place[numbers[i]]) for rank, instructions in lists for i in instructions]
 
     def run(self, cost: Cost) -> Timeline:
         """cost(instruction) in any unit, of a transfer by its SEND."""
@@ -129,7 +130,8 @@ class Simulation:
     def _times(self, cost: Cost) -> tuple[list[float], list[float]]:
         """When each node starts and ends."""
         start, end = [0.0] * len(self._steps), [0.0] * len(self._steps)
-        for k, (instruction, waits, release) in enumerate(self._steps):
+        costs = [cost(instruction) for instruction, _, _ in self._steps]
+        for k, (_, waits, release) in enumerate(self._steps):
             begin = 0.0
             for w in waits:
                 if end[w] > begin:
@@ -138,7 +140,7 @@ class Simulation:
                 backward, share = release
                 begin = max(begin, start[backward] + share * (end[backward] - start[backward]))
             start[k] = begin
-            end[k] = begin + cost(instruction)
+            end[k] = begin + costs[k]
         return start, end
 
 
@@ -147,42 +149,62 @@ def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
     return Simulation(program).run(cost)
 
 
-def _numbered(program: Program) -> dict[Instruction, int]:
-    """A number for each thing that is done: a transfer is one for both ends, a collective for all ranks."""
-    nodes: dict[Instruction, int] = {}
-    numbers = count()
+def _numbered(program: Program) -> tuple[dict[Instruction, int], list[Instruction]]:
+    """A number for each thing that is done, and what that is: a transfer is one for both ends, a collective for all ranks."""
+    numbers: dict[Instruction, int] = {}
+    whats: list[Instruction] = []
     for instructions in program.instructions:
         for i in instructions:
-            what = transfer_of(i)
-            if what not in nodes:
-                nodes[what] = next(numbers)
-            nodes[i] = nodes[what]
-    return nodes
+            if i in numbers:
+                continue
+            what = transfer_of(i) if i.op in RECV_OPS else i
+            number = numbers.setdefault(what, len(whats))
+            if number == len(whats):
+                whats.append(what)
+            numbers[i] = number
+    return numbers, whats
 
 
-def _waits(program: Program, nodes: Mapping[Instruction, int]) -> list[list[int]]:
+def _waits(program: Program, numbers: Mapping[Instruction, int], count: int) -> list[list[int]]:
     """What each thing waits for, as wait_graph() has it: that a host reaches what it posts once it has passed what blocks it
     before means that each thing waits for the last one that blocks each host.
     """
-    waits: list[list[int]] = [[] for _ in range(1 + max(nodes.values(), default=-1))]
+    waits: list[list[int]] = [[] for _ in range(count)]
+    kinds = {(i.op, i.chunk) for i in numbers}
+    # What holds of an instruction holds of those of other micro-batches: the rules are asked once for all.
+    needs: dict[tuple[Op, int], list[tuple[Op, int, bool]]] = {}
+    lines: dict[tuple[int, Op, int], object] = {}
     last_in_line: dict[object, int] = {}
     for rank, instructions in enumerate(program.instructions):
         passed: int | None = None
         for i in instructions:
-            number = nodes[i]
+            op, chunk, m, _ = i
+            number = numbers[i]
             before = waits[number]
             if passed is not None:
                 before.append(passed)
-            if blocks_host(i.op):
+            if blocks_host(op):
                 passed = number
             else:
-                line = line_of(program, rank, i)
+                line = lines.get((rank, op, chunk))
+                if line is None:
+                    line = lines[rank, op, chunk] = line_of(program, rank, i)
                 if line in last_in_line:
                     before.append(last_in_line[line])
                 last_in_line[line] = number
-            if i.op not in RECV_OPS:
-                before += [nodes[d] for d in depends_on(i) if d in nodes]
+            if op not in RECV_OPS:
+                if (op, chunk) not in needs:
+                    needs[op, chunk] = [need for need in _needs(op, chunk) if need[:2] in kinds]
+                for need, at, is_own in needs[op, chunk]:
+                    found = numbers.get(Instruction(need, at, m if is_own else 0))
+                    if found is not None:
+                        before.append(found)
     return waits
+
+
+def _needs(op: Op, chunk: int) -> list[tuple[Op, int, bool]]:
+    """depends_on() of any micro-batch: (op, chunk, whether of the same micro-batch rather than of the first)."""
+    return [(d.op, d.chunk, d.micro_batch != 0) for d in depends_on(Instruction(op, chunk, 1))]
 
 
 def _sorted(waits: Sequence[Sequence[int]], program: Program) -> list[int]:
@@ -203,14 +225,16 @@ def _sorted(waits: Sequence[Sequence[int]], program: Program) -> list[int]:
     return order
 
 
-def _releases(program: Program) -> dict[Instruction, tuple[Instruction, float]]:
+def _releases(program: Program, numbers: Mapping[Instruction, int]) -> dict[int, tuple[int, float]]:
     """REDUCE_GRADS -> the backward that launches it, and the share of that backward after which its bucket is full."""
-    releases: dict[Instruction, tuple[Instruction, float]] = {}
+    releases: dict[int, tuple[int, float]] = {}
     for instructions in program.instructions:
-        for position, i in enumerate(instructions):
+        for position, (i, following) in enumerate(pairwise(instructions)):
+            if following.op is not Op.REDUCE_GRADS:
+                continue
             reduces = reduces_behind(instructions, position)
             for k, reduce in enumerate(reduces, start=1):
-                releases[reduce] = (i, k / len(reduces))
+                releases[numbers[reduce]] = (numbers[i], k / len(reduces))
     return releases
 
 
