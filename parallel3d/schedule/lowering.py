@@ -9,16 +9,17 @@ from parallel3d.schedule.instructions import RECV_OPS, SEND_OPS, Instruction, Op
 
 def add_loads(program: Program) -> Program:
     """LOAD_MICRO_BATCH before each forward of the first chunk (inputs) and of the last one (labels). Add it last."""
-    ends = {0, program.num_chunks - 1}
-    lists = []
-    for instructions in program.instructions:
-        out: list[Instruction] = []
-        for i in instructions:
-            if i.op is Op.FORWARD and i.chunk in ends:
-                out.append(Instruction(Op.LOAD_MICRO_BATCH, i.chunk, i.micro_batch))
-            out.append(i)
-        lists.append(out)
-    return program.with_instructions(lists)
+    return program.with_instructions([_with_loads(program, instructions) for instructions in program.instructions])
+
+
+def _with_loads(program: Program, instructions: Sequence[Instruction]) -> list[Instruction]:
+    ends = (0, program.num_chunks - 1)
+    out: list[Instruction] = []
+    for i in instructions:
+        if i.op is Op.FORWARD and i.chunk in ends:
+            out.append(Instruction(Op.LOAD_MICRO_BATCH, i.chunk, i.micro_batch))
+        out.append(i)
+    return out
 
 
 def transfers_after(program: Program, i: Instruction) -> list[Instruction]:
@@ -40,40 +41,59 @@ def add_communication(program: Program) -> Program:
 
     Each ordered pair of ranks has one FIFO channel, so a receiver posts in the sender's order, whatever it needs first.
     """
-    rules = _Rules(program)
-    queues: dict[Channel, list[Instruction]] = {}
-    for instructions in program.instructions:
-        for op, chunk, m, _ in instructions:
-            for _, (recv, at), channel in rules.after(op, chunk):
-                queues.setdefault(channel, []).append(Instruction(recv, at, m))
-    place = {recv: k for queue in queues.values() for k, recv in enumerate(queue)}
-    posted = dict.fromkeys(queues, 0)
+    transfers = _Transfers(program)
+    return program.with_instructions([transfers.added(rank) for rank in range(program.num_ranks)])
 
-    def receives_before(i: Instruction) -> list[Instruction]:
-        out = []
-        for (recv, at), channel in rules.before(i.op, i.chunk):
-            k = place.get(Instruction(recv, at, i.micro_batch), -1) + 1
-            if k > 0:
-                out += queues[channel][posted[channel] : k]
-                posted[channel] = max(posted[channel], k)
-        return out
 
-    lists = []
-    for instructions in program.instructions:
-        out = receives_before(instructions[0]) if instructions else []
+class _Transfers:
+    """The transfers of a program, or those that one rank receives, by channel in the sender's order."""
+
+    def __init__(self, program: Program, receiver: int | None = None):
+        self._program, self._rules = program, _Rules(program)
+        self._queues: dict[Channel, list[Instruction]] = {}
+        for sender in range(program.num_ranks) if receiver is None else _neighbours(program, receiver):
+            for op, chunk, m, _ in program.instructions[sender]:
+                for _, (recv, at), channel in self._rules.after(op, chunk):
+                    if receiver is None or channel[1] == receiver:
+                        self._queues.setdefault(channel, []).append(Instruction(recv, at, m))
+        self._place: dict[Place, int] = {r: k for queue in self._queues.values() for k, r in enumerate(queue)}
+
+    def added(self, rank: int) -> list[Instruction]:
+        """A rank's list with its transfers."""
+        instructions = self._program.instructions[rank]
+        posted = dict.fromkeys(self._queues, 0)
+        out = self._due(instructions[0], posted) if instructions else []
         sends: list[Instruction] = []
         for i, following in zip(instructions, [*instructions[1:], None], strict=False):
             if sends and i.op is not Op.REDUCE_GRADS:
                 out += sends  # behind the reductions that the backward before launches
                 sends = []
             if following is not None:
-                out += receives_before(following)
+                out += self._due(following, posted)
             out.append(i)
-            sends += [Instruction(send, at, i.micro_batch) for (send, at), _, _ in rules.after(i.op, i.chunk)]
-        lists.append(out + sends)
-    return program.with_instructions(lists)
+            for (send, at), _, _ in self._rules.after(i.op, i.chunk):
+                sends.append(Instruction(send, at, i.micro_batch))
+        return out + sends
+
+    def _due(self, i: Instruction, posted: dict[Channel, int]) -> list[Instruction]:
+        """What is to be received before an instruction, of all that its channels' senders send until then."""
+        out: list[Instruction] = []
+        for (recv, at), channel in self._rules.before(i.op, i.chunk):
+            stop = self._place.get((recv, at, i.micro_batch, None), -1) + 1
+            if stop > posted.get(channel, 0):
+                out += self._queues[channel][posted[channel] : stop]
+                posted[channel] = stop
+        return out
 
 
+def _neighbours(program: Program, rank: int) -> set[int]:
+    """The ranks of the chunks around its own."""
+    own = [c for c, r in enumerate(program.placement) if r == rank]
+    around = {c + step for c in own for step in (-1, 1)}
+    return {program.placement[c] for c in around if 0 <= c < program.num_chunks}
+
+
+Place = tuple[Op, int, int, int | None]  # of an instruction, which is such a tuple
 Kind = tuple[Op, int]  # on a chunk
 Channel = tuple[int, int]
 
@@ -164,13 +184,8 @@ def lower(program: Program) -> Program:
 
 
 def lower_rank(program: Program, rank: int) -> tuple[Instruction, ...]:
-    """One rank's list of what lower() makes of a program, without those of ranks that it doesn't hear from."""
-    own = [c for c, r in enumerate(program.placement) if r == rank]
-    around = {
-        program.placement[c] for chunk in own for c in (chunk - 1, chunk, chunk + 1) if 0 <= c < program.num_chunks
-    }
-    lists = [rank_list if r in around else () for r, rank_list in enumerate(program.instructions)]
-    return lower(program.with_instructions(lists)).instructions[rank]
+    """One rank's list of what lower() makes of a program, in less time."""
+    return tuple(_with_loads(program, _Transfers(program, receiver=rank).added(rank)))
 
 
 def lower_training(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import pairwise
@@ -80,8 +80,9 @@ class Simulation:
     def __init__(self, program: Program) -> None:
         self.program = with_communication(program)
         numbers, whats = _numbered(self.program)
+        lists = [[numbers[i] for i in instructions] for instructions in self.program.instructions]
         releases = _releases(self.program, numbers)
-        waits = _waits(self.program, numbers, len(whats))
+        waits = _waits(self.program, lists, numbers, len(whats))
         # Of each node: what is done there; what it waits for; the backward that releases it before its end.
         self._steps: list[tuple[Instruction, list[int], tuple[int, float] | None]] = []
         place = [0] * len(waits)
@@ -93,13 +94,17 @@ class Simulation:
                 release = (place[backward], share)
                 before = [w for w in before if w != backward]
             self._steps.append((whats[number], [place[w] for w in before], release))
-        lists = enumerate(self.program.instructions)
-        self._spans = [(rank, i, place[numbers[i]]) for rank, instructions in lists for i in instructions]
+        self._places = [[place[number] for number in own] for own in lists]
 
     def run(self, cost: Cost) -> Timeline:
         """cost(instruction) in any unit, of a transfer by its SEND."""
         start, end = self._times(cost)
-        spans = [Span(rank, i, start[k], end[k]) for rank, i, k in self._spans]
+        lists = enumerate(zip(self.program.instructions, self._places, strict=True))
+        spans = [
+            Span(rank, i, start[k], end[k])
+            for rank, (instructions, places) in lists
+            for i, k in zip(instructions, places, strict=True)
+        ]
         return Timeline.of(spans, self.program.num_ranks)
 
     def makespan(self, cost: Cost) -> float:
@@ -149,15 +154,24 @@ def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
     return Simulation(program).run(cost)
 
 
-def _numbered(program: Program) -> tuple[dict[Instruction, int], list[Instruction]]:
+Numbers = dict[tuple[Op, int, int, int | None], int]  # of instructions, which are such tuples
+
+
+def _numbered(program: Program) -> tuple[Numbers, list[Instruction]]:
     """A number for each thing that is done, and what that is: a transfer is one for both ends, a collective for all ranks."""
-    numbers: dict[Instruction, int] = {}
+    numbers: Numbers = {}
+    sends: dict[tuple[Op, int], Instruction] = {}  # of each kind of RECV
     whats: list[Instruction] = []
     for instructions in program.instructions:
         for i in instructions:
             if i in numbers:
                 continue
-            what = transfer_of(i) if i.op in RECV_OPS else i
+            what = i
+            if i.op in RECV_OPS:
+                if (i.op, i.chunk) not in sends:
+                    sends[i.op, i.chunk] = transfer_of(i)
+                op, chunk, _, _ = sends[i.op, i.chunk]
+                what = Instruction(op, chunk, i.micro_batch)
             number = numbers.setdefault(what, len(whats))
             if number == len(whats):
                 whats.append(what)
@@ -165,21 +179,20 @@ def _numbered(program: Program) -> tuple[dict[Instruction, int], list[Instructio
     return numbers, whats
 
 
-def _waits(program: Program, numbers: Mapping[Instruction, int], count: int) -> list[list[int]]:
+def _waits(program: Program, lists: Sequence[Sequence[int]], numbers: Numbers, count: int) -> list[list[int]]:
     """What each thing waits for, as wait_graph() has it: that a host reaches what it posts once it has passed what blocks it
-    before means that each thing waits for the last one that blocks each host.
+    before means that each thing waits for the last one that blocks each host. lists: the program's, as numbers.
     """
     waits: list[list[int]] = [[] for _ in range(count)]
-    kinds = {(i.op, i.chunk) for i in numbers}
+    kinds = {(op, chunk) for op, chunk, _, _ in numbers}
     # What holds of an instruction holds of those of other micro-batches: the rules are asked once for all.
     needs: dict[tuple[Op, int], list[tuple[Op, int, bool]]] = {}
     lines: dict[tuple[int, Op, int], object] = {}
     last_in_line: dict[object, int] = {}
     for rank, instructions in enumerate(program.instructions):
         passed: int | None = None
-        for i in instructions:
+        for i, number in zip(instructions, lists[rank], strict=True):
             op, chunk, m, _ = i
-            number = numbers[i]
             before = waits[number]
             if passed is not None:
                 before.append(passed)
@@ -196,7 +209,7 @@ def _waits(program: Program, numbers: Mapping[Instruction, int], count: int) -> 
                 if (op, chunk) not in needs:
                     needs[op, chunk] = [need for need in _needs(op, chunk) if need[:2] in kinds]
                 for need, at, is_own in needs[op, chunk]:
-                    found = numbers.get(Instruction(need, at, m if is_own else 0))
+                    found = numbers.get((need, at, m if is_own else 0, None))
                     if found is not None:
                         before.append(found)
     return waits
@@ -225,7 +238,7 @@ def _sorted(waits: Sequence[Sequence[int]], program: Program) -> list[int]:
     return order
 
 
-def _releases(program: Program, numbers: Mapping[Instruction, int]) -> dict[int, tuple[int, float]]:
+def _releases(program: Program, numbers: Numbers) -> dict[int, tuple[int, float]]:
     """REDUCE_GRADS -> the backward that launches it, and the share of that backward after which its bucket is full."""
     releases: dict[int, tuple[int, float]] = {}
     for instructions in program.instructions:
