@@ -23,7 +23,7 @@ from parallel3d.planner.comparison import compare, print_comparison
 from parallel3d.planner.layer_times import LayerSeconds, measure_layers
 from parallel3d.planner.measure import default_path, measure_cluster
 from parallel3d.planner.model import MODELS, PlannedModel, load_model
-from parallel3d.planner.plan import Planner, Question
+from parallel3d.planner.plan import Planner, Question, rare_collections
 from parallel3d.planner.report import write_report
 from parallel3d.planner.result import PlanResult, Prediction
 from parallel3d.planner.runs import RunPredictor
@@ -90,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Carry it out; 1 where nothing fits."""
+    with rare_collections():
+        return _plan(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
     console = _console()
     cluster = _cluster(options, console)
     if options.model is None:

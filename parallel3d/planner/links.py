@@ -20,7 +20,7 @@ from parallel3d.planner.work import CollectiveKind
 Groups = Sequence[Sequence[int]] | npt.NDArray[np.integer]
 Bytes = float | Sequence[float] | Floats
 
-_REMEMBERED = 256  # sets of groups
+_REMEMBERED, _TRIALS = 256, 8  # sets of groups
 _LISTED_LINKS = 128  # up to here each link is reported by itself
 
 
@@ -61,6 +61,7 @@ class Network:
         self.device_of = np.array([kinds[gpu.device] for gpu in cluster.gpus], dtype=np.int64)
         self._routes = Routes(self.fabric)
         self._lines: OrderedDict[tuple[object, ...], list[_Line]] = OrderedDict()
+        self._of_trials: OrderedDict[tuple[object, ...], list[_Line]] = OrderedDict()
 
     def transfers(self, pairs: Groups, nbytes: Bytes) -> float:
         """The slowest of messages from pairs[i][0] to pairs[i][1]. nbytes: of each, or one for all."""
@@ -161,15 +162,16 @@ class Network:
 
     def _remembered(self, kind: CollectiveKind, groups: Groups, per_trial: int) -> list[_Line]:
         """Lines in bytes, of groups that all have as many."""
-        ones = np.ones(len(groups))
-        if per_trial != len(groups):  # trials are seldom repeated
-            return self._measure(kind, self._alike(groups), per_trial, ones)
-        key = (kind, groups.shape, groups.tobytes()) if isinstance(groups, np.ndarray) else (kind, *map(tuple, groups))
-        if key not in self._lines:
-            self._lines[key] = self._measure(kind, self._alike(groups), per_trial, ones)
-            if len(self._lines) > _REMEMBERED:
-                self._lines.popitem(last=False)
-        return self._lines[key]
+        # Trials are repeated for the collectives of one step alone.
+        several = per_trial != len(groups)
+        known, most = (self._of_trials, _TRIALS) if several else (self._lines, _REMEMBERED)
+        whose = (groups.shape, groups.tobytes()) if isinstance(groups, np.ndarray) else tuple(map(tuple, groups))
+        key = (kind, per_trial, whose)
+        if key not in known:
+            known[key] = self._measure(kind, self._alike(groups), per_trial, np.ones(len(groups)))
+            if len(known) > most:
+                known.popitem(last=False)
+        return known[key]
 
     def _measure(self, kind: CollectiveKind, alike: list[_Alike], per_trial: int, weights: Floats) -> list[_Line]:
         """A line for each algorithm; weights: bytes of each group's tensor, in units of the line's."""

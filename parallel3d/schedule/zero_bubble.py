@@ -78,8 +78,9 @@ def _play(phases: Sequence[tuple[int, str]], chunks: Sequence[int]) -> Iterator[
     """Each pattern as often as it says: "F0" is the next micro-batch's forward on the first of `chunks`."""
     played: Counter[str] = Counter()
     for times, pattern in phases:
-        for step in pattern.split() * times:
-            yield Instruction(Op(step[0]), chunks[int(step[1])], played[step])
+        steps = [(Op(step[0]), chunks[int(step[1])], step) for step in pattern.split()]
+        for op, chunk, step in steps * times:
+            yield Instruction(op, chunk, played[step])
             played[step] += 1
 
 
