@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor, library, nn
+from torch.autograd.function import once_differentiable
 
 _BLOCK = 1024
 
@@ -28,8 +29,7 @@ def swiglu_backward_ref(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat([dgate, gradient * gate * sigmoid], dim=-1).to(gate_up.dtype)
 
 
-@library.custom_op("parallel3d::swiglu", mutates_args=())
-def _swiglu(gate_up: Tensor) -> Tensor:
+def _forward(gate_up: Tensor) -> Tensor:
     if not _has_kernel(gate_up):
         return swiglu_ref(gate_up).contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
@@ -39,8 +39,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-@library.custom_op("parallel3d::swiglu_backward", mutates_args=())
-def _swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
+def _backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     if not _has_kernel(gate_up):
         return swiglu_backward_ref(gradient, gate_up)
     out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
@@ -48,6 +47,11 @@ def _swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
 
     swiglu_backward[_grid(gradient)](gradient.contiguous(), gate_up.contiguous(), out, gradient.shape[-1], BLOCK=_BLOCK)
     return out
+
+
+# What torch.compile, and a trace on fake tensors, see: one operator each way.
+_swiglu = library.custom_op("parallel3d::swiglu", _forward, mutates_args=())
+_swiglu_backward = library.custom_op("parallel3d::swiglu_backward", _backward, mutates_args=())
 
 
 @_swiglu.register_fake
@@ -72,9 +76,30 @@ def _gradient(ctx: Any, gradient: Tensor) -> Tensor:
 _swiglu.register_autograd(_gradient, setup_context=_keep)
 
 
+class _SwiGLU(torch.autograd.Function):
+    """The operator without its wrappers, which take the host several times as long as to start the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _forward(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        return _backward(gradient, gate_up)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up: [..., 2 n], gate before up -> silu(gate) * up, [..., n]. Differentiable once. arXiv:2002.05202."""
-    result: Tensor = torch.ops.parallel3d.swiglu(gate_up)
+    is_plain = type(gate_up) is Tensor or type(gate_up) is nn.Parameter
+    result: Tensor
+    # Who watches by a dispatch mode is shown one operator too.
+    if torch.compiler.is_compiling() or not is_plain or torch._C._len_torch_dispatch_stack():
+        result = torch.ops.parallel3d.swiglu(gate_up)
+    else:
+        result = _SwiGLU.apply(gate_up)
     return result
 
 

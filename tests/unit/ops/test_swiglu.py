@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.ops.swiglu import swiglu
 
@@ -52,6 +55,44 @@ def test_the_operator_keeps_torchs_rules() -> None:
     x = torch.randn(3, 14, dtype=torch.float64, requires_grad=True)
     library.opcheck(torch.ops.parallel3d.swiglu.default, (x,))
     assert torch.autograd.gradcheck(swiglu, (x,))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_watched_it_is_one_operator_each_way_and_the_numbers_are_those_of_unwatched_calls() -> None:
+    torch.manual_seed(0)
+    x, given = torch.randn(5, 14, dtype=torch.bfloat16, requires_grad=True), torch.randn(5, 7, dtype=torch.bfloat16)
+    with Operators() as seen:
+        y = swiglu(x)
+        (dx,) = torch.autograd.grad(y, x, given)
+    assert [name for name in seen.names if "parallel3d" in name] == [
+        "parallel3d.swiglu.default",
+        "parallel3d.swiglu_backward.default",
+    ]
+    assert not [name for name in seen.names if "silu" in name or "sigmoid" in name]
+    unwatched = swiglu(x)
+    assert torch.equal(unwatched, y)
+    assert torch.equal(torch.autograd.grad(unwatched, x, given)[0], dx)
+
+
+def test_a_call_takes_no_operator_of_torchs_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("its wrappers take longer than the kernels")
+
+    x = torch.randn(3, 14, requires_grad=True)
+    monkeypatch.setattr(torch._ops.OpOverloadPacket, "__call__", refuse)
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", refuse)
+    (dx,) = torch.autograd.grad(swiglu(x).sum(), x)
+    (right,) = torch.autograd.grad(plain(x).sum(), x)
+    assert torch.allclose(dx, right, atol=1e-6)
 
 
 def test_compiled_it_is_one_node_and_right() -> None:
