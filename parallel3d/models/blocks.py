@@ -16,6 +16,7 @@ from parallel3d.models.huggingface.weights import Weights
 from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, normalized, open_stream
 from parallel3d.models.sliced import Slices
 from parallel3d.models.tables import Tables
+from parallel3d.ops.rotary import rotate
 from parallel3d.ops.swiglu import swiglu
 from parallel3d.pipe.specs import BuildContext
 from parallel3d.tensor_parallel.linear import column_outputs
@@ -67,7 +68,7 @@ class _Attends(_Residual):
         query, key, value = (y.unflatten(-1, (-1, self.config.dim_of_head)) for y in outputs)
         if self.config.rope is not None:
             cos, sin = tables.rotary(query, position_ids)
-            query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+            query, key = rotate(query, key, cos, sin)
         mask = tables.mask(query, self._window, attention_mask)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if self.training and self.config.attention_dropout:
@@ -202,10 +203,3 @@ def attend(
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     return dropout(scores.masked_fill(~mask, -math.inf).softmax(-1)) @ value
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (i, i + head_dim / 2) of x [batch, seq, heads, head_dim] by their positions' angles."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

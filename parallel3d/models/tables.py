@@ -72,7 +72,7 @@ class Tables:
     def __init__(self, config: DecoderConfig):
         self._config = config
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
-        self._rotary: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+        self._rotary: dict[tuple[torch.device, torch.dtype, int], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[torch.device, int | None], Tensor] = {}
 
     def rotary(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -87,13 +87,16 @@ class Tables:
             longest = int(position_ids.max()) + 1 if rope.kind == "dynamic" else 0
             cos, sin = self._angles(position_ids, longest)
             return cos.to(x.dtype), sin.to(x.dtype)
-        key = (x.device, seq if rope.kind == "dynamic" and seq > self._config.max_positions else 0)
-        if key not in self._rotary or self._rotary[key][0].shape[0] < seq:
+        key = (x.device, x.dtype, seq if rope.kind == "dynamic" and seq > self._config.max_positions else 0)
+        known = self._rotary.get(key)
+        if known is None or known[0].shape[0] < seq:
             # Not an inference tensor, which a later training step could not use.
             with torch.inference_mode(False):
-                self._rotary[key] = self._angles(torch.arange(seq, device=x.device), seq)
-        cos, sin = self._rotary[key]
-        return cos[:seq].to(x.dtype), sin[:seq].to(x.dtype)
+                cos, sin = self._angles(torch.arange(seq, device=x.device), seq)
+                # Rounded once, not by every layer.
+                known = self._rotary[key] = cos.to(x.dtype), sin.to(x.dtype)
+        cos, sin = known
+        return (cos, sin) if cos.shape[0] == seq else (cos[:seq], sin[:seq])
 
     def _angles(self, positions: Tensor, seq: int) -> tuple[Tensor, Tensor]:
         rope, device = self._config.rope, positions.device
