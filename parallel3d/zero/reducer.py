@@ -98,17 +98,21 @@ class GradientReducer:
         self._filling: dict[Bucket, tuple[Tensor, set[int]]] = {}
         for bucket in self.all_buckets():
             for k, info in enumerate(bucket.infos):
-                if bucket.gradients is not None and bucket.is_autograds:
-                    self.sink.attach(info.parameter, bucket.view(bucket.gradients, k))
+                part = None if bucket.gradients is None else bucket.view(bucket.gradients, k)
+                if part is not None and bucket.is_autograds:
+                    self.sink.attach(info.parameter, part)
                 else:
-                    self.sink.attach(info.parameter, partial(self._accumulator, bucket, k))
+                    self.sink.attach(info.parameter, partial(self._accumulator, bucket, k, part))
 
-    def _accumulator(self, bucket: Bucket, k: int) -> tuple[Tensor, bool]:
-        """Parameter k's part of the buffer that the bucket fills, and whether a gradient is in it already."""
+    def _accumulator(self, bucket: Bucket, k: int, part: Tensor | None) -> tuple[Tensor, bool]:
+        """Parameter k's part of the buffer that the bucket fills, and whether a gradient is in it already.
+
+        part: that part, where the buffer is always the same.
+        """
         flat, written = self._fill(bucket)
         adds = k in written
         written.add(k)
-        return bucket.view(flat, k), adds
+        return bucket.view(flat, k) if part is None else part, adds
 
     def _fill(self, bucket: Bucket) -> tuple[Tensor, set[int]]:
         if bucket not in self._filling:
