@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel3d.config.run_layout import RunLayout
+from parallel3d.planner.costs import pace
 from parallel3d.planner.timing import Floats, LayoutLinks, StepCost
 from parallel3d.planner.work import Collective
 from parallel3d.schedule.instructions import Instruction, Program
@@ -17,9 +18,8 @@ class Outlook:
     """What is predicted of a layout, uncorrected parts and all.
 
     makespan: of the pipeline's program, whose timeline is of `timed` micro-batches where it has too many to be simulated;
-    exact: whether it is of every gradient bucket and of micro-batches as large as they are; optimizer: seconds; exposed: of
-    the makespan's seconds those that go when all links take no time; reductions: of each chunk the collectives over its
-    replicas, with how often they run in a step.
+    exact: whether it is of every gradient bucket and of micro-batches as large as they are; optimizer: seconds;
+    reductions: of each chunk the collectives over its replicas, with how often they run in a step.
     """
 
     layout: RunLayout
@@ -30,7 +30,6 @@ class Outlook:
     timed: int
     exact: bool
     makespan: float
-    exposed: float
     optimizer: float
     seconds: float
     reductions: tuple[tuple[tuple[Collective, float], ...], ...]
@@ -49,6 +48,13 @@ class Outlook:
     def critical_path(self) -> list[tuple[Instruction, float]]:
         """Of the timeline, see Simulation."""
         return self.simulation.critical_path(self.cost.cost())
+
+    @cached_property
+    def exposed(self) -> float:
+        """Of the makespan's seconds those that go when all links take no time."""
+        alone, untimed = self.cost.without_links(), (self.layout.micro_batches or 1) - self.timed
+        waiting = self.makespan - self.simulation.makespan(alone.cost())
+        return max(0.0, waiting - untimed * pace(alone.times, self.program.placement))
 
     @property
     def bubble(self) -> float:

@@ -167,9 +167,7 @@ class Predictor:
             timed = compute.num_micro_batches
             simulation = Simulation(with_collectives(lower(compute), layout, buckets, policy))
         shortest = simulation.makespan(cost.cost())
-        untimed, alone = layout.micro_batches - timed, cost.without_links()
-        makespan = shortest + untimed * pace(times, placement)
-        exposed = makespan - simulation.makespan(alone.cost()) - untimed * pace(alone.times, placement)
+        makespan = shortest + (layout.micro_batches - timed) * pace(times, placement)
         optimizer = self._optimizer_seconds(stages, policy, links, exactly)
         return Outlook(
             layout,
@@ -180,7 +178,6 @@ class Predictor:
             timed,
             exactly,
             makespan,
-            max(0.0, exposed),
             optimizer,
             makespan + optimizer + self.calibration.fixed.value,
             reductions(layout, buckets, policy),

@@ -87,7 +87,7 @@ class LinkLoad(_Result):
 
 
 class Rejected(_Result):
-    """A layout that lost, and why: seconds, where it was predicted, and bytes, where it can't fit."""
+    """A layout that lost, and why: seconds, where its step was predicted, and the fullest stage's bytes, where these were."""
 
     layout: str
     why: str
