@@ -49,6 +49,7 @@ from parallel3d.planner.links import Network
 from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.predict import Predictor
 from parallel3d.planner.profile import LayerProfile, ModelProfile
+from parallel3d.planner.program import Programs
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 0.10  # of the published step
@@ -173,7 +174,7 @@ def seconds_of(run: dict[str, Any]) -> float:
     return float(flops / (run["teraflops"] * 1e12 * hosts * gpus))
 
 
-SIMULATIONS: dict[Any, Any] = {}  # of one pipeline, whatever its stages compute
+PROGRAMS = Programs()  # of one pipeline, whatever its stages compute
 
 
 @cache
@@ -215,7 +216,7 @@ def closed(layout: RunLayout) -> RunLayout:
 @pytest.mark.parametrize("run", published(), ids=lambda run: run.name)
 def test_a_published_step_is_predicted(run: Published):
     predictor = Predictor(*profile(run.kind, run.hidden, run.layers, run.heads, run.selective), network(run.cluster))
-    predictor._simulations = SIMULATIONS
+    predictor._programs = PROGRAMS
     layout = closed(parse_run_layout(run.layout))
     bounds = equal_block_bounds(run.layers, layout.stages * (layout.chunks or 1), behind=2)
     # Long pipelines as a search predicts them, in a tenth of the time; their micro-batches are single samples anyway.
@@ -271,7 +272,7 @@ def test_a_measured_step_is_predicted(name: str, micro_batches: int, seconds: fl
     bf16 = "bf16acc" in case.options
     each = "permicro" in case.options or not bf16
     predictor = Predictor(*profile_of_7b("compile" in case.options, bf16, units, each), network("4xH200"))
-    predictor._simulations = SIMULATIONS
+    predictor._programs = PROGRAMS
     balanced = bool({"weights", "profile"} & case.options)
     bounds = None if balanced else equal_block_bounds(32, case.pp * case.chunks, behind=2)
     predicted = predictor.predict(layout_of(case, micro_batches), exactly=not balanced, bounds=bounds)
