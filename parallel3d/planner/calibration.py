@@ -30,6 +30,9 @@ COMPONENTS = {
     "nic": 0.5,
     "network": 0.5,
 }
+# Of the time of compute, by what a device loses that idles: at its power limit, the cooler card is the faster one.
+_COMPUTE = {"gemm", "attention", "element_wise", "kernels"}
+_IDLE, _IDLE_RANGE = 0.15, (0.0, 0.6)
 # Bytes that no component of the runtime counts exactly: see PredictedMemory.
 MEMORY = {"workspace": 0.5, "slack": 0.5, "outside": 0.5}
 # No factor leaves this.
@@ -39,7 +42,7 @@ _NOISE, _MEMORY_NOISE = 0.01, 0.003
 # Seconds that every step takes besides, in shares of the shortest one.
 _FIXED, _FIXED_RANGE = 0.02, (0.0, 0.2)
 # Components of one kind, and from how many logs on they are expected elsewhere than at 1.
-_KINDS = ({"gemm", "attention", "element_wise", "kernels"}, {"nvlink", "pcie"}, {"nic", "network"})
+_KINDS = (_COMPUTE, {"nvlink", "pcie"}, {"nic", "network"})
 _FAR = log(1.5)
 # Rounds of predicting and fitting, until no factor moves by more.
 _ROUNDS, _SETTLED = 8, 1e-3
@@ -90,18 +93,20 @@ class PredictedRun:
 
     instructions: as kind_name has them -> seconds by component, of those that it predicts; step: seconds by component along
     the path that, corrected by the calibration at hand, determines the step's length: their sum, corrected, is that length
-    but for the fixed seconds; memory: of each rank, or nothing.
+    but for the fixed seconds; memory: of each rank, or nothing; idle: share of the time in which its devices don't compute.
     """
 
     instructions: Mapping[str, Parts]
     step: Parts
     memory: Sequence[PredictedMemory] = ()
+    idle: float = 0.0
 
 
 class Calibration(BaseModel):
     """Corrections of the planner's models for one kind of device and backend; without arguments, none.
 
-    factors: of COMPONENTS; memory: of MEMORY; fixed: seconds that every step takes besides. error: standard deviation of
+    factors: of COMPONENTS; memory: of MEMORY; fixed: seconds that every step takes besides; idle: by which share of what it
+    idles a device computes faster. error: standard deviation of
     the relative errors that remain in the seconds of steps of layouts that the fit hasn't seen; layouts: how many tell it.
     """
 
@@ -113,6 +118,7 @@ class Calibration(BaseModel):
     factors: dict[str, Factor] = _unknown(COMPONENTS)
     memory: dict[str, Factor] = _unknown(MEMORY)
     fixed: Factor = Factor(value=0.0, low=0.0, high=0.0)
+    idle: Factor = Factor(value=0.0, low=0.0, high=0.0)
     error: float = error_of(()).deviation
     layouts: int = 0
 
@@ -123,17 +129,20 @@ class Calibration(BaseModel):
                 raise ValueError(f"factors of {', '.join(known)} are needed, not of {', '.join(given)}")
         return self
 
-    def seconds(self, parts: Parts) -> float:
-        """These seconds by component, corrected: of an instruction. Raises ConfigError for an unknown component."""
-        return sum(self.factors[name].value * seconds for name, seconds in _checked(parts).items())
+    def seconds(self, parts: Parts, idle: float = 0.0) -> float:
+        """These seconds by component, corrected: of an instruction. idle: of PredictedRun. Raises ConfigError for an unknown
+        component.
+        """
+        corrected = sum(self.factors[name].value * seconds for name, seconds in _checked(parts).items())
+        return corrected - self.idle.value * idle * _computed(parts)
 
     def instruction_seconds(self, run: PredictedRun) -> dict[str, float]:
         """Of each instruction of a run."""
-        return {name: self.seconds(parts) for name, parts in run.instructions.items()}
+        return {name: self.seconds(parts, run.idle) for name, parts in run.instructions.items()}
 
-    def step_seconds(self, parts: Parts) -> float:
+    def step_seconds(self, parts: Parts, idle: float = 0.0) -> float:
         """Of a whole step."""
-        return self.seconds(parts) + self.fixed.value
+        return self.seconds(parts, idle) + self.fixed.value
 
     def interval(self, seconds: float) -> tuple[float, float]:
         """Where, in nine cases of ten, a step is measured for which `seconds` are predicted (corrected)."""
@@ -224,7 +233,7 @@ def _settle(
 
 def _error(record: RunRecord, run: PredictedRun, calibration: Calibration) -> float:
     """log(measured / predicted) of the step."""
-    return log(record.step.median / calibration.step_seconds(run.step))
+    return log(record.step.median / calibration.step_seconds(run.step, run.idle))
 
 
 def _corrected(calibration: Calibration, records: Sequence[RunRecord], runs: Sequence[PredictedRun]) -> Calibration:
@@ -232,11 +241,13 @@ def _corrected(calibration: Calibration, records: Sequence[RunRecord], runs: Seq
     shortest = min((record.step.median for record in records), default=1.0)
     rows = [row for pair in _pairs(records, runs) for row in _time_rows(*pair, shortest)]
     priors = _priors(COMPONENTS, _centres(rows))
-    found = fit(rows, {**priors, "fixed": (Correction(0.0, _FIXED), _FIXED_RANGE)}, _NOISE)
+    priors |= {"fixed": (Correction(0.0, _FIXED), _FIXED_RANGE), "idle": (Correction(0.0, _IDLE), _IDLE_RANGE)}
+    found = fit(rows, priors, _NOISE)
     return calibration.model_copy(
         update={
             "factors": {name: _factor(found[name], _RANGE) for name in COMPONENTS},
             "fixed": _factor(found["fixed"], _FIXED_RANGE, shortest),
+            "idle": _factor(found["idle"], _IDLE_RANGE),
         }
     )
 
@@ -250,13 +261,13 @@ def _time_rows(record: RunRecord, run: PredictedRun, shortest: float) -> list[Ro
     names = [name for name in record.instructions if name in run.instructions]
     kinds = Counter(_kind(name) for name in names)
     rows = [
-        Row(record.instructions[name].median, _checked(run.instructions[name]), 1 / kinds[_kind(name)])
+        Row(record.instructions[name].median, _cooled(run.instructions[name], run.idle), 1 / kinds[_kind(name)])
         for name in names
     ]
     if "optimizer" in run.step:
         rows.append(Row(record.optimizer.median, {"optimizer": run.step["optimizer"]}))
     whole = max(record.step.median, sum(_checked(run.step).values()))
-    return [*rows, Row(record.step.median, {**run.step, "fixed": shortest}, 2.0, whole)]
+    return [*rows, Row(record.step.median, {**_cooled(run.step, run.idle), "fixed": shortest}, 2.0, whole)]
 
 
 def _centres(rows: Sequence[Row]) -> dict[str, float]:
@@ -266,12 +277,23 @@ def _centres(rows: Sequence[Row]) -> dict[str, float]:
     """
     centres: dict[str, float] = {}
     for kind in _KINDS:
-        alone = [(row.measured, sum(row.parts.values()), row.parts) for row in rows if set(row.parts) <= kind]
+        known = [(row.measured, {name: row.parts[name] for name in row.parts if name != "idle"}) for row in rows]
+        alone = [(seconds, sum(parts.values()), parts) for seconds, parts in known if set(parts) <= kind]
         ratios = [measured / predicted for measured, predicted, _ in alone if measured > 0 and predicted > 0]
         if ratios and abs(log(median(ratios))) > _FAR:
             centre = min(max(median(ratios), _RANGE[0]), _RANGE[1])
             centres.update({name: centre for *_, parts in alone for name in parts})
     return centres
+
+
+def _computed(parts: Parts) -> float:
+    return sum(seconds for name, seconds in parts.items() if name in _COMPUTE)
+
+
+def _cooled(parts: Parts, idle: float) -> dict[str, float]:
+    """With what Calibration.idle takes off."""
+    taken = idle * _computed(_checked(parts))
+    return {**parts, "idle": -taken} if taken else dict(parts)
 
 
 def _kind(name: str) -> str:

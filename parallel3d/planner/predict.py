@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ from parallel3d.schedule.simulate import Simulation
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
+_Seconds = TypeVar("_Seconds", float, Floats)
 _SMALL = 256  # ranks; on more, a rough prediction takes all stages' links to be alike
 
 
@@ -166,8 +168,13 @@ class Predictor:
         else:
             timed = compute.num_micro_batches
             simulation = Simulation(with_collectives(lower(compute), layout, buckets, policy))
-        shortest = simulation.makespan(cost.cost())
-        makespan = shortest + (layout.micro_batches - timed) * pace(times, placement)
+        untimed = layout.micro_batches - timed
+        makespan = simulation.makespan(cost.cost()) + untimed * pace(times, placement)
+        if self.calibration.idle.value > 0:
+            computing = float(times.total.sum()) * layout.micro_batches / layout.stages
+            times = times.scaled(np.full(times.exchanges.shape, self.cooled(makespan, computing) / makespan))
+            cost = replace(cost, times=times)
+            makespan = simulation.makespan(cost.cost()) + untimed * pace(times, placement)
         optimizer = self._optimizer_seconds(stages, policy, links, exactly)
         return Outlook(
             layout,
@@ -182,6 +189,10 @@ class Predictor:
             makespan + optimizer + self.calibration.fixed.value,
             reductions(layout, buckets, policy),
         )
+
+    def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
+        """What devices that compute for so many of these seconds, and idle for the others, take (see Calibration.idle)."""
+        return seconds - self.calibration.idle.value * (seconds - computing)
 
     def held(self, slices: int, sequence_parallel: bool, recompute: int) -> int:
         """Bytes of activations that a micro-batch of one sample leaves for its backward, over all layers."""
@@ -200,7 +211,8 @@ class Predictor:
         ends = np.cumsum(late) - late
         first = [placement.index(stage) for stage in range(layout.stages)]
         loads = np.bincount(np.asarray(placement), weights=times.total)
-        computing = float((loads * (layout.micro_batches or 1) + ends[first]).max())
+        loads *= layout.micro_batches or 1
+        computing = self.cooled(float((loads + ends[first]).max()), float(loads.mean()))
         policy, stages = self.policy(layout), self._stage_parameters(layout, bounds, placement)
         exchanging = [0.0] * layout.stages
         of_chunks = reductions(layout, self._rough_buckets(stages, len(placement)), policy)

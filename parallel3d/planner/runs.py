@@ -73,7 +73,7 @@ class RunPredictor:
             share = longer * seconds / cost(i) if cost(i) > 0 else 0.0
             for name, part in components.of(i._replace(micro_batch=0)).items():
                 step[name] += share * part
-        return PredictedRun(instructions, step, _memory(record, plain.memory(uncorrected)))
+        return PredictedRun(instructions, step, _memory(record, plain.memory(uncorrected)), outlook.bubble)
 
     def _outlook(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, Outlook]:
         layout = self._layout(record)

@@ -74,7 +74,8 @@ class Bounds:
             ]
             # The last rank starts p - 1 chunks' forwards late; where backwards are whole, the first ends as many late.
             ends = np.where(whole, least.whole, least.forward) * (p - 1) / (p * chunks)
-            found[chosen] = np.maximum(m * least.whole / p + ends, m * least.longest)
+            computing = m * least.whole / p
+            found[chosen] = self._predictor.cooled(np.maximum(computing + ends, m * least.longest), computing)
         return _SLACK * self._predictor.least_factor * found
 
     def bytes(self) -> Floats:

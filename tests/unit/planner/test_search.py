@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,10 +13,12 @@ from parallel3d.config import load
 from parallel3d.config.run_layout import parse_run_layout
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
+from parallel3d.planner.calibration import Calibration, Factor
 from parallel3d.planner.cluster_file import load_cluster
 from parallel3d.planner.found import Found, find, refuse
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
+from parallel3d.planner.outlook import Outlook
 from parallel3d.planner.plan import Planner, Question
 from parallel3d.planner.result import PlanResult
 from parallel3d.planner.search import Search
@@ -104,14 +107,31 @@ def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
     assert refused
 
 
-def test_no_prediction_is_below_its_bounds() -> None:
-    planner = Planner(Question(small_model(), load_cluster(hosts(2)), 16))
+@pytest.mark.parametrize("idle", [0.0, 0.6])
+def test_no_prediction_is_below_its_bounds(idle: float) -> None:
+    calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
+    planner = Planner(Question(small_model(), load_cluster(hosts(2)), 16, calibration=calibration))
     search = Search(planner.predictor, planner.space)
     for k in range(0, len(planner.space), 7):
         outlook = planner.predictor.predict(planner.space.layout(k))
         assert outlook.seconds >= search.seconds[k]
         memory = planner.predictor.memory(outlook)
         assert max(stage.allocated for stage in memory) >= search.bytes[k]
+
+
+def test_what_idles_computes_faster_where_runs_say_so() -> None:
+    def predicted(layout: str, idle: float) -> Outlook:
+        calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
+        planner = Planner(Question(small_model(), load_cluster(hosts(1)), 8, calibration=calibration))
+        given = replace(parse_run_layout(layout), chunks=1, replicas=1, zero=0, recompute=0, placement="loop")
+        return planner.predictor.predict(given, exactly=True)
+
+    before, after = (predicted("pp4,1f1b,m8,mb1", idle) for idle in (0.0, 0.4))
+    assert before.bubble > 0.25
+    assert after.makespan == pytest.approx(before.makespan * (1 - 0.4 * before.bubble), rel=0.02)
+    assert after.timeline.makespan == pytest.approx(after.makespan)
+    busy, still_busy = (predicted("pp1,1f1b,m8,mb1", idle) for idle in (0.0, 0.4))
+    assert still_busy.seconds == pytest.approx(busy.seconds, rel=1e-3)
 
 
 def answer(cluster: Any, batch: int = 16, **more: Any) -> PlanResult:
