@@ -16,10 +16,11 @@ from parallel3d.models import CausalLMLoss, DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.pipe import PipelineModule
 from parallel3d.planner.configure import configuration
+from parallel3d.planner.flight import Replays
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.parameters import stage_parameters
 from parallel3d.planner.profile import ModelProfile
-from parallel3d.planner.program import make_buckets, training_program
+from parallel3d.planner.program import Programs, make_buckets
 from parallel3d.planner.result import StageMemory
 from parallel3d.schedule.builders import placement_of
 from parallel3d.schedule.instructions import SEND_OPS, Program
@@ -131,6 +132,7 @@ def predict(
     layers = profile.layers(layout.slices, layout.sequence_parallel)
     parameters = stage_parameters(profile.specs, layers, bounds, placement)
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
-    program = training_program(layout, buckets, policy, layout.micro_batches or 1)
-    between = [memory.flight(program, bounds, layout, stage).between for stage in range(layout.stages)]
-    return memory.stages(program, bounds, layout, [2**40] * layout.stages), between, program
+    program = Programs().simulation(layout, buckets, policy, layout.micro_batches or 1).program
+    replays = Replays.of_program(program)
+    between = [memory.flight(replays, bounds, layout, stage).between for stage in range(layout.stages)]
+    return memory.stages(replays, bounds, layout, [2**40] * layout.stages), between, program

@@ -17,7 +17,7 @@ COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgrap
 
 
 class ReduceKernel(Protocol):
-    """A kernel of this package that sums over a group, of comm/all_reduce.py."""
+    """A kernel of this package that sums over a group, of comm/all_reduce_kernel.py."""
 
     number: int
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parallel3d.activity import ACTIVITY, EVALUATES, STEADY, Phase
 from parallel3d.attention import attention_context
 from parallel3d.checkpointing import Checkpointer
-from parallel3d.comm.all_reduce import open_all_reduce
+from parallel3d.comm.all_reduce_kernel import open_all_reduce
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
 from parallel3d.comm.transport import DistributedTransport, Transport

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.comm.all_reduce import GatheredSums, open_all_reduce
+from parallel3d.comm.all_reduce_kernel import GatheredSums, open_all_reduce
 from parallel3d.comm.collectives import DONE, Group, Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear

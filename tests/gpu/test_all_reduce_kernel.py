@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import RankError, RankPool
 from torch import Tensor, nn
 
-from parallel3d.comm.all_reduce import AllReduce, open_all_reduce
+from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CommunicationError
 from parallel3d.kernels.all_reduce import HALF_BYTES, all_reduce_ref

@@ -113,7 +113,7 @@ def work_as_rank(work: Workload) -> None:
     import torch.distributed as dist
 
     import parallel3d
-    from parallel3d.comm.all_reduce import AllReduce, open_all_reduce
+    from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
     from parallel3d.comm.environment import local_device
     from parallel3d.comm.groups import ProcessGroups
     from parallel3d.comm.obstacles import local_obstacle

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import library
 
-from parallel3d.comm.all_reduce import GatheredSums
+from parallel3d.comm.all_reduce_kernel import GatheredSums
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.environment import get_rank
 from parallel3d.kernels.all_reduce import (

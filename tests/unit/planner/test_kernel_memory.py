@@ -10,6 +10,7 @@ from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.kernels.all_reduce import staging_bytes
 from parallel3d.pipe import LayerSpec
+from parallel3d.planner.flight import Replays
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.schedule.builders import build
@@ -27,7 +28,7 @@ def outside(slices: int, kernels: dict[str, object]) -> int:
     profile = ModelProfile([LayerSpec(nn.Linear, 4, 4)], sample, sample, nn.MSELoss(), load(given))
     layout = RunLayout(stages=1, replicas=1, slices=slices, schedule="1f1b", micro_batch=1, micro_batches=1)
     program = lower(build("1f1b", 1, 1, 1, "loop"))
-    (stage,) = MemoryModel(profile).stages(program, (0, 1), layout, [1])
+    (stage,) = MemoryModel(profile).stages(Replays.of_program(program), (0, 1), layout, [1])
     return stage.outside
 
 
