@@ -28,7 +28,7 @@ from parallel3d.kernels.all_reduce import (
     signal_bytes,
     staging_bytes,
 )
-from parallel3d.kernels.library import addresses, check, load_library
+from parallel3d.kernels.loader import addresses, check, load_library
 
 _STATE_BYTES = 16  # csrc/all_reduce.cuh: State
 _TRIAL_SIZES = (3, 2**18 + 3)  # summed in one shot and, by 4 ranks or more, in two

@@ -11,7 +11,7 @@ from parallel3d.comm import symmetric
 from parallel3d.errors import KernelError
 from parallel3d.kernels.all_reduce import WORLD_SIZES
 from parallel3d.kernels.build import REMEDY, find_nvcc
-from parallel3d.kernels.library import load_library
+from parallel3d.kernels.loader import load_library
 
 _LEAST_CAPABILITY = (8, 0)
 

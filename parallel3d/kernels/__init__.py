@@ -1,1 +1,1 @@
-"""The CUDA kernels of csrc/: compiled (build.py), loaded (library.py), and each beside its torch reference."""
+"""The CUDA kernels of csrc/: compiled (build.py), loaded (loader.py), and each beside its torch reference."""

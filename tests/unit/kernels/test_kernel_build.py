@@ -18,7 +18,7 @@ from parallel3d.cli import main
 from parallel3d.errors import KernelError
 from parallel3d.kernels import build as kernel_build
 from parallel3d.kernels.build import build, find_library, find_nvcc, library_name, source_files
-from parallel3d.kernels.library import FUNCTIONS, check, open_library
+from parallel3d.kernels.loader import FUNCTIONS, check, open_library
 
 ROOT = Path(__file__).parents[3]
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc on this machine")
