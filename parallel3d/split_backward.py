@@ -20,6 +20,8 @@ from parallel3d.standing import on_cuda
 
 # Several products of one shape, to be added: left: [..., k], right: [k, n], each with a k of its own.
 Factors = Sequence[tuple[Tensor, Tensor]]
+# The weight and the bias, if there is one, of a linear layer.
+Pair = tuple[Tensor, "Tensor | None"]
 
 
 def multiply(factors: Factors, out: Tensor | None = None) -> Tensor:
@@ -47,12 +49,25 @@ class Border:
         """The input as it came -> as it is multiplied."""
         return lambda: x
 
+    def enter_products(self, x: Tensor, pairs: Sequence[Pair]) -> Sequence[Tensor]:
+        """F.linear of what enters, by each weight and bias; a part may enter while another multiplies."""
+        entered = self.enter(x)()
+        return [F.linear(entered, *pair) for pair in pairs]
+
+    def enter_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """What enters, and its product with weight, [in, out]."""
+        entered = self.enter(x)()
+        return entered, multiply([(entered, weight)])
+
     def leave(self, gradient: Tensor) -> Callable[[], Tensor]:
         """The transpose of `enter`: the gradient of what is multiplied, which may be overwritten -> of what came."""
         return lambda: gradient
 
-    def leave_products(self, factors: Factors) -> Callable[[], Tensor]:
-        """`leave` of the sum of these products, where nothing else hides it; a part may leave while the rest multiplies."""
+    def leave_products(self, factors: Factors, hidden: bool = False) -> Callable[[], Tensor]:
+        """`leave` of the sum of these products; a part may leave while the rest multiplies.
+
+        hidden: whether work hides the leaving that comes before its result is waited for.
+        """
         return self.leave(multiply(factors))
 
 
@@ -77,8 +92,7 @@ class SplitLinears(torch.autograd.Function):
         _, _, needs_x, *needs = ctx.needs_input_grad
         weights: Any = parameters[::2]
         ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else ()))
-        entered = border.enter(x)()
-        return tuple(F.linear(entered, *pair) for pair in zip(weights, parameters[1::2], strict=True))
+        return tuple(border.enter_products(x, list(zip(weights, parameters[1::2], strict=True))))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -95,7 +109,7 @@ class SplitLinears(torch.autograd.Function):
         if needs_x:
             factors: Any = [(gradients[k], weights[k]) for k in used]
             hidden = needs_weight and not ctx.sinks[0].is_deferring
-            leaving = ctx.border.leave(multiply(factors)) if hidden else ctx.border.leave_products(factors)
+            leaving = ctx.border.leave_products(factors, hidden)
         entered: Any = rows_of(entering()) if needs_weight else None
         # Edges lead to the tensors among the arguments, the first being x.
         edges = iter(ctx.next_functions[1:])
@@ -129,9 +143,11 @@ class SplitRowLinear(torch.autograd.Function):
             return None, None, None, None
         x, weight = ctx.saved_tensors
         _, _, needs_x, needs_weight = ctx.needs_input_grad
-        dx, dweight, entered = None, None, ctx.border.enter(gradient)()
+        dx, dweight = None, None
         if needs_x:
-            dx = multiply([(entered, weight)])
+            entered, dx = ctx.border.enter_kept(gradient, weight)
+        else:
+            entered = ctx.border.enter(gradient)()
         if needs_weight:
             dweight = ctx.sink.route(ctx.weight, ctx.next_functions[1], Product(rows_of(entered), rows_of(x)))
         return None, None, dx, dweight

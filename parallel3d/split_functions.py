@@ -15,13 +15,11 @@ from parallel3d.gradient_sink import GradientSink
 from parallel3d.split_backward import (
     NO_BORDER,
     Border,
+    Pair,
     SplitEmbedding,
     SplitLinears,
     SplitRowLinear,
 )
-
-# The weight and the bias, if there is one, of a linear layer.
-Pair = tuple[Tensor, "Tensor | None"]
 
 
 def linear(

@@ -16,7 +16,7 @@ from parallel3d.comm.collectives import Group, Work, all_gather_integers, all_ga
 from parallel3d.comm.environment import DEFAULT_TIMEOUT
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle, group_obstacle, local_obstacle, peer_obstacle
-from parallel3d.comm.peer_copies import Copied
+from parallel3d.comm.rings import Copied
 from parallel3d.comm.symmetric import Mapped, map_memory, pad_bytes
 from parallel3d.errors import CommunicationError, KernelError
 from parallel3d.kernels.all_reduce import (

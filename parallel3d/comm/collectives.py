@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -28,11 +29,30 @@ class ReduceKernel(Protocol):
         """Sum x in place, beside the current stream."""
 
 
+class Copies(Protocol):
+    """Messages between the ranks of a group that take no multiprocessor, of comm/shard_copies.py."""
+
+    most_bytes: int
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether such tensors can be sent."""
+
+    def send(self, x: Tensor, peer: int) -> None:
+        """Post x, contiguous and of at most most_bytes, to a peer, by its place in the group."""
+
+    def taken(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> AbstractContextManager[Tensor]:
+        """The next message of a peer, for work on the current stream, until which it is the peer's again."""
+
+    def receive(self, out: Tensor, peer: int) -> Work:
+        """Copy the next message of a peer into `out`, contiguous, beside the current stream."""
+
+
 @dataclass
 class Kernels:
-    """What a group's tensor slices are summed by instead of the backend, once an engine has opened it."""
+    """What a group's tensor slices communicate by instead of the backend, once an engine has opened it."""
 
     all_reduce: ReduceKernel | None = None
+    copies: Copies | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from parallel3d.checkpointing import Checkpointer
 from parallel3d.comm.all_reduce_kernel import open_all_reduce
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
+from parallel3d.comm.shard_copies import open_shard_copies
 from parallel3d.comm.transport import DistributedTransport, Transport
 from parallel3d.config import BatchSizes, Config
 from parallel3d.engine.answers import Answers
@@ -88,6 +89,8 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
         self._streams = RandomStreams((config.seed, torch_seed), model.device)
         open_all_reduce(self._groups, model.device, config.kernels.wants_all_reduce)
+        slices = config.tensor_parallel
+        open_shard_copies(self._groups, model.device, slices.sequence_parallel and slices.peer_copies)
         self._set_up_pipeline(transport or DistributedTransport(self._groups, config.pipeline.peer_copies))
         self._set_up_checkpoints()
         if config.compile.enabled:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from parallel3d.comm.memory import CONTEXT_BYTES, communicator_bytes
-from parallel3d.comm.peer_copies import buffer_bytes
+from parallel3d.comm.peer_copies import pipeline_channels
+from parallel3d.comm.shard_copies import slice_channels
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.kernels.all_reduce import WORLD_SIZES, staging_bytes
 from parallel3d.optim import build_optimizer
@@ -174,9 +175,14 @@ class MemoryModel:
         """What PyTorch's allocator doesn't hold: the context, and buffers of communication."""
         stages, replicas = layout.stages, layout.replicas or 1
         communicators = communicator_bytes((stages * replicas * layout.slices, replicas, layout.slices))
-        peers = buffer_bytes(stages) if stages > 1 else 0
-        sums = self._model.config.kernels.wants_all_reduce and layout.slices in WORLD_SIZES
-        return CONTEXT_BYTES + communicators + peers + (staging_bytes() if sums else 0)
+        config, buffers = self._model.config, 0
+        if stages > 1 and config.pipeline.peer_copies:
+            buffers += pipeline_channels(stages).num_bytes
+        if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
+            buffers += slice_channels(layout.slices).num_bytes
+        if config.kernels.wants_all_reduce and layout.slices in WORLD_SIZES:
+            buffers += staging_bytes()
+        return CONTEXT_BYTES + communicators + buffers
 
     def _state(self, replays: Replays, bounds: Sequence[int], layout: RunLayout, stage: int) -> _State:
         """Weights, gradients, masters and optimizer of each rank of a stage."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,8 @@ from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import Started
 from parallel3d.comm.environment import get_rank
 from parallel3d.errors import CommunicationError, PartitionError
-from parallel3d.split_backward import Border, Factors, multiply, rows_of
+from parallel3d.split_backward import Border, Factors, Pair, multiply, rows_of
+from parallel3d.tensor_parallel.shard_products import ShardProducts
 from parallel3d.tensor_parallel.slicing import Cut
 
 SEQUENCE_DIM = -2
@@ -149,7 +150,7 @@ def _cut_off(x: Tensor, length: int | None) -> Tensor:
 # multiplications at 650 TFLOP/s and half of them, of a weight some thousands of features wide. Shapes of the result and not
 # of the operands decide, for those may differ between ranks, which must agree.
 HALVES_FROM = 2**24
-# Of a sequence's shard, half of whose rows are one product for each rank's: a GPU's cores want that many.
+# Of a product: a GPU's cores want that many.
 ROWS_FROM = 512
 
 
@@ -190,9 +191,9 @@ class ReplicatedBorder(Border):
             return lambda: total
         return differentiable.start_all_reduce(gradient, self.group)
 
-    def leave_products(self, factors: Factors) -> Started:
+    def leave_products(self, factors: Factors, hidden: bool = False) -> Started:
         """See Border."""
-        if not _in_halves(factors, self.group):
+        if hidden or not _in_halves(factors, self.group):
             return self.leave(multiply(factors))
         *_, features = shape = _shape(factors)
         operands = [(rows_of(left), right) for left, right in factors]
@@ -222,8 +223,30 @@ class SequenceBorder(Border):
     group: Group
     length: int | None
 
+    def _by_copies(self, x: Tensor, shard: int) -> ShardProducts | None:
+        """What hides the communication of x, or of something alike, behind products; None where it goes as collectives.
+
+        shard: rows of each rank.
+        """
+        copies, whole = self.group.kernels.copies, shard * self.group.size
+        if copies is None or torch.is_grad_enabled() or not copies.takes(x):
+            return None
+        return ShardProducts(self.group, copies) if shard >= ROWS_FROM and self.length in (None, whole) else None
+
+    def enter_products(self, x: Tensor, pairs: Sequence[Pair]) -> Sequence[Tensor]:
+        """See Border."""
+        by_copies = self._by_copies(x, sequence_length(x))
+        return super().enter_products(x, pairs) if by_copies is None else by_copies.gather_products(x, pairs)
+
+    def enter_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """See Border."""
+        by_copies = self._by_copies(x, sequence_length(x))
+        return super().enter_kept(x, weight) if by_copies is None else by_copies.gather_kept(x, weight)
+
     def enter(self, x: Tensor) -> Started:
         """[..., shard, hidden] -> [..., length, hidden]."""
+        if (by_copies := self._by_copies(x, sequence_length(x))) is not None:
+            return by_copies.start_gather(x)
         if torch.is_grad_enabled():
             whole = _cut_off(differentiable.all_gather(x, self.group, SEQUENCE_DIM), self.length)
             return lambda: whole
@@ -237,11 +260,15 @@ class SequenceBorder(Border):
             return lambda: shard
         return differentiable.start_reduce_scatter(_pad(gradient, self.group), self.group, SEQUENCE_DIM)
 
-    def leave_products(self, factors: Factors) -> Started:
+    def leave_products(self, factors: Factors, hidden: bool = False) -> Started:
         """See Border."""
         *others, seq, features = _shape(factors)
         tp, shard = self.group.size, seq // self.group.size
-        if seq % tp or shard < 2 * ROWS_FROM or not _in_halves(factors, self.group):
+        by_copies = None if seq % tp else self._by_copies(factors[0][0], shard)
+        if by_copies is not None:
+            total = by_copies.scatter_products(factors)
+            return lambda: total
+        if hidden or seq % tp or shard < 2 * ROWS_FROM or not _in_halves(factors, self.group):
             return self.leave(multiply(factors))
         # [sequences, rank, shard, k]: half of each rank's rows at once, into what is scattered as it lies there.
         operands = [(left.reshape(-1, tp, shard, left.shape[-1]), right) for left, right in factors]

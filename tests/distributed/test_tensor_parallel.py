@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_counts import Collectives
+from shard_messages import ShardMessages
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -321,6 +323,34 @@ def check_halves(sequence_parallel: bool) -> None:
                 compare(model, reference, lambda m, x, model=model: run_whole(m, x, layers if m is model else plain), x)
 
 
+def check_copies() -> None:
+    """Shards by messages instead of collectives, whole ones and in pieces, of several samples and of one."""
+    torch.manual_seed(2)
+    group = world()
+    seq = 4 * group.size
+    layers, plain = Layers(group, True, seq), Layers(seq=seq)
+    for make in Mlp, lambda layers: Attention(layers, AttentionHeads(4, 2, HEAD_DIM), "at once"):
+        for samples, most_rows in ((1, 4), (3, 3)):
+            model, reference = build(make, layers), build(make, plain)
+            x = torch.randn(samples, seq, HIDDEN, dtype=torch.float64)
+            group.kernels.copies = messages = ShardMessages(group, most_rows * HIDDEN * x.itemsize)
+            try:
+                with mock.patch.object(regions, "ROWS_FROM", 1):
+                    compare(
+                        model, reference, lambda m, x, model=model: run_whole(m, x, layers if m is model else plain), x
+                    )
+            finally:
+                group.kernels.copies = None
+            messages.finish()
+            # Each of two layers gathers and scatters forward and backward, and the first gathers its input once more.
+            pieces = -(-4 // most_rows) * samples * (group.size - 1)
+            halves = max(2, -(-4 // most_rows)) * samples if group.size == 2 else pieces
+            runs = messages.calls["receive"] // pieces
+            assert runs > 0
+            sent, taken = 3 * pieces + 2 * halves, 2 * pieces + 2 * halves
+            assert messages.calls == Counter(send=runs * sent, taken=runs * taken, receive=runs * pieces)
+
+
 def check_single_layers() -> None:
     """Column and row layers alone, with whole inputs and outputs."""
     group = world()
@@ -423,6 +453,11 @@ def test_blocks_and_models_equal_plain_torch(run_ranks, tp: int, sequence_parall
     run_ranks(tp, check_halves, sequence_parallel)
     run_ranks(tp, check_decoder, sequence_parallel)
     run_ranks(tp, check_gradient_penalty, sequence_parallel)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_shards_that_travel_beside_products_equal_plain_torch(run_ranks, tp: int) -> None:
+    run_ranks(tp, check_copies)
 
 
 def check_autocast() -> None:

@@ -9,7 +9,8 @@ import torch
 from ranks import RankPool
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer_copies import NUM_SLOTS, SLOT_BYTES, neighbours, open_peer_copies
+from parallel3d.comm.peer_copies import open_peer_copies, pipeline_channels
+from parallel3d.comm.rings import NUM_SLOTS, SLOT_BYTES
 from parallel3d.topology import PipeDataParallelTopology
 
 ROUNDS = 200
@@ -40,7 +41,7 @@ def exchange(num_stages: int) -> tuple[int, int]:
     count = 0
     for number in range(ROUNDS):
         works = []
-        for other in neighbours(stage, num_stages):
+        for other in pipeline_channels(num_stages).peers[stage]:
             data = pattern(stage, other, number, size_of(number, stage, other), device)
             work = copies.send(data, other)
             buffer = torch.full((size_of(number, other, stage),), 7, dtype=torch.uint8, device=device)
@@ -61,5 +62,5 @@ def test_every_byte_arrives(gpu_pool: RankPool, num_gpus: int, num_stages: int):
     if num_stages > num_gpus:
         pytest.skip(f"needs {num_stages} CUDA devices")
     for count, wrong in gpu_pool.run(num_stages, exchange, num_stages, timeout=60):
-        assert count == ROUNDS * len(neighbours(0, num_stages))
+        assert count == ROUNDS * len(pipeline_channels(num_stages).peers[0])
         assert wrong == 0

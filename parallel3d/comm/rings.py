@@ -1,0 +1,267 @@
+"""Messages between ranks of one host as copies into the receiver's memory: no multiprocessor, no host.
+
+A channel is a ring of slots in the receiver's symmetric memory. The sender's stream waits until the next slot is free,
+copies a piece into it by the copy engine and writes beside it how often it was filled; the receiver's stream waits for
+that, takes the piece, and writes back how often the slot was emptied. Waits and counts are the driver's stream memory
+operations, so compute kernels share the device with nothing, where NCCL's spin on multiprocessors until their message comes.
+
+The stages of a pipeline send each other activations so (peer_copies.py), tensor slices the shards of sequences
+(shard_copies.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.symmetric import Mapped, map_memory, reaches
+from parallel3d.errors import CommunicationError
+
+SLOT_BYTES = 16 * 2**20
+NUM_SLOTS = 4
+_HEADER_BYTES = 4096  # of counts: an int32 for each slot that fills here, then one for each that is emptied elsewhere
+_QUEUES = 16
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference as a signed number, so that counts may wrap around
+
+
+class Stream(Protocol):
+    """A queue of work, in order. Addresses are numbers."""
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """So many bytes at target = those at source."""
+
+    def wait_for(self, word: int, count: int) -> None:
+        """Go on when the int32 at `word` has reached the count."""
+
+    def write(self, word: int, count: int) -> None:
+        """The int32 at `word` = count, once all before it is done."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One end of a channel: the slots in the receiver's memory, and where each end counts for the other, a word a slot.
+
+    filled: in the receiver's memory; emptied: in the sender's.
+    """
+
+    slots: Sequence[Tensor]
+    filled: Tensor
+    emptied: Tensor
+
+
+class Place:
+    """What a piece takes: a slot, and how often it is filled with it. `slot`, `filled` and `emptied` are addresses."""
+
+    __slots__ = ("emptied", "filled", "slot", "times")
+
+    def __init__(self, slot: int, filled: int, emptied: int, times: int):
+        self.slot, self.filled, self.emptied, self.times = slot, filled, emptied, times
+
+    def await_piece(self, stream: Stream) -> None:
+        """Let the stream go on when the piece is there."""
+        stream.wait_for(self.filled, _int32(self.times))
+
+    def leave(self, stream: Stream) -> None:
+        """The sender's again, once all before it on the stream is done."""
+        stream.write(self.emptied, _int32(self.times))
+
+
+class _End:
+    """Of a ring, whose memory it keeps."""
+
+    def __init__(self, ring: Ring):
+        self.slot_bytes = ring.slots[0].numel()
+        self._ring, self._count = ring, 0
+        words = zip(ring.slots, ring.filled.split(1), ring.emptied.split(1), strict=True)
+        self._addresses = [(slot.data_ptr(), filled.data_ptr(), emptied.data_ptr()) for slot, filled, emptied in words]
+
+    def next_place(self) -> Place:
+        """Of the next piece, the same for both ends."""
+        times, k = divmod(self._count, len(self._addresses))
+        self._count += 1
+        return Place(*self._addresses[k], times + 1)
+
+    def _pieces(self, address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """The address and the bytes of each part that takes a slot."""
+        for start in range(0, num_bytes, self.slot_bytes):
+            yield address + start, min(self.slot_bytes, num_bytes - start)
+
+
+class Sender(_End):
+    """The end that copies into a ring."""
+
+    def send(self, address: int, num_bytes: int, stream: Stream) -> None:
+        """So many bytes from an address, in as many pieces as it takes."""
+        for source, length in self._pieces(address, num_bytes):
+            place = self.next_place()
+            if place.times > 1:
+                stream.wait_for(place.emptied, _int32(place.times - 1))
+            stream.copy(place.slot, source, length)
+            stream.write(place.filled, _int32(place.times))
+
+
+class Receiver(_End):
+    """The end that takes from a ring: each piece whole, or as `next_place`, whose pieces may be left in any order."""
+
+    def receive(self, address: int, num_bytes: int, stream: Stream) -> None:
+        """Fill so many bytes from an address with what was sent as so many."""
+        for target, length in self._pieces(address, num_bytes):
+            place = self.next_place()
+            place.await_piece(stream)
+            stream.copy(target, place.slot, length)
+            place.leave(stream)
+
+
+def _int32(count: int) -> int:
+    """The count as the words hold it."""
+    return (count + 2**31) % 2**32 - 2**31
+
+
+class CudaStream:
+    """A stream of this process's device, with the driver's copies and stream memory operations.
+
+    The driver is called directly: a message takes six calls, which through PyTorch cost the host ten times as much.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self.stream = stream
+        self._driver, self._handle = _driver(), stream.cuda_stream
+        self._followed = ctypes.c_void_p()
+        self._check("cuEventCreate", self._driver.cuEventCreate(ctypes.byref(self._followed), _NO_TIMING))
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Go on when all that the other stream has now is done."""
+        self._check("cuEventRecord", self._driver.cuEventRecord(self._followed, stream.cuda_stream))
+        self._check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(self._handle, self._followed, 0))
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """See Stream."""
+        self._check("cuMemcpyAsync", self._driver.cuMemcpyAsync(target, source, num_bytes, self._handle))
+
+    def wait_for(self, word: int, count: int) -> None:
+        """See Stream."""
+        wait = self._driver.cuStreamWaitValue32_v2
+        self._check("cuStreamWaitValue32", wait(self._handle, word, count % 2**32, _GREATER_OR_EQUAL))
+
+    def write(self, word: int, count: int) -> None:
+        """See Stream."""
+        self._check("cuStreamWriteValue32", self._driver.cuStreamWriteValue32_v2(self._handle, word, count % 2**32, 0))
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            raise CommunicationError(
+                f"{name} failed with CUDA error {status}; set peer_copies of pipeline and tensor_parallel to false to send "
+                "through NCCL"
+            )
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer, address, word = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
+    driver.cuEventCreate.argtypes = (pointer, word)
+    driver.cuEventRecord.argtypes = (pointer, pointer)
+    driver.cuStreamWaitEvent.argtypes = (pointer, pointer, word)
+    driver.cuMemcpyAsync.argtypes = (address, address, ctypes.c_size_t, pointer)
+    driver.cuStreamWaitValue32_v2.argtypes = driver.cuStreamWriteValue32_v2.argtypes = (pointer, address, word, word)
+    return driver
+
+
+def _has_driver() -> bool:
+    try:
+        _driver()
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+@dataclass
+class Copied:
+    """A Work: a copy under way, and what its memory must outlive."""
+
+    event: torch.cuda.Event
+    data: Tensor
+
+    def wait(self) -> None:
+        """Let the current stream go on when the copy is done."""
+        self.event.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is done, without waiting."""
+        return self.event.query()
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Where the rings of some ranks lie in the memory that each of them shares. peers: of each, who sends to it."""
+
+    peers: Sequence[Sequence[int]]
+    num_slots: int = NUM_SLOTS
+    slot_bytes: int = SLOT_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Of each rank's memory: counts, and a ring for each peer."""
+        return _HEADER_BYTES + max(map(len, self.peers)) * self.num_slots * self.slot_bytes
+
+    def ring(self, source: int, target: int, memory_of: Callable[[int], Tensor]) -> Ring:
+        """The channel from one rank to another. memory_of: rank -> its num_bytes bytes."""
+        into, out = self.peers[target].index(source), self.peers[source].index(target)
+        length = self.num_slots * self.slot_bytes
+        memory, start = memory_of(target), _HEADER_BYTES + into * length
+        filled, _ = _counts(memory)
+        _, emptied = _counts(memory_of(source))
+        first, end = into * self.num_slots, out * self.num_slots
+        slots = memory[start : start + length].split(self.slot_bytes)
+        return Ring(slots, filled[first : first + self.num_slots], emptied[end : end + self.num_slots])
+
+
+def _counts(memory: Tensor) -> tuple[Tensor, ...]:
+    return memory[:_HEADER_BYTES].view(torch.int32).chunk(2)
+
+
+def open_channels(groups: ProcessGroups, axis: str, channels: Channels, device: torch.device) -> Mapped | None:
+    """The memory of this rank's group along an axis of the topology, ready for use; None on every rank where on any it can't
+    be had. Collective over the world.
+
+    It takes CUDA devices of one host that reach each other's memory.
+    """
+    group: Group = getattr(groups, axis)
+    found = None
+    if _may_share(groups, axis, group, device):
+        found = map_memory(group, groups.control, device, channels.num_bytes)
+    everywhere = all_gather_integers([int(found is not None)], groups.control)
+    if found is None or not all(row[0] for row in everywhere):
+        return None
+    found.memory[:_HEADER_BYTES].zero_()
+    torch.cuda.synchronize()
+    all_gather_integers([0], groups.control)  # nobody writes into counts that are not cleared yet
+    return found
+
+
+def _may_share(groups: ProcessGroups, axis: str, group: Group, device: torch.device) -> bool:
+    """Whether along this axis all ranks of every group are on one host with devices that reach each other; the same on every
+    rank."""
+    mine = (socket.gethostname(), device.index if device.type == "cuda" else None, groups.backend)
+    everyone = all_gather_object(mine, groups.control)
+    for ranks in groups.topology.get_axis_comm_lists(axis):
+        places = [everyone[rank] for rank in ranks]
+        if len({host for host, _, _ in places}) > 1 or any(index is None for _, index, _ in places):
+            return False
+    if groups.backend != "nccl" or group.size == 1:
+        return False
+    # Streams that wait must not hold up others: each needs a hardware queue of its own.
+    apart = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) >= _QUEUES
+    reached = apart and _has_driver() and reaches(device, [everyone[rank][1] for rank in group.ranks])
+    return all(row[0] for row in all_gather_integers([int(reached)], groups.control))

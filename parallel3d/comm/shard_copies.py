@@ -1,0 +1,109 @@
+"""Shards of tensor slices, on one host, as copies into the peers' memory (rings.py) beside the products that need them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.collectives import Awaited, Work
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.rings import Channels, Copied, CudaStream, Receiver, Sender, open_channels
+
+# Of all slices: a slot holds a slice's share of 4096 tokens x 4096 features in bf16.
+_WHOLE_BYTES = 32 * 2**20
+_MOST_VIEWS = 1024  # kept, where shapes change from batch to batch
+
+
+class ShardCopies:
+    """This rank's channels from and to the other slices of its layers. Made by open_shard_copies.
+
+    Every rank posts the same messages in the same order; a message of one peer is taken in the order in which it was sent.
+    All are sent by one stream, one after the other, for one copy alone takes what NVLink gives; `receive` copies on another.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        index: int,
+        channels: Channels,
+        memory_of: Callable[[int], Tensor],
+        device: torch.device,
+    ):
+        self.most_bytes = channels.slot_bytes
+        self._ranks, self._device = ranks, device
+        self._outgoing, self._incoming = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
+        peers = channels.peers[index]
+        self._senders = {peer: Sender(channels.ring(index, peer, memory_of)) for peer in peers}
+        self._receivers = {peer: Receiver(channels.ring(peer, index, memory_of)) for peer in peers}
+        self._memory = memory_of(index)
+        # Slots as tensors, and the streams that took them: the same ones again and again.
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._streams: dict[int, CudaStream] = {}
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether such tensors can be sent; the same on every rank, where they are alike."""
+        return x.is_cuda
+
+    def send(self, x: Tensor, peer: int) -> None:
+        """Post x, contiguous and of at most most_bytes, to a peer, by its place in the group."""
+        queue = self._outgoing
+        queue.follow(torch.cuda.current_stream(self._device))
+        self._senders[peer].send(x.data_ptr(), x.nbytes, queue)
+        x.record_stream(queue.stream)
+
+    @contextmanager
+    def taken(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Iterator[Tensor]:
+        """The next message of a peer, in its slot, for work on the current stream; the slot is given back after it."""
+        current = torch.cuda.current_stream(self._device)
+        stream = self._streams.get(current.cuda_stream)
+        if stream is None:
+            stream = self._streams[current.cuda_stream] = CudaStream(current)
+        place = self._receivers[peer].next_place()
+        place.await_piece(stream)
+        yield self._view(place.slot, tuple(shape), dtype)
+        place.leave(stream)
+
+    def _view(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        view = self._views.get((slot, shape, dtype))
+        if view is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            start = slot - self._memory.data_ptr()
+            data = self._memory[start : start + math.prod(shape) * dtype.itemsize]
+            view = self._views[slot, shape, dtype] = data.view(dtype).view(shape)
+        return view
+
+    def receive(self, out: Tensor, peer: int) -> Work:
+        """Copy the next message of a peer into `out`, contiguous, beside the current stream."""
+        queue = self._incoming
+        # The memory of `out` may be in use until here.
+        queue.follow(torch.cuda.current_stream(self._device))
+        self._receivers[peer].receive(out.data_ptr(), out.nbytes, queue)
+        out.record_stream(queue.stream)
+        rank = self._ranks[peer]
+        return Awaited(Copied(queue.stream.record_event(), out), f"a shard of rank {rank}", (rank,))
+
+
+def slice_channels(num_slices: int) -> Channels:
+    """Between all slices of a layer."""
+    peers = [[other for other in range(num_slices) if other != index] for index in range(num_slices)]
+    return Channels(peers, 4 if num_slices == 2 else 2, _WHOLE_BYTES // num_slices)
+
+
+def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool) -> None:
+    """Let the group of tensor slices exchange shards by copies, if that is asked for and every group of the world can.
+
+    Collective over the world.
+    """
+    group = groups.model
+    group.kernels.copies = None
+    if not asked or group.size == 1:
+        return
+    channels = slice_channels(group.size)
+    shared = open_channels(groups, "model", channels, device)
+    if shared is not None:
+        group.kernels.copies = ShardCopies(group.ranks, group.index, channels, shared.of, device)

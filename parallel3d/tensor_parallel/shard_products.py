@@ -1,0 +1,165 @@
+"""Products of matrices whose rows are sharded over the ranks, multiplied while the shards travel.
+
+An all-gather before a product, and a reduce-scatter behind one, can each be hidden by that very product: a rank multiplies
+what it has while the others' rows come, and what it must send first (arXiv:2205.05198 has the two collectives; overlapping
+them so is the decomposition of arXiv:2305.06942). Messages go by comm/shard_copies.py, which takes no multiprocessor.
+
+Rows are a sequence's: [..., shard, features] on each rank, [..., shard * size, features] in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.collectives import Copies, Group
+from parallel3d.comm.differentiable import Started
+from parallel3d.split_backward import Factors, Pair, multiply, rows_of
+
+# A sample's shard as the messages that it takes: [samples * size][messages] of rows, [rows, features].
+Blocks = Sequence[Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class ShardProducts:
+    """Products over a group whose ranks send each other shards. Every rank makes the same calls in the same order.
+
+    Nothing here is followed by autograd.
+    """
+
+    group: Group
+    copies: Copies
+
+    def start_gather(self, x: Tensor) -> Started:
+        """[..., shard, features] -> [..., seq, features], every rank's."""
+        rows = self._rows_of_message(x, 1)
+        shards, whole = _blocks(x.contiguous(), x.shape[-2], rows), self._whole(x, x.shape[-1])
+        blocks = _blocks(whole, x.shape[-2], rows)
+        self._send(shards)
+        works = [
+            self.copies.receive(out, peer)
+            for peer in self._sources()
+            for sample in range(len(shards))
+            for out in blocks[sample * self.group.size + peer]
+        ]
+        for sample, shard in enumerate(shards):
+            for out, given in zip(blocks[sample * self.group.size + self.group.index], shard, strict=True):
+                out.copy_(given)
+
+        def finish() -> Tensor:
+            for work in works:
+                work.wait()
+            return whole
+
+        return finish
+
+    def gather_products(self, x: Tensor, pairs: Sequence[Pair]) -> list[Tensor]:
+        """F.linear of what is gathered, by each weight and bias: [..., shard, in] -> [..., seq, out] of each."""
+        return self._gather(x, pairs, None)
+
+    def gather_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """What is gathered, and its product with weight [in, out]: [..., shard, in] -> [..., seq, in], [..., seq, out]."""
+        kept = self._whole(x, x.shape[-1])
+        (product,) = self._gather(x, [(weight.t(), None)], kept)
+        return kept, product
+
+    def _gather(self, x: Tensor, pairs: Sequence[Pair], kept: Tensor | None) -> list[Tensor]:
+        size, shard, rows = self.group.size, x.shape[-2], self._rows_of_message(x, 1)
+        shards = _blocks(x.contiguous(), shard, rows)
+        self._send(shards)
+        outputs = [self._whole(x, len(weight)) for weight, _ in pairs]
+        factors = [(weight.t(), bias) for weight, bias in pairs]
+        targets = [_blocks(output, shard, rows) for output in outputs]
+        keeping = None if kept is None else _blocks(kept, shard, rows)
+
+        def multiply_rows(given: Tensor, block: int, message: int) -> None:
+            if keeping is not None:
+                keeping[block][message].copy_(given)
+            for target, (right, bias) in zip(targets, factors, strict=True):
+                if bias is None:
+                    torch.mm(given, right, out=target[block][message])
+                else:
+                    torch.addmm(bias, given, right, out=target[block][message])
+
+        for sample, messages in enumerate(shards):
+            for message, given in enumerate(messages):
+                multiply_rows(given, sample * size + self.group.index, message)
+        for peer in self._sources():
+            for sample, messages in enumerate(shards):
+                for message, like in enumerate(messages):
+                    with self.copies.taken(like.shape, x.dtype, peer) as given:
+                        multiply_rows(given, sample * size + peer, message)
+        return outputs
+
+    def scatter_products(self, factors: Factors) -> Tensor:
+        """This rank's shard of the sum over ranks of the sum of products, [..., seq, k] each -> [..., shard, features].
+
+        Of two ranks one product is added to the other's result; of more the sum is in fp32, and rounded once.
+        """
+        size, index = self.group.size, self.group.index
+        (left, right), *_ = factors
+        *others, seq, _ = left.shape
+        total = left.new_empty(*others, seq // size, right.shape[1])
+        # Of two ranks' rows the first half arrives while the second is multiplied.
+        rows = self._rows_of_message(total, 2 if size == 2 else 1)
+        results = _blocks(total, seq // size, rows)
+        parts = [(_blocks(left, seq // size, rows), right) for left, right in factors]
+
+        def factors_of(block: int, message: int) -> Factors:
+            return [(left[block][message], right) for left, right in parts]
+
+        for peer in self._targets():
+            for sample, messages in enumerate(results):
+                for message in range(len(messages)):
+                    self.copies.send(multiply(factors_of(sample * size + peer, message)), peer)
+        for sample, messages in enumerate(results):
+            for message, out in enumerate(messages):
+                self._add_up(out, factors_of(sample * size + index, message))
+        return total
+
+    def _add_up(self, out: Tensor, own: Factors) -> None:
+        """out = what each other rank sends next + the sum of these products."""
+        if self.group.size == 2:
+            with self.copies.taken(out.shape, out.dtype, 1 - self.group.index) as given:
+                torch.addmm(given, *own[0], out=out)
+            for left, right in own[1:]:
+                out.addmm_(left, right)
+            return
+        wide = multiply(own, out=out).to(torch.promote_types(out.dtype, torch.float32))
+        for peer in self._sources():
+            with self.copies.taken(out.shape, out.dtype, peer) as given:
+                wide += given
+        out.copy_(wide)
+
+    def _targets(self) -> list[int]:
+        """The other ranks, each rank with another one first."""
+        return [(self.group.index + distance) % self.group.size for distance in range(1, self.group.size)]
+
+    def _sources(self) -> list[int]:
+        """The other ranks, as their messages come."""
+        return [(self.group.index - distance) % self.group.size for distance in range(1, self.group.size)]
+
+    def _rows_of_message(self, shard: Tensor, least: int) -> int:
+        """shard: [..., rows, features], to be sent in at least so many messages."""
+        *_, rows, features = shard.shape
+        count = max(least, -(-rows * features * shard.element_size() // self.copies.most_bytes))
+        return -(-rows // count)
+
+    def _send(self, shards: Blocks) -> None:
+        for peer in self._targets():
+            for messages in shards:
+                for given in messages:
+                    self.copies.send(given, peer)
+
+    def _whole(self, x: Tensor, features: int) -> Tensor:
+        *others, shard, _ = x.shape
+        return x.new_empty(*others, shard * self.group.size, features)
+
+
+def _blocks(x: Tensor, shard: int, rows: int) -> Blocks:
+    """[..., a multiple of shard, features] in shards, and those in messages of so many rows, the last maybe of fewer."""
+    shards = rows_of(x).split(shard)
+    return [(block,) for block in shards] if rows >= shard else [block.split(rows) for block in shards]

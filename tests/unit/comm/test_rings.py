@@ -1,0 +1,147 @@
+"""The rings of one host's messages, with threads for streams: what is sent arrives, in order, whatever the sizes and delays."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections.abc import Callable, Sequence
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from parallel3d.comm import rings
+from parallel3d.comm.peer_copies import pipeline_channels
+from parallel3d.comm.rings import Channels, Receiver, Ring, Sender
+from parallel3d.comm.shard_copies import slice_channels
+
+SLOT = 64
+
+
+class ThreadStream:
+    """Runs what is queued on a thread of its own, with random pauses, as a CUDA stream runs beside the host."""
+
+    def __init__(self, seed: int):
+        self._queue: Queue[Callable[[], Any] | None] = Queue()
+        self._rng = random.Random(seed)
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            if self._rng.random() < 0.3:
+                time.sleep(self._rng.random() * 1e-3)
+            task()
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self._queue.put(lambda: ctypes.memmove(target, source, num_bytes))
+
+    def wait_for(self, word: int, count: int) -> None:
+        flag = ctypes.c_int32.from_address(word)
+
+        def wait() -> None:
+            end = time.monotonic() + 20
+            while (flag.value - count + 2**31) % 2**32 < 2**31:  # signed difference, as the driver compares
+                assert time.monotonic() < end, "the flag never came"
+                time.sleep(1e-5)
+
+        self._queue.put(wait)
+
+    def pause(self, seconds: float) -> None:
+        self._queue.put(lambda: time.sleep(seconds))
+
+    def write(self, word: int, count: int) -> None:
+        flag = ctypes.c_int32.from_address(word)
+        self._queue.put(lambda: setattr(flag, "value", count))
+
+    def close(self) -> bool:
+        """Whether all that was queued is done."""
+        self._queue.put(None)
+        self._thread.join(30)
+        return not self._thread.is_alive()
+
+
+def ring_after(num_slots: int, times: int) -> tuple[Sender, Receiver]:
+    """The ends of a ring whose slots have all been filled so often."""
+    slots = list(torch.zeros(num_slots * SLOT, dtype=torch.uint8).split(SLOT))
+    counts = [torch.full((num_slots,), rings._int32(times), dtype=torch.int32) for _ in range(2)]
+    ring = Ring(slots, *counts)
+    sender, receiver = Sender(ring), Receiver(ring)
+    sender._count = receiver._count = times * num_slots
+    return sender, receiver
+
+
+def exchange(sizes: Sequence[int], num_slots: int, times: int = 0) -> None:
+    """Send random bytes of these sizes, some time before or after they are received."""
+    sender, receiver = ring_after(num_slots, times)
+    outgoing, incoming = ThreadStream(1), ThreadStream(2)
+    generator = torch.Generator().manual_seed(len(sizes))
+    sent = [torch.randint(256, (n,), dtype=torch.uint8, generator=generator) for n in sizes]
+    got = [torch.full((n,), 255, dtype=torch.uint8) for n in sizes]
+    for k in range(len(sizes) + 3):
+        if k >= 3:
+            receiver.receive(got[k - 3].data_ptr(), sizes[k - 3], incoming)
+        if k < len(sizes):
+            sender.send(sent[k].data_ptr(), sizes[k], outgoing)
+    ended = [stream.close() for stream in (outgoing, incoming)]
+    assert all(ended), "a stream stands still"
+    assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_all_arrives_in_order_in_pieces_and_with_tails(num_slots: int) -> None:
+    rng = random.Random(num_slots)
+    exchange([rng.choice((1, 7, SLOT - 1, SLOT, SLOT + 1, 5 * SLOT, 9 * SLOT + 13)) for _ in range(60)], num_slots)
+
+
+def test_counts_wrap_around() -> None:
+    """A count is an int32: of a slot that was filled 2^31 times it is negative, after 2^32 zero again."""
+    for times in (2**31 - 2, 2**32 - 2):
+        exchange([SLOT] * 24, 4, times)
+
+
+def test_pieces_are_left_in_any_order() -> None:
+    """Two streams take every other piece each, one of them late: neither holds up a slot of the other's."""
+    sender, receiver = ring_after(4, 0)
+    outgoing, takers = ThreadStream(1), (ThreadStream(2), ThreadStream(3))
+    sent = [torch.full((SLOT,), number, dtype=torch.uint8) for number in range(40)]
+    got = [torch.full((SLOT,), 255, dtype=torch.uint8) for _ in sent]
+    for number, (data, out) in enumerate(zip(sent, got, strict=True)):
+        sender.send(data.data_ptr(), SLOT, outgoing)
+        place, taker = receiver.next_place(), takers[number % 2]
+        place.await_piece(taker)
+        if number % 2:
+            taker.pause(1e-3)
+        taker.copy(out.data_ptr(), place.slot, SLOT)
+        place.leave(taker)
+    ended = [stream.close() for stream in (outgoing, *takers)]
+    assert all(ended), "a stream stands still"
+    assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
+
+
+def small(channels: Channels) -> Channels:
+    return Channels(channels.peers, channels.num_slots, SLOT)
+
+
+@pytest.mark.parametrize(
+    ("channels", "pairs"),
+    [(small(pipeline_channels(n)), 2 if n == 2 else 2 * n) for n in (2, 3, 4, 7)]
+    + [(small(slice_channels(n)), n * (n - 1)) for n in (2, 3, 4, 8)],
+)
+def test_channels_share_no_byte(channels: Channels, pairs: int) -> None:
+    """Every ordered pair of ranks that send to each other has slots and counts of its own."""
+    memory = [torch.zeros(channels.num_bytes, dtype=torch.uint8) for _ in channels.peers]
+    ends = [(s, t) for t, peers in enumerate(channels.peers) for s in peers]
+    assert len(ends) == pairs
+    for number, (source, target) in enumerate(ends, start=1):
+        ring = channels.ring(source, target, memory.__getitem__)
+        for part in (*ring.slots, ring.filled.view(torch.uint8), ring.emptied.view(torch.uint8)):
+            assert not part.any(), "another channel's"
+            part.fill_(number)
+        assert len(ring.slots) == len(ring.filled) == len(ring.emptied) == channels.num_slots
+        assert all(slot.numel() == SLOT and slot.data_ptr() >= memory[target].data_ptr() for slot in ring.slots)
+    first = channels.ring(*ends[0], memory.__getitem__)
+    assert first.filled.view(torch.uint8).tolist() == [1] * 4 * channels.num_slots
