@@ -7,6 +7,7 @@ import itertools
 import socket
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class AllReduce:
         assert library is not None, "checked before by local_obstacle"
         self.number = register(self)
         self._library, self._shared, self._group, self._device = library, shared, group, device
-        self._threads = int(library.p3d_all_reduce_threads())
+        self._index = group.index
         self._staging, self._pads = addresses(shared.buffers()), addresses(shared.pads())
         self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=device)
         # Where the kernel tells the host of a failure: reading it waits for nothing.
@@ -58,7 +59,9 @@ class AllReduce:
         self._beside = torch.cuda.Stream(device, priority=-1)
         # Calls share the staging buffer, so they run one after the other, whatever streams they are on.
         self._last: torch.cuda.Stream | None = None
-        self._done = torch.cuda.Event()
+        self._pieces = lru_cache(1024)(
+            partial(pieces, world_size=group.size, threads=int(library.p3d_all_reduce_threads()))
+        )
 
     def takes(self, x: Tensor) -> bool:
         """Whether the kernel sums such tensors; the same on every rank, where they are alike."""
@@ -78,16 +81,16 @@ class AllReduce:
         self.raise_if_failed()
         stream = torch.cuda.current_stream(self._device)
         if self._last is not None and self._last != stream:
-            stream.wait_event(self._done)
-        size, width = x.numel(), x.element_size()
-        for piece in pieces(size, width, self._group.size, self._threads):
+            stream.wait_stream(self._last)
+        width, source, target = x.element_size(), x.data_ptr(), out.data_ptr()
+        for piece in self._pieces(x.numel(), width):
             status = self._library.p3d_all_reduce(
                 piece.two_shot,
                 DTYPES[x.dtype],
                 self._group.size,
-                self._group.index,
-                x.data_ptr() + piece.start * width,
-                out.data_ptr() + piece.start * width,
+                self._index,
+                source + piece.start * width,
+                target + piece.start * width,
                 piece.size,
                 self._staging,
                 self._pads,
@@ -100,7 +103,6 @@ class AllReduce:
                 stream.cuda_stream,
             )
             check(self._library, "p3d_all_reduce", status)
-        self._done.record(stream)
         self._last = stream
 
     def works(self) -> bool:
