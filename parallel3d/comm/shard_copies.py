@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import Awaited, Work
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.rings import Channels, Copied, CudaStream, Receiver, Sender, open_channels
+from parallel3d.comm.rings import Channels, Copied, CudaStream, Place, Receiver, Sender, open_channels
 
 # Of all slices: a slot holds a slice's share of 4096 tokens x 4096 features in bf16.
 _WHOLE_BYTES = 32 * 2**20
 _MOST_VIEWS = 1024  # kept, where shapes change from batch to batch
+
+
+class Taken:
+    """A message in its slot, for the work within a `with` block: there when that begins, the sender's again after it."""
+
+    __slots__ = ("_place", "_stream", "_view")
+
+    def __init__(self, view: Tensor, place: Place, stream: CudaStream):
+        self._view, self._place, self._stream = view, place, stream
+
+    def __enter__(self) -> Tensor:
+        self._place.await_piece(self._stream)
+        return self._view
+
+    def __exit__(self, *_: object) -> None:
+        self._place.leave(self._stream)
 
 
 class ShardCopies:
@@ -55,17 +70,14 @@ class ShardCopies:
         self._senders[peer].send(x.data_ptr(), x.nbytes, queue)
         x.record_stream(queue.stream)
 
-    @contextmanager
-    def taken(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Iterator[Tensor]:
+    def taken(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Taken:
         """The next message of a peer, in its slot, for work on the current stream; the slot is given back after it."""
         current = torch.cuda.current_stream(self._device)
         stream = self._streams.get(current.cuda_stream)
         if stream is None:
             stream = self._streams[current.cuda_stream] = CudaStream(current)
         place = self._receivers[peer].next_place()
-        place.await_piece(stream)
-        yield self._view(place.slot, tuple(shape), dtype)
-        place.leave(stream)
+        return Taken(self._view(place.slot, tuple(shape), dtype), place, stream)
 
     def _view(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         view = self._views.get((slot, shape, dtype))

@@ -192,6 +192,11 @@ class TensorParallelConfig(Section):
         json_schema_extra=OWN,
     )
 
+    @property
+    def copies_shards(self) -> bool:
+        """Whether shards of sequences shall travel by copies."""
+        return self.sequence_parallel and self.peer_copies
+
     @model_validator(mode="after")
     def _consistent(self) -> TensorParallelConfig:
         if self.sequence_parallel and self.size == 1:

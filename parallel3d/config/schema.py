@@ -88,6 +88,12 @@ class Config(Section):
         description="true or false: look for inf and NaN in what each layer returns, the loss and the gradients",
         json_schema_extra=OWN,
     )
+    gc_freeze: bool = Field(
+        True,
+        description="true or false: on CUDA keep Python's garbage collector from what there is after the first steps, so that "
+        "no rank pauses for it in the middle of one",
+        json_schema_extra=OWN,
+    )
     dataloader_drop_last: bool = Field(False, description=_BOOL)
     seed: NonNegative = Field(
         1234, description="a whole number >= 0, which fixes the order of the training data", json_schema_extra=OWN

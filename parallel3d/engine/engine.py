@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from parallel3d.activity import ACTIVITY, EVALUATES, STEADY, Phase
 from parallel3d.attention import attention_context
 from parallel3d.checkpointing import Checkpointer
-from parallel3d.comm.all_reduce_kernel import open_all_reduce
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
-from parallel3d.comm.shard_copies import open_shard_copies
+from parallel3d.comm.slices import open_slices
 from parallel3d.comm.transport import DistributedTransport, Transport
 from parallel3d.config import BatchSizes, Config
 from parallel3d.engine.answers import Answers
@@ -31,6 +30,7 @@ from parallel3d.engine.saving import Saving
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.errors import ConfigError
 from parallel3d.failures.process import Attribution
+from parallel3d.garbage import Standing
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
 from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.pipe.executor import Batch, BatchResult, Executor, both, no_record
@@ -88,9 +88,8 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         # Of the first rank, so that scripts which seed each rank differently draw the same in every layout.
         torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
         self._streams = RandomStreams((config.seed, torch_seed), model.device)
-        open_all_reduce(self._groups, model.device, config.kernels.wants_all_reduce)
-        slices = config.tensor_parallel
-        open_shard_copies(self._groups, model.device, slices.sequence_parallel and slices.peer_copies)
+        open_slices(self._groups, model.device, config.kernels.wants_all_reduce, config.tensor_parallel.copies_shards)
+        self._standing = Standing(config.gc_freeze and model.device.type == "cuda")
         self._set_up_pipeline(transport or DistributedTransport(self._groups, config.pipeline.peer_copies))
         self._set_up_checkpoints()
         if config.compile.enabled:
@@ -186,6 +185,7 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         self.global_samples += num_micro_batches * self._batch_sizes.micro_batch_size * self._groups.data.size
         self._report(loss)
         self._record_run()
+        self._standing.after_step()
         ACTIVITY.slots[STEADY] = 1
         return loss
 

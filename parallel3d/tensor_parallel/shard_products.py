@@ -35,7 +35,7 @@ class ShardProducts:
 
     def start_gather(self, x: Tensor) -> Started:
         """[..., shard, features] -> [..., seq, features], every rank's."""
-        rows = self._rows_of_message(x, 1)
+        rows = self._rows_of_message(x)
         shards, whole = _blocks(x.contiguous(), x.shape[-2], rows), self._whole(x, x.shape[-1])
         blocks = _blocks(whole, x.shape[-2], rows)
         self._send(shards)
@@ -67,7 +67,7 @@ class ShardProducts:
         return kept, product
 
     def _gather(self, x: Tensor, pairs: Sequence[Pair], kept: Tensor | None) -> list[Tensor]:
-        size, shard, rows = self.group.size, x.shape[-2], self._rows_of_message(x, 1)
+        size, shard, rows = self.group.size, x.shape[-2], self._rows_of_message(x)
         shards = _blocks(x.contiguous(), shard, rows)
         self._send(shards)
         outputs = [self._whole(x, len(weight)) for weight, _ in pairs]
@@ -97,14 +97,13 @@ class ShardProducts:
     def scatter_products(self, factors: Factors) -> Tensor:
         """This rank's shard of the sum over ranks of the sum of products, [..., seq, k] each -> [..., shard, features].
 
-        Of two ranks one product is added to the other's result; of more the sum is in fp32, and rounded once.
+        Summed in fp32, rounded once after the ranks' products were.
         """
         size, index = self.group.size, self.group.index
         (left, right), *_ = factors
         *others, seq, _ = left.shape
         total = left.new_empty(*others, seq // size, right.shape[1])
-        # Of two ranks' rows the first half arrives while the second is multiplied.
-        rows = self._rows_of_message(total, 2 if size == 2 else 1)
+        rows = self._rows_of_message(total)
         results = _blocks(total, seq // size, rows)
         parts = [(_blocks(left, seq // size, rows), right) for left, right in factors]
 
@@ -117,22 +116,18 @@ class ShardProducts:
                     self.copies.send(multiply(factors_of(sample * size + peer, message)), peer)
         for sample, messages in enumerate(results):
             for message, out in enumerate(messages):
-                self._add_up(out, factors_of(sample * size + index, message))
+                multiply(factors_of(sample * size + index, message), out=out)
+                self._add_others(out)
         return total
 
-    def _add_up(self, out: Tensor, own: Factors) -> None:
-        """out = what each other rank sends next + the sum of these products."""
-        if self.group.size == 2:
-            with self.copies.taken(out.shape, out.dtype, 1 - self.group.index) as given:
-                torch.addmm(given, *own[0], out=out)
-            for left, right in own[1:]:
-                out.addmm_(left, right)
-            return
-        wide = multiply(own, out=out).to(torch.promote_types(out.dtype, torch.float32))
+    def _add_others(self, out: Tensor) -> None:
+        """out += what each other rank sends next."""
+        wide = out if self.group.size == 2 else out.to(torch.promote_types(out.dtype, torch.float32))
         for peer in self._sources():
             with self.copies.taken(out.shape, out.dtype, peer) as given:
                 wide += given
-        out.copy_(wide)
+        if wide is not out:
+            out.copy_(wide)
 
     def _targets(self) -> list[int]:
         """The other ranks, each rank with another one first."""
@@ -142,11 +137,10 @@ class ShardProducts:
         """The other ranks, as their messages come."""
         return [(self.group.index - distance) % self.group.size for distance in range(1, self.group.size)]
 
-    def _rows_of_message(self, shard: Tensor, least: int) -> int:
-        """shard: [..., rows, features], to be sent in at least so many messages."""
+    def _rows_of_message(self, shard: Tensor) -> int:
+        """shard: [..., rows, features]."""
         *_, rows, features = shard.shape
-        count = max(least, -(-rows * features * shard.element_size() // self.copies.most_bytes))
-        return -(-rows // count)
+        return -(-rows // max(1, -(-rows * features * shard.element_size() // self.copies.most_bytes)))
 
     def _send(self, shards: Blocks) -> None:
         for peer in self._targets():
@@ -161,5 +155,8 @@ class ShardProducts:
 
 def _blocks(x: Tensor, shard: int, rows: int) -> Blocks:
     """[..., a multiple of shard, features] in shards, and those in messages of so many rows, the last maybe of fewer."""
-    shards = rows_of(x).split(shard)
-    return [(block,) for block in shards] if rows >= shard else [block.split(rows) for block in shards]
+    if shard % rows:
+        return [block.split(rows) for block in rows_of(x).split(shard)]
+    # Of views that cost the host the least.
+    messages, each = x.reshape(-1, rows, x.shape[-1]).unbind(), shard // rows
+    return [messages[start : start + each] for start in range(0, len(messages), each)]

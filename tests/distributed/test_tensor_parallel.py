@@ -344,11 +344,9 @@ def check_copies() -> None:
             messages.finish()
             # Each of two layers gathers and scatters forward and backward, and the first gathers its input once more.
             pieces = -(-4 // most_rows) * samples * (group.size - 1)
-            halves = max(2, -(-4 // most_rows)) * samples if group.size == 2 else pieces
             runs = messages.calls["receive"] // pieces
             assert runs > 0
-            sent, taken = 3 * pieces + 2 * halves, 2 * pieces + 2 * halves
-            assert messages.calls == Counter(send=runs * sent, taken=runs * taken, receive=runs * pieces)
+            assert messages.calls == Counter(send=5 * runs * pieces, taken=4 * runs * pieces, receive=runs * pieces)
 
 
 def check_single_layers() -> None:

@@ -1,0 +1,65 @@
+"""What stands after the first steps is out of the collector's sight, and comes back into it for the next training."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from parallel3d import garbage
+from parallel3d.garbage import STEPS, Standing
+
+
+class Node:
+    """In a cycle with itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_what_stands_is_frozen_after_the_first_steps_and_what_comes_later_is_not() -> None:
+    standing = Standing(True)
+    counts = []
+    for _ in range(STEPS[-1] + 2):
+        standing.after_step()
+        counts.append(gc.get_freeze_count())
+    assert [count > 0 for count in counts] == [step >= STEPS[0] for step in range(1, len(counts) + 1)]
+    assert counts[STEPS[0] - 1] > 1000
+    assert counts[-1] == counts[STEPS[-1] - 1]
+    later = weakref.ref(Node())
+    gc.collect()
+    assert later() is None
+
+
+def test_the_next_training_collects_what_the_last_one_left() -> None:
+    standing, node = Standing(True), Node()
+    for _ in range(STEPS[-1]):
+        standing.after_step()
+    reference = weakref.ref(node)
+    del node
+    gc.collect()
+    assert reference() is not None
+    Standing(True)
+    assert reference() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_nothing_is_frozen_unless_asked_for() -> None:
+    standing = Standing(False)
+    for _ in range(STEPS[-1]):
+        standing.after_step()
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    Standing(False)
+    assert gc.get_freeze_count() > 0, "somebody else's"
+    garbage.thaw()
+    assert gc.get_freeze_count() == 0
