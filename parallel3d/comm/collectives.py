@@ -44,7 +44,7 @@ class Copies(Protocol):
         """The next message of a peer, for work on the current stream, until which it is the peer's again."""
 
     def receive(self, out: Tensor, peer: int) -> Work:
-        """Copy the next message of a peer into `out`, contiguous, beside the current stream."""
+        """Post the receipt of a peer's next message into `out`, contiguous."""
 
 
 @dataclass

@@ -8,39 +8,34 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.rings import Channels, Copied, CudaStream, Receiver, Sender, open_channels
+from parallel3d.comm.rings import Channels, Copied, CudaStream, CudaStreams, Receiver, Receiving, Sender, open_channels
 
 
 class PeerCopies:
     """This rank's channels from and to its neighbours in a pipeline whose ranks share a host.
 
-    Made by `open_peer_copies`. The streams of a channel wait for the stream that posts, as NCCL's do.
+    Made by `open_peer_copies`.
     """
 
     def __init__(self, stage: int, channels: Channels, memory_of: Callable[[int], Tensor], device: torch.device):
+        self._streams = CudaStreams(device)
         self._senders: dict[int, tuple[Sender, CudaStream]] = {}
-        self._receivers: dict[int, tuple[Receiver, CudaStream]] = {}
+        self._receivers: dict[int, Receiver] = {}
         for other in channels.peers[stage]:
-            outgoing, incoming = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
+            outgoing, beside = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
             self._senders[other] = Sender(channels.ring(stage, other, memory_of)), outgoing
-            self._receivers[other] = Receiver(channels.ring(other, stage, memory_of)), incoming
+            self._receivers[other] = Receiver(channels.ring(other, stage, memory_of), beside)
 
     def send(self, data: Tensor, stage: int) -> Copied:
-        """Post bytes [n] to a stage, n > 0."""
+        """Post bytes [n] to a stage, n > 0, once the current stream has them."""
         sender, queue = self._senders[stage]
-        queue.follow(torch.cuda.current_stream())
+        queue.follow_stream(torch.cuda.current_stream())
         sender.send(data.data_ptr(), data.numel(), queue)
         return Copied(queue.stream.record_event(), data)
 
-    def receive(self, data: Tensor, stage: int) -> Copied:
+    def receive(self, data: Tensor, stage: int) -> Receiving:
         """Post the receipt of the next bytes [n] of a stage."""
-        receiver, queue = self._receivers[stage]
-        # The memory of `data` may be in use until here.
-        queue.follow(torch.cuda.current_stream())
-        receiver.receive(data.data_ptr(), data.numel(), queue)
-        # The copy comes when the sender does, even if a failure has made everyone here forget the memory.
-        data.record_stream(queue.stream)
-        return Copied(queue.stream.record_event(), data)
+        return Receiving(self._receivers[stage], data, self._streams)
 
 
 def pipeline_channels(num_stages: int) -> Channels:

@@ -5,6 +5,10 @@ copies a piece into it by the copy engine and writes beside it how often it was 
 that, takes the piece, and writes back how often the slot was emptied. Waits and counts are the driver's stream memory
 operations, so compute kernels share the device with nothing, where NCCL's spin on multiprocessors until their message comes.
 
+The stream that needs a message waits for it, and copies it out of the ring, when it needs it, not one beside it as soon as it
+is expected: streams that wait for long hold up the short waits of others on the device. Only where a message is expected for
+which the ring has no slot left do those before it go out by a stream beside.
+
 The stages of a pipeline send each other activations so (peer_copies.py), tensor slices the shards of sequences
 (shard_copies.py).
 """
@@ -14,10 +18,11 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +51,12 @@ class Stream(Protocol):
 
     def write(self, word: int, count: int) -> None:
         """The int32 at `word` = count, once all before it is done."""
+
+    def mark(self) -> Any:
+        """What is done when all that is queued now is."""
+
+    def follow(self, mark: Any) -> None:
+        """Go on when a stream's mark is done."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class _End:
         words = zip(ring.slots, ring.filled.split(1), ring.emptied.split(1), strict=True)
         self._addresses = [(slot.data_ptr(), filled.data_ptr(), emptied.data_ptr()) for slot, filled, emptied in words]
 
-    def next_place(self) -> Place:
+    def _next_place(self) -> Place:
         """Of the next piece, the same for both ends."""
         times, k = divmod(self._count, len(self._addresses))
         self._count += 1
@@ -104,23 +115,65 @@ class Sender(_End):
     def send(self, address: int, num_bytes: int, stream: Stream) -> None:
         """So many bytes from an address, in as many pieces as it takes."""
         for source, length in self._pieces(address, num_bytes):
-            place = self.next_place()
+            place = self._next_place()
             if place.times > 1:
                 stream.wait_for(place.emptied, _int32(place.times - 1))
             stream.copy(place.slot, source, length)
             stream.write(place.filled, _int32(place.times))
 
 
-class Receiver(_End):
-    """The end that takes from a ring: each piece whole, or as `next_place`, whose pieces may be left in any order."""
+class Arriving:
+    """A message that is expected: `take` copies it out of its ring, once, on whichever stream first needs it."""
 
-    def receive(self, address: int, num_bytes: int, stream: Stream) -> None:
-        """Fill so many bytes from an address with what was sent as so many."""
-        for target, length in self._pieces(address, num_bytes):
-            place = self.next_place()
+    def __init__(self, parts: Sequence[tuple[Place, int, int]], posted: Any):
+        self._parts, self._mark = parts, posted
+        self.num_slots = len(parts)  # that it takes in the ring until it is taken
+
+    def take(self, stream: Stream) -> None:
+        """Let the stream go on when the message is in its memory."""
+        stream.follow(self._mark)
+        if not self.num_slots:
+            return
+        for place, target, length in self._parts:
             place.await_piece(stream)
             stream.copy(target, place.slot, length)
             place.leave(stream)
+        self.num_slots, self._mark = 0, stream.mark()
+
+
+class Receiver(_End):
+    """The end that takes from a ring. beside: a stream for messages that keep others from coming."""
+
+    def __init__(self, ring: Ring, beside: Stream):
+        super().__init__(ring)
+        self._beside = beside
+        self._expected: deque[Arriving] = deque()
+
+    def expect(self, address: int, num_bytes: int, posted: Any) -> Arriving:
+        """The next message, of so many bytes, to an address whose memory is free when the mark `posted` is done."""
+        pieces = list(self._pieces(address, num_bytes))
+        self._make_room(len(pieces))
+        arriving = Arriving([(self._next_place(), *piece) for piece in pieces], posted)
+        if len(pieces) > len(self._addresses):
+            arriving.take(self._beside)
+        else:
+            self._expected.append(arriving)
+        return arriving
+
+    def next_place(self) -> Place:
+        """Of the next message, which takes one slot and is to be left at once."""
+        self._make_room(1)
+        return self._next_place()
+
+    def _make_room(self, num_slots: int) -> None:
+        """So that what is expected leaves slots for as many pieces: in which order it is taken must not matter."""
+        while self._expected and (
+            not self._expected[0].num_slots
+            or sum(a.num_slots for a in self._expected) + num_slots > len(self._addresses)
+        ):
+            oldest = self._expected.popleft()
+            if oldest.num_slots:
+                oldest.take(self._beside)
 
 
 def _int32(count: int) -> int:
@@ -140,10 +193,18 @@ class CudaStream:
         self._followed = ctypes.c_void_p()
         self._check("cuEventCreate", self._driver.cuEventCreate(ctypes.byref(self._followed), _NO_TIMING))
 
-    def follow(self, stream: torch.cuda.Stream) -> None:
+    def follow_stream(self, stream: torch.cuda.Stream) -> None:
         """Go on when all that the other stream has now is done."""
         self._check("cuEventRecord", self._driver.cuEventRecord(self._followed, stream.cuda_stream))
         self._check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(self._handle, self._followed, 0))
+
+    def mark(self) -> torch.cuda.Event:
+        """See Stream."""
+        return self.stream.record_event()
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        """See Stream."""
+        self.stream.wait_event(mark)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """See Stream."""
@@ -200,6 +261,38 @@ class Copied:
     def is_completed(self) -> bool:
         """Whether it is done, without waiting."""
         return self.event.query()
+
+
+class CudaStreams:
+    """The streams of a device that receive messages, by whichever is the current one."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._known: dict[int, CudaStream] = {}
+
+    def current(self) -> CudaStream:
+        """PyTorch's current stream."""
+        stream = torch.cuda.current_stream(self._device)
+        known = self._known.get(stream.cuda_stream)
+        if known is None:
+            known = self._known[stream.cuda_stream] = CudaStream(stream)
+        return known
+
+
+class Receiving:
+    """A Work: a message that comes into the memory of `data`, on the stream that first waits for it."""
+
+    def __init__(self, receiver: Receiver, data: Tensor, streams: CudaStreams):
+        self._streams, self._data = streams, data
+        self._arriving = receiver.expect(data.data_ptr(), data.nbytes, streams.current().mark())
+
+    def wait(self) -> None:
+        """Let the current stream go on when the message is in its memory."""
+        self._arriving.take(self._streams.current())
+
+    def is_completed(self) -> bool:
+        """Whether it was taken. (What has come is not known before.)"""
+        return not self._arriving.num_slots
 
 
 @dataclass(frozen=True)

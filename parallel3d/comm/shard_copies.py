@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel3d.comm.collectives import Awaited, Work
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.rings import Channels, Copied, CudaStream, Place, Receiver, Sender, open_channels
+from parallel3d.comm.rings import Channels, CudaStream, CudaStreams, Place, Receiver, Receiving, Sender, open_channels
 
 # Of all slices: a slot holds a slice's share of 4096 tokens x 4096 features in bf16.
 _WHOLE_BYTES = 32 * 2**20
@@ -37,7 +37,7 @@ class ShardCopies:
     """This rank's channels from and to the other slices of its layers. Made by open_shard_copies.
 
     Every rank posts the same messages in the same order; a message of one peer is taken in the order in which it was sent.
-    All are sent by one stream, one after the other, for one copy alone takes what NVLink gives; `receive` copies on another.
+    All are sent by one stream, one after the other, for one copy alone takes what NVLink gives.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class ShardCopies:
     ):
         self.most_bytes = channels.slot_bytes
         self._ranks, self._device = ranks, device
-        self._outgoing, self._incoming = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
+        self._streams = CudaStreams(device)
+        self._outgoing, beside = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
         peers = channels.peers[index]
         self._senders = {peer: Sender(channels.ring(index, peer, memory_of)) for peer in peers}
-        self._receivers = {peer: Receiver(channels.ring(peer, index, memory_of)) for peer in peers}
+        self._receivers = {peer: Receiver(channels.ring(peer, index, memory_of), beside) for peer in peers}
         self._memory = memory_of(index)
-        # Slots as tensors, and the streams that took them: the same ones again and again.
+        # Slots as tensors: the same ones again and again.
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
-        self._streams: dict[int, CudaStream] = {}
 
     def takes(self, x: Tensor) -> bool:
         """Whether such tensors can be sent; the same on every rank, where they are alike."""
@@ -66,18 +66,14 @@ class ShardCopies:
     def send(self, x: Tensor, peer: int) -> None:
         """Post x, contiguous and of at most most_bytes, to a peer, by its place in the group."""
         queue = self._outgoing
-        queue.follow(torch.cuda.current_stream(self._device))
+        queue.follow_stream(torch.cuda.current_stream(self._device))
         self._senders[peer].send(x.data_ptr(), x.nbytes, queue)
         x.record_stream(queue.stream)
 
     def taken(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Taken:
         """The next message of a peer, in its slot, for work on the current stream; the slot is given back after it."""
-        current = torch.cuda.current_stream(self._device)
-        stream = self._streams.get(current.cuda_stream)
-        if stream is None:
-            stream = self._streams[current.cuda_stream] = CudaStream(current)
         place = self._receivers[peer].next_place()
-        return Taken(self._view(place.slot, tuple(shape), dtype), place, stream)
+        return Taken(self._view(place.slot, tuple(shape), dtype), place, self._streams.current())
 
     def _view(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         view = self._views.get((slot, shape, dtype))
@@ -90,14 +86,9 @@ class ShardCopies:
         return view
 
     def receive(self, out: Tensor, peer: int) -> Work:
-        """Copy the next message of a peer into `out`, contiguous, beside the current stream."""
-        queue = self._incoming
-        # The memory of `out` may be in use until here.
-        queue.follow(torch.cuda.current_stream(self._device))
-        self._receivers[peer].receive(out.data_ptr(), out.nbytes, queue)
-        out.record_stream(queue.stream)
+        """Post the receipt of a peer's next message into `out`, contiguous."""
         rank = self._ranks[peer]
-        return Awaited(Copied(queue.stream.record_event(), out), f"a shard of rank {rank}", (rank,))
+        return Awaited(Receiving(self._receivers[peer], out, self._streams), f"a shard of rank {rank}", (rank,))
 
 
 def slice_channels(num_slices: int) -> Channels:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from queue import Queue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 
 from parallel3d.comm import rings
 from parallel3d.comm.peer_copies import pipeline_channels
-from parallel3d.comm.rings import Channels, Receiver, Ring, Sender
+from parallel3d.comm.rings import Arriving, Channels, Receiver, Ring, Sender
 from parallel3d.comm.shard_copies import slice_channels
 
 SLOT = 64
@@ -50,6 +50,14 @@ class ThreadStream:
 
         self._queue.put(wait)
 
+    def mark(self) -> Event:
+        done = Event()
+        self._queue.put(done.set)
+        return done
+
+    def follow(self, mark: Event) -> None:
+        self._queue.put(lambda: mark.wait(20))
+
     def pause(self, seconds: float) -> None:
         self._queue.put(lambda: time.sleep(seconds))
 
@@ -64,29 +72,37 @@ class ThreadStream:
         return not self._thread.is_alive()
 
 
-def ring_after(num_slots: int, times: int) -> tuple[Sender, Receiver]:
-    """The ends of a ring whose slots have all been filled so often."""
+def ring_after(num_slots: int, times: int) -> tuple[Sender, Receiver, list[ThreadStream]]:
+    """The ends of a ring whose slots have all been filled so often, and the streams that they use, the sender's first."""
     slots = list(torch.zeros(num_slots * SLOT, dtype=torch.uint8).split(SLOT))
     counts = [torch.full((num_slots,), rings._int32(times), dtype=torch.int32) for _ in range(2)]
     ring = Ring(slots, *counts)
-    sender, receiver = Sender(ring), Receiver(ring)
+    streams = [ThreadStream(1), ThreadStream(2)]
+    sender, receiver = Sender(ring), Receiver(ring, streams[1])
     sender._count = receiver._count = times * num_slots
-    return sender, receiver
+    return sender, receiver, streams
 
 
-def exchange(sizes: Sequence[int], num_slots: int, times: int = 0) -> None:
-    """Send random bytes of these sizes, some time before or after they are received."""
-    sender, receiver = ring_after(num_slots, times)
-    outgoing, incoming = ThreadStream(1), ThreadStream(2)
+def exchange(sizes: Sequence[int], num_slots: int, times: int = 0, order: random.Random | None = None) -> None:
+    """Send random bytes of these sizes, some time before or after they are expected; take them in order, or in any."""
+    sender, receiver, streams = ring_after(num_slots, times)
+    taker = ThreadStream(3)
+    streams.append(taker)
     generator = torch.Generator().manual_seed(len(sizes))
     sent = [torch.randint(256, (n,), dtype=torch.uint8, generator=generator) for n in sizes]
     got = [torch.full((n,), 255, dtype=torch.uint8) for n in sizes]
+    expected: list[Arriving] = []
     for k in range(len(sizes) + 3):
         if k >= 3:
-            receiver.receive(got[k - 3].data_ptr(), sizes[k - 3], incoming)
+            expected.append(receiver.expect(got[k - 3].data_ptr(), sizes[k - 3], taker.mark()))
         if k < len(sizes):
-            sender.send(sent[k].data_ptr(), sizes[k], outgoing)
-    ended = [stream.close() for stream in (outgoing, incoming)]
+            sender.send(sent[k].data_ptr(), sizes[k], streams[0])
+        while expected and (order is None or order.random() < 0.5):
+            expected.pop(0 if order is None else order.randrange(len(expected))).take(taker)
+    for arriving in expected:
+        arriving.take(taker)
+        arriving.take(taker)  # the second time there is nothing to copy
+    ended = [stream.close() for stream in streams]
     assert all(ended), "a stream stands still"
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
 
@@ -97,6 +113,14 @@ def test_all_arrives_in_order_in_pieces_and_with_tails(num_slots: int) -> None:
     exchange([rng.choice((1, 7, SLOT - 1, SLOT, SLOT + 1, 5 * SLOT, 9 * SLOT + 13)) for _ in range(60)], num_slots)
 
 
+@pytest.mark.parametrize("num_slots", [1, 2, 4])
+def test_messages_are_taken_in_any_order(num_slots: int) -> None:
+    """However many are expected at once: of those that fill the ring the first go out beside."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        exchange([rng.choice((1, SLOT, SLOT + 1, 3 * SLOT, 5 * SLOT)) for _ in range(40)], num_slots, order=rng)
+
+
 def test_counts_wrap_around() -> None:
     """A count is an int32: of a slot that was filled 2^31 times it is negative, after 2^32 zero again."""
     for times in (2**31 - 2, 2**32 - 2):
@@ -105,8 +129,8 @@ def test_counts_wrap_around() -> None:
 
 def test_pieces_are_left_in_any_order() -> None:
     """Two streams take every other piece each, one of them late: neither holds up a slot of the other's."""
-    sender, receiver = ring_after(4, 0)
-    outgoing, takers = ThreadStream(1), (ThreadStream(2), ThreadStream(3))
+    sender, receiver, (outgoing, beside) = ring_after(4, 0)
+    takers = ThreadStream(3), ThreadStream(4)
     sent = [torch.full((SLOT,), number, dtype=torch.uint8) for number in range(40)]
     got = [torch.full((SLOT,), 255, dtype=torch.uint8) for _ in sent]
     for number, (data, out) in enumerate(zip(sent, got, strict=True)):
@@ -117,7 +141,7 @@ def test_pieces_are_left_in_any_order() -> None:
             taker.pause(1e-3)
         taker.copy(out.data_ptr(), place.slot, SLOT)
         place.leave(taker)
-    ended = [stream.close() for stream in (outgoing, *takers)]
+    ended = [stream.close() for stream in (outgoing, beside, *takers)]
     assert all(ended), "a stream stands still"
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
 
