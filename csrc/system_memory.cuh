@@ -41,6 +41,12 @@ __device__ inline unsigned long long load_acquire(const unsigned long long* addr
   return value;
 }
 
+__device__ inline unsigned int load_acquire(const unsigned int* address) {
+  unsigned int value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ inline unsigned long long nanoseconds() {
   unsigned long long now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

@@ -69,9 +69,11 @@ def _run(options: argparse.Namespace) -> int:
 
 def examine(config: Config, slices: int) -> list[Finding]:
     """Every kernel. slices: over how many ranks a layer is sliced."""
-    triton = _triton()
+    triton, kernels = _triton(), config.kernels
+    waits = [_turned_off("message_wait", kernels.message_wait, "the driver's waits"), local_obstacle()]
     return [
-        Finding("all_reduce (CUDA)", "NCCL", _all_reduce(config, slices), config.kernels.wants_all_reduce),
+        Finding("all_reduce (CUDA)", "NCCL", _all_reduce(config, slices), kernels.wants_all_reduce),
+        Finding("message_wait (CUDA)", "the driver", [o for o in waits if o is not None], kernels.wants_message_wait),
         Finding("swiglu (Triton)", "PyTorch", triton, False),
         Finding("rms_norm (Triton)", "PyTorch", triton, False),
     ]
@@ -79,7 +81,7 @@ def examine(config: Config, slices: int) -> list[Finding]:
 
 def _all_reduce(config: Config, slices: int) -> list[Obstacle]:
     own = local_obstacle()
-    found = [_turned_off(config), own]
+    found = [_turned_off("all_reduce", config.kernels.all_reduce, "NCCL"), own]
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         # Ranks fill one host after the other.
@@ -91,14 +93,14 @@ def _all_reduce(config: Config, slices: int) -> list[Obstacle]:
     return [obstacle for obstacle in found if obstacle is not None]
 
 
-def _turned_off(config: Config) -> Obstacle | None:
-    if config.kernels.wants_all_reduce:
+def _turned_off(kernel: str, value: bool | str, instead: str) -> Obstacle | None:
+    if value is True:
         return None
-    if config.kernels.all_reduce == "auto":
-        why = 'kernels.all_reduce is "auto", which is NCCL until the kernel has been measured on GPUs'
+    if value == "auto":
+        why = f'kernels.{kernel} is "auto", which is {instead} until the kernel has been measured on GPUs'
     else:
         why = "the configuration turns it off"
-    return Obstacle(why, "set kernels.all_reduce to true")
+    return Obstacle(why, f"set kernels.{kernel} to true")
 
 
 def _triton() -> list[Obstacle]:

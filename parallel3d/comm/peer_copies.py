@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.message_wait import MessageWait, open_message_wait
 from parallel3d.comm.rings import Channels, Copied, CudaStream, CudaStreams, Receiver, Receiving, Sender, open_channels
 
 
@@ -17,8 +18,15 @@ class PeerCopies:
     Made by `open_peer_copies`.
     """
 
-    def __init__(self, stage: int, channels: Channels, memory_of: Callable[[int], Tensor], device: torch.device):
-        self._streams = CudaStreams(device)
+    def __init__(
+        self,
+        stage: int,
+        channels: Channels,
+        memory_of: Callable[[int], Tensor],
+        device: torch.device,
+        waits: MessageWait | None,
+    ):
+        self._streams = CudaStreams(device, waits)
         self._senders: dict[int, tuple[Sender, CudaStream]] = {}
         self._receivers: dict[int, Receiver] = {}
         for other in channels.peers[stage]:
@@ -43,8 +51,10 @@ def pipeline_channels(num_stages: int) -> Channels:
     return Channels([sorted({(s - 1) % num_stages, (s + 1) % num_stages} - {s}) for s in range(num_stages)])
 
 
-def open_peer_copies(groups: ProcessGroups, device: torch.device) -> PeerCopies | None:
-    """The channels of this rank's pipeline, see open_channels."""
+def open_peer_copies(groups: ProcessGroups, device: torch.device, by_kernel: bool = False) -> PeerCopies | None:
+    """The channels of this rank's pipeline, see open_channels. by_kernel: see open_message_wait."""
     channels = pipeline_channels(groups.pipe.size)
     shared = open_channels(groups, "pipe", channels, device)
-    return None if shared is None else PeerCopies(groups.coordinate("pipe"), channels, shared.of, device)
+    if shared is None:
+        return None
+    return PeerCopies(groups.coordinate("pipe"), channels, shared.of, device, open_message_wait(device, by_kernel))

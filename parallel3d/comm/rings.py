@@ -29,6 +29,7 @@ from torch import Tensor
 
 from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.message_wait import MessageWait
 from parallel3d.comm.symmetric import Mapped, map_memory, reaches
 from parallel3d.errors import CommunicationError
 
@@ -185,10 +186,11 @@ class CudaStream:
     """A stream of this process's device, with the driver's copies and stream memory operations.
 
     The driver is called directly: a message takes six calls, which through PyTorch cost the host ten times as much.
+    waits: by which the stream waits instead of by the driver.
     """
 
-    def __init__(self, stream: torch.cuda.Stream):
-        self.stream = stream
+    def __init__(self, stream: torch.cuda.Stream, waits: MessageWait | None = None):
+        self.stream, self._waits = stream, waits
         self._driver, self._handle = _driver(), stream.cuda_stream
         self._followed = ctypes.c_void_p()
         self._check("cuEventCreate", self._driver.cuEventCreate(ctypes.byref(self._followed), _NO_TIMING))
@@ -212,6 +214,9 @@ class CudaStream:
 
     def wait_for(self, word: int, count: int) -> None:
         """See Stream."""
+        if self._waits is not None:
+            self._waits.wait(self._handle, word, count)
+            return
         wait = self._driver.cuStreamWaitValue32_v2
         self._check("cuStreamWaitValue32", wait(self._handle, word, count % 2**32, _GREATER_OR_EQUAL))
 
@@ -266,8 +271,8 @@ class Copied:
 class CudaStreams:
     """The streams of a device that receive messages, by whichever is the current one."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, waits: MessageWait | None):
+        self._device, self._waits = device, waits
         self._known: dict[int, CudaStream] = {}
 
     def current(self) -> CudaStream:
@@ -275,7 +280,7 @@ class CudaStreams:
         stream = torch.cuda.current_stream(self._device)
         known = self._known.get(stream.cuda_stream)
         if known is None:
-            known = self._known[stream.cuda_stream] = CudaStream(stream)
+            known = self._known[stream.cuda_stream] = CudaStream(stream, self._waits)
         return known
 
 

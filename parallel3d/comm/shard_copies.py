@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel3d.comm.collectives import Awaited, Work
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.message_wait import MessageWait, open_message_wait
 from parallel3d.comm.rings import Channels, CudaStream, CudaStreams, Place, Receiver, Receiving, Sender, open_channels
 
 # Of all slices: a slot holds a slice's share of 4096 tokens x 4096 features in bf16.
@@ -47,10 +48,11 @@ class ShardCopies:
         channels: Channels,
         memory_of: Callable[[int], Tensor],
         device: torch.device,
+        waits: MessageWait | None,
     ):
         self.most_bytes = channels.slot_bytes
         self._ranks, self._device = ranks, device
-        self._streams = CudaStreams(device)
+        self._streams = CudaStreams(device, waits)
         self._outgoing, beside = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
         peers = channels.peers[index]
         self._senders = {peer: Sender(channels.ring(index, peer, memory_of)) for peer in peers}
@@ -97,10 +99,10 @@ def slice_channels(num_slices: int) -> Channels:
     return Channels(peers, 4 if num_slices == 2 else 2, _WHOLE_BYTES // num_slices)
 
 
-def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool) -> None:
+def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool, by_kernel: bool = False) -> None:
     """Let the group of tensor slices exchange shards by copies, if that is asked for and every group of the world can.
 
-    Collective over the world.
+    Collective over the world. by_kernel: see open_message_wait.
     """
     group = groups.model
     group.kernels.copies = None
@@ -109,4 +111,5 @@ def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool) 
     channels = slice_channels(group.size)
     shared = open_channels(groups, "model", channels, device)
     if shared is not None:
-        group.kernels.copies = ShardCopies(group.ranks, group.index, channels, shared.of, device)
+        waits = open_message_wait(device, by_kernel)
+        group.kernels.copies = ShardCopies(group.ranks, group.index, channels, shared.of, device, waits)

@@ -7,9 +7,11 @@ import torch
 from parallel3d.comm.all_reduce_kernel import open_all_reduce
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.shard_copies import open_shard_copies
+from parallel3d.config import Config
 
 
-def open_slices(groups: ProcessGroups, device: torch.device, all_reduce: bool, copies: bool) -> None:
-    """Let tensor slices sum by the kernel, and exchange shards by copies, as asked for. Collective over the world."""
-    open_all_reduce(groups, device, all_reduce)
-    open_shard_copies(groups, device, copies)
+def open_slices(groups: ProcessGroups, device: torch.device, config: Config) -> None:
+    """Let tensor slices sum by the kernel and exchange shards by copies, as configured. Collective over the world."""
+    kernels = config.kernels
+    open_all_reduce(groups, device, kernels.wants_all_reduce)
+    open_shard_copies(groups, device, config.tensor_parallel.copies_shards, kernels.wants_message_wait)

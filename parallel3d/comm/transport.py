@@ -74,17 +74,18 @@ class _ThroughHost:
 class DistributedTransport:
     """gloo and NCCL. Under NCCL each channel has its own communicator, so that the directions don't wait for each other.
 
-    peer_copies: where the ranks of each pipeline share a host, tensors travel by peer_copies.py instead of NCCL. gloo tells
-    that a send has left only when it is waited for, so there what was sent is held until `finish`.
+    peer_copies: where the ranks of each pipeline share a host, tensors travel by peer_copies.py instead of NCCL;
+    waits_by_kernel: see message_wait.py. gloo tells that a send has left only when it is waited for, so there what was sent
+    is held until `finish`.
     """
 
-    def __init__(self, groups: ProcessGroups, peer_copies: bool = True):
+    def __init__(self, groups: ProcessGroups, peer_copies: bool = True, waits_by_kernel: bool = False):
         self._groups = groups
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._stage = groups.coordinate("pipe")
         self._by_host = False
-        self._copies = open_peer_copies(groups, local_device()) if peer_copies else None
+        self._copies = open_peer_copies(groups, local_device(), waits_by_kernel) if peer_copies else None
         if groups.backend == "nccl" and groups.pipe.size > 1 and self._copies is None:
             self._open_channels()
 

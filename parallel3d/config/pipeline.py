@@ -186,7 +186,7 @@ class TensorParallelConfig(Section):
     size: Positive | None = Field(None, description="a whole number of ranks >= 1", json_schema_extra=OWN)
     sequence_parallel: bool = Field(False, description="true or false", json_schema_extra=OWN)
     peer_copies: bool = Field(
-        True,
+        False,
         description="true or false: whether, with sequence_parallel, slices of one host send by copies into each other's "
         "memory, behind the products, else by NCCL",
         json_schema_extra=OWN,

@@ -127,7 +127,7 @@ class KernelsConfig(Section):
     "auto" leaves the work to NCCL for now, whatever the hardware: no kernel has been measured on GPUs yet.
     """
 
-    auto_is_a_value = frozenset({"all_reduce"})
+    auto_is_a_value = frozenset({"all_reduce", "message_wait"})
 
     all_reduce: bool | Literal["auto"] = Field(
         "auto",
@@ -136,10 +136,22 @@ class KernelsConfig(Section):
         json_schema_extra=OWN,
     )
 
+    message_wait: bool | Literal["auto"] = Field(
+        "auto",
+        description="true, so that streams wait for messages of stages and slices of one host by a kernel of one thread, or "
+        'false for the driver\'s waits, or "auto", which is false until that kernel has been measured on GPUs',
+        json_schema_extra=OWN,
+    )
+
     @property
     def wants_all_reduce(self) -> bool:
         """Whether tensor slices shall be summed by the kernel."""
         return self.all_reduce is True
+
+    @property
+    def wants_message_wait(self) -> bool:
+        """Whether streams shall wait for messages by the kernel."""
+        return self.message_wait is True
 
 
 class ElasticConfig(Section):

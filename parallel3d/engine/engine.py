@@ -88,9 +88,10 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         # Of the first rank, so that scripts which seed each rank differently draw the same in every layout.
         torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
         self._streams = RandomStreams((config.seed, torch_seed), model.device)
-        open_slices(self._groups, model.device, config.kernels.wants_all_reduce, config.tensor_parallel.copies_shards)
+        open_slices(self._groups, model.device, config)
         self._standing = Standing(config.gc_freeze and model.device.type == "cuda")
-        self._set_up_pipeline(transport or DistributedTransport(self._groups, config.pipeline.peer_copies))
+        by_copies = config.pipeline.peer_copies, config.kernels.wants_message_wait
+        self._set_up_pipeline(transport or DistributedTransport(self._groups, *by_copies))
         self._set_up_checkpoints()
         if config.compile.enabled:
             self.compile()

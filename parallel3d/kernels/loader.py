@@ -17,6 +17,8 @@ _ADDRESSES = ctypes.POINTER(ctypes.c_uint64)
 # name -> (what it returns, what it takes), as csrc/ declares them.
 FUNCTIONS: Mapping[str, tuple[Any, Sequence[Any]]] = {
     "p3d_error": (ctypes.c_char_p, (_INT,)),
+    # word, count, limit, report, device, stream
+    "p3d_await_count": (_INT, (_POINTER, ctypes.c_uint32, ctypes.c_uint64, _POINTER, _INT, _POINTER)),
     "p3d_all_reduce_threads": (_INT, ()),
     "p3d_all_reduce": (
         _INT,

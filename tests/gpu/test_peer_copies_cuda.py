@@ -30,11 +30,11 @@ def size_of(number: int, source: int, target: int) -> int:
     )
 
 
-def exchange(num_stages: int) -> tuple[int, int]:
+def exchange(num_stages: int, by_kernel: bool) -> tuple[int, int]:
     """(messages, bytes that differ) of rounds in which every rank sends to and receives from its neighbours."""
     groups = ProcessGroups(PipeDataParallelTopology(num_stages, 1))
     device = torch.device("cuda", torch.cuda.current_device())
-    copies = open_peer_copies(groups, device)
+    copies = open_peer_copies(groups, device, by_kernel)
     assert copies is not None
     stage, rng = groups.coordinate("pipe"), random.Random(groups.rank)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -57,10 +57,11 @@ def exchange(num_stages: int) -> tuple[int, int]:
     return count, int(wrong)
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_every_byte_arrives(gpu_pool: RankPool, num_gpus: int, num_stages: int):
+def test_every_byte_arrives(gpu_pool: RankPool, num_gpus: int, num_stages: int, by_kernel: bool):
     if num_stages > num_gpus:
         pytest.skip(f"needs {num_stages} CUDA devices")
-    for count, wrong in gpu_pool.run(num_stages, exchange, num_stages, timeout=60):
+    for count, wrong in gpu_pool.run(num_stages, exchange, num_stages, by_kernel, timeout=60):
         assert count == ROUNDS * len(pipeline_channels(num_stages).peers[0])
         assert wrong == 0

@@ -75,6 +75,7 @@ def test_the_launcher_refuses_what_there_is_no_kernel_for(built: Path, world: in
 C_TYPES = {
     "int": ctypes.c_int,
     "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
     "uint64_t": ctypes.c_uint64,
     "const char*": ctypes.c_char_p,
     "void*": ctypes.c_void_p,
