@@ -72,8 +72,7 @@ class Planner:
         if question.global_batch < 1:
             raise ConfigError(f"--global-batch is {question.global_batch}; give the samples of a step, 1 or more")
         hosts = Counter(gpu.host for gpu in question.cluster.gpus)
-        slices = [2**k for k in range(max(hosts.values()).bit_length())]
-        space = enumerate_space(count, question.global_batch, layers, slices)
+        space = enumerate_space(count, question.global_batch, layers, possible_slices(max(hosts.values())))
         if not len(space):
             raise ConfigError(
                 f"no layout of {count} GPUs makes up a global batch of {question.global_batch} samples with {layers} layers: "
@@ -183,6 +182,11 @@ class Planner:
             considered=len(search.space),
             simulated=len(search.found),
         )
+
+
+def possible_slices(gpus: int) -> list[int]:
+    """Over how many GPUs of a host with so many a layer may be sliced: powers of two, and what fills the host evenly."""
+    return [n for n in range(1, gpus + 1) if n & (n - 1) == 0 or gpus % n == 0]
 
 
 @contextmanager

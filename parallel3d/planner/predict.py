@@ -109,7 +109,7 @@ class Predictor:
 
     def times(self, layout: RunLayout, links: LayoutLinks, device: Device, exactly: bool = True) -> Times:
         """Of each layer of the layout on one kind of device; else from what a single sample asks for."""
-        numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, bool(layout.recompute))
         splits = layout.schedule not in WHOLE_BACKWARDS
         key = (numbers, device, id(links), exactly, splits)
         if key not in self._times:
@@ -235,7 +235,7 @@ class Predictor:
     ) -> tuple[tuple[int, ...], tuple[int, ...], Times]:
         """(the stage of each, bounds in layers, seconds)."""
         shape = (layout.stages, layout.chunks, layout.placement, layout.schedule not in WHOLE_BACKWARDS)
-        numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, bool(layout.recompute))
         key = (*shape, *numbers, id(links), exactly, None if bounds is None else tuple(bounds))
         if key not in self._of_chunks:
             placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)

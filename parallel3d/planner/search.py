@@ -17,7 +17,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.found import Found, Refused, find, refuse
 from parallel3d.planner.predict import Predictor
 from parallel3d.planner.profile import LayerProfile
-from parallel3d.planner.space import VARIANTS, Space
+from parallel3d.planner.space import RECOMPUTED, VARIANTS, Space
 from parallel3d.planner.timing import Integers, Shape, compute_seconds
 from parallel3d.planner.work import Collective, Work
 from parallel3d.zero.memory import predict_state
@@ -143,6 +143,14 @@ def _groups(*columns: Integers) -> list[tuple[Integers, list[int]]]:
     return list(zip(places, values.tolist(), strict=True))
 
 
+def _no_slower(layout: RunLayout) -> list[RunLayout]:
+    """Layouts that take more memory than this one and no more time, for less is reduced, or fewer layers are recomputed at
+    once."""
+    others = [replace(layout, zero=1, text="")] if layout.zero == 2 else []
+    fewer = [n for n in RECOMPUTED if 0 < n < (layout.recompute or 0)]
+    return others + [replace(layout, recompute=n, text="") for n in fewer]
+
+
 class Search:
     """Looks for the shortest step in a space, by predictions in the order of their bounds.
 
@@ -159,6 +167,7 @@ class Search:
         self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
         self.found: list[Found] = []
         self.refused: list[Refused] = []
+        self._least: dict[RunLayout, float] = {}
 
     def run(self) -> list[Found]:
         """Those that fit, the shortest first; none where nothing does."""
@@ -192,10 +201,10 @@ class Search:
         while waiting and waiting[0][0] < best:
             least, n, k, is_near = heappop(waiting)
             layout = self.space.layout(k)
-            if layout.zero == 2 and replace(layout, zero=1, text="") in fitting:
-                continue  # more is reduced, and nothing needs that
+            if any(other in fitting for other in _no_slower(layout)):
+                continue
             if not is_near:
-                heappush(waiting, (self._predictor.least_seconds(layout), n, k, True))
+                heappush(waiting, (self._least_seconds(layout), n, k, True))
                 continue
             done.add(k)
             found = self._predict(layout, least)
@@ -217,10 +226,17 @@ class Search:
         for k in order[:_FEW]:
             done.add(k)
             layout = self.space.layout(k)
-            found = self._predict(layout, self._predictor.least_seconds(layout))
+            found = self._predict(layout, self._least_seconds(layout))
             if found is not None and found.fits:
                 break
         return done
+
+    def _least_seconds(self, layout: RunLayout) -> float:
+        """The predictor's, the same however many layers are recomputed together."""
+        key = replace(layout, recompute=min(1, layout.recompute or 0), text="")
+        if key not in self._least:
+            self._least[key] = self._predictor.least_seconds(key)
+        return self._least[key]
 
     def _predict(self, layout: RunLayout, least: float) -> Found | None:
         """None for a layout that is refused. least: see Refused."""

@@ -14,6 +14,8 @@ from parallel3d.config.run_layout import RunLayout, write_run_layout
 
 IntArray = npt.NDArray[np.int64]
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # samples
+# Layers recomputed together, 0 for none: of more less is kept, and more is held at once while they are.
+RECOMPUTED = (0, 1, 2, 4)
 
 
 # A longer pipeline's search takes too long, at the start of a training too.
@@ -110,5 +112,6 @@ def _rest(stages: int, replicas: int, tp: int, global_batch: int, num_layers: in
         variants = [k for k, v in enumerate(VARIANTS) if stages * v.chunks <= min(num_layers, _most_chunks(v))]
     sharing = (0, 1) if tp > 1 else (0,)
     zeros = (0, 1, 2) if replicas > 1 else (0,)
-    for sp, mb, zero, recompute, variant in product(sharing, fitting, zeros, (0, 1), variants):
-        yield sp, mb, global_batch // (replicas * mb), zero, recompute, variant
+    for sp, mb, zero, recompute, variant in product(sharing, fitting, zeros, RECOMPUTED, variants):
+        if recompute <= 1 or recompute * stages * VARIANTS[variant].chunks <= num_layers:
+            yield sp, mb, global_batch // (replicas * mb), zero, recompute, variant

@@ -19,7 +19,7 @@ from parallel3d.planner.found import Found, find, refuse
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.outlook import Outlook
-from parallel3d.planner.plan import Planner, Question
+from parallel3d.planner.plan import Planner, Question, possible_slices
 from parallel3d.planner.result import PlanResult
 from parallel3d.planner.search import Search
 
@@ -35,11 +35,17 @@ def hosts(count: int, memory: str | None = None, **more: Any) -> dict[str, Any]:
 
 
 @cache
-def small_model(seq: int = 256, vocab: int = 1024) -> PlannedModel:
+def small_model(seq: int = 256, vocab: int = 1024, layers: int = 6) -> PlannedModel:
     import torch
 
     config = DecoderConfig(
-        vocab_size=vocab, hidden_size=512, ffn_size=1024, num_layers=6, num_heads=4, num_kv_heads=2, max_positions=seq
+        vocab_size=vocab,
+        hidden_size=512,
+        ffn_size=1024,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        max_positions=seq,
     )
 
     def sample(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,6 +97,29 @@ def test_layers_are_split_within_the_devices_memory() -> None:
     assert bound.fits
     assert bound.outlook.bounds != free.outlook.bounds
     assert bound.outlook.seconds >= free.outlook.seconds
+
+
+def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
+    """Four stages of 24 blocks hold up to four micro-batches' inputs of each, or of every other one."""
+    fixed = parse_run_layout("pp4,1f1b,m8,mb1")
+
+    def planner(memory: str | None) -> Planner:
+        return Planner(Question(small_model(16_384, 64, 96), load_cluster(hosts(1, memory)), 8, fixed=fixed))
+
+    free = planner(None)
+    fullest = {
+        layout.recompute: max(stage.reserved for stage in find(free.predictor, layout, exactly=True).memory)
+        for layout in map(free.space.layout, range(len(free.space)))
+    }
+    assert fullest[2] < 0.9 * fullest[1]
+    assert free.answer().config["pipeline"]["activation_checkpoint_interval"] == 0
+    told = planner(f"{(fullest[1] + fullest[2]) // 2} B").answer()
+    assert told.config["pipeline"]["activation_checkpoint_interval"] > 1
+
+
+@pytest.mark.parametrize(("gpus", "slices"), [(8, [1, 2, 4, 8]), (6, [1, 2, 3, 4, 6]), (9, [1, 2, 3, 4, 8, 9]), (1, [1])])
+def test_slices_are_powers_of_two_or_fill_a_host(gpus: int, slices: list[int]) -> None:
+    assert possible_slices(gpus) == slices
 
 
 def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
