@@ -1,4 +1,4 @@
-"""The benchmark of all-reduces: its arithmetic, its table, and a run of it on the CPU."""
+"""The benchmark of communication: its arithmetic, its table, and a run of it on the CPU."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from kernels import category
 def test_bus_bandwidth_is_what_a_ring_sends():
     """A ring of n devices passes n - 1 parts of n on, twice."""
     for world in (2, 3, 8):
-        assert bus_bandwidth(4096 * world, world, 2.0) == pytest.approx(2 * (world - 1) * 4096 / 2.0)
+        assert bus_bandwidth("all_reduce", 4096 * world, world, 2.0) == pytest.approx(2 * (world - 1) * 4096 / 2.0)
+        assert bus_bandwidth("ring", 4096, world, 2.0) == 2048.0
 
 
 def test_the_table_compares_the_kernel_with_the_backend():
     def record(by: str, seconds: float) -> dict[str, Any]:
         times = {"seconds": seconds, "min_s": seconds / 2, "max_s": 2 * seconds, "bus_bytes_per_s": 3e9}
-        return {"world": 4, "dtype": "bfloat16", "bytes": 65536, "by": by, **times}
+        return {"what": "all_reduce", "world": 4, "dtype": "bfloat16", "bytes": 65536, "by": by, **times}
 
     _, nccl, kernel = table([record("nccl", 3e-5), record("kernel", 1.5e-5)])
-    assert nccl == ["4", "bfloat16", "65,536", "nccl", "30.0", "15.0-60.0", "3.0", ""]
-    assert kernel == ["4", "bfloat16", "65,536", "kernel", "15.0", "7.5-30.0", "3.0", "0.50"]
+    assert nccl == ["all_reduce", "4", "bfloat16", "65,536", "nccl", "30.0", "15.0-60.0", "3.0", ""]
+    assert kernel == ["all_reduce", "4", "bfloat16", "65,536", "kernel", "15.0", "7.5-30.0", "3.0", "0.50"]
 
 
 def test_the_kernel_counts_as_communication():
@@ -41,11 +42,15 @@ def test_the_kernel_counts_as_communication():
 def test_a_run_on_the_cpu(tmp_path: Path):
     out = tmp_path / "communication.json"
     command = [sys.executable, communication.__file__, "--cpu", "--worlds", "2,64", "--sizes", "64,4096"]
-    command += ["--dtypes", "float32", "--repeats", "2", "--out", str(out)]
+    command += ["--dtypes", "float32", "--products", "64,32,48", "--repeats", "2", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads(out.read_text())
-    assert [(m["world"], m["by"], m["bytes"]) for m in run["measured"]] == [(2, "gloo", 64), (2, "gloo", 4096)]
+    found = [(m["what"], m["by"], m["bytes"]) for m in run["measured"]]
+    exchanged = [(what, "gloo", size) for size in (64, 4096) for what in ("all_reduce", "ring")]
+    names = ("gather, 3 of attention", "gather, 2 of feed-forward", "scatter, of attention", "scatter, of feed-forward")
+    assert found == exchanged + [(name, by, 64 * 32 * 4) for name in names for by in ("alone", "gloo")]
+    assert {m["world"] for m in run["measured"]} == {2}
     assert all(0 < m["min_s"] <= m["seconds"] <= m["max_s"] for m in run["measured"])
     assert run["workload"]["worlds"] == [2]
     assert "without CUDA" in run["off"]["2"] or "no CUDA device" in run["off"]["2"]

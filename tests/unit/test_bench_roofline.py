@@ -40,6 +40,7 @@ NAMES = {
     "aten::mm": "GEMM",
     "aten::linear": OTHER,
     "void (anonymous namespace)::wait_signal_kernel(unsigned int**, unsigned int)": "waiting",
+    "(anonymous namespace)::await_count(unsigned int const*, unsigned int, unsigned long long, unsigned int*)": "waiting",
 }
 
 

@@ -1,10 +1,15 @@
-"""All-reduces of tensor slices: this package's kernel beside NCCL, on the GPUs of this host. A JSON file and a table.
+"""What ranks of one host send each other, by this package's ways beside the backend's: a JSON file and a table.
 
-python tools/bench/communication.py --worlds 2,4,8 --out communication.json
+python tools/bench/communication.py --worlds 2,4 --out communication.json
+python tools/bench/communication.py --what ring,products --worlds 2
 
-Both sum the same tensor in place, on the current stream, back to back: 100 of them, 10 of large messages, between two CUDA
-events, `repeats` times, after as many calls for warm-up. A time is the median over repeats on the slowest rank. Bus bandwidth
-is what each device must send at least, 2 (n - 1) / n of the message, by that time. With --cpu gloo alone is measured.
+all_reduce: of tensor slices, by the kernel. ring: every rank sends to the next one, as stages do, by copies. products: of a
+decoder's layers whose sequences the slices share, with the gathering before or the scattering behind them, and alone.
+Streams wait for copies by the driver, or by a kernel.
+
+All are called on the current stream, back to back: 100 times, 10 of large messages, between two CUDA events, `repeats` times,
+after as many calls for warm-up. A time is the median over repeats on the slowest rank. Bus bandwidth is what each device must
+send at least by that time. With --cpu gloo alone is measured.
 """
 
 from __future__ import annotations
@@ -24,28 +29,32 @@ from host import cuda_version, find_gpus
 from results import as_text
 from run import describe_run, environment, error_lines, find_result, run_process, split_names, start_command
 
-KERNEL = "kernel"
+WHAT = ("all_reduce", "ring", "products")
 KIB, MIB = 2**10, 2**20
 # 32 MiB are 4096 tokens x 4096 features in bf16.
 SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 1024 * MIB)
 DTYPES = ("bfloat16", "float32")
 SHORT, LONG = 100, 10  # calls between two events, of messages below LARGE and of others
 LARGE = 16 * MIB
+BACKENDS = ("nccl", "gloo")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured. sizes: bytes of a message."""
+    """What is measured. sizes: bytes of an all-reduce's or a ring's message; products: tokens, hidden size and feed-forward."""
 
+    what: tuple[str, ...]
     worlds: tuple[int, ...]
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
+    products: tuple[int, int, int]
     repeats: int
 
 
-def bus_bandwidth(num_bytes: int, world: int, seconds: float) -> float:
-    """Bytes a second that a device sends at least."""
-    return 2 * (world - 1) / world * num_bytes / seconds
+def bus_bandwidth(what: str, num_bytes: int, world: int, seconds: float) -> float:
+    """Bytes a second that a device sends at least; 0 for products, which take longer."""
+    sent = {"all_reduce": 2 * (world - 1) / world, "ring": 1.0}.get(what, 0.0)
+    return sent * num_bytes / seconds
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -54,6 +63,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--worlds", default="2,4,8", help="numbers of ranks; those that this host has no GPUs for are left out"
     )
+    parser.add_argument("--what", default=",".join(WHAT), help="all_reduce, ring, products")
+    parser.add_argument("--products", default="4096,4096,11008", help="tokens, hidden size, feed-forward size")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes of a message, separated by commas")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--repeats", type=int, default=11)
@@ -64,6 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats is at least 1")
+    if unknown := set(split_names(args.what)) - set(WHAT):
+        parser.error(f"--what has no {', '.join(sorted(unknown))}; it has {', '.join(WHAT)}")
     return args
 
 
@@ -73,7 +86,9 @@ def main() -> int:
     gpus = find_gpus() if not args.cpu and cuda_version() else []
     most = len(gpus) or os.cpu_count() or 1
     worlds = tuple(n for n in map(int, split_names(args.worlds)) if n <= most)
-    work = Workload(worlds, tuple(map(int, split_names(args.sizes))), tuple(split_names(args.dtypes)), args.repeats)
+    tokens, hidden, ffn = map(int, split_names(args.products))
+    sizes, dtypes = tuple(map(int, split_names(args.sizes))), tuple(split_names(args.dtypes))
+    work = Workload(tuple(split_names(args.what)), worlds, sizes, dtypes, (tokens, hidden, ffn), args.repeats)
     run = describe_run(args, gpus, work, "communication.py") | {"measured": [], "off": {}}
     good = bool(worlds)
     for world in worlds:
@@ -91,62 +106,51 @@ def main() -> int:
     return 0 if good else 1
 
 
-HEADERS = ("ranks", "dtype", "bytes", "by", "us", "min-max", "GB/s bus", "time / backend")
+HEADERS = ("what", "ranks", "dtype", "bytes", "by", "us", "min-max", "GB/s bus", "time / backend")
 
 
 def table(measured: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Headers and a row of text for each measurement."""
-    base = {(m["world"], m["dtype"], m["bytes"]): m["seconds"] for m in measured if m["by"] != KERNEL}
+    base = {_subject(m): m["seconds"] for m in measured if m["by"] in BACKENDS}
     rows = [list(HEADERS)]
     for m in measured:
-        own = m["by"] == KERNEL
-        ratio = f"{m['seconds'] / base[m['world'], m['dtype'], m['bytes']]:.2f}" if own else ""
+        compared = m["by"] not in BACKENDS and _subject(m) in base
+        ratio = f"{m['seconds'] / base[_subject(m)]:.2f}" if compared else ""
         spread = f"{m['min_s'] * 1e6:,.1f}-{m['max_s'] * 1e6:,.1f}"
-        numbers = [f"{m['seconds'] * 1e6:,.1f}", spread, f"{m['bus_bytes_per_s'] / 1e9:,.1f}", ratio]
-        rows.append([str(m["world"]), m["dtype"], f"{m['bytes']:,}", m["by"], *numbers])
+        bus = f"{m['bus_bytes_per_s'] / 1e9:,.1f}" if m["bus_bytes_per_s"] else ""
+        numbers = [f"{m['seconds'] * 1e6:,.1f}", spread, bus, ratio]
+        rows.append([m["what"], str(m["world"]), m["dtype"], f"{m['bytes']:,}", m["by"], *numbers])
     return rows
+
+
+def _subject(measured: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(measured[key] for key in ("what", "world", "dtype", "bytes"))
 
 
 def work_as_rank(work: Workload) -> None:
     """One rank of torchrun's; rank 0 prints a line `RESULT {...}`."""
     import torch
     import torch.distributed as dist
+    from exchanges import Exchanges
 
     import parallel3d
-    from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
-    from parallel3d.comm.environment import local_device
-    from parallel3d.comm.groups import ProcessGroups
-    from parallel3d.comm.obstacles import local_obstacle
-    from parallel3d.topology import ProcessTopology
 
     parallel3d.init_distributed()
-    world, device, backend = dist.get_world_size(), local_device(), str(dist.get_backend())
-    groups = ProcessGroups(ProcessTopology(["data", "model"], [1, world]))
-    open_all_reduce(groups, device, asked=True)
-    kernel: Any = groups.model.kernels.all_reduce
-    assert kernel is None or isinstance(kernel, AllReduce)
+    exchanges = Exchanges(work.products)
     measured = []
-    for name in work.dtypes:
-        for num_bytes in work.sizes:
-            dtype = getattr(torch, name)
-            x = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
-            ways: dict[str, Callable[[], object]] = {backend: lambda x=x: dist.all_reduce(x)}
-            if kernel is not None:
-                ways[KERNEL] = lambda x=x: kernel.sum_into(x, x)
-            for by, call in ways.items():
-                times = time_calls(call, num_bytes, work.repeats, device.type == "cuda")
-                both = torch.tensor([median(times), min(times), max(times)], device=device, dtype=torch.float64)
-                dist.all_reduce(both, op=dist.ReduceOp.MAX)
-                seconds, shortest, longest = both.tolist()
-                record = {"world": world, "dtype": name, "bytes": num_bytes, "by": by, "seconds": seconds}
-                record |= {"min_s": shortest, "max_s": longest}
-                measured.append(record | {"bus_bytes_per_s": bus_bandwidth(num_bytes, world, seconds)})
-    if kernel is not None:
-        torch.cuda.synchronize()
-        kernel.raise_if_failed()
-    why = "" if kernel is not None else str(local_obstacle(device) or "see the warning of rank 0")
+    for dtype in work.dtypes:
+        for way in exchanges.ways(work.what, work.sizes, getattr(torch, dtype)):
+            times = time_calls(way.call, way.num_bytes, work.repeats, exchanges.device.type == "cuda")
+            every = torch.tensor([median(times), min(times), max(times)], device=exchanges.device, dtype=torch.float64)
+            dist.all_reduce(every, op=dist.ReduceOp.MAX)
+            seconds, shortest, longest = every.tolist()
+            world = dist.get_world_size()
+            record = {"what": way.what, "world": world, "dtype": dtype, "bytes": way.num_bytes, "by": way.by}
+            record |= {"seconds": seconds, "min_s": shortest, "max_s": longest}
+            measured.append(record | {"bus_bytes_per_s": bus_bandwidth(way.what, way.num_bytes, world, seconds)})
+    exchanges.finish()
     if dist.get_rank() == 0:
-        print("RESULT " + json.dumps({"measured": measured, "off": why}), flush=True)
+        print("RESULT " + json.dumps({"measured": measured, "off": exchanges.why_off}), flush=True)
 
 
 def time_calls(call: Callable[[], object], num_bytes: int, repeats: int, on_cuda: bool) -> list[float]:

@@ -117,7 +117,9 @@ def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
     assert told.config["pipeline"]["activation_checkpoint_interval"] > 1
 
 
-@pytest.mark.parametrize(("gpus", "slices"), [(8, [1, 2, 4, 8]), (6, [1, 2, 3, 4, 6]), (9, [1, 2, 3, 4, 8, 9]), (1, [1])])
+@pytest.mark.parametrize(
+    ("gpus", "slices"), [(8, [1, 2, 4, 8]), (6, [1, 2, 3, 4, 6]), (9, [1, 2, 3, 4, 8, 9]), (1, [1])]
+)
 def test_slices_are_powers_of_two_or_fill_a_host(gpus: int, slices: list[int]) -> None:
     assert possible_slices(gpus) == slices
 

@@ -1,0 +1,136 @@
+"""The ways by which ranks of one host exchange tensors, for communication.py to time; for processes of torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
+from parallel3d.comm.environment import local_device
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.obstacles import local_obstacle
+from parallel3d.comm.peer_copies import PeerCopies, open_peer_copies
+from parallel3d.comm.shard_copies import open_shard_copies
+from parallel3d.split_backward import multiply
+from parallel3d.tensor_parallel.regions import SequenceBorder
+from parallel3d.topology import ProcessTopology
+
+ALONE, KERNEL, COPIES, AWAITED = "alone", "kernel", "copies", "copies, awaited by a kernel"
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is exchanged, of how many bytes in all, by what; call: starts it, on the current stream."""
+
+    what: str
+    num_bytes: int
+    by: str
+    call: Callable[[], object]
+
+
+class Exchanges:
+    """All of them among the ranks of the world. products: tokens, hidden size and feed-forward size of a decoder.
+
+    why_off: what keeps this package's ways from running here, "" if nothing does. Collective, as `ways`.
+    """
+
+    def __init__(self, products: Sequence[int]):
+        self.device, self._world, self._products = local_device(), dist.get_world_size(), products
+        self._backend = str(dist.get_backend())
+        self._groups = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [1, 1, self._world]))
+        self._stages = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [self._world, 1, 1]))
+        open_all_reduce(self._groups, self.device, asked=True)
+        kernel: Any = self._groups.model.kernels.all_reduce
+        assert kernel is None or isinstance(kernel, AllReduce)
+        self._kernel = kernel
+        by_kernel = kernel is not None
+        self._rings: dict[str, PeerCopies | None] = {COPIES: open_peer_copies(self._stages, self.device)}
+        self._rings |= {AWAITED: open_peer_copies(self._stages, self.device, by_kernel=True)} if by_kernel else {}
+        self._shards = {COPIES: self._opened(False)} | ({AWAITED: self._opened(True)} if by_kernel else {})
+        self.why_off = "" if by_kernel else str(local_obstacle(self.device) or "see the warning of rank 0")
+
+    def _opened(self, by_kernel: bool) -> Any:
+        open_shard_copies(self._groups, self.device, True, by_kernel)
+        copies, self._groups.model.kernels.copies = self._groups.model.kernels.copies, None
+        return copies
+
+    def ways(self, what: Sequence[str], sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Way]:
+        """Those of some kinds; sizes: bytes of an all-reduce's or a ring's message."""
+        for num_bytes in sizes:
+            x = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
+            yield from self._all_reduces(x) if "all_reduce" in what else ()
+            yield from self._in_a_ring(x) if "ring" in what else ()
+        if "products" in what:
+            yield from self._products_of(dtype)
+
+    def _all_reduces(self, x: Tensor) -> Iterator[Way]:
+        yield Way("all_reduce", x.nbytes, self._backend, lambda: dist.all_reduce(x))
+        if (kernel := self._kernel) is not None:
+            yield Way("all_reduce", x.nbytes, KERNEL, lambda: kernel.sum_into(x, x))
+
+    def _in_a_ring(self, x: Tensor) -> Iterator[Way]:
+        """To the next rank, from the one before."""
+        rank, y = dist.get_rank(), torch.empty_like(x)
+        target, source = (rank + 1) % self._world, (rank - 1) % self._world
+
+        def by_backend() -> None:
+            ends = [dist.P2POp(dist.isend, x, target), dist.P2POp(dist.irecv, y, source)]
+            for work in dist.batch_isend_irecv(ends):
+                work.wait()
+
+        def by_copies(copies: PeerCopies) -> None:
+            sent = copies.send(x.view(torch.uint8), target)
+            copies.receive(y.view(torch.uint8), source).wait()
+            sent.wait()
+
+        yield Way("ring", x.nbytes, self._backend, by_backend)
+        for name, copies in self._rings.items():
+            if copies is not None:
+                yield Way("ring", x.nbytes, name, partial(by_copies, copies))
+
+    def _products_of(self, dtype: torch.dtype) -> Iterator[Way]:
+        """Of column layers, with the gathering of their input, and of row layers, with the scattering of their output."""
+        tokens, hidden, ffn = self._products
+        group, heads, wide = self._groups.model, hidden // self._world, ffn // self._world
+        border = SequenceBorder(group, tokens)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=dtype, device=self.device)
+
+        shard, whole = random(1, tokens // self._world, hidden), random(1, tokens, hidden)
+        for name, widths in (("gather, 3 of attention", [heads] * 3), ("gather, 2 of feed-forward", [wide] * 2)):
+            pairs = [(random(width, hidden), None) for width in widths]
+            yield Way(name, whole.nbytes, ALONE, lambda pairs=pairs: [F.linear(whole, w) for w, _ in pairs])
+            yield from self._each(name, whole.nbytes, partial(border.enter_products, shard, pairs))
+        for name, width in (("scatter, of attention", heads), ("scatter, of feed-forward", wide)):
+            factors = [(random(1, tokens, width), random(hidden, width).t())]
+            yield Way(name, whole.nbytes, ALONE, partial(multiply, factors))
+            yield from self._each(name, whole.nbytes, lambda factors=factors: border.leave_products(factors)())
+
+    def _each(self, name: str, num_bytes: int, call: Callable[[], object]) -> Iterator[Way]:
+        """By the backend, and by copies."""
+
+        def by(copies: Any) -> None:
+            self._groups.model.kernels.copies = copies
+            with torch.no_grad():
+                call()
+            self._groups.model.kernels.copies = None
+
+        yield Way(name, num_bytes, self._backend, partial(by, None))
+        for way, copies in self._shards.items():
+            if copies is not None:
+                yield Way(name, num_bytes, way, partial(by, copies))
+
+    def finish(self) -> None:
+        """Wait for all, and raise what kernels had to say."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        if self._kernel is not None:
+            self._kernel.raise_if_failed()
