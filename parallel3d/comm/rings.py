@@ -59,6 +59,9 @@ class Stream(Protocol):
     def follow(self, mark: Any) -> None:
         """Go on when a stream's mark is done."""
 
+    def hold(self, memory: Tensor) -> None:
+        """Keep memory from being used anew before all that is queued now is done."""
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -126,20 +129,23 @@ class Sender(_End):
 class Arriving:
     """A message that is expected: `take` copies it out of its ring, once, on whichever stream first needs it."""
 
-    def __init__(self, parts: Sequence[tuple[Place, int, int]], posted: Any):
+    def __init__(self, parts: Sequence[tuple[Place, int, int]], memory: Tensor, posted: Any):
         self._parts, self._mark = parts, posted
+        # Until it is taken it may come, even if a failure has made everyone else forget the memory.
+        self._memory: Tensor | None = memory
         self.num_slots = len(parts)  # that it takes in the ring until it is taken
 
     def take(self, stream: Stream) -> None:
         """Let the stream go on when the message is in its memory."""
         stream.follow(self._mark)
-        if not self.num_slots:
+        if self._memory is None:
             return
         for place, target, length in self._parts:
             place.await_piece(stream)
             stream.copy(target, place.slot, length)
             place.leave(stream)
-        self.num_slots, self._mark = 0, stream.mark()
+        stream.hold(self._memory)
+        self.num_slots, self._memory, self._mark = 0, None, stream.mark()
 
 
 class Receiver(_End):
@@ -150,11 +156,11 @@ class Receiver(_End):
         self._beside = beside
         self._expected: deque[Arriving] = deque()
 
-    def expect(self, address: int, num_bytes: int, posted: Any) -> Arriving:
-        """The next message, of so many bytes, to an address whose memory is free when the mark `posted` is done."""
-        pieces = list(self._pieces(address, num_bytes))
+    def expect(self, memory: Tensor, posted: Any) -> Arriving:
+        """The next message, into memory, contiguous, that is free when the mark `posted` is done."""
+        pieces = list(self._pieces(memory.data_ptr(), memory.nbytes))
         self._make_room(len(pieces))
-        arriving = Arriving([(self._next_place(), *piece) for piece in pieces], posted)
+        arriving = Arriving([(self._next_place(), *piece) for piece in pieces], memory, posted)
         if len(pieces) > len(self._addresses):
             arriving.take(self._beside)
         else:
@@ -207,6 +213,10 @@ class CudaStream:
     def follow(self, mark: torch.cuda.Event) -> None:
         """See Stream."""
         self.stream.wait_event(mark)
+
+    def hold(self, memory: Tensor) -> None:
+        """See Stream."""
+        memory.record_stream(self.stream)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """See Stream."""
@@ -288,8 +298,8 @@ class Receiving:
     """A Work: a message that comes into the memory of `data`, on the stream that first waits for it."""
 
     def __init__(self, receiver: Receiver, data: Tensor, streams: CudaStreams):
-        self._streams, self._data = streams, data
-        self._arriving = receiver.expect(data.data_ptr(), data.nbytes, streams.current().mark())
+        self._streams = streams
+        self._arriving = receiver.expect(data, streams.current().mark())
 
     def wait(self) -> None:
         """Let the current stream go on when the message is in its memory."""

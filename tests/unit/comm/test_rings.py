@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from queue import Queue
 from threading import Event, Thread
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from parallel3d.comm import rings
 from parallel3d.comm.peer_copies import pipeline_channels
@@ -27,6 +29,7 @@ class ThreadStream:
     def __init__(self, seed: int):
         self._queue: Queue[Callable[[], Any] | None] = Queue()
         self._rng = random.Random(seed)
+        self.held: list[Tensor] = []
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -57,6 +60,9 @@ class ThreadStream:
 
     def follow(self, mark: Event) -> None:
         self._queue.put(lambda: mark.wait(20))
+
+    def hold(self, memory: Tensor) -> None:
+        self._queue.put(lambda: self.held.append(memory))
 
     def pause(self, seconds: float) -> None:
         self._queue.put(lambda: time.sleep(seconds))
@@ -94,7 +100,7 @@ def exchange(sizes: Sequence[int], num_slots: int, times: int = 0, order: random
     expected: list[Arriving] = []
     for k in range(len(sizes) + 3):
         if k >= 3:
-            expected.append(receiver.expect(got[k - 3].data_ptr(), sizes[k - 3], taker.mark()))
+            expected.append(receiver.expect(got[k - 3], taker.mark()))
         if k < len(sizes):
             sender.send(sent[k].data_ptr(), sizes[k], streams[0])
         while expected and (order is None or order.random() < 0.5):
@@ -119,6 +125,24 @@ def test_messages_are_taken_in_any_order(num_slots: int) -> None:
     for seed in range(4):
         rng = random.Random(seed)
         exchange([rng.choice((1, SLOT, SLOT + 1, 3 * SLOT, 5 * SLOT)) for _ in range(40)], num_slots, order=rng)
+
+
+def test_memory_of_a_message_that_nobody_takes_is_kept_until_it_has_come() -> None:
+    sender, receiver, (outgoing, beside) = ring_after(1, 0)
+    memory = torch.zeros(SLOT, dtype=torch.uint8)
+    reference = weakref.ref(memory)
+    receiver.expect(memory, beside.mark())
+    del memory
+    assert reference() is not None
+    # The ring has one slot: what is expected next makes the first message leave it.
+    receiver.expect(torch.zeros(SLOT, dtype=torch.uint8), beside.mark())
+    data = torch.full((SLOT,), 7, dtype=torch.uint8)
+    sender.send(data.data_ptr(), SLOT, outgoing)
+    ended = [stream.close() for stream in (outgoing, beside)]
+    assert all(ended), "a stream stands still"
+    (held,) = beside.held
+    assert held is reference()
+    assert torch.equal(held, data)
 
 
 def test_counts_wrap_around() -> None:
