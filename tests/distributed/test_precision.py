@@ -126,15 +126,33 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# Half precision rounds by the number of threads: two runs of one process differ by it as far as both do from fp32.
 @cache
 @threads(2)
 def reference(dtype: torch.dtype | None, autocast: torch.dtype | None = None, steps: int = STEPS) -> Any:
+    return train_alone(dtype, autocast, steps)
+
+
+def train_alone(dtype: torch.dtype | None, autocast: torch.dtype | None = None, steps: int = STEPS) -> Any:
     alone = HalfReference(ITEMS, loss_fn, lambda p: torch.optim.AdamW(p, **ADAM), dtype, CLIPPING, BASE_SEED, autocast)
     per_step = ACCUMULATION * DP
     batches = micro_batches(steps)
     losses = [alone.step(batches[k : k + per_step], 2.0**12) for k in range(0, len(batches), per_step)]
     return losses, dict(zip(alone.names, (w.detach().clone() for w in alone.weights), strict=True))
+
+
+@cache
+def distance_alone(dtype: torch.dtype) -> float:
+    """How far one process in half precision ends from fp32.
+
+    It rounds by the number of threads, and by the processor, and two such runs differ as far as both do from fp32: on one
+    processor 0.0123 and 0.0084 in fp16, with one thread and two. So the farther one.
+    """
+    _, exact = reference(None)
+    found = []
+    for number in (1, 2):
+        with threads(number):
+            found.append(distance_of_models(train_alone(dtype)[1], exact))
+    return max(found)
 
 
 @pytest.mark.parametrize("zero", ZERO, ids=str)
@@ -143,7 +161,7 @@ def reference(dtype: torch.dtype | None, autocast: torch.dtype | None = None, st
 def test_half_precision_is_as_near_to_fp32_as_one_process(run_ranks, name: str, kind: str, zero: dict[str, Any]):
     config = {"fp16": SCALING} if name == "fp16" else {"bf16": {"enabled": True}}
     ranks = run_ranks(world_of(kind), train, kind, zero, config, STEPS)
-    losses, weights = reference(DTYPES[name])
+    losses, _ = reference(DTYPES[name])
     _, exact = reference(None)
     # The mean over micro-batches and replicas, in double precision, of losses that are equal to the bit.
     first = sum(own_losses[0] for own_losses, _ in ranks) / len(ranks)
@@ -154,8 +172,7 @@ def test_half_precision_is_as_near_to_fp32_as_one_process(run_ranks, name: str, 
         for key, weight in own_weights.items():
             assert weight.dtype == DTYPES[name]
             assert torch.equal(weight, got.setdefault(key, weight))
-    limit = 1.1 * distance_of_models(weights, exact)
-    assert 0 < distance_of_models(got, exact) <= limit
+    assert 0 < distance_of_models(got, exact) <= 1.1 * distance_alone(DTYPES[name])
 
 
 # --- autocast
