@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.names import Piece
@@ -29,6 +30,55 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class _Mixing(nn.Module):
+    """Rotary positions, where there are any, and attention of one layer: what lies between its linears."""
+
+    def __init__(self, config: DecoderConfig, layer: int, tables: Tables):
+        super().__init__()
+        self._head_dim, self._rotates = config.dim_of_head, config.rope is not None
+        self._tables, self._window = tables, config.window(layer)
+
+    def forward(
+        self,
+        projected: Sequence[Tensor],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        mix: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    ) -> Tensor:
+        """Query, key and value as [batch, seq, a rank's heads * head_dim] -> as the queries, mixed by `mix`."""
+        # [batch, seq, heads, head_dim]
+        query, key, value = (y.unflatten(-1, (-1, self._head_dim)) for y in projected)
+        if self._rotates:
+            cos, sin = self._tables.rotary(query, position_ids)
+            query, key = rotate(query, key, cos, sin)
+        mask = self._tables.mask(query, self._window, attention_mask)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        return mix(query, key, value, mask).transpose(1, 2).flatten(2)
+
+
+class _Activation(nn.Module):
+    """[..., ffn], or gate before up, [..., 2 ffn] -> [..., ffn]."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self._function, self._gated = _ACTIVATIONS[config.activation], config.gated
+        self._is_swiglu = config.gated and config.activation == "silu"
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """As nn.Module's, if there is more than one kernel to fuse."""
+        if self._gated and not self._is_swiglu:
+            super().compile(*args, **options)
+
+    def forward(self, up: Tensor) -> Tensor:
+        """See the class."""
+        if self._is_swiglu:
+            return swiglu(up)
+        if not self._gated:
+            return self._function(up)
+        gate, up = up.chunk(2, dim=-1)
+        return self._function(gate) * up
+
+
 class _Residual(DecoderLayer):
     """A layer that adds to the hidden states [batch, seq, hidden] of what travels."""
 
@@ -42,6 +92,19 @@ class _Residual(DecoderLayer):
         """See LayerSpec.costs_like: of its place in the model only the window counts."""
         return config, config.window(layer), options.get("dtype")
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """As nn.Module's; where nothing fuses around the linears, only of what lies between two of them.
+
+        The whole layer's graph would break at each linear, which costs the host nearly what the plain layer does.
+        """
+        config = self.config
+        if config.norm != "rms" or config.residual_dropout or config.attention_dropout:
+            super().compile(*args, **options)
+            return
+        for part in self.children():
+            if isinstance(part, (_Mixing, _Activation)):
+                part.compile(*args, **options)
+
     # Not of a Stream: torch.compile of PyTorch 2.11 can't carry a NamedTuple that it made over a break of its graph.
     def _add(self, hidden: Tensor, change: Tensor, length: int | None) -> Tensor:
         return hidden + self.dropout(change, length)
@@ -52,30 +115,20 @@ class _Attends(_Residual):
 
     def _make_attention(self, layer: int, tables: Tables) -> None:
         config = self.config
-        self._tables, self._window = tables, config.window(layer)
         self.attention_norm = self._slices.norm(make_norm(config))
         # Three layers and not one: where ranks share a key and value head, they don't share queries.
         self.query, self.key, self.value, self.attention_out = self._slices.attention(config)
+        self.mixing = _Mixing(config, layer, tables)
         self.attention_dropout = self._slices.attention_dropout(config)
 
     def _attend(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, length: int | None
     ) -> Tensor:
-        tables = self._tables
         normed, hidden = normalized(self.attention_norm, hidden)
-        outputs = column_outputs((self.query, self.key, self.value), normed, length)
-        # [batch, seq, heads, head_dim]
-        query, key, value = (y.unflatten(-1, (-1, self.config.dim_of_head)) for y in outputs)
-        if self.config.rope is not None:
-            cos, sin = tables.rotary(query, position_ids)
-            query, key = rotate(query, key, cos, sin)
-        mask = tables.mask(query, self._window, attention_mask)
-        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-        if self.training and self.config.attention_dropout:
-            mixed = self._mix_with_dropout(query, key, value, mask)
-        else:
-            mixed = _mix(query, key, value, mask)
-        return self._add(hidden, self.attention_out(mixed.transpose(1, 2).flatten(2)), length)
+        projected = column_outputs((self.query, self.key, self.value), normed, length)
+        drops = self.training and self.config.attention_dropout
+        mixed = self.mixing(projected, attention_mask, position_ids, self._mix_with_dropout if drops else _mix)
+        return self._add(hidden, self.attention_out(mixed), length)
 
     def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self._slices.layout_independent:
@@ -90,20 +143,14 @@ class _FeedsForward(_Residual):
     def _make_feed_forward(self) -> None:
         config = self.config
         hidden, ffn = config.hidden_size, config.ffn_size
-        self._activation = _ACTIVATIONS[config.activation]
         self.mlp_norm = self._slices.norm(make_norm(config))
         self.up = self._slices.column(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias)
+        self.activation = _Activation(config)
         self.down = self._slices.row(ffn, hidden, config.mlp_bias)
 
     def _feed_forward(self, hidden: Tensor, length: int | None) -> Tensor:
         normed, hidden = normalized(self.mlp_norm, hidden)
-        up = self.up(normed, length)
-        if not self.config.gated:
-            return self._add(hidden, self.down(self._activation(up)), length)
-        if self.config.activation == "silu":
-            return self._add(hidden, self.down(swiglu(up)), length)
-        gate, up = up.chunk(2, dim=-1)
-        return self._add(hidden, self.down(self._activation(gate) * up), length)
+        return self._add(hidden, self.down(self.activation(self.up(normed, length))), length)
 
 
 class Block(_Attends, _FeedsForward):
