@@ -30,11 +30,13 @@ def multiply(factors: Factors, out: Tensor | None = None) -> Tensor:
     total = rows_of(left).mm(right) if out is None else torch.mm(rows_of(left), right, out=out)
     for other, weight in others:
         total.addmm_(rows_of(other), weight)
-    return total.view(*left.shape[:-1], right.shape[1])
+    return total if left.dim() == 2 else total.view(*left.shape[:-1], right.shape[1])
 
 
 def rows_of(x: Tensor) -> Tensor:
     """[..., n] -> [product of the others, n]."""
+    if x.dim() == 2:
+        return x
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 

@@ -23,7 +23,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import Started
 from parallel3d.comm.environment import get_rank
 from parallel3d.errors import CommunicationError, PartitionError
-from parallel3d.split_backward import Border, Factors, Pair, multiply, rows_of
+from parallel3d.split_backward import NO_BORDER, Border, Factors, Pair, multiply, rows_of
 from parallel3d.tensor_parallel.shard_products import ShardProducts
 from parallel3d.tensor_parallel.slicing import Cut
 
@@ -296,4 +296,4 @@ def border(group: Group, sequence_parallel: bool, length: int | None) -> Border:
         raise CommunicationError(
             f"length={length} is the length of a sequence split over ranks; build the layer with sequence_parallel=True"
         )
-    return ReplicatedBorder(group)
+    return NO_BORDER if group.size == 1 else ReplicatedBorder(group)

@@ -37,16 +37,17 @@ class ShardProducts:
         """[..., shard, features] -> [..., seq, features], every rank's."""
         rows = self._rows_of_message(x)
         shards, whole = _blocks(x.contiguous(), x.shape[-2], rows), self._whole(x, x.shape[-1])
+        size, index = self.group.size, self.group.index
         blocks = _blocks(whole, x.shape[-2], rows)
         self._send(shards)
         works = [
             self.copies.receive(out, peer)
             for peer in self._sources()
             for sample in range(len(shards))
-            for out in blocks[sample * self.group.size + peer]
+            for out in blocks[sample * size + peer]
         ]
         for sample, shard in enumerate(shards):
-            for out, given in zip(blocks[sample * self.group.size + self.group.index], shard, strict=True):
+            for out, given in zip(blocks[sample * size + index], shard, strict=True):
                 out.copy_(given)
 
         def finish() -> Tensor:
@@ -67,7 +68,8 @@ class ShardProducts:
         return kept, product
 
     def _gather(self, x: Tensor, pairs: Sequence[Pair], kept: Tensor | None) -> list[Tensor]:
-        size, shard, rows = self.group.size, x.shape[-2], self._rows_of_message(x)
+        size, index = self.group.size, self.group.index
+        shard, rows = x.shape[-2], self._rows_of_message(x)
         shards = _blocks(x.contiguous(), shard, rows)
         self._send(shards)
         outputs = [self._whole(x, len(weight)) for weight, _ in pairs]
@@ -86,7 +88,7 @@ class ShardProducts:
 
         for sample, messages in enumerate(shards):
             for message, given in enumerate(messages):
-                multiply_rows(given, sample * size + self.group.index, message)
+                multiply_rows(given, sample * size + index, message)
         for peer in self._sources():
             for sample, messages in enumerate(shards):
                 for message, like in enumerate(messages):
@@ -131,11 +133,13 @@ class ShardProducts:
 
     def _targets(self) -> list[int]:
         """The other ranks, each rank with another one first."""
-        return [(self.group.index + distance) % self.group.size for distance in range(1, self.group.size)]
+        size, index = self.group.size, self.group.index
+        return [(index + distance) % size for distance in range(1, size)]
 
     def _sources(self) -> list[int]:
         """The other ranks, as their messages come."""
-        return [(self.group.index - distance) % self.group.size for distance in range(1, self.group.size)]
+        size, index = self.group.size, self.group.index
+        return [(index - distance) % size for distance in range(1, size)]
 
     def _rows_of_message(self, shard: Tensor) -> int:
         """shard: [..., rows, features]."""
