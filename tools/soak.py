@@ -65,6 +65,7 @@ def read_notes(path: Path) -> list[dict[str, Any]]:
 def make_engine(args: argparse.Namespace, attempt: int) -> parallel3d.Engine:
     """A small model with dropout; every other start saves while training goes on."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # a start before the first save is whole must draw the same dropout
     layout = parse_layout(args.layout)
     config = {
         "train_batch_size": 4 * layout.replicas,
