@@ -1,8 +1,8 @@
 """Products of matrices whose rows are sharded over the ranks, multiplied while the shards travel.
 
-An all-gather before a product, and a reduce-scatter behind one, can each be hidden by that very product: a rank multiplies
-what it has while the others' rows come, and what it must send first (arXiv:2205.05198 has the two collectives; overlapping
-them so is the decomposition of doi:10.1145/3567955.3567959). Messages go by comm/shard_copies.py, which takes no multiprocessor.
+An all-gather before a product, and a reduce-scatter behind one (arXiv:2205.05198), can each be hidden by that very product: a
+rank multiplies what it has while the others' rows come, and what it must send first (doi:10.1145/3567955.3567959). Messages
+go by comm/shard_copies.py, which takes no multiprocessor.
 
 Rows are a sequence's: [..., shard, features] on each rank, [..., shard * size, features] in all.
 """
