@@ -16,7 +16,7 @@ from parallel3d.models.huggingface.names import Piece
 from parallel3d.models.huggingface.weights import Weights
 from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, normalized, open_stream
 from parallel3d.models.sliced import Slices
-from parallel3d.models.tables import Tables
+from parallel3d.models.tables import Tables, combined
 from parallel3d.ops.rotary import rotate
 from parallel3d.ops.swiglu import swiglu
 from parallel3d.pipe.specs import BuildContext
@@ -33,25 +33,27 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class _Mixing(nn.Module):
     """Rotary positions, where there are any, and attention of one layer: what lies between its linears."""
 
-    def __init__(self, config: DecoderConfig, layer: int, tables: Tables):
+    def __init__(self, head_dim: int):
         super().__init__()
-        self._head_dim, self._rotates = config.dim_of_head, config.rope is not None
-        self._tables, self._window = tables, config.window(layer)
+        self._head_dim = head_dim
 
     def forward(
         self,
         projected: Sequence[Tensor],
+        rotation: tuple[Tensor, Tensor] | None,
+        causal: Tensor | None,
         attention_mask: Tensor | None,
-        position_ids: Tensor | None,
         mix: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     ) -> Tensor:
-        """Query, key and value as [batch, seq, a rank's heads * head_dim] -> as the queries, mixed by `mix`."""
+        """Query, key and value as [batch, seq, a rank's heads * head_dim] -> as the queries, mixed by `mix`.
+
+        rotation, causal: of Tables, whose growth compiled code would have to watch.
+        """
         # [batch, seq, heads, head_dim]
         query, key, value = (y.unflatten(-1, (-1, self._head_dim)) for y in projected)
-        if self._rotates:
-            cos, sin = self._tables.rotary(query, position_ids)
-            query, key = rotate(query, key, cos, sin)
-        mask = self._tables.mask(query, self._window, attention_mask)
+        if rotation is not None:
+            query, key = rotate(query, key, *rotation)
+        mask = combined(causal, attention_mask)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         return mix(query, key, value, mask).transpose(1, 2).flatten(2)
 
@@ -118,7 +120,8 @@ class _Attends(_Residual):
         self.attention_norm = self._slices.norm(make_norm(config))
         # Three layers and not one: where ranks share a key and value head, they don't share queries.
         self.query, self.key, self.value, self.attention_out = self._slices.attention(config)
-        self.mixing = _Mixing(config, layer, tables)
+        self._tables, self._window = tables, config.window(layer)
+        self.mixing = _Mixing(config.dim_of_head)
         self.attention_dropout = self._slices.attention_dropout(config)
 
     def _attend(
@@ -126,8 +129,10 @@ class _Attends(_Residual):
     ) -> Tensor:
         normed, hidden = normalized(self.attention_norm, hidden)
         projected = column_outputs((self.query, self.key, self.value), normed, length)
+        rotation = self._tables.rotary(projected[0], position_ids) if self.config.rope is not None else None
+        causal = self._tables.causal(projected[0], self._window, attention_mask)
         drops = self.training and self.config.attention_dropout
-        mixed = self.mixing(projected, attention_mask, position_ids, self._mix_with_dropout if drops else _mix)
+        mixed = self.mixing(projected, rotation, causal, attention_mask, self._mix_with_dropout if drops else _mix)
         return self._add(hidden, self.attention_out(mixed), length)
 
     def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

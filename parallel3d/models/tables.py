@@ -110,24 +110,13 @@ class Tables:
         angles = positions[..., None].float() * frequencies
         return angles.cos() * scale, angles.sin() * scale
 
-    def mask(self, x: Tensor, window: int | None, attention_mask: Tensor | None) -> Tensor | None:
-        """Which position attends to which, True where it does, [seq, seq] or [batch, 1, seq, seq]; None for causal.
-
-        x: [batch, seq, ...]; attention_mask: [batch, seq], 0 at padding, or [batch or 1, heads or 1, seq, seq], which then
-        says it all but for the window. A padding position attends to itself, so that no row is empty.
-        """
+    def causal(self, x: Tensor, window: int | None, attention_mask: Tensor | None) -> Tensor | None:
+        """The table that `combined` needs beside an attention mask, [seq, seq]; None for none. x: [batch, seq, ...]."""
         seq = x.shape[1]
         window = None if window is None or window >= seq else window
-        if attention_mask is None and window is None:
+        if window is None and (attention_mask is None or attention_mask.dim() != 2):
             return None
-        causal = self._causal(seq, window, x.device)
-        if attention_mask is None:
-            return causal
-        if attention_mask.dim() == 2:
-            return (causal & attention_mask[:, None, None, :].bool()) | torch.eye(
-                seq, dtype=torch.bool, device=x.device
-            )
-        return attention_mask.bool() if window is None else attention_mask.bool() & causal
+        return self._causal(seq, window, x.device)
 
     def _causal(self, seq: int, window: int | None, device: torch.device) -> Tensor:
         known = self._masks.get((device, window))
@@ -137,3 +126,18 @@ class Tables:
                 known = (back >= 0) & (back < (seq if window is None else window))
             self._masks[device, window] = known
         return known[:seq, :seq]
+
+
+def combined(causal: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """Which position attends to which, True where it does, [seq, seq] or [batch, 1, seq, seq]; None for causal.
+
+    causal: of Tables; attention_mask: [batch, seq], 0 at padding, or [batch or 1, heads or 1, seq, seq], which then says it all
+    but for the window. A padding position attends to itself, so that no row is empty.
+    """
+    if attention_mask is None:
+        return causal
+    if attention_mask.dim() != 2:
+        return attention_mask.bool() if causal is None else attention_mask.bool() & causal
+    assert causal is not None
+    itself = torch.eye(len(causal), dtype=torch.bool, device=causal.device)
+    return (causal & attention_mask[:, None, None, :].bool()) | itself
