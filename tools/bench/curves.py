@@ -94,7 +94,9 @@ def plot(run: Mapping[str, Any], picture: Path) -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "curves", "svg.fonttype": "none"}
     plain = [run["curves"][name] for name in run["plain_bf16"]]
     steps = range(1, len(plain[0]) + 1)
-    left, right = (figure := Figure(figsize=(10, 4), layout="constrained")).subplots(1, 2)
+    left, right = (figure := Figure(figsize=(12, 4), layout="constrained")).subplots(1, 2)
+    # As many colours as there are curves, and the same for one on both sides.
+    colors = dict(zip(run["curves"], matplotlib.colormaps["tab20"].colors, strict=False))
     bands = [(min(losses) - one, max(losses) - one) for one, *losses in zip(plain[0], *plain, strict=True)]
     width = noise(plain)
     right.fill_between(steps, [b[0] for b in bands], [b[1] for b in bands], color="0.7", label="plain bf16 runs")
@@ -103,14 +105,16 @@ def plot(run: Mapping[str, Any], picture: Path) -> None:
     )
     for name, curve in run["curves"].items():
         style = "--" if name not in run["cases"] else "-"
-        left.plot(steps, curve, style, label=name, linewidth=1)
+        left.plot(steps, curve, style, label=name, linewidth=1, color=colors.get(name))
         if name in run["cases"]:
-            right.plot(steps, [a - b for a, b in zip(curve, plain[0], strict=True)], label=name, linewidth=1)
+            right.plot(
+                steps, [a - b for a, b in zip(curve, plain[0], strict=True)], linewidth=1, color=colors.get(name)
+            )
     for axes, label in ((left, "loss"), (right, "loss minus that of plain bf16")):
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+    figure.legend(fontsize=7, loc="outside right center")
     hardware = run["hardware"]
     figure.suptitle(f"model {run['workload']['size']}, {hardware['name']}, commit {run['commit']}", fontsize=9)
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
