@@ -97,7 +97,7 @@ def _turned_off(kernel: str, value: bool | str, instead: str) -> Obstacle | None
     if value is True:
         return None
     if value == "auto":
-        why = f'kernels.{kernel} is "auto", which is {instead} until the kernel has been measured on GPUs'
+        why = f'kernels.{kernel} is "auto", which is {instead} until the kernel has been seen to shorten steps'
     else:
         why = "the configuration turns it off"
     return Obstacle(why, f"set kernels.{kernel} to true")

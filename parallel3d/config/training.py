@@ -124,7 +124,7 @@ class AttentionConfig(Section):
 class KernelsConfig(Section):
     """Which of this package's CUDA kernels run, where they can; `p3d doctor` says where.
 
-    "auto" leaves the work to NCCL for now, whatever the hardware: no kernel has been measured on GPUs yet.
+    "auto" leaves the work to NCCL and the driver for now, whatever the hardware: no kernel has shortened a whole step yet.
     """
 
     auto_is_a_value = frozenset({"all_reduce", "message_wait"})
@@ -132,14 +132,14 @@ class KernelsConfig(Section):
     all_reduce: bool | Literal["auto"] = Field(
         "auto",
         description="true, so that tensor slices of one host are summed by a kernel over NVLink, or false for NCCL, or "
-        '"auto", which is false until that kernel has been measured on GPUs',
+        '"auto", which is false until that kernel has been seen to shorten steps',
         json_schema_extra=OWN,
     )
 
     message_wait: bool | Literal["auto"] = Field(
         "auto",
         description="true, so that streams wait for messages of stages and slices of one host by a kernel of one thread, or "
-        'false for the driver\'s waits, or "auto", which is false until that kernel has been measured on GPUs',
+        'false for the driver\'s waits, or "auto", which is false until that kernel has been seen to shorten steps',
         json_schema_extra=OWN,
     )
 
