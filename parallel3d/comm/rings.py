@@ -129,11 +129,16 @@ class Sender(_End):
 class Arriving:
     """A message that is expected: `take` copies it out of its ring, once, on whichever stream first needs it."""
 
-    def __init__(self, parts: Sequence[tuple[Place, int, int]], memory: Tensor, posted: Any):
+    def __init__(self, first: int, parts: Sequence[tuple[Place, int, int]], memory: Tensor, posted: Any):
+        self.first = first  # of its pieces among all of the ring's
         self._parts, self._mark = parts, posted
         # Until it is taken it may come, even if a failure has made everyone else forget the memory.
         self._memory: Tensor | None = memory
-        self.num_slots = len(parts)  # that it takes in the ring until it is taken
+
+    @property
+    def taken(self) -> bool:
+        """Whether `take` was called."""
+        return self._memory is None
 
     def take(self, stream: Stream) -> None:
         """Let the stream go on when the message is in its memory."""
@@ -145,7 +150,7 @@ class Arriving:
             stream.copy(target, place.slot, length)
             place.leave(stream)
         stream.hold(self._memory)
-        self.num_slots, self._memory, self._mark = 0, None, stream.mark()
+        self._memory, self._mark = None, stream.mark()
 
 
 class Receiver(_End):
@@ -160,7 +165,8 @@ class Receiver(_End):
         """The next message, into memory, contiguous, that is free when the mark `posted` is done."""
         pieces = list(self._pieces(memory.data_ptr(), memory.nbytes))
         self._make_room(len(pieces))
-        arriving = Arriving([(self._next_place(), *piece) for piece in pieces], memory, posted)
+        first = self._count
+        arriving = Arriving(first, [(self._next_place(), *piece) for piece in pieces], memory, posted)
         if len(pieces) > len(self._addresses):
             arriving.take(self._beside)
         else:
@@ -172,15 +178,15 @@ class Receiver(_End):
         self._make_room(1)
         return self._next_place()
 
-    def _make_room(self, num_slots: int) -> None:
-        """So that what is expected leaves slots for as many pieces: in which order it is taken must not matter."""
-        while self._expected and (
-            not self._expected[0].num_slots
-            or sum(a.num_slots for a in self._expected) + num_slots > len(self._addresses)
-        ):
-            oldest = self._expected.popleft()
-            if oldest.num_slots:
+    def _make_room(self, num_pieces: int) -> None:
+        """So that no message before holds a slot of the next pieces: in which order messages are taken must not matter."""
+        while self._expected:
+            oldest = self._expected[0]
+            if not oldest.taken and self._count + num_pieces - oldest.first <= len(self._addresses):
+                break
+            if not oldest.taken:
                 oldest.take(self._beside)
+            self._expected.popleft()
 
 
 def _int32(count: int) -> int:
@@ -307,7 +313,7 @@ class Receiving:
 
     def is_completed(self) -> bool:
         """Whether it was taken. (What has come is not known before.)"""
-        return not self._arriving.num_slots
+        return self._arriving.taken
 
 
 @dataclass(frozen=True)

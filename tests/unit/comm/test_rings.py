@@ -127,6 +127,24 @@ def test_messages_are_taken_in_any_order(num_slots: int) -> None:
         exchange([rng.choice((1, SLOT, SLOT + 1, 3 * SLOT, 5 * SLOT)) for _ in range(40)], num_slots, order=rng)
 
 
+def test_a_message_that_waits_holds_up_none_that_needs_its_slot_next() -> None:
+    """Of four slots the first keeps a message, two are empty again: the next one takes the fourth, and the first."""
+    sender, receiver, streams = ring_after(4, 0)
+    taker = ThreadStream(3)
+    sizes = [SLOT, 2 * SLOT, 2 * SLOT]
+    sent = [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
+    got = [torch.full((size,), 255, dtype=torch.uint8) for size in sizes]
+    for data in sent:
+        sender.send(data.data_ptr(), data.numel(), streams[0])
+    first = receiver.expect(got[0], taker.mark())
+    for memory in got[1:]:
+        receiver.expect(memory, taker.mark()).take(taker)
+    first.take(taker)
+    ended = [stream.close() for stream in (*streams, taker)]
+    assert all(ended), "a stream stands still"
+    assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
+
+
 def test_memory_of_a_message_that_nobody_takes_is_kept_until_it_has_come() -> None:
     sender, receiver, (outgoing, beside) = ring_after(1, 0)
     memory = torch.zeros(SLOT, dtype=torch.uint8)
