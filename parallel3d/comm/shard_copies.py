@@ -15,6 +15,7 @@ from parallel3d.comm.rings import Channels, CudaStream, CudaStreams, Place, Rece
 
 # Of all slices: a slot holds a slice's share of 4096 tokens x 4096 features in bf16.
 _WHOLE_BYTES = 32 * 2**20
+_ALIGNED_BYTES = 4096
 _MOST_VIEWS = 1024  # kept, where shapes change from batch to batch
 
 
@@ -96,7 +97,8 @@ class ShardCopies:
 def slice_channels(num_slices: int) -> Channels:
     """Between all slices of a layer."""
     peers = [[other for other in range(num_slices) if other != index] for index in range(num_slices)]
-    return Channels(peers, 4 if num_slices == 2 else 2, _WHOLE_BYTES // num_slices)
+    slot_bytes = _WHOLE_BYTES // num_slices // _ALIGNED_BYTES * _ALIGNED_BYTES
+    return Channels(peers, 4 if num_slices == 2 else 2, slot_bytes)
 
 
 def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool, by_kernel: bool = False) -> None:

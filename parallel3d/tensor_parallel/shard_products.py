@@ -35,7 +35,7 @@ class ShardProducts:
 
     def start_gather(self, x: Tensor) -> Started:
         """[..., shard, features] -> [..., seq, features], every rank's."""
-        rows = self._rows_of_message(x)
+        rows = self._message_rows(x)
         shards, whole = _blocks(x.contiguous(), x.shape[-2], rows), self._whole(x, x.shape[-1])
         size, index = self.group.size, self.group.index
         blocks = _blocks(whole, x.shape[-2], rows)
@@ -69,7 +69,7 @@ class ShardProducts:
 
     def _gather(self, x: Tensor, pairs: Sequence[Pair], kept: Tensor | None) -> list[Tensor]:
         size, index = self.group.size, self.group.index
-        shard, rows = x.shape[-2], self._rows_of_message(x)
+        shard, rows = x.shape[-2], self._message_rows(x)
         shards = _blocks(x.contiguous(), shard, rows)
         self._send(shards)
         outputs = [self._whole(x, len(weight)) for weight, _ in pairs]
@@ -105,7 +105,7 @@ class ShardProducts:
         (left, right), *_ = factors
         *others, seq, _ = left.shape
         total = left.new_empty(*others, seq // size, right.shape[1])
-        rows = self._rows_of_message(total)
+        rows = self._message_rows(total)
         results = _blocks(total, seq // size, rows)
         parts = [(_blocks(left, seq // size, rows), right) for left, right in factors]
 
@@ -141,10 +141,9 @@ class ShardProducts:
         size, index = self.group.size, self.group.index
         return [(index - distance) % size for distance in range(1, size)]
 
-    def _rows_of_message(self, shard: Tensor) -> int:
-        """shard: [..., rows, features]."""
+    def _message_rows(self, shard: Tensor) -> int:
         *_, rows, features = shard.shape
-        return -(-rows // max(1, -(-rows * features * shard.element_size() // self.copies.most_bytes)))
+        return rows_of_message(rows, features * shard.element_size(), self.copies.most_bytes)
 
     def _send(self, shards: Blocks) -> None:
         for peer in self._targets():
@@ -155,6 +154,12 @@ class ShardProducts:
     def _whole(self, x: Tensor, features: int) -> Tensor:
         *others, shard, _ = x.shape
         return x.new_empty(*others, shard * self.group.size, features)
+
+
+def rows_of_message(rows: int, row_bytes: int, most_bytes: int) -> int:
+    """Of a shard of so many rows, in as few and as equal messages of at most most_bytes as can be; one row at least."""
+    most = max(1, most_bytes // row_bytes)
+    return -(-rows // -(-rows // most))
 
 
 def _blocks(x: Tensor, shard: int, rows: int) -> Blocks:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import RankPool
+
+from parallel3d.kernels.build import build, find_library, find_nvcc
 
 # For deterministic algorithms; cuBLAS reads it when a worker first multiplies.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -26,3 +29,11 @@ def gpu_pool(num_gpus: int) -> Iterator[RankPool]:
     pool = RankPool("cuda")
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels() -> Path:
+    found = find_library()
+    if found is None and find_nvcc() is None:
+        pytest.skip("the kernels are not compiled, and there is no nvcc: run p3d build-kernels where there is one")
+    return found or build()

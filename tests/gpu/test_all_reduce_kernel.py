@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,23 +16,16 @@ from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CommunicationError
 from parallel3d.kernels.all_reduce import HALF_BYTES, all_reduce_ref
-from parallel3d.kernels.build import build, find_library, find_nvcc
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from parallel3d.topology import ProcessTopology
+
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 # Sums of at most 8 numbers in fp32 are rounded once.
 ROUNDOFF = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 GUARD, POISON = 64, 77.0
 ITERATIONS = 10_000
 WORLDS = [2, 4, 8]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> Path:
-    found = find_library()
-    if found is None and find_nvcc() is None:
-        pytest.skip("the kernels are not compiled, and there is no nvcc: run p3d build-kernels where there is one")
-    return found or build()
 
 
 def opened(limit_s: float = 60.0) -> tuple[AllReduce, ProcessGroups, torch.device]:

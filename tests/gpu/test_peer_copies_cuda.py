@@ -13,6 +13,8 @@ from parallel3d.comm.peer_copies import open_peer_copies, pipeline_channels
 from parallel3d.comm.rings import NUM_SLOTS, SLOT_BYTES
 from parallel3d.topology import PipeDataParallelTopology
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
 ROUNDS = 200
 
 

@@ -6,7 +6,6 @@ Streams wait for them by the driver, or by the kernel of csrc/await_count.cu.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,21 +18,14 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.message_wait import open_message_wait
 from parallel3d.comm.shard_copies import ShardCopies, open_shard_copies, slice_channels
 from parallel3d.errors import CommunicationError
-from parallel3d.kernels.build import build, find_library, find_nvcc
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_sequence, scatter_sequence
 from parallel3d.topology import ProcessTopology
+
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 ROUNDS = 2_000
 WORLDS = [2, 4]
 HIDDEN, FFN, SHARD = 256, 1024, 768
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> Path:
-    found = find_library()
-    if found is None and find_nvcc() is None:
-        pytest.skip("the kernels are not compiled, and there is no nvcc: run p3d build-kernels where there is one")
-    return found or build()
 
 
 def opened(asked: bool, by_kernel: bool) -> tuple[Any, ProcessGroups, torch.device]:

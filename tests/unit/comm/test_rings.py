@@ -188,6 +188,14 @@ def test_pieces_are_left_in_any_order() -> None:
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
 
 
+@pytest.mark.parametrize("num_slices", range(2, 9))
+def test_every_slot_of_slices_is_aligned_for_products(num_slices: int) -> None:
+    """However many: 32 MiB are no multiple of 3."""
+    channels = slice_channels(num_slices)
+    assert channels.slot_bytes % 256 == 0
+    assert 0.99 * 2**25 < num_slices * channels.slot_bytes <= 2**25
+
+
 def small(channels: Channels) -> Channels:
     return Channels(channels.peers, channels.num_slots, SLOT)
 
