@@ -88,7 +88,7 @@ class Meeting:
         try:
             return self.meet(purpose, value, checked)
         except CheckpointError as error:
-            raise error from raised
+            raise error from (error.__cause__ if raised is None else raised)
 
 
 class Saver:

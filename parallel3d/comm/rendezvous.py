@@ -6,14 +6,15 @@ import base64
 import json
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from parallel3d.comm.collectives import Group
-from parallel3d.errors import CommunicationError, Parallel3DError
+from parallel3d.comm.lifelines import Lifelines
+from parallel3d.errors import CommunicationError, Parallel3DError, PeerError
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 # torch's TCPStore takes no values of more than 8 MiB.
@@ -27,8 +28,8 @@ _GIVEN_UP = "given_up"
 class Rendezvous:
     """Meetings of all ranks of a world, one after the other; all ranks must meet for the same ends in the same order.
 
-    No process group is used, so a meeting can be held while training communicates, and one that fails does no harm.
-    group: the world, by any handle that all ranks made together; name: of this series of meetings.
+    They use no process group, so one can be held while training communicates, and one that fails does no harm.
+    group: the world, by any handle that all ranks made together; name: of this series of meetings. Collective over `group`.
     """
 
     def __init__(self, group: Group, name: str):
@@ -36,12 +37,13 @@ class Rendezvous:
         self._meetings = 0
         if group.handle is not None:
             self._store = dist.PrefixStore(f"{name}/{group.handle.group_name}", _get_default_store())
+            self._lifelines = Lifelines(group)
 
     def meet(self, purpose: str, value: Any, decide: Callable[[list[Any]], Sequence[Any]], timeout_s: float) -> Any:
         """This rank's item of decide(every rank's value), which the first rank calls; values and items are JSON's.
 
         Raises CommunicationError, naming the ranks that have not come, after timeout_s; on every rank the Parallel3DError
-        that `decide` raises.
+        that `decide` raises; PeerError as soon as a rank that has not come is known to be gone.
         """
         if self._size == 1:
             return decide([value])[0]
@@ -55,21 +57,24 @@ class Rendezvous:
             self._remove(f"{number}/{self._index}")
         self._meetings += 1
         if "error" in answer:
-            raise _ERRORS.get(answer["kind"], CommunicationError)(answer["error"])
+            raise _error_of(answer)
         self._check(0, answer["purpose"])
         return answer["item"]
 
     def _lead(self, number: int, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> dict[str, Any]:
-        others = [f"{number}/{rank}" for rank in range(1, self._size)]
-        self._wait(others)
-        came = [[self._purpose, value], *(self._get(key) for key in others)]
-        try:
-            for rank, (purpose, _) in enumerate(came):
-                self._check(rank, purpose)
-            answers = [{"item": item} for item in decide([value for _, value in came])]
-        except Exception as error:  # whatever it is, the others are waiting for it
-            told = str(error) if isinstance(error, Parallel3DError) else f"{type(error).__name__}: {error}"
-            answers = [{"error": told, "kind": type(error).__name__}] * self._size
+        others = {rank: f"{number}/{rank}" for rank in range(1, self._size)}
+        answers: list[dict[str, Any]]
+        if lost := self._wait(others):
+            answers = [{"error": self._end_of(lost), "lost": lost[0]}] * self._size
+        else:
+            came = [[self._purpose, value], *(self._get(key) for key in others.values())]
+            try:
+                for rank, (purpose, _) in enumerate(came):
+                    self._check(rank, purpose)
+                answers = [{"item": item} for item in decide([value for _, value in came])]
+            except Exception as error:  # whatever it is, the others are waiting for it
+                told = str(error) if isinstance(error, Parallel3DError) else f"{type(error).__name__}: {error}"
+                answers = [{"error": told, "kind": type(error).__name__}] * self._size
         for rank in range(1, self._size):
             self._put(f"{number}/answer/{rank}", {**answers[rank], "purpose": self._purpose})
         self._wait_for_readers(number)
@@ -77,7 +82,8 @@ class Rendezvous:
 
     def _follow(self, number: int) -> dict[str, Any]:
         key = f"{number}/answer/{self._index}"
-        self._wait([key])
+        if lost := self._wait({0: key}):
+            raise PeerError(self._end_of(lost), lost[0])
         answer: dict[str, Any] = self._get(key)
         self._remove(key)
         return answer
@@ -107,9 +113,16 @@ class Rendezvous:
             self._store.delete_key(f"{key}/{k}")
         self._store.delete_key(key)
 
-    def _wait(self, keys: Sequence[str]) -> None:
+    def _wait(self, keys: Mapping[int, str]) -> list[int]:
+        """Until all keys are there; or which of the ranks that are to set them have ended and have not.
+
+        Raises CommunicationError at the deadline.
+        """
         pause = _SHORTEST_PAUSE_S
-        while not self._store.check(list(keys)):
+        while not self._store.check(list(keys.values())):
+            # It may have ended after it had set its key.
+            if lost := [rank for rank in self._lifelines.ended(keys) if not self._store.check([keys[rank]])]:
+                return lost
             if time.monotonic() > self._deadline:
                 absence = self._absence()
                 # What it brought is taken back, so that no later meeting takes it for new; that it was here stays on record.
@@ -117,6 +130,14 @@ class Rendezvous:
                 raise CommunicationError(absence)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return []
+
+    def _end_of(self, lost: list[int]) -> str:
+        who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {lost}"
+        return (
+            f"{self._purpose}: {who} ended while others waited for what it brings; look at its output for why it died, or left "
+            "its script before the others"
+        )
 
     def _absence(self) -> str:
         missing = [r for r in range(self._size) if not self._has_come(r)]
@@ -135,12 +156,19 @@ class Rendezvous:
 
     def _wait_for_readers(self, number: int) -> None:
         deadline, pause = time.monotonic() + _LEAVE_S, _SHORTEST_PAUSE_S
-        unread = [f"{number}/answer/{rank}" for rank in range(1, self._size)]
+        unread = {rank: f"{number}/answer/{rank}" for rank in range(1, self._size)}
         while unread and time.monotonic() < deadline:
-            unread = [key for key in unread if self._store.check([key])]
+            gone = self._lifelines.ended(unread)
+            unread = {rank: key for rank, key in unread.items() if rank not in gone and self._store.check([key])}
             if unread:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _error_of(answer: dict[str, Any]) -> Parallel3DError:
+    if "lost" in answer:
+        return PeerError(answer["error"], answer["lost"])
+    return _ERRORS.get(answer["kind"], CommunicationError)(answer["error"])
 
 
 _ERRORS: dict[str, type[Parallel3DError]] = {cls.__name__: cls for cls in Parallel3DError.__subclasses__()}

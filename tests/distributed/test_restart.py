@@ -21,7 +21,7 @@ LAUNCHER = [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "2"]
 STEPS, BATCH, SAMPLES, SEED = 40, 4, 24, 1234
 
 TRAINING = f"""
-import json, os, sys, time
+import json, os, signal, sys, time
 import torch
 from torch import nn
 import parallel3d
@@ -51,6 +51,10 @@ engine, *_ = parallel3d.initialize(model=WithLoss(), config=config, training_dat
 engine.resume(sys.argv[1])
 for step in range(engine.global_steps, {STEPS}):
     loss = engine.train_batch().item()
+    if step == 5 and "DIES_BEFORE_SAVING" in os.environ:
+        time.sleep(1)  # the other waits for it, in its save
+        for pid in (os.getppid(), os.getpid()):
+            os.kill(pid, signal.SIGKILL)
     engine.save_checkpoint(sys.argv[1], client_state={{"step": step}})
     if engine.global_rank == 0:
         with open(sys.argv[2], "a") as file:
@@ -127,7 +131,8 @@ def read_rows(path: Path) -> list[list[float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path):
+@pytest.mark.parametrize("amid", ["anything", "a save"])
+def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path, amid: str):
     """Two agents of torchrun stand for two nodes; one is killed with its rank."""
     script, losses = tmp_path / "train.py", tmp_path / "losses"
     script.write_text(TRAINING)
@@ -142,18 +147,21 @@ def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path):
     nodes = []
     try:
         for output, is_host in zip(outputs, ("true", "false"), strict=True):
+            dies = {"DIES_BEFORE_SAVING": "1"} if amid == "a save" and is_host == "false" else {}
             with output.open("w") as file:
                 command = [*torchrun, "--rdzv_conf", f"{quick},is_host={is_host}", *train]
-                nodes.append(
-                    subprocess.Popen(command, env=environment(), start_new_session=True, stdout=file, stderr=file)
-                )
+                variables = environment() | dies
+                nodes.append(subprocess.Popen(command, env=variables, start_new_session=True, stdout=file, stderr=file))
         end = time.monotonic() + 100
         while len(rows := read_rows(losses)) < 5:
             assert time.monotonic() < end, outputs[0].read_text()[-3000:]
             time.sleep(0.1)
         assert rows[-1][1] == 2
-        for pid in processes_of(nodes[1].pid):
-            os.kill(pid, signal.SIGKILL)
+        if amid == "a save":
+            assert nodes[1].wait(60) == -signal.SIGKILL
+        else:
+            for pid in processes_of(nodes[1].pid):
+                os.kill(pid, signal.SIGKILL)
         assert nodes[0].wait(150) == 0, outputs[0].read_text()[-3000:]
     finally:
         for node in nodes:
