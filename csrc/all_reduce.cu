@@ -3,11 +3,12 @@
 #include <cuda_runtime.h>
 
 #include "all_reduce.cuh"
+#include "launch.cuh"
 
 namespace {
 
 template <typename T, int World>
-void launch_shot(bool two_shot, const Call& call, int blocks, cudaStream_t stream) {
+void launch_shot(bool two_shot, const Sum& call, int blocks, cudaStream_t stream) {
   if (two_shot) {
     all_reduce<T, World, true><<<blocks, kThreads, 0, stream>>>(call);
   } else {
@@ -16,7 +17,7 @@ void launch_shot(bool two_shot, const Call& call, int blocks, cudaStream_t strea
 }
 
 template <typename T>
-bool launch(int world, bool two_shot, const Call& call, int blocks, cudaStream_t stream) {
+bool launch(int world, bool two_shot, const Sum& call, int blocks, cudaStream_t stream) {
   switch (world) {
     case 2: launch_shot<T, 2>(two_shot, call, blocks, stream); return true;
     case 4: launch_shot<T, 4>(two_shot, call, blocks, stream); return true;
@@ -42,11 +43,8 @@ extern "C" int p3d_all_reduce(int two_shot, int dtype, int world, int rank, cons
   if (world > kMaxWorld || blocks < 1) return cudaErrorInvalidValue;
   // Of this library's own copy of the CUDA runtime.
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) return error;
-  Call call{input, output, size, {}, {}, static_cast<State*>(state), static_cast<unsigned int*>(report), half, limit, rank};
-  for (int r = 0; r < world; ++r) {
-    call.staging[r] = reinterpret_cast<char*>(staging[r]);
-    call.pads[r] = reinterpret_cast<unsigned long long*>(pads[r]);
-  }
+  const Peers peers = make_peers(world, rank, staging, pads, state, report, half, limit);
+  const Sum call{peers, input, output, size};
   bool known = false;
   const auto queue = static_cast<cudaStream_t>(stream);
   if (dtype == 0) known = launch<float>(world, two_shot, call, blocks, queue);

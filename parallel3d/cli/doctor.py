@@ -52,14 +52,18 @@ def add_command(commands: Any) -> None:
         metavar="N",
         help="tensor slices of a layer (default: tensor_parallel.size, or this host's GPUs)",
     )
+    parser.add_argument("--replicas", type=int, metavar="N", help="replicas of a stage (default: this host's GPUs)")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.slices is not None and options.slices < 1:
-        raise ConfigError(f"--slices is {options.slices}; give a whole number >= 1")
+    for name, number in (("slices", options.slices), ("replicas", options.replicas)):
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name} is {number}; give a whole number >= 1")
     config = load_kernels(options.config)
-    findings = examine(config, options.slices or config.tensor_parallel.size or max(1, torch.cuda.device_count()))
+    devices = max(1, torch.cuda.device_count())
+    slices = options.slices or config.tensor_parallel.size or devices
+    findings = examine(config, slices, options.replicas or devices)
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     console.print(show(findings))
@@ -67,30 +71,41 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if any(finding.missed for finding in findings) else 0
 
 
-def examine(config: Config, slices: int) -> list[Finding]:
-    """Every kernel. slices: over how many ranks a layer is sliced."""
+def examine(config: Config, slices: int, replicas: int) -> list[Finding]:
+    """Every kernel. slices: over how many ranks a layer is sliced; replicas: that share an optimizer's state."""
     triton, kernels = _triton(), config.kernels
     waits = [_turned_off("message_wait", kernels.message_wait, "the driver's waits"), local_obstacle()]
+    steps = [_turned_off("optimizer_step", kernels.optimizer_step, "torch's step"), local_obstacle()]
+    among_slices, among_replicas = _among(slices, "tensor slices"), _among(replicas, "replicas")
+    reduces = _turned_off("reduce_scatter", kernels.reduce_scatter, "NCCL")
+    gathers = _turned_off("all_gather", kernels.all_gather, "NCCL")
+    sums = _turned_off("all_reduce", kernels.all_reduce, "NCCL")
     return [
-        Finding("all_reduce (CUDA)", "NCCL", _all_reduce(config, slices), kernels.wants_all_reduce),
-        Finding("message_wait (CUDA)", "the driver", [o for o in waits if o is not None], kernels.wants_message_wait),
+        Finding("all_reduce (CUDA)", "NCCL", _found(sums, *among_slices), kernels.wants_all_reduce),
+        Finding("message_wait (CUDA)", "the driver", _found(*waits), kernels.wants_message_wait),
+        Finding("reduce_scatter (CUDA)", "NCCL", _found(reduces, *among_replicas), kernels.wants_reduce_scatter),
+        Finding("all_gather (copies)", "NCCL", _found(gathers, *among_replicas), kernels.wants_all_gather),
+        Finding("optimizer_step (CUDA)", "PyTorch", _found(*steps), kernels.wants_optimizer_step),
         Finding("swiglu (Triton)", "PyTorch", triton, False),
         Finding("rms_norm (Triton)", "PyTorch", triton, False),
     ]
 
 
-def _all_reduce(config: Config, slices: int) -> list[Obstacle]:
+def _found(*obstacles: Obstacle | None) -> list[Obstacle]:
+    return [obstacle for obstacle in obstacles if obstacle is not None]
+
+
+def _among(ranks: int, noun: str) -> list[Obstacle | None]:
+    """What is in the way of so many ranks that call a kernel together. noun: what each holds."""
     own = local_obstacle()
-    found = [_turned_off("all_reduce", config.kernels.all_reduce, "NCCL"), own]
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        # Ranks fill one host after the other.
-        across = group_obstacle([f"host {rank // count}" for rank in range(slices)])
-        found.append(across)
-        if own is None and across is None:
-            ranks = range(slices)
-            found.append(next(filter(None, (peer_obstacle(torch.device("cuda", k), ranks) for k in ranks)), None))
-    return [obstacle for obstacle in found if obstacle is not None]
+    if not torch.cuda.is_available():
+        return [own]
+    count = torch.cuda.device_count()
+    # Ranks fill one host after the other.
+    across = group_obstacle([f"host {rank // count}" for rank in range(ranks)], noun)
+    if own is not None or across is not None:
+        return [own, across]
+    return [next(filter(None, (peer_obstacle(torch.device("cuda", k), range(ranks)) for k in range(ranks))), None)]
 
 
 def _turned_off(kernel: str, value: bool | str, instead: str) -> Obstacle | None:

@@ -29,6 +29,22 @@ class ReduceKernel(Protocol):
         """Sum x in place, beside the current stream."""
 
 
+class ReduceScatterKernel(Protocol):
+    """A kernel of this package that reduces gradients over a group, of comm/reduce_scatter_kernel.py."""
+
+    def takes(self, whole: Tensor, output: Tensor, wire: torch.dtype) -> bool:
+        """Whether it reduces such tensors."""
+
+    def squares_size(self, numel: int, wire: torch.dtype) -> int:
+        """Of the float64 tensor that gets a shard's sums of squares."""
+
+    def start(self, output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None) -> Work:
+        """output [n] (+)= the sum of every rank's part of whole [ranks * n], beside the current stream.
+
+        wire: in which parts travel; squares: gets what sums up to the results' squares.
+        """
+
+
 class Copies(Protocol):
     """Messages between the ranks of a group that take no multiprocessor, of comm/shard_copies.py."""
 
@@ -49,9 +65,10 @@ class Copies(Protocol):
 
 @dataclass
 class Kernels:
-    """What a group's tensor slices communicate by instead of the backend, once an engine has opened it."""
+    """What a group's ranks communicate by instead of the backend, once an engine has opened it."""
 
     all_reduce: ReduceKernel | None = None
+    reduce_scatter: ReduceScatterKernel | None = None
     copies: Copies | None = None
 
 

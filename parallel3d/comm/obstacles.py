@@ -9,9 +9,9 @@ import torch
 
 from parallel3d.comm import symmetric
 from parallel3d.errors import KernelError
-from parallel3d.kernels.all_reduce import WORLD_SIZES
 from parallel3d.kernels.build import REMEDY, find_nvcc
 from parallel3d.kernels.loader import load_library
+from parallel3d.kernels.peers import WORLD_SIZES
 
 _LEAST_CAPABILITY = (8, 0)
 
@@ -62,15 +62,15 @@ def _not_compiled() -> Obstacle | None:
     return Obstacle("not compiled", "run: p3d build-kernels")
 
 
-def group_obstacle(hosts: Sequence[str]) -> Obstacle | None:
-    """What is in the way of ranks on these hosts, one each."""
+def group_obstacle(hosts: Sequence[str], noun: str = "tensor slices") -> Obstacle | None:
+    """What is in the way of ranks on these hosts, one each. noun: what each holds."""
     if len(set(hosts)) > 1:
         return Obstacle(
-            f"the {len(hosts)} tensor slices are on {len(set(hosts))} hosts", "use no more slices than a host has GPUs"
+            f"the {len(hosts)} {noun} are on {len(set(hosts))} hosts", f"use no more {noun} than a host has GPUs"
         )
     if len(hosts) not in WORLD_SIZES:
         sizes = ", ".join(map(str, WORLD_SIZES))
-        return Obstacle(f"{len(hosts)} tensor slices", f"the kernel is for {sizes} of them")
+        return Obstacle(f"{len(hosts)} {noun}", f"the kernel is for {sizes} of them")
     return None
 
 

@@ -364,6 +364,11 @@ def open_channels(groups: ProcessGroups, axis: str, channels: Channels, device: 
     return found
 
 
+def can_copy() -> bool:
+    """Whether this process's streams can wait for each other's copies: then each needs a hardware queue of its own."""
+    return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) >= _QUEUES and _has_driver()
+
+
 def _may_share(groups: ProcessGroups, axis: str, group: Group, device: torch.device) -> bool:
     """Whether along this axis all ranks of every group are on one host with devices that reach each other; the same on every
     rank."""
@@ -375,7 +380,5 @@ def _may_share(groups: ProcessGroups, axis: str, group: Group, device: torch.dev
             return False
     if groups.backend != "nccl" or group.size == 1:
         return False
-    # Streams that wait must not hold up others: each needs a hardware queue of its own.
-    apart = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) >= _QUEUES
-    reached = apart and _has_driver() and reaches(device, [everyone[rank][1] for rank in group.ranks])
+    reached = can_copy() and reaches(device, [everyone[rank][1] for rank in group.ranks])
     return all(row[0] for row in all_gather_integers([int(reached)], groups.control))

@@ -37,14 +37,6 @@ class Mapped:
         offset = self.memory.data_ptr() - bases[self.index]  # of the memory in what torch has allocated
         return [base + offset for base in bases]
 
-    def pads(self) -> list[int]:
-        """The addresses of every rank's signal pad, of pad_bytes() each."""
-        return list(self.handle.signal_pad_ptrs)
-
-    def clear_pad(self) -> None:
-        """Set this rank's signal pad to zero."""
-        self.handle.get_signal_pad(self.index, (pad_bytes() // 4,), torch.int32).zero_()
-
 
 def is_supported() -> bool:
     """Whether this PyTorch has symmetric memory on CUDA."""
@@ -83,10 +75,3 @@ def map_memory(group: Group, control: Group, device: torch.device, num_bytes: in
     except RuntimeError:
         return None
     return Mapped(memory, handle, group.index)
-
-
-def pad_bytes() -> int:
-    """Of the signal pad that comes with such memory on each device."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    return int(symmetric_memory.get_signal_pad_size())

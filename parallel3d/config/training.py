@@ -127,7 +127,7 @@ class KernelsConfig(Section):
     "auto" leaves the work to NCCL and the driver for now, whatever the hardware: no kernel has shortened a whole step yet.
     """
 
-    auto_is_a_value = frozenset({"all_reduce", "message_wait"})
+    auto_is_a_value = frozenset({"all_reduce", "message_wait", "reduce_scatter", "all_gather", "optimizer_step"})
 
     all_reduce: bool | Literal["auto"] = Field(
         "auto",
@@ -143,6 +143,28 @@ class KernelsConfig(Section):
         json_schema_extra=OWN,
     )
 
+    reduce_scatter: bool | Literal["auto"] = Field(
+        "auto",
+        description="true, so that replicas of one host reduce gradients by a kernel over NVLink, or false for NCCL, or "
+        '"auto", which is false until that kernel has been seen to shorten steps',
+        json_schema_extra=OWN,
+    )
+
+    all_gather: bool | Literal["auto"] = Field(
+        "auto",
+        description="true, so that copy engines gather the updated weights among replicas of one host, or false for NCCL, or "
+        '"auto", which is false until that has been seen to shorten steps',
+        json_schema_extra=OWN,
+    )
+
+    optimizer_step: bool | Literal["auto"] = Field(
+        "auto",
+        description="true, so that a kernel takes the steps of Adam and AdamW in one pass, and writes the weights of all "
+        'replicas of one host unless all_gather does, or false for torch\'s, or "auto", which is false until that kernel has '
+        "been seen to shorten steps",
+        json_schema_extra=OWN,
+    )
+
     @property
     def wants_all_reduce(self) -> bool:
         """Whether tensor slices shall be summed by the kernel."""
@@ -152,6 +174,21 @@ class KernelsConfig(Section):
     def wants_message_wait(self) -> bool:
         """Whether streams shall wait for messages by the kernel."""
         return self.message_wait is True
+
+    @property
+    def wants_reduce_scatter(self) -> bool:
+        """Whether gradients shall be reduced by the kernel."""
+        return self.reduce_scatter is True
+
+    @property
+    def wants_all_gather(self) -> bool:
+        """Whether weights shall be gathered by copies."""
+        return self.all_gather is True
+
+    @property
+    def wants_optimizer_step(self) -> bool:
+        """Whether Adam and AdamW shall step by the kernel."""
+        return self.optimizer_step is True
 
 
 class ElasticConfig(Section):

@@ -16,6 +16,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.precision import LossScaler, Precision
 from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.zero.kernels import open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
@@ -84,6 +85,9 @@ class WeightUpdate:
             cast()
         self.sharded = ShardedOptimizer(
             optimizer, self.reducer.all_buckets(), model.parameters(), config.zero_allow_untested_optimizer
+        )
+        self.sharded.kernels = open_update_kernels(
+            optimizer, self.sharded.buckets, groups, model.device, config.kernels
         )
         self._frozen = model.frozen_infos()
         names = all_gather_object([info.name for info in infos], groups.control)

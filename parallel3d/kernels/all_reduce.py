@@ -1,30 +1,22 @@
-"""All-reduce over NVLink (csrc/all_reduce.cu): how a message is cut into calls, the operators, and the reference in torch.
-
-The operators name who sums by a number, since torch's schemas take no objects: `register` gives one.
-"""
+"""All-reduce over NVLink (csrc/all_reduce.cu): how a message is cut into calls, the operators, and the reference in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Protocol
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, library
 
-# As the launcher numbers them.
-DTYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-WORLD_SIZES = (2, 4, 8)
+from parallel3d.kernels.peers import PAD_BYTES, VECTOR_BYTES, registered
+
 # Of a half of the staging buffer: what one call takes, 4096 tokens x 4096 features in bf16.
 HALF_BYTES = 32 * 2**20
-# Half the multiprocessors of an H200: of 4 MiB and more, fewer take up to 1.8 times as long.
-MAX_BLOCKS = {2: 64, 4: 64, 8: 32}  # by ranks: torch's signal pads have a word for each block of so many
-_VECTOR_BYTES = 16
-_WORD_BYTES = 8
+# Nearly all multiprocessors of an H200: of 32 MiB, half of them take 1.1 times as long.
+MAX_BLOCKS = 128
 # The most bytes that every rank reads whole from all peers, rather than summing its part for all.
-_ONE_SHOT_BYTES = {2: 16 * 2**20, 4: 512 * 2**10, 8: 256 * 2**10}
+_ONE_SHOT_BYTES = {2: 512 * 2**10, 4: 512 * 2**10, 8: 256 * 2**10}
 
 
 def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
@@ -52,20 +44,15 @@ def pieces(size: int, element_bytes: int, world_size: int, threads: int) -> list
     for start in range(0, size, most):
         length = min(most, size - start)
         two_shot = length * element_bytes > _ONE_SHOT_BYTES[world_size]
-        vectors = -(-length * element_bytes // _VECTOR_BYTES)
+        vectors = -(-length * element_bytes // VECTOR_BYTES)
         vectors = -(-vectors // world_size) if two_shot else vectors
-        calls.append(Piece(start, length, two_shot, min(MAX_BLOCKS[world_size], -(-vectors // threads))))
+        calls.append(Piece(start, length, two_shot, min(MAX_BLOCKS, -(-vectors // threads))))
     return calls
 
 
 def staging_bytes() -> int:
     """Of device memory that one group's kernel takes on each rank, beside a few words."""
-    return 2 * HALF_BYTES
-
-
-def signal_bytes(world_size: int) -> int:
-    """Of the pad on which a rank's peers signal to it."""
-    return MAX_BLOCKS[world_size] * world_size * _WORD_BYTES
+    return PAD_BYTES + 2 * HALF_BYTES
 
 
 class Sums(Protocol):
@@ -75,31 +62,25 @@ class Sums(Protocol):
         """out = the sum of every rank's x, both contiguous; they may be the same. CUDA: on the current stream."""
 
 
-_registered: WeakValueDictionary[int, Sums] = WeakValueDictionary()
-_numbers = count(1)
-
-
-def register(sums: Sums) -> int:
-    """The number by which the operators know who sums, as long as it lives."""
-    number = next(_numbers)
-    _registered[number] = sums
-    return number
-
-
 library.define("parallel3d::all_reduce", "(Tensor x, int group) -> Tensor")
 library.define("parallel3d::all_reduce_", "(Tensor(a!) x, int group) -> ()")
+
+
+def _sums(group: int) -> Sums:
+    found: Sums = registered(group)
+    return found
 
 
 def _all_reduce(x: Tensor, group: int) -> Tensor:
     given = x.contiguous()
     out = torch.empty_like(given, memory_format=torch.contiguous_format)
-    _registered[group].sum_into(out, given)
+    _sums(group).sum_into(out, given)
     return out
 
 
 def _all_reduce_(x: Tensor, group: int) -> None:
     if x.is_contiguous():
-        _registered[group].sum_into(x, x)
+        _sums(group).sum_into(x, x)
     else:
         x.copy_(_all_reduce(x, group))
 

@@ -13,6 +13,9 @@ from parallel3d.kernels.build import find_library
 
 _INT, _POINTER, _LONG = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
 _ADDRESSES = ctypes.POINTER(ctypes.c_uint64)
+# staging, pads; state, report; half, limit
+_STAGING = (_ADDRESSES, _ADDRESSES, _POINTER, _POINTER, _LONG, ctypes.c_uint64)
+_LAUNCH = (_INT, _INT, _POINTER)  # blocks, device, stream
 
 # name -> (what it returns, what it takes), as csrc/ declares them.
 FUNCTIONS: Mapping[str, tuple[Any, Sequence[Any]]] = {
@@ -20,12 +23,22 @@ FUNCTIONS: Mapping[str, tuple[Any, Sequence[Any]]] = {
     # word, count, limit, report, device, stream
     "p3d_await_count": (_INT, (_POINTER, ctypes.c_uint32, ctypes.c_uint64, _POINTER, _INT, _POINTER)),
     "p3d_all_reduce_threads": (_INT, ()),
-    "p3d_all_reduce": (
+    # two_shot, dtype, world, rank; input, output, size; ...
+    "p3d_all_reduce": (_INT, (_INT,) * 4 + (_POINTER, _POINTER, _LONG) + _STAGING + _LAUNCH),
+    # dtype, wide, world, rank; input, output, squares; stride, size, accumulate; ...
+    "p3d_reduce_scatter": (_INT, (_INT,) * 4 + (_POINTER,) * 3 + (_LONG, _LONG, _INT) + _STAGING + _LAUNCH),
+    "p3d_adamw_part_bytes": (_INT, ()),
+    "p3d_adamw_groups": (_INT, ()),
+    # dtype, wide, world, rank; parts, vectors, groups, num_groups; divisor, skip, clear; weights, meets_before,
+    # meets_after; pads, state, report, limit; ...
+    "p3d_adamw": (
         _INT,
-        # two_shot, dtype, world, rank; input, output, size; staging, pads; state, report; half, limit; blocks, device, stream
         (_INT,) * 4
-        + (_POINTER, _POINTER, _LONG, _ADDRESSES, _ADDRESSES, _POINTER, _POINTER, _LONG, ctypes.c_uint64)
-        + (_INT, _INT, _POINTER),
+        + (_POINTER, _LONG, ctypes.POINTER(ctypes.c_double), _INT)
+        + (_POINTER, _POINTER, _INT)
+        + (_ADDRESSES, _INT, _INT)
+        + (_ADDRESSES, _POINTER, _POINTER, ctypes.c_uint64)
+        + _LAUNCH,
     ),
 }
 

@@ -13,7 +13,8 @@ from parallel3d.comm.memory import CONTEXT_BYTES, communicator_bytes
 from parallel3d.comm.peer_copies import pipeline_channels
 from parallel3d.comm.shard_copies import slice_channels
 from parallel3d.config.run_layout import RunLayout
-from parallel3d.kernels.all_reduce import WORLD_SIZES, staging_bytes
+from parallel3d.kernels import all_reduce, reduce_scatter
+from parallel3d.kernels.peers import WORLD_SIZES
 from parallel3d.optim import build_optimizer
 from parallel3d.optim.memory import step_bytes
 from parallel3d.parameters import ParameterInfo
@@ -137,8 +138,9 @@ class MemoryModel:
         flight = self.flight(replays, bounds, layout, stage)
         flight = Flight(*(round(samples * nbytes) for nbytes in (flight.between, flight.within, flight.held)))
         own = [layers[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
+        shared = state.state.weights if self._shares_weights(layout) else 0
         steady = {
-            "weights": state.state.weights + state.others,
+            "weights": state.state.weights + state.others - shared,
             "gradients": state.state.gradients,
             "masters": state.state.masters,
             "optimizer": state.state.optimizer,
@@ -149,7 +151,8 @@ class MemoryModel:
         backward = {"activations": flight.held, "workspace": flight.within - flight.held, **kept}
         if on_cuda:
             backward["messages"] = round(samples * _in_transit(placement, bounds, layers, stage))
-        step = {"update": state.state.update, "workspace": state.step, **kept}
+        update = 0 if self._steps_by_kernel else state.state.update
+        step = {"update": update, "workspace": state.step, **kept}
         base = sum(steady.values())
         phases = {
             "steady": base,
@@ -160,7 +163,7 @@ class MemoryModel:
         most = max(phases, key=lambda phase: phases[phase])
         parts = {**steady, **{"backward": backward, "step": step, "save": kept}.get(most, {})}
         allocated = phases[most]
-        gaps, outside = (round(allocated * _GAPS), self._outside(layout)) if on_cuda else (0, 0)
+        gaps, outside = (round(allocated * _GAPS), self._outside(layout) + shared) if on_cuda else (0, 0)
         return StageMemory(
             stage=stage,
             parts={name: nbytes for name, nbytes in parts.items() if nbytes},
@@ -170,6 +173,22 @@ class MemoryModel:
             outside=outside,
             capacity=capacity,
         )
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether layers compute on CUDA with weights rounded from masters."""
+        return self._model.device == "cuda" and self._model.precision.weights is not None
+
+    @property
+    def _steps_by_kernel(self) -> bool:
+        config = self._model.config
+        adam = config.optimizer is not None and config.optimizer.type.lower() in ("adam", "adamw")
+        return adam and self._is_rounded and config.kernels.wants_optimizer_step
+
+    def _shares_weights(self, layout: RunLayout) -> bool:
+        """Whether weights are in memory that replicas map, which PyTorch's allocator doesn't count."""
+        asked = self._steps_by_kernel or self._model.config.kernels.wants_all_gather
+        return asked and self._is_rounded and bool(layout.zero) and layout.replicas in WORLD_SIZES
 
     def _outside(self, layout: RunLayout) -> int:
         """What PyTorch's allocator doesn't hold: the context, and buffers of communication."""
@@ -181,7 +200,9 @@ class MemoryModel:
         if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
             buffers += slice_channels(layout.slices).num_bytes
         if config.kernels.wants_all_reduce and layout.slices in WORLD_SIZES:
-            buffers += staging_bytes()
+            buffers += all_reduce.staging_bytes()
+        if config.kernels.wants_reduce_scatter and layout.zero and replicas in WORLD_SIZES:
+            buffers += reduce_scatter.staging_bytes()
         return CONTEXT_BYTES + communicators + buffers
 
     def _state(self, replays: Replays, bounds: Sequence[int], layout: RunLayout, stage: int) -> _State:

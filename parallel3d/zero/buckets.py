@@ -103,6 +103,8 @@ class Bucket:
             self.gradient_shard = self.gradients[self.shard]
         else:
             self.gradient_shard = torch.zeros(size, dtype=self.gradient_dtype, device=self.device)
+        # Whether gradient_shard is zero since the last step.
+        self.is_cleared = False
         self.pieces = self._cut_pieces()
         # How often each parameter has been written to: our own writes go into the flat buffer and don't count.
         self._versions = {piece: piece.info.parameter._version for piece in self.pieces}
@@ -201,13 +203,26 @@ class Bucket:
                 self._versions[piece] = version
                 piece.master.copy_(self.weights_of(piece))
 
+    def place_of(self, piece: Piece) -> int:
+        """Where a piece begins in the bucket's flat buffers."""
+        assert self.master is not None
+        start: int = self.shard.start
+        return start + int(piece.master.storage_offset()) - int(self.master.storage_offset())
+
+    @torch.no_grad()
+    def move_weights(self, memory: Tensor) -> None:
+        """Hold the weights in other memory, [numel] in their dtype; for masters of their own."""
+        assert self.weights is not None
+        self.weights = memory.copy_(self.weights)
+        for k, info in enumerate(self.infos):
+            info.parameter.data = self.view(self.weights, k)
+
     def weights_of(self, piece: Piece) -> Tensor:
         """What the layers compute with of a piece, in the master's shape; the master itself where that is the same."""
         if not self.has_own_master:
             return piece.master.detach()
         assert self.weights is not None
-        assert self.master is not None
-        start = self.shard.start + piece.master.storage_offset() - self.master.storage_offset()
+        start = self.place_of(piece)
         return self.weights[start : start + piece.master.numel()].view(piece.master.shape)
 
     def check_place(self) -> None:

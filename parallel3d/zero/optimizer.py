@@ -13,6 +13,7 @@ from parallel3d.comm.collectives import Group, Work, all_gather_integers
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket
+from parallel3d.zero.kernels import UpdateKernels
 from parallel3d.zero.memory import bytes_of
 
 # An elementwise optimizer updates each element from that element's own history, so that a shard is as good as the whole.
@@ -55,19 +56,20 @@ class ShardedOptimizer:
     ):
         self.optimizer = optimizer
         # Built from the last layer on; needed by the next forward from the first on.
-        self._buckets = list(buckets)[::-1]
-        check_optimizer(optimizer, any(b.partition.size > 1 for b in self._buckets), allow_untested)
+        self.buckets = list(buckets)[::-1]
+        check_optimizer(optimizer, any(b.partition.size > 1 for b in self.buckets), allow_untested)
         masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for piece in bucket.pieces:
                 masters[piece.info.parameter].append(piece.master)
             _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
             group["params"] = [master for p in group["params"] for master in _masters_of(p, masters)]
+        self.kernels = UpdateKernels()
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
         self.launched: Callable[[tuple[int, ...], int, Work], None] = lambda owners, bucket, work: None
-        self._bucket_of = {info.parameter: bucket for bucket in self._buckets for info in bucket.infos}
+        self._bucket_of = {info.parameter: bucket for bucket in self.buckets for info in bucket.infos}
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state tensors on this rank."""
@@ -91,37 +93,53 @@ class ShardedOptimizer:
             factor = divisor.reciprocal()
         if overflow is not None:
             optimizer.found_inf = overflow.float()
-        for bucket in self._buckets:
+        self._wait_for_gathers()
+        fused = self.kernels.step
+        ours = [bucket for bucket in self.buckets if fused is not None and fused.takes(bucket)]
+        others = [bucket for bucket in self.buckets if bucket not in ours]
+        for bucket in self.buckets:
             bucket.check_place()
             bucket.follow_weights()
+        for bucket in others:
             bucket.assign_gradients(untouched, factor)
-        optimizer.step()
+        optimizer.step()  # of what has gradients
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
-        for bucket in self._buckets:
+        for bucket in others:
             bucket.drop_gradients()
             bucket.write_back()
-        self._stale = {bucket for bucket in self._buckets if bucket.partition.size > 1}
+        if fused is not None and ours:
+            fused.step(ours, untouched, divisor, overflow)
+            for bucket in ours:
+                bucket.is_cleared = bucket.gradients is None and overflow is None
+        done = {bucket for bucket in ours if fused is not None and fused.writes_peers(bucket)}
+        self._stale = {bucket for bucket in self.buckets if bucket.partition.size > 1} - done
 
     def follow_weights(self) -> None:
         """Take over what others have written into the weights, before the masters are read."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.follow_weights()
 
     def follow_masters(self) -> None:
         """Make the weights of masters that were written into, as a checkpoint's are. Collective over the partitions."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.write_back()
-        for work in [bucket.gather() for bucket in self._buckets if bucket.partition.size > 1]:
+        for work in [self.kernels.gather(bucket) for bucket in self.buckets if bucket.partition.size > 1]:
             work.wait()
 
     def gather(self, chunk: int | None = None) -> None:
         """Start to gather the weights of a chunk, or all, bucket by bucket in the order of the layers, unless under way."""
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(self.buckets):
             if bucket in self._stale and (chunk is None or chunk in bucket.infos[0].owners):
                 self._stale.remove(bucket)
-                work = self._gathers[bucket] = bucket.gather()
+                work = self._gathers[bucket] = self.kernels.gather(bucket)
                 self.launched(bucket.infos[0].owners, number, work)
+
+    def _wait_for_gathers(self) -> None:
+        """Of weights that nobody has used since."""
+        for work in self._gathers.values():
+            work.wait()
+        self._gathers.clear()
 
     def wait_for_module(self, module: nn.Module) -> None:
         """Return (CUDA: let the stream go on) when the weights of the module are gathered."""

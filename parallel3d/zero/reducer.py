@@ -82,6 +82,8 @@ class GradientReducer:
         self._to_launch: deque[Bucket] = deque()
         self._instructions: dict[Bucket, Instruction] = {}
         self._reductions: dict[Bucket, _Reduction] = {}
+        # What adds up to a shard's sum of squares, where the reduction has found it on its way.
+        self._squares: dict[Bucket, Tensor] = {}
 
     def _attach(self) -> None:
         """Tell the sink where gradients go: into the bucket's accumulator, or the transient one it has at the time.
@@ -145,7 +147,8 @@ class GradientReducer:
         self._filling.clear()
         for bucket in self.all_buckets():
             if bucket.gradients is None:
-                bucket.gradient_shard.zero_()
+                if not bucket.is_cleared:
+                    bucket.gradient_shard.zero_()
             elif bucket.is_autograds:
                 bucket.gradients.zero_()
         self.sink.open()
@@ -244,7 +247,12 @@ class GradientReducer:
 
     def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:
         """Sum `flat` over data parallelism into the bucket's shard, onto what is there if `accumulate`."""
+        bucket.is_cleared = False
         shard, dtype = bucket.gradient_shard, self._policy.communication_dtype or flat.dtype
+        kernel = self._data_group.kernels.reduce_scatter if self._partition.size > 1 else None
+        if kernel is not None and kernel.takes(flat, shard, dtype):
+            squares = self._squares_of(bucket, kernel.squares_size(shard.numel(), dtype))
+            return _Reduction(kernel.start(shard, flat, dtype, accumulate, squares))
         if dtype != flat.dtype:
             sent = flat.to(dtype)
             part = sent[bucket.shard]
@@ -254,6 +262,14 @@ class GradientReducer:
             # The earlier micro-batches' sum travels with this rank's part: the result needs no further pass.
             flat[bucket.shard].add_(shard)
         return _Reduction(self._sum(shard, flat))
+
+    def _squares_of(self, bucket: Bucket, size: int) -> Tensor | None:
+        """None where the shard is summed over other ranks besides."""
+        if bucket.infos[0].shared or bucket.kind.partial_over is not None:
+            return None
+        if bucket not in self._squares:
+            self._squares[bucket] = torch.empty(size, dtype=torch.float64, device=bucket.device)
+        return self._squares[bucket]
 
     def _sum(self, shard: Tensor, whole: Tensor) -> Work:
         if self._partition.size == 1:
@@ -291,11 +307,12 @@ class GradientReducer:
         """
         answers = self._partition.size > 1 or self._is_first_replica
         own = [b for o, buckets in self.buckets.items() if answers and counts(o) for b in buckets]
-        shards = [b.gradient_shard for b in own if b.kind.sliced or self._is_first_slice]
-        if not shards:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        # Not linalg.vector_norm, which on CUDA makes a copy in float64 first: a third of the optimizer's step.
-        return torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float64)).square().sum()
+        own = [b for b in own if b.kind.sliced or self._is_first_slice]
+        squares = [self._squares[b] for b in own if b in self._squares]
+        if shards := [b.gradient_shard for b in own if b not in self._squares]:
+            # Not linalg.vector_norm, which on CUDA makes a copy in float64 first: a third of the optimizer's step.
+            squares.append(torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float64)).square())
+        return torch.cat(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
 
     def state_bytes(self) -> StateBytes:
         """What weights, gradients and masters take on this rank now."""

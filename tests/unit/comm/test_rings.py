@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from queue import Queue
-from threading import Event, Thread
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from streams import ThreadStream
 
 from parallel3d.comm import rings
 from parallel3d.comm.peer_copies import pipeline_channels
@@ -21,61 +16,6 @@ from parallel3d.comm.rings import Arriving, Channels, Receiver, Ring, Sender
 from parallel3d.comm.shard_copies import slice_channels
 
 SLOT = 64
-
-
-class ThreadStream:
-    """Runs what is queued on a thread of its own, with random pauses, as a CUDA stream runs beside the host."""
-
-    def __init__(self, seed: int):
-        self._queue: Queue[Callable[[], Any] | None] = Queue()
-        self._rng = random.Random(seed)
-        self.held: list[Tensor] = []
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            if self._rng.random() < 0.3:
-                time.sleep(self._rng.random() * 1e-3)
-            task()
-
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        self._queue.put(lambda: ctypes.memmove(target, source, num_bytes))
-
-    def wait_for(self, word: int, count: int) -> None:
-        flag = ctypes.c_int32.from_address(word)
-
-        def wait() -> None:
-            end = time.monotonic() + 20
-            while (flag.value - count + 2**31) % 2**32 < 2**31:  # signed difference, as the driver compares
-                assert time.monotonic() < end, "the flag never came"
-                time.sleep(1e-5)
-
-        self._queue.put(wait)
-
-    def mark(self) -> Event:
-        done = Event()
-        self._queue.put(done.set)
-        return done
-
-    def follow(self, mark: Event) -> None:
-        self._queue.put(lambda: mark.wait(20))
-
-    def hold(self, memory: Tensor) -> None:
-        self._queue.put(lambda: self.held.append(memory))
-
-    def pause(self, seconds: float) -> None:
-        self._queue.put(lambda: time.sleep(seconds))
-
-    def write(self, word: int, count: int) -> None:
-        flag = ctypes.c_int32.from_address(word)
-        self._queue.put(lambda: setattr(flag, "value", count))
-
-    def close(self) -> bool:
-        """Whether all that was queued is done."""
-        self._queue.put(None)
-        self._thread.join(30)
-        return not self._thread.is_alive()
 
 
 def ring_after(num_slots: int, times: int) -> tuple[Sender, Receiver, list[ThreadStream]]:

@@ -14,12 +14,11 @@ from parallel3d.comm.environment import get_rank
 from parallel3d.kernels.all_reduce import (
     HALF_BYTES,
     MAX_BLOCKS,
-    WORLD_SIZES,
     all_reduce_ref,
     pieces,
-    signal_bytes,
     staging_bytes,
 )
+from parallel3d.kernels.peers import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
 
 THREADS = 512
 KIB = 1024
@@ -90,9 +89,10 @@ def test_pieces_cover_a_message_within_the_staging_buffer(size: int, width: int,
     for piece in cut:
         assert 0 < piece.size * width <= HALF_BYTES
         assert piece.start * width % 16 == 0, "as aligned as the message"
-        assert 1 <= piece.blocks <= MAX_BLOCKS[world]
-    assert staging_bytes() >= 2 * HALF_BYTES
-    assert signal_bytes(world) == 8 * MAX_BLOCKS[world] * world
+        assert 1 <= piece.blocks <= MAX_BLOCKS
+    assert staging_bytes() >= 2 * HALF_BYTES + PAD_BYTES
+    assert MAX_BLOCKS <= MOST_BLOCKS
+    assert 8 * MOST_BLOCKS * world <= PAD_BYTES
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_pieces_cover_a_message_within_the_staging_buffer(size: int, width: int,
         (256 * KIB + 2, 8, True, 5),
         (512 * KIB, 4, False, 64),
         (512 * KIB + 2, 4, True, 17),
-        (16 * KIB * KIB, 2, False, 64),
-        (32 * KIB * KIB, 2, True, 64),
-        (32 * KIB * KIB, 4, True, 64),
+        (512 * KIB + 2, 2, True, 33),
+        (32 * KIB * KIB, 2, True, 128),
+        (32 * KIB * KIB, 4, True, 128),
     ],
 )
 def test_small_messages_are_read_whole_and_large_ones_in_slices(

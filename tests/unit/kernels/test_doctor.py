@@ -44,9 +44,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return make
 
 
-def told(slices: int, config=ASKED) -> list[str]:
-    """Of the all-reduce."""
-    (found,) = [finding for finding in examine(config, slices) if finding.kernel.startswith("all_reduce")]
+def told(slices: int, config=ASKED, kernel: str = "all_reduce", replicas: int = 1) -> list[str]:
+    """Of a kernel."""
+    (found,) = [finding for finding in examine(config, slices, replicas) if finding.kernel.startswith(kernel)]
     return [f"{obstacle.why} | {obstacle.remedy}" for obstacle in found.obstacles]
 
 
@@ -64,7 +64,7 @@ def test_on_where_nothing_is_in_the_way(host: Host, slices: int) -> None:
         ({"symmetric_memory": False}, 2, "PyTorch lacks symmetric memory", "2.11"),
         ({"compiled": False}, 2, "not compiled", "run: p3d build-kernels"),
         ({"compiled": False, "nvcc": None}, 2, "not compiled, and there is no nvcc", "CUDA_HOME"),
-        ({"gpus": 4}, 8, "8 tensor slices are on 2 hosts", "no more slices"),
+        ({"gpus": 4}, 8, "8 tensor slices are on 2 hosts", "no more tensor slices"),
         ({"gpus": 4}, 3, "3 tensor slices", "for 2, 4, 8"),
         ({"gpus": 4, "unreached": {(2, 1)}}, 4, "device 2 doesn't reach", "NVLink"),
     ],
@@ -74,6 +74,25 @@ def test_what_is_in_the_way_is_told_with_a_remedy(host: Host, what: dict, slices
     (line,) = told(slices)
     assert why in line.partition(" | ")[0]
     assert remedy in line.partition(" | ")[2]
+
+
+@pytest.mark.parametrize("kernel", ["reduce_scatter", "all_gather"])
+def test_replicas_are_told_of_apart_from_slices(host: Host, kernel: str) -> None:
+    host()
+    config = load({"kernels": {kernel: True}})
+    assert told(2, config, kernel, replicas=4) == []
+    assert told(2, config, kernel, replicas=8) == [
+        "the 8 replicas are on 2 hosts | use no more replicas than a host has GPUs"
+    ]
+    assert "3 replicas" in told(3, config, kernel, replicas=3)[0]
+    (off,) = told(2, load({}), kernel, replicas=4)
+    assert 'is "auto", which is NCCL' in off
+
+
+def test_the_optimizers_step_needs_no_peers(host: Host) -> None:
+    host(gpus=1)
+    assert told(8, load({"kernels": {"optimizer_step": True}}), "optimizer_step", replicas=8) == []
+    assert "torch's step" in told(1, load({}), "optimizer_step")[0]
 
 
 def test_a_device_out_of_reach_is_no_matter_to_fewer_slices(host: Host) -> None:

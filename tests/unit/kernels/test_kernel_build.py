@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel3d.cli import main
 from parallel3d.errors import KernelError
+from parallel3d.kernels import adamw
 from parallel3d.kernels import build as kernel_build
 from parallel3d.kernels.build import build, find_library, find_nvcc, library_name, source_files
 from parallel3d.kernels.loader import FUNCTIONS, check, open_library
@@ -67,9 +69,20 @@ def test_what_the_command_compiles_loads_with_every_function(built: Path) -> Non
 
 @needs_nvcc
 @pytest.mark.parametrize(("world", "blocks"), [(16, 1), (2, 0)])
-def test_the_launcher_refuses_what_there_is_no_kernel_for(built: Path, world: int, blocks: int) -> None:
-    message, memory = (None, None, 1), (None, None, None, None)
-    assert open_library(built).p3d_all_reduce(0, 0, world, 0, *message, *memory, 16, 1, blocks, 0, None) == 1
+def test_launchers_refuse_what_there_is_no_kernel_for(built: Path, world: int, blocks: int) -> None:
+    library, no_memory, launch = open_library(built), (None, None, None, None), (blocks, 0, None)
+    assert library.p3d_all_reduce(0, 0, world, 0, None, None, 1, *no_memory, 16, 1, *launch) == 1
+    assert library.p3d_reduce_scatter(0, 1, world, 0, None, None, None, 1, 1, 0, *no_memory, 16, 1, *launch) == 1
+    update = (None, 0, None, 0, None, None, 0, None, 0, 0, None, None, None, 1)
+    assert library.p3d_adamw(1, 1, world, 0, *update, *launch) == 1
+
+
+@needs_nvcc
+def test_parts_are_laid_out_as_the_kernel_reads_them(built: Path) -> None:
+    library, x = open_library(built), torch.zeros(5)
+    rows, vectors = adamw.table([adamw.Part(x, x, x, x, torch.ones(()), 0, 0)], 2)
+    assert (rows.shape[1] * rows.itemsize, vectors) == (library.p3d_adamw_part_bytes(), 1)
+    assert library.p3d_adamw_groups() == adamw.MAX_GROUPS
 
 
 C_TYPES = {
@@ -81,6 +94,7 @@ C_TYPES = {
     "void*": ctypes.c_void_p,
     "const void*": ctypes.c_void_p,
     "const uint64_t*": ctypes.POINTER(ctypes.c_uint64),
+    "const double*": ctypes.POINTER(ctypes.c_double),
 }
 
 

@@ -8,28 +8,40 @@ from torch import nn
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout
+from parallel3d.kernels import reduce_scatter
 from parallel3d.kernels.all_reduce import staging_bytes
 from parallel3d.pipe import LayerSpec
 from parallel3d.planner.flight import Replays
 from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.profile import ModelProfile
+from parallel3d.planner.result import StageMemory
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
 
 
-def outside(slices: int, kernels: dict[str, object]) -> int:
-    """Of PyTorch's allocator, on a rank of one stage."""
+def predicted(
+    slices: int, kernels: dict[str, object], replicas: int = 1, zero: int = 0, **settings: object
+) -> StageMemory:
+    """Of a rank of one stage."""
     given = {
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        **settings,
         "train_micro_batch_size_per_gpu": 1,
         "kernels": kernels,
     }
     sample = torch.ones(1, 4)
     profile = ModelProfile([LayerSpec(nn.Linear, 4, 4)], sample, sample, nn.MSELoss(), load(given))
-    layout = RunLayout(stages=1, replicas=1, slices=slices, schedule="1f1b", micro_batch=1, micro_batches=1)
+    layout = RunLayout(
+        stages=1, replicas=replicas, slices=slices, schedule="1f1b", micro_batch=1, micro_batches=1, zero=zero
+    )
     program = lower(build("1f1b", 1, 1, 1, "loop"))
     (stage,) = MemoryModel(profile).stages(Replays.of_program(program), (0, 1), layout, [1])
-    return stage.outside
+    return stage
+
+
+def outside(slices: int, kernels: dict[str, object], replicas: int = 1, zero: int = 0) -> int:
+    """Of PyTorch's allocator."""
+    return predicted(slices, kernels, replicas, zero).outside
 
 
 @pytest.mark.parametrize(("slices", "taken"), [(1, 0), (2, staging_bytes()), (3, 0), (8, staging_bytes())])
@@ -37,3 +49,34 @@ def test_the_staging_buffer_counts_where_the_kernel_runs(slices: int, taken: int
     off = outside(slices, {"all_reduce": False})
     assert outside(slices, {}) == off, "auto is off for now"
     assert outside(slices, {"all_reduce": True}) - off == taken
+
+
+@pytest.mark.parametrize(
+    ("replicas", "zero", "taken"), [(1, 1, 0), (2, 0, 0), (4, 1, reduce_scatter.staging_bytes()), (3, 2, 0)]
+)
+def test_the_reduce_scatters_counts_where_that_runs(replicas: int, zero: int, taken: int) -> None:
+    off = outside(1, {}, replicas, zero)
+    assert outside(1, {"reduce_scatter": True}, replicas, zero) - off == taken
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("kernel", ["all_gather", "optimizer_step"])
+@pytest.mark.parametrize(("replicas", "zero", "shares"), [(2, 1, True), (2, 0, False), (3, 1, False), (1, 1, False)])
+def test_weights_that_replicas_share_are_outside_of_the_allocators_count(
+    kernel: str, replicas: int, zero: int, shares: bool
+) -> None:
+    off = predicted(1, {}, replicas, zero, **BF16)
+    on = predicted(1, {kernel: True}, replicas, zero, **BF16)
+    weights = off.parts["weights"]
+    assert weights > 0
+    assert on.outside - off.outside == (weights if shares else 0)
+    assert off.allocated - on.allocated == (weights if shares else 0)
+    assert predicted(1, {kernel: True}, replicas, zero) == predicted(1, {}, replicas, zero), "fp32 weights stay"
+
+
+def test_the_kernels_step_needs_no_gradients_in_fp32() -> None:
+    narrow = {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}
+    off, on = (predicted(1, {"optimizer_step": asked}, **narrow) for asked in (False, True))
+    assert off.phases["step"] - on.phases["step"] == 4 * (32 + 32), "weights and biases, padded to 32 each, in fp32"

@@ -1,0 +1,18 @@
+#ifndef P3D_BLOCK_SUM_CUH
+#define P3D_BLOCK_SUM_CUH
+
+#include "peers.cuh"
+
+// Of all threads of a block, always in one order; for thread 0. Once in a kernel.
+__device__ inline double block_sum(double value) {
+  __shared__ double warps[kThreads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_down_sync(~0u, value, distance);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int warp = 1; warp < kThreads / 32; ++warp) value += warps[warp];
+  }
+  return value;
+}
+
+#endif

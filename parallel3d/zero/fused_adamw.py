@@ -1,0 +1,177 @@
+"""AdamW's step of a bucket by csrc/adamw.cu: gradients to weights in one pass over memory, on this rank or on all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.obstacles import Obstacle
+from parallel3d.comm.shared_weights import SharedWeights
+from parallel3d.kernels import adamw
+from parallel3d.kernels.loader import addresses, check, load_library
+from parallel3d.kernels.peers import DTYPES
+from parallel3d.zero.buckets import Bucket, Piece
+
+
+@dataclass
+class _Laid:
+    """Where a bucket's pieces are, in device memory. known: what it was made of, as addresses."""
+
+    known: list[int]
+    table: Tensor
+    vectors: int
+    steps: list[Tensor]
+
+
+class FusedAdamW:
+    """Steps the pieces of buckets as torch's fused Adam or AdamW would, whose state it keeps.
+
+    shared: the weights of these buckets, by their places in it, which are then written on every replica; None to write this
+    rank's alone. Raises KernelError.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        shared: SharedWeights | None = None,
+        places: Mapping[Bucket, int] | None = None,
+    ):
+        library = load_library()
+        assert library is not None, "checked before by local_obstacle"
+        self._library, self._optimizer, self._device = library, optimizer, device
+        self._shared, self._places = shared, places or {}
+        self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._laid: dict[Bucket, _Laid] = {}
+
+    def alone(self) -> FusedAdamW:
+        """The same that writes no replica's weights but this rank's."""
+        return FusedAdamW(self._optimizer, self._device)
+
+    def writes_peers(self, bucket: Bucket) -> bool:
+        """Whether the bucket, once stepped, need not be gathered."""
+        return self._shared is not None and bucket in self._places
+
+    def takes(self, bucket: Bucket) -> bool:
+        """Whether it steps the bucket: its weights are rounded from fp32 masters, and its gradients are fp32 or as these."""
+        if not bucket.has_own_master or bucket.device.type != "cuda":
+            return False
+        assert bucket.weights is not None
+        return bucket.gradient_dtype in (torch.float32, bucket.weights.dtype)
+
+    @torch.no_grad()
+    def step(
+        self, buckets: Sequence[Bucket], untouched: Set[nn.Parameter], divisor: Tensor | None, skip: Tensor | None
+    ) -> None:
+        """Update all pieces but those of parameters that got no gradient. Gradients of shards of their own are cleared.
+
+        divisor: of the gradients; skip: bool, whether to do nothing; scalars on the device. Raises CommunicationError after a
+        replica was late.
+        """
+        laid = [(bucket, self._lay_out(bucket, untouched)) for bucket in buckets]
+        steps = [step for _, its in laid for step in its.steps]
+        if steps:
+            torch._foreach_add_(steps, 1 if skip is None else (~skip).float())
+        divisor = None if divisor is None else divisor.double()
+        settings = adamw.numbers([_settings(group) for group in self._optimizer.param_groups])
+        common = [bucket for bucket in buckets if self.writes_peers(bucket)]
+        for bucket, its in laid:
+            meets = bool(common) and bucket is common[0], bool(common) and bucket is common[-1]
+            self._launch(bucket, its, settings, divisor, skip, meets)
+
+    def _launch(
+        self,
+        bucket: Bucket,
+        laid: _Laid,
+        settings: Any,
+        divisor: Tensor | None,
+        skip: Tensor | None,
+        meets: tuple[bool, bool],
+    ) -> None:
+        assert bucket.weights is not None
+        shared = self._shared
+        if shared is None or bucket not in self._places:
+            world, index, weights = 1, 0, addresses([bucket.weights.data_ptr()])
+            peers: tuple[Any, ...] = (None, None, None, 0)
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+        else:
+            calls, place = shared.calls, self._places[bucket]
+            world, index = calls.group.size, calls.group.index
+            weights = addresses([shared.address(place, rank) for rank in range(world)])
+            peers = calls.pads, calls.state, calls.report, calls.limit_ns
+            stream = calls.follow()
+        status = self._library.p3d_adamw(
+            DTYPES[bucket.weights.dtype],
+            bucket.gradient_dtype != bucket.weights.dtype,
+            world,
+            index,
+            laid.table.data_ptr(),
+            laid.vectors,
+            settings,
+            len(self._optimizer.param_groups),
+            None if divisor is None else divisor.data_ptr(),
+            None if skip is None else skip.data_ptr(),
+            bucket.gradients is None,
+            weights,
+            *meets,
+            *peers,
+            adamw.MAX_BLOCKS,
+            self._device.index,
+            stream,
+        )
+        check(self._library, "p3d_adamw", status)
+
+    def _lay_out(self, bucket: Bucket, untouched: Set[nn.Parameter]) -> _Laid:
+        """Made anew where a tensor has moved, as when a checkpoint is loaded."""
+        parts = [self._part(bucket, piece) for piece in bucket.pieces if piece.info.parameter not in untouched]
+        known = [t.data_ptr() for p in parts for t in (p.master, p.gradient, p.average, p.square_average, p.step)]
+        laid = self._laid.get(bucket)
+        if laid is None or laid.known != known:
+            assert bucket.weights is not None
+            table, vectors = adamw.table(parts, bucket.weights.itemsize)
+            on_device = table.pin_memory().to(self._device, non_blocking=True)
+            laid = self._laid[bucket] = _Laid(known, on_device, vectors, [part.step for part in parts])
+        return laid
+
+    def _part(self, bucket: Bucket, piece: Piece) -> adamw.Part:
+        state, master = self._optimizer.state[piece.master], piece.master
+        if not state:  # as torch's fused optimizer begins
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        place = bucket.place_of(piece)
+        group = self._group_of[master]
+        return adamw.Part(master, piece.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], place, group)
+
+
+def optimizer_obstacle(optimizer: torch.optim.Optimizer) -> Obstacle | None:
+    """Why the kernel can't take an optimizer's step."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return Obstacle(f"it takes the steps of Adam and AdamW, and the optimizer is {name}", "use one of these")
+    for group in optimizer.param_groups:
+        if not group["fused"]:
+            return Obstacle(
+                f"{name} was made without fused=True", "make it with that, or let the configuration make it"
+            )
+        for key in ("amsgrad", "maximize", "capturable", "differentiable"):
+            if group[key]:
+                return Obstacle(f"{name} has {key}=True", f"drop {key}")
+        if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
+            return Obstacle(f"{name} has lr or betas in tensors", "give numbers")
+    most = adamw.MAX_GROUPS
+    if len(optimizer.param_groups) > most:
+        return Obstacle(f"{name} has {len(optimizer.param_groups)} parameter groups", f"use at most {most}")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return Obstacle(f"{name} has step hooks, which would see no gradients", "remove them")
+    return None
+
+
+def _settings(group: Mapping[str, Any]) -> adamw.Settings:
+    beta1, beta2 = group["betas"]
+    return adamw.Settings(
+        group["lr"], (beta1, beta2), group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
+    )
