@@ -84,6 +84,8 @@ def test_own_command():
         " ".join(arguments) == "--size 7b --micro_batch 1 --micro_batches 16 --warmup 3 --steps 6 --pp 2 --dp 2 "
         "--schedule zbv --chunks 2 --zero 2 --placement v --accumulate bf16 --reduce_per_micro_batch false"
     )
+    kernels = " ".join(command_of(parse_case("dp4-zero1-fusedstep-reducescatter"), WORK, None))
+    assert "--kernels reduce_scatter,optimizer_step" in kernels
     sliced = " ".join(command_of(parse_case("pp2tp2-zb-h1-sp-compile-cudnn"), WORK, None))
     assert "--pp 2 --dp 1 --tp 2 --sequence_parallel --compile --cudnn --schedule zb-h1" in sliced
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 import communication
 from communication import bus_bandwidth, table
 from kernels import category
+from table import communication_section
 
 
 def test_bus_bandwidth_is_what_a_ring_sends():
@@ -34,6 +35,27 @@ def test_the_table_compares_the_kernel_with_the_backend():
     assert kernel == ["all_reduce", "4", "bfloat16", "65,536", "kernel", "15.0", "7.5-30.0", "3.0", "0.50"]
 
 
+def test_the_page_has_a_row_for_each_way_beside_the_backends():
+    def record(num_bytes: int, by: str, seconds: float) -> dict[str, Any]:
+        return {"what": "ring", "world": 2, "dtype": "bfloat16", "bytes": num_bytes, "by": by, "seconds": seconds}
+
+    run = {
+        "date": "2026-01-02T03:04",
+        "commit": "abc",
+        "command": "python here",
+        "hardware": {"count": 2, "name": "H200"},
+        "versions": {"torch": "2.11"},
+        "workload": {"repeats": 5},
+        "measured": [record(1024, "nccl", 4e-5), record(1024, "copies", 2e-5), record(1024, "kernel", 1e-5)],
+    }
+    page = communication_section(run).splitlines()
+    assert page[0] == "2026-01-02, 2 x H200, commit abc; torch 2.11."
+    assert page[5:7] == [
+        "| ring | 2 | bfloat16 | 1,024 | nccl | 40.0 | copies | 20.0 (0.50) |",
+        "|  |  |  |  |  |  | kernel | 10.0 (0.25) |",
+    ]
+
+
 def test_the_kernel_counts_as_communication():
     assert category("void (anonymous namespace)::all_reduce<__nv_bfloat16, 4, true>(Call)") == "communication"
     assert category("void at::native::reduce_kernel<512, 1>(float)") != "communication"
@@ -48,8 +70,9 @@ def test_a_run_on_the_cpu(tmp_path: Path):
     run = json.loads(out.read_text())
     found = [(m["what"], m["by"], m["bytes"]) for m in run["measured"]]
     exchanged = [(what, "gloo", size) for size in (64, 4096) for what in ("all_reduce", "ring")]
+    updated = [("reduce_scatter", "gloo", 64), ("reduce_scatter", "gloo", 4096)]
     names = ("gather, 3 of attention", "gather, 2 of feed-forward", "scatter, of attention", "scatter, of feed-forward")
-    assert found == exchanged + [(name, by, 64 * 32 * 4) for name in names for by in ("alone", "gloo")]
+    assert found == exchanged + [(name, by, 64 * 32 * 4) for name in names for by in ("alone", "gloo")] + updated
     assert {m["world"] for m in run["measured"]} == {2}
     assert all(0 < m["min_s"] <= m["seconds"] <= m["max_s"] for m in run["measured"])
     assert run["workload"]["worlds"] == [2]

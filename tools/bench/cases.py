@@ -41,6 +41,15 @@ OPTIONS = {
     "purebf16": "torch: bf16 weights without FSDP",
     "reshard": "fsdp: parameters are dropped after the forward",
 }
+# Options that ask for a kernel of this package -> its key.
+_KERNELS = {
+    "allreduce": "all_reduce",
+    "waitkernel": "message_wait",
+    "reducescatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "fusedstep": "optimizer_step",
+}
+OPTIONS |= {option: f"kernels.{key} is true" for option, key in _KERNELS.items()}
 _PARTITIONS = {"parameters", "flops", "profile", "weights"}  # without one: equally many blocks
 _PEER_OPTIONS = {"compile", "purebf16", "reshard"}
 # Chunks a stage, for schedules whose name alone doesn't say.
@@ -224,6 +233,8 @@ def _own_arguments(case: Case, work: Workload) -> list[str]:
     for option, value in (("permicro", "true"), ("once", "false")):
         if option in case.options:
             arguments += ["--reduce_per_micro_batch", value]
+    if kernels := [key for option, key in _KERNELS.items() if option in case.options]:
+        arguments += ["--kernels", ",".join(kernels)]
     if work.config:
         arguments += ["--config", work.config]
     return [str(argument) for argument in arguments]

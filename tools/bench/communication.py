@@ -5,7 +5,8 @@ python tools/bench/communication.py --what ring,products --worlds 2
 
 all_reduce: of tensor slices, by the kernel. ring: every rank sends to the next one, as stages do, by copies. products: of a
 decoder's layers whose sequences the slices share, with the gathering before or the scattering behind them, and alone.
-Streams wait for copies by the driver, or by a kernel.
+reduce_scatter: of fp32 gradients, which travel in the dtype. update: AdamW's step of sharded fp32 masters, with the
+gathering of the weights, by torch, NCCL, kernels and copies. Streams wait for copies by the driver, or by a kernel.
 
 All are called on the current stream, back to back: 100 times, 10 of large messages, between two CUDA events, `repeats` times,
 after as many calls for warm-up. A time is the median over repeats on the slowest rank. Bus bandwidth is what each device must
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +31,7 @@ from host import cuda_version, find_gpus
 from results import as_text
 from run import describe_run, environment, error_lines, find_result, run_process, split_names, start_command
 
-WHAT = ("all_reduce", "ring", "products")
+WHAT = ("all_reduce", "ring", "products", "reduce_scatter", "update")
 KIB, MIB = 2**10, 2**20
 # 32 MiB are 4096 tokens x 4096 features in bf16.
 SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 1024 * MIB)
@@ -41,7 +43,7 @@ BACKENDS = ("nccl", "gloo")
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured. sizes: bytes of an all-reduce's or a ring's message; products: tokens, hidden size and feed-forward."""
+    """What is measured. sizes: bytes of a message, gradients or masters; products: tokens, hidden size and feed-forward."""
 
     what: tuple[str, ...]
     worlds: tuple[int, ...]
@@ -52,8 +54,8 @@ class Workload:
 
 
 def bus_bandwidth(what: str, num_bytes: int, world: int, seconds: float) -> float:
-    """Bytes a second that a device sends at least; 0 for products, which take longer."""
-    sent = {"all_reduce": 2 * (world - 1) / world, "ring": 1.0}.get(what, 0.0)
+    """Bytes a second that a device sends at least; 0 for products and updates, which take longer."""
+    sent = {"all_reduce": 2 * (world - 1) / world, "ring": 1.0, "reduce_scatter": (world - 1) / world}.get(what, 0.0)
     return sent * num_bytes / seconds
 
 
@@ -63,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--worlds", default="2,4,8", help="numbers of ranks; those that this host has no GPUs for are left out"
     )
-    parser.add_argument("--what", default=",".join(WHAT), help="all_reduce, ring, products")
+    parser.add_argument("--what", default=",".join(WHAT), help=", ".join(WHAT))
     parser.add_argument("--products", default="4096,4096,11008", help="tokens, hidden size, feed-forward size")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes of a message, separated by commas")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
@@ -132,14 +134,16 @@ def work_as_rank(work: Workload) -> None:
     import torch
     import torch.distributed as dist
     from exchanges import Exchanges
+    from updates import Updates
 
     import parallel3d
 
     parallel3d.init_distributed()
-    exchanges = Exchanges(work.products)
+    exchanges, updates = Exchanges(work.products), Updates()
     measured = []
     for dtype in work.dtypes:
-        for way in exchanges.ways(work.what, work.sizes, getattr(torch, dtype)):
+        ways = exchanges.ways(work.what, work.sizes, getattr(torch, dtype))
+        for way in chain(ways, updates.ways(work.what, work.sizes, getattr(torch, dtype))):
             times = time_calls(way.call, way.num_bytes, work.repeats, exchanges.device.type == "cuda")
             every = torch.tensor([median(times), min(times), max(times)], device=exchanges.device, dtype=torch.float64)
             dist.all_reduce(every, op=dist.ReduceOp.MAX)
@@ -149,6 +153,7 @@ def work_as_rank(work: Workload) -> None:
             record |= {"seconds": seconds, "min_s": shortest, "max_s": longest}
             measured.append(record | {"bus_bytes_per_s": bus_bandwidth(way.what, way.num_bytes, world, seconds)})
     exchanges.finish()
+    updates.finish()
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps({"measured": measured, "off": exchanges.why_off}), flush=True)
 

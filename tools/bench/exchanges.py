@@ -133,4 +133,4 @@ class Exchanges:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if self._kernel is not None:
-            self._kernel.raise_if_failed()
+            self._kernel.calls.raise_if_failed()

@@ -108,6 +108,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--communicate", choices=["fp32", "bf16"], help="dtype of gradient reduction")
     parser.add_argument("--reduce_per_micro_batch", choices=["true", "false", "auto"], default="auto")
     parser.add_argument("--roofline", action="store_true", help="profile one more step, kernel by kernel")
+    parser.add_argument("--kernels", default="", help="keys of kernels that are turned on, separated by commas")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON merged into the configuration")
     return parser.parse_args()
 
@@ -137,6 +138,8 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
     }
     if args.max_in_flight is not None:
         config["pipeline"]["max_in_flight"] = args.max_in_flight
+    if args.kernels:
+        config["kernels"] = dict.fromkeys(args.kernels.split(","), True)
     if args.accumulate:
         config["data_types"] = {"grad_accum_dtype": args.accumulate}
     if args.communicate:

@@ -71,6 +71,21 @@ def plan_section(run: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def communication_section(run: Mapping[str, Any]) -> str:
+    """The same of what ranks of one host send each other: a row for each message, by the backend and by other ways."""
+    rows: dict[tuple[Any, ...], dict[str, float]] = {}
+    for m in run["measured"]:
+        rows.setdefault((m["what"], m["world"], m["dtype"], f"{m['bytes']:,}"), {})[m["by"]] = m["seconds"]
+    lines = [["what", "ranks", "dtype", "bytes", "by", "us", "by", "us (of the first)"]]
+    for subject, times in rows.items():
+        (first, base), *others = times.items()
+        for k, (name, seconds) in enumerate(others):
+            begin = [*map(str, subject), first, f"{base * 1e6:,.1f}"] if k == 0 else [""] * 6
+            lines.append([*begin, name, f"{seconds * 1e6:,.1f} ({seconds / base:.2f})"])
+    how = f"Medians of {run['workload']['repeats']} repeats on the slowest rank."
+    return "\n".join([_where(run), how, "", as_markdown(lines), "", f"`{run['command']}`"])
+
+
 def _where(run: Mapping[str, Any]) -> str:
     machine = f"{run['hardware']['count']} x {run['hardware']['name']}"
     packages = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
@@ -93,14 +108,16 @@ def insert(page: str, name: str, text: str) -> str:
 def main() -> None:
     """Print the section, or put it in its place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file that run.py, curves.py or plan_accuracy.py wrote")
+    parser.add_argument(
+        "results", type=Path, help="a file that run.py, curves.py, plan_accuracy.py or communication.py wrote"
+    )
     parser.add_argument("--into", type=Path, metavar="PAGE", help="a markdown page with the markers")
     parser.add_argument("--name", help="of the section; default: the results file's name without .json")
     parser.add_argument("--baseline", default="", help="cases to compare with, first choice first; default: the peers")
     args = parser.parse_args()
     run = json.loads(args.results.read_text(encoding="utf-8"))
     baselines = [name for name in args.baseline.split(",") if name]
-    kinds = {"curves": curves_section, "layouts": plan_section}
+    kinds = {"curves": curves_section, "layouts": plan_section, "measured": communication_section}
     make = next((make for key, make in kinds.items() if key in run), partial(section, baselines=baselines))
     text = make(run)
     if args.into is None:
