@@ -16,7 +16,7 @@ from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer_calls import PeerCalls, open_kernel
 from parallel3d.comm.rings import Copied
 from parallel3d.errors import CommunicationError, KernelError
-from parallel3d.kernels.all_reduce import HALF_BYTES, all_reduce_ref, pieces
+from parallel3d.kernels.all_reduce import HALF_BYTES, MOST_BYTES, all_reduce_ref, pieces
 from parallel3d.kernels.peers import DTYPES, register
 
 _TRIAL_SIZES = (3, 2**18 + 3)  # summed in one shot and, by 4 ranks or more, in two
@@ -40,7 +40,7 @@ class AllReduce:
 
     def takes(self, x: Tensor) -> bool:
         """Whether the kernel sums such tensors; the same on every rank, where they are alike."""
-        return x.is_cuda and x.dtype in DTYPES
+        return x.is_cuda and x.dtype in DTYPES and x.nbytes <= MOST_BYTES
 
     def start(self, x: Tensor) -> Work:
         """Sum x in place, beside the current stream."""

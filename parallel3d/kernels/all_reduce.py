@@ -13,6 +13,8 @@ from parallel3d.kernels.peers import PAD_BYTES, VECTOR_BYTES, registered
 
 # Of a half of the staging buffer: what one call takes, 4096 tokens x 4096 features in bf16.
 HALF_BYTES = 32 * 2**20
+# The most that the kernel takes: NCCL is faster from about 128 MiB on.
+MOST_BYTES = 2 * HALF_BYTES
 # Nearly all multiprocessors of an H200: of 32 MiB, half of them take 1.1 times as long.
 MAX_BLOCKS = 128
 # The most bytes that every rank reads whole from all peers, rather than summing its part for all.
