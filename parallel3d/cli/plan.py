@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="configuration that every layout has: precision, optimizer, ..."
     )
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help='plan schedule "auto" for all layouts that are listed, however long that takes; for the best one it is planned '
+        "anyway where the pipeline is short",
+    )
     parser.add_argument("--explain", metavar="LAYOUT", help='compare one layout, such as "pp4,dp2", with the winner')
     parser.add_argument("--out", default="plan", metavar="DIR", help="directory of what is written (default: plan)")
     parser.add_argument(
@@ -115,7 +121,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(f"--global-batch is {options.global_batch}, --top {options.top}; give numbers of 1 or more")
     fixed = None if options.explain is None else parse_run_layout(options.explain)
     measured = None if options.measure is None else _measured_layers(model, cluster)
-    question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured)
+    question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto)
     result = Planner(question).answer()
     show(result, console)
     if fixed is not None:

@@ -24,6 +24,7 @@ from parallel3d.planner.flight import Flight, Replays
 from parallel3d.planner.layer_profile import LayerProfile
 from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.result import StageMemory
+from parallel3d.schedule.memory import ChunkBytes
 from parallel3d.zero.memory import StateBytes, communicated_bytes, moments_of, piece_sizes, predict_state
 
 # cuBLAS's own, of Hopper's size (CUBLAS_WORKSPACE_CONFIG's documentation), which PyTorch allocates for each thread that
@@ -96,6 +97,11 @@ class MemoryModel:
         replay, placement = replays.of(stage), replays.placement
         own = [c for c, s in enumerate(placement) if s == stage]
         return replay.flight({c: self._chunk(placement, bounds, layout, c, replay.splits) for c in own})
+
+    def chunk_bytes(self, placement: Sequence[int], bounds: Sequence[int], layout: RunLayout) -> list[ChunkBytes]:
+        """Of a micro-batch on each chunk, with weight gradients deferred."""
+        chunks = range(len(placement))
+        return [self._chunk(placement, bounds, layout, c, splits=True).held for c in chunks]
 
     def _chunk(
         self, placement: Sequence[int], bounds: Sequence[int], layout: RunLayout, chunk: int, splits: bool

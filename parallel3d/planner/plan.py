@@ -15,6 +15,7 @@ import numpy.typing as npt
 from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.errors import ConfigError
+from parallel3d.planner.auto_schedule import is_quick, with_auto
 from parallel3d.planner.calibration import Calibration
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.configure import configuration
@@ -30,9 +31,10 @@ from parallel3d.planner.profile import ModelProfile
 from parallel3d.planner.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.result import PlanResult, RankPlace, TimelineSpan
 from parallel3d.planner.search import Search
-from parallel3d.planner.space import VARIANTS, Space, enumerate_space
+from parallel3d.planner.space import VARIANTS, Space, Variant, enumerate_space
 from parallel3d.planner.timing import Shape
 from parallel3d.planner.traffic import link_loads, traffic_of
+from parallel3d.schedule.builders import WHOLE_BACKWARDS
 
 # Predicted within this share of the shortest: split, timed and placed with more care, for the last word.
 _FINALISTS, _MOST_FINALISTS = 1.02, 4
@@ -45,6 +47,7 @@ class Question:
     """What is to be planned.
 
     fixed: what of the layout the user has decided already; its axes where they are above 1. measured: see Predictor.
+    every_auto: whether schedule "auto" is planned for all that are listed, however long that takes.
     """
 
     model: PlannedModel
@@ -54,6 +57,7 @@ class Question:
     fixed: RunLayout | None = None
     calibration: Calibration = field(default_factory=Calibration)
     measured: Sequence[LayerSeconds] | None = None
+    every_auto: bool = False
 
 
 class Planner:
@@ -95,7 +99,7 @@ class Planner:
 
     def _search(self) -> PlanResult:
         search = Search(self.predictor, self.space)
-        best = self._finish(search)
+        best = self._with_autos(self._finish(search))
         return self._answer(search, best, remedy=None if best else what_would_fit(search))
 
     def _finish(self, search: Search) -> list[Found]:
@@ -120,6 +124,18 @@ class Planner:
             else:
                 search.found[search.found.index(candidate)] = exact
         return self._settled(finished, search)
+
+    def _with_autos(self, best: list[Found]) -> list[Found]:
+        """With what schedule "auto" would find on the winner's chunks; where that is asked for, on all chunks, and alone."""
+        question = self.question
+        asked = question.fixed is not None and question.fixed.schedule == "auto"
+        autos = []
+        for found in best if asked or question.every_auto else best[:1]:
+            if asked or question.every_auto or is_quick(found.layout):
+                places = found.outlook.links.ranks.ravel().tolist()
+                auto = with_auto(self.predictor, found.layout, places)
+                autos += [auto] if auto is not None and auto.fits else []
+        return sorted(autos if asked else best + autos, key=lambda f: f.outlook.seconds)
 
     def _settled(self, finished: list[Found], search: Search) -> list[Found]:
         """The same, the shortest first, which stays it when it is predicted as it will be told."""
@@ -235,6 +251,11 @@ def rank_map(cluster: Cluster, outlook: Outlook) -> tuple[RankPlace, ...]:
     return tuple(places)
 
 
+def _may_be(variant: Variant, schedule: str | None) -> bool:
+    """ "auto" begins with a schedule that splits backwards."""
+    return schedule in (None, variant.schedule) or (schedule == "auto" and variant.schedule not in WHOLE_BACKWARDS)
+
+
 def _agree(space: Space, fixed: RunLayout) -> npt.NDArray[np.bool_]:
     """Which layouts are what the user has decided."""
     columns = {
@@ -254,6 +275,6 @@ def _agree(space: Space, fixed: RunLayout) -> npt.NDArray[np.bool_]:
     variants = [
         k
         for k, variant in enumerate(VARIANTS)
-        if fixed.schedule in (None, variant.schedule) and fixed.chunks in (None, variant.chunks)
+        if _may_be(variant, fixed.schedule) and fixed.chunks in (None, variant.chunks)
     ]
     return kept & np.isin(space.variant, variants)

@@ -281,6 +281,10 @@ class Predictor:
             outlook.layout, outlook.links, outlook.bounds, outlook.timed, replays, outlook.exact, only
         )
 
+    def chunk_bytes(self, outlook: Outlook) -> list[ChunkBytes]:
+        """What a micro-batch holds on each chunk of an exact prediction, with weight gradients deferred."""
+        return self._memory.chunk_bytes(outlook.program.placement, outlook.bounds, outlook.layout)
+
     def rough_memory(self, layout: RunLayout) -> tuple[StageMemory, ...]:
         """`memory` of a rough prediction of the layout, without one: of its programs only those stages' lists are needed."""
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
