@@ -307,6 +307,34 @@ def test_updates_are_adamws_on_every_replica(
         assert all(torch.equal(a, b) for a, b in zip(weights, results[0][1], strict=True))
 
 
+def overflow(way: str) -> list[str]:
+    """What a step that is skipped has changed."""
+    case = Sharded(way, 1, 5000)
+    case.step(1, None, False)
+    case.sharded.wait_for_module(case.module)
+
+    def state() -> dict[str, list[Tensor]]:
+        moments = [t.clone() for s in case.sharded.optimizer.state.values() for t in s.values()]
+        masters = [bucket.master.clone() for bucket in case.buckets if bucket.master is not None]
+        return {"state": moments, "masters": masters, "weights": [p.detach().clone() for p in case.parameters]}
+
+    before, changed = state(), []
+    for skips in (True, False):
+        for bucket in case.buckets:
+            bucket.gradient_shard.fill_(float("inf") if skips else 1.0)
+        case.sharded.step(set(), None, torch.tensor(skips, device=case.device))
+        case.sharded.gather()
+        case.sharded.wait_for_module(case.module)
+        same = [name for name, tensors in state().items() if all(map(torch.equal, tensors, before[name]))]
+        changed += [f"skips {skips}: {same} stay"] if len(same) != 3 * skips else []
+    return changed
+
+
+@pytest.mark.parametrize("way", ["kernel and copies", "kernel"])
+def test_an_overflow_changes_nothing(gpu_pool: RankPool, num_gpus: int, way: str):
+    assert gpu_pool.run(2, overflow, way, timeout=60) == [[], []]
+
+
 def many_updates(way: str) -> int:
     """Wrong elements in all of many steps, of which ranks now and then come late to gather or to read."""
     case = Sharded(way, 1, 5000)
