@@ -1,6 +1,7 @@
 """Rules of the package's structure that import-linter can't express."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import parallel3d
@@ -30,3 +31,9 @@ def test_collectives_and_point_to_point_go_through_comm_alone():
         and any(name.startswith("torch.distributed") for name in _imports(path))
     ]
     assert offenders == []
+
+
+def test_modules_of_tests_have_names_of_their_own():
+    """They are imported by them, from whatever folder they are in."""
+    times = Counter(path.name for path in Path(__file__).parents[1].rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in times.items() if count > 1] == []
