@@ -54,15 +54,18 @@ def open_update_kernels(
 
     optimizer: of the buckets' masters already. The weights of buckets move where replicas share them.
     """
-    open_reduce_scatter(groups, device, config.wants_reduce_scatter)
-    steps, gathers = config.wants_optimizer_step, config.wants_all_gather
+    steps, gathers, reduces = config.wants_optimizer_step, config.wants_all_gather, config.wants_reduce_scatter
+    partitioned = groups.data.size > 1 and (steps or gathers or reduces) and _everywhere_partitioned(buckets, groups)
+    if groups.data.size > 1 and not partitioned:
+        _warn_whole(groups, config)
+    open_reduce_scatter(groups, device, reduces and partitioned)
     if steps:
         obstacle = local_obstacle(device) or optimizer_obstacle(optimizer) or _master_obstacle(buckets)
         if (first := _first(obstacle if buckets else None, groups)) is not None:
             _warn(groups, "optimizer_step", first, "torch updates weights instead")
             steps = False
     shared, places = None, {}
-    if groups.data.size > 1 and (steps or gathers) and _everywhere_partitioned(buckets, groups):
+    if partitioned and (steps or gathers):
         kernel = "all_gather" if gathers else "optimizer_step"
         found = _share(buckets, groups, device, kernel)
         if isinstance(found, SharedWeights):
@@ -123,6 +126,15 @@ def _first(own: Obstacle | None, groups: ProcessGroups) -> Obstacle | None:
     """The first rank's that has one. Collective over the world."""
     everyones: list[Obstacle | None] = all_gather_object(own, groups.control)
     return next((obstacle for obstacle in everyones if obstacle is not None), None)
+
+
+def _warn_whole(groups: ProcessGroups, config: KernelsConfig) -> None:
+    """Of what is asked for and works on shards alone."""
+    obstacle = Obstacle("nothing is partitioned", "set zero_optimization.stage to 1 or 2")
+    if config.wants_reduce_scatter:
+        _warn(groups, "reduce_scatter", obstacle, f"{groups.backend} reduces gradients instead")
+    if config.wants_all_gather:
+        _warn(groups, "all_gather", obstacle, "every rank updates all weights")
 
 
 def _warn(groups: ProcessGroups, kernel: str, obstacle: Obstacle, instead: str) -> None:
