@@ -243,8 +243,8 @@ class CudaStream:
     def _check(self, name: str, status: int) -> None:
         if status:
             raise CommunicationError(
-                f"{name} failed with CUDA error {status}; set peer_copies of pipeline and tensor_parallel to false to send "
-                "through NCCL"
+                f"{name} failed with CUDA error {status}; set peer_copies of pipeline and tensor_parallel, and "
+                "kernels.all_gather, to false to send through NCCL"
             )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.shared_weights import SharedWeights
+from parallel3d.errors import ConfigError
 from parallel3d.kernels import adamw
 from parallel3d.kernels.loader import addresses, check, load_library
 from parallel3d.kernels.peers import DTYPES
@@ -61,17 +62,25 @@ class FusedAdamW:
         if not bucket.has_own_master or bucket.device.type != "cuda":
             return False
         assert bucket.weights is not None
-        return bucket.gradient_dtype in (torch.float32, bucket.weights.dtype)
+        assert bucket.master is not None
+        # Masters of what was built in float64 are as wide.
+        return bucket.master.dtype == torch.float32 and bucket.gradient_dtype in (torch.float32, bucket.weights.dtype)
+
+    def clears(self, bucket: Bucket) -> bool:
+        """Whether a step leaves the gradient shard zero: it is one of its own, and the optimizer has all that is in it."""
+        return bucket.gradients is None and all(piece.master in self._group_of for piece in bucket.pieces)
 
     @torch.no_grad()
     def step(
         self, buckets: Sequence[Bucket], untouched: Set[nn.Parameter], divisor: Tensor | None, skip: Tensor | None
     ) -> None:
-        """Update all pieces but those of parameters that got no gradient. Gradients of shards of their own are cleared.
+        """Update the optimizer's pieces but those of parameters that got no gradient; clear what gradients `clears` says.
 
         divisor: of the gradients; skip: bool, whether to do nothing; scalars on the device. Raises CommunicationError after a
-        replica was late.
+        replica was late, ConfigError where settings have changed to what the kernel can't take.
         """
+        if (obstacle := optimizer_obstacle(self._optimizer)) is not None:  # as by a checkpoint's settings
+            raise ConfigError(f"kernels.optimizer_step: {obstacle}, or set kernels.optimizer_step to false")
         laid = [(bucket, self._lay_out(bucket, untouched)) for bucket in buckets]
         steps = [step for _, its in laid for step in its.steps]
         if steps:
@@ -127,7 +136,8 @@ class FusedAdamW:
 
     def _lay_out(self, bucket: Bucket, untouched: Set[nn.Parameter]) -> _Laid:
         """Made anew where a tensor has moved, as when a checkpoint is loaded."""
-        parts = [self._part(bucket, piece) for piece in bucket.pieces if piece.info.parameter not in untouched]
+        stepped = [piece for piece in bucket.pieces if piece.master in self._group_of]
+        parts = [self._part(bucket, piece) for piece in stepped if piece.info.parameter not in untouched]
         known = [t.data_ptr() for p in parts for t in (p.master, p.gradient, p.average, p.square_average, p.step)]
         laid = self._laid.get(bucket)
         if laid is None or laid.known != known:

@@ -111,7 +111,7 @@ class ShardedOptimizer:
         if fused is not None and ours:
             fused.step(ours, untouched, divisor, overflow)
             for bucket in ours:
-                bucket.is_cleared = bucket.gradients is None and overflow is None
+                bucket.is_cleared = overflow is None and fused.clears(bucket)
         done = {bucket for bucket in ours if fused is not None and fused.writes_peers(bucket)}
         self._stale = {bucket for bucket in self.buckets if bucket.partition.size > 1} - done
 

@@ -294,6 +294,8 @@ class GradientReducer:
         partial = [b for b in self.all_buckets() if b.kind.partial_over is not None]
         for work in [self._all_reduce(b.gradient_shard, b.kind.partial_over) for b in partial if b.kind.partial_over]:
             work.wait()
+        for bucket in partial:
+            bucket.is_cleared = False  # of a batch that failed, other slices may have reduced something
 
     def touched(self) -> set[nn.Parameter]:
         """The parameters that got a gradient on this rank since start_step."""
