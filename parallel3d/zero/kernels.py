@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parallel3d.comm.collectives import Work, all_gather_object
+from parallel3d.comm.collectives import Awaited, Work, all_gather_object
 from parallel3d.comm.environment import DEFAULT_TIMEOUT
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.message_wait import open_message_wait
@@ -40,7 +40,8 @@ class UpdateKernels:
         assert bucket.weights is not None
         width = bucket.weights.itemsize
         length = bucket.shard.stop - bucket.shard.start
-        return self.copies.gather(self.places[bucket], bucket.shard.start * width, length * width)
+        work = self.copies.gather(self.places[bucket], bucket.shard.start * width, length * width)
+        return Awaited(work, "an all-gather", bucket.partition.ranks)
 
 
 def open_update_kernels(

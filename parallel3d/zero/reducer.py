@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.collectives import DONE, Group, Work, all_reduce, reduce_scatter_into
+from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, reduce_scatter_into
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import ParameterInfo
@@ -252,7 +252,8 @@ class GradientReducer:
         kernel = self._data_group.kernels.reduce_scatter if self._partition.size > 1 else None
         if kernel is not None and kernel.takes(flat, shard, dtype):
             squares = self._squares_of(bucket, kernel.squares_size(shard.numel(), dtype))
-            return _Reduction(kernel.start(shard, flat, dtype, accumulate, squares))
+            work = kernel.start(shard, flat, dtype, accumulate, squares)
+            return _Reduction(Awaited(work, "a reduce-scatter", self._data_group.ranks))
         if dtype != flat.dtype:
             sent = flat.to(dtype)
             part = sent[bucket.shard]

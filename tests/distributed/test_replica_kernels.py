@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.comm.collectives import DONE, Group, Work
+from parallel3d.comm.collectives import DONE, Awaited, Group, Work
 from parallel3d.comm.reduce_scatter_kernel import GatheredReductions
 from parallel3d.pipe import PipelineModule
+from parallel3d.schedule.instructions import Instruction
 
 STEPS, MICRO_BATCHES, SAMPLES = 4, 3, 2
 # Of norms and losses: bf16 on the way, or fp32 throughout.
@@ -87,6 +88,11 @@ def train(stage: int, communication: str, kernels: dict[str, bool], stand_in: bo
         warnings.simplefilter("always")
         engine, *_ = parallel3d.initialize(model=model, config=config)
     calls: list[tuple[bool, bool]] = []
+
+    def launched(instruction: Instruction, work: Work) -> None:
+        assert isinstance(work, Awaited), "timelines and measurements would lack it"
+
+    engine._update.reducer.launched = launched
     if stand_in:
         group = engine._groups.data
         group.kernels.reduce_scatter = standing_in = StandIn(group)
