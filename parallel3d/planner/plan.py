@@ -128,7 +128,10 @@ class Planner:
     def _with_autos(self, best: list[Found]) -> list[Found]:
         """With what schedule "auto" would find on the winner's chunks; where that is asked for, on all chunks, and alone."""
         question = self.question
-        asked = question.fixed is not None and question.fixed.schedule == "auto"
+        decided = None if question.fixed is None else question.fixed.schedule
+        asked = decided == "auto"
+        if decided is not None and not asked:
+            return best
         autos = []
         for found in best if asked or question.every_auto else best[:1]:
             if asked or question.every_auto or is_quick(found.layout):
