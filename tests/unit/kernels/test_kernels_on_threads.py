@@ -97,9 +97,9 @@ def test_each_meeting_keeps_writers_of_weights_from_readers(
 ) -> None:
     if not sanitizer:
         pytest.skip("ThreadSanitizer does not work on this machine, and numbers alone rarely show a race")
-    status, said = run(programs("adamw"), "bf16", 2, 1, BUCKETS_OF_A_STEP * 30, fault)
-    assert status != 0
-    assert "data race" in said
+    # A race shows in most runs, not in all: it takes two threads that meet.
+    runs = (run(programs("adamw"), "bf16", 2, seed, BUCKETS_OF_A_STEP * 30, fault) for seed in range(20))
+    assert any(status != 0 and "data race" in said for status, said in runs)
 
 
 # Of each kernel, rules: an expression, and what is there instead where the rule is broken.
