@@ -35,7 +35,7 @@ class AllReduce:
         self.number = register(self)
         self._beside = torch.cuda.Stream(calls.device, priority=-1)
         self._pieces = lru_cache(1024)(
-            partial(pieces, world_size=calls.group.size, threads=int(calls.library.p3d_all_reduce_threads()))
+            partial(pieces, world_size=calls.group.size, threads=int(calls.compiled.p3d_all_reduce_threads()))
         )
 
     def takes(self, x: Tensor) -> bool:
@@ -57,7 +57,7 @@ class AllReduce:
         stream = calls.follow()
         width, source, target = x.element_size(), x.data_ptr(), out.data_ptr()
         for piece in self._pieces(x.numel(), width):
-            status = calls.library.p3d_all_reduce(
+            status = calls.compiled.p3d_all_reduce(
                 piece.two_shot,
                 DTYPES[x.dtype],
                 calls.group.size,

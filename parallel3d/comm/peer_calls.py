@@ -32,7 +32,7 @@ class PeerCalls:
     def __init__(self, shared: Mapped, group: Group, device: torch.device, kernel: str, limit_s: float):
         library = load_library()
         assert library is not None, "checked before by local_obstacle"
-        self.library, self.group, self.device, self.limit_s = library, group, device, limit_s
+        self.compiled, self.group, self.device, self.limit_s = library, group, device, limit_s
         self._kernel, self._shared = kernel, shared
         bases = shared.buffers()
         self.pads, self.staging = addresses(bases), addresses([base + PAD_BYTES for base in bases])
@@ -68,7 +68,7 @@ class PeerCalls:
 
     def check(self, name: str, status: int) -> None:
         """Raises KernelError where a function of the library has returned a CUDA error."""
-        check(self.library, name, status)
+        check(self.compiled, name, status)
 
     def raise_if_failed(self) -> None:
         """Raises CommunicationError if a peer was late in any call that has ended; waits for nothing."""

@@ -33,7 +33,7 @@ class ReduceScatter:
         self.calls = calls
         self.number = register(self)
         self._beside = torch.cuda.Stream(calls.device, priority=-1)
-        threads = int(calls.library.p3d_all_reduce_threads())
+        threads = int(calls.compiled.p3d_all_reduce_threads())
         self._pieces = lru_cache(1024)(partial(pieces, world_size=calls.group.size, threads=threads))
 
     def takes(self, whole: Tensor, output: Tensor, wire: torch.dtype) -> bool:
@@ -76,7 +76,7 @@ class ReduceScatter:
             squares.zero_()  # a short piece has fewer blocks
         source, target, width = whole.data_ptr(), output.data_ptr(), whole.itemsize
         for k, piece in enumerate(self._pieces(size, wire.itemsize, most_blocks=most_blocks)):
-            status = calls.library.p3d_reduce_scatter(
+            status = calls.compiled.p3d_reduce_scatter(
                 DTYPES[wire],
                 whole.dtype != wire,
                 calls.group.size,

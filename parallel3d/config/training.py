@@ -121,6 +121,12 @@ class AttentionConfig(Section):
     )
 
 
+def _kernel(choice: str) -> Any:
+    """The field of a kernel. choice: what true and false mean."""
+    text = f'{choice}, or "auto", which is false until that has been seen to shorten steps'
+    return Field("auto", description=text, json_schema_extra=OWN)
+
+
 class KernelsConfig(Section):
     """Which of this package's CUDA kernels run, where they can; `p3d doctor` says where.
 
@@ -129,40 +135,22 @@ class KernelsConfig(Section):
 
     auto_is_a_value = frozenset({"all_reduce", "message_wait", "reduce_scatter", "all_gather", "optimizer_step"})
 
-    all_reduce: bool | Literal["auto"] = Field(
-        "auto",
-        description="true, so that tensor slices of one host are summed by a kernel over NVLink, or false for NCCL, or "
-        '"auto", which is false until that kernel has been seen to shorten steps',
-        json_schema_extra=OWN,
+    all_reduce: bool | Literal["auto"] = _kernel(
+        "true, so that tensor slices of one host are summed by a kernel over NVLink, or false for NCCL"
     )
-
-    message_wait: bool | Literal["auto"] = Field(
-        "auto",
-        description="true, so that streams wait for messages of stages and slices of one host by a kernel of one thread, or "
-        'false for the driver\'s waits, or "auto", which is false until that kernel has been seen to shorten steps',
-        json_schema_extra=OWN,
+    message_wait: bool | Literal["auto"] = _kernel(
+        "true, so that streams wait for messages of stages and slices of one host by a kernel of one thread, or false for the "
+        "driver's waits"
     )
-
-    reduce_scatter: bool | Literal["auto"] = Field(
-        "auto",
-        description="true, so that replicas of one host reduce gradients by a kernel over NVLink, or false for NCCL, or "
-        '"auto", which is false until that kernel has been seen to shorten steps',
-        json_schema_extra=OWN,
+    reduce_scatter: bool | Literal["auto"] = _kernel(
+        "true, so that replicas of one host reduce gradients by a kernel over NVLink, or false for NCCL"
     )
-
-    all_gather: bool | Literal["auto"] = Field(
-        "auto",
-        description="true, so that copy engines gather the updated weights among replicas of one host, or false for NCCL, or "
-        '"auto", which is false until that has been seen to shorten steps',
-        json_schema_extra=OWN,
+    all_gather: bool | Literal["auto"] = _kernel(
+        "true, so that copy engines gather the updated weights among replicas of one host, or false for NCCL"
     )
-
-    optimizer_step: bool | Literal["auto"] = Field(
-        "auto",
-        description="true, so that a kernel takes the steps of Adam and AdamW in one pass, and writes the weights of all "
-        'replicas of one host unless all_gather does, or false for torch\'s, or "auto", which is false until that kernel has '
-        "been seen to shorten steps",
-        json_schema_extra=OWN,
+    optimizer_step: bool | Literal["auto"] = _kernel(
+        "true, so that a kernel takes the steps of Adam and AdamW in one pass, and writes the weights of all replicas of one "
+        "host unless all_gather does, or false for torch's"
     )
 
     @property
