@@ -16,7 +16,14 @@ from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer_calls import PeerCalls, open_kernel
 from parallel3d.comm.rings import Copied
 from parallel3d.errors import CommunicationError, KernelError
-from parallel3d.kernels.all_reduce import HALF_BYTES, MOST_BYTES, all_reduce_ref, pieces
+from parallel3d.kernels.all_reduce import (
+    BESIDE_BLOCKS,
+    HALF_BYTES,
+    MAX_BLOCKS,
+    MOST_BYTES,
+    all_reduce_ref,
+    pieces,
+)
 from parallel3d.kernels.peers import DTYPES, register
 
 _TRIAL_SIZES = (3, 2**18 + 3)  # summed in one shot and, by 4 ranks or more, in two
@@ -46,13 +53,16 @@ class AllReduce:
         """Sum x in place, beside the current stream."""
         self._beside.wait_stream(torch.cuda.current_stream(self.calls.device))
         with torch.cuda.stream(self._beside):
-            torch.ops.parallel3d.all_reduce_(x, self.number)
+            self._sum(x, x, BESIDE_BLOCKS)
         # It is summed even if a failure has made everyone here forget the memory.
         x.record_stream(self._beside)
         return Copied(self._beside.record_event(), x)
 
     def sum_into(self, out: Tensor, x: Tensor) -> None:
         """See kernels.all_reduce.Sums. Raises CommunicationError after a peer was late, KernelError."""
+        self._sum(out, x, MAX_BLOCKS)
+
+    def _sum(self, out: Tensor, x: Tensor, most_blocks: int) -> None:
         calls = self.calls
         stream = calls.follow()
         width, source, target = x.element_size(), x.data_ptr(), out.data_ptr()
@@ -71,7 +81,7 @@ class AllReduce:
                 calls.report,
                 HALF_BYTES,
                 calls.limit_ns,
-                piece.blocks,
+                min(piece.blocks, most_blocks),
                 calls.device.index,
                 stream,
             )

@@ -17,6 +17,8 @@ HALF_BYTES = 32 * 2**20
 MOST_BYTES = 2 * HALF_BYTES
 # Nearly all multiprocessors of an H200: of 32 MiB, half of them take 1.1 times as long.
 MAX_BLOCKS = 128
+# Where a product runs beside the sum, which would wait for multiprocessors.
+BESIDE_BLOCKS = 32
 # The most bytes that every rank reads whole from all peers, rather than summing its part for all.
 _ONE_SHOT_BYTES = {2: 512 * 2**10, 4: 512 * 2**10, 8: 256 * 2**10}
 
