@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel3d.comm.collectives import Group, all_gather_integers
+
+_mapped = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class Mapped:
         bases = list(self.handle.buffer_ptrs)
         offset = self.memory.data_ptr() - bases[self.index]  # of the memory in what torch has allocated
         return [base + offset for base in bases]
+
+
+def mapped_bytes() -> int:
+    """Of this process's device, in memory that ranks map: outside of what torch.cuda.memory_allocated counts."""
+    return sum(memory.numel() for memory in _mapped)
 
 
 def is_supported() -> bool:
@@ -74,4 +82,5 @@ def map_memory(group: Group, control: Group, device: torch.device, num_bytes: in
         handle: Any = symmetric_memory.rendezvous(memory, group.handle)
     except RuntimeError:
         return None
+    _mapped[memory] = None
     return Mapped(memory, handle, group.index)

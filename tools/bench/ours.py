@@ -26,6 +26,7 @@ from profiled import roofline_figures
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d.comm.symmetric import mapped_bytes
 from parallel3d.engine import Engine
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import LayerSpec, PipelineModule
@@ -201,6 +202,8 @@ def measure(step: Callable[[], Tensor], warmup: int, steps: int, before: Sequenc
         times.append(time.perf_counter() - start)
     cuda = torch.cuda.is_available()
     peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+    # Weights and rings that ranks map are the allocator's in other frameworks, and in other cases.
+    peak, reserved = peak + mapped_bytes(), reserved + mapped_bytes()
     return Measured(times, [float(loss) for loss in losses], peak / 2**30, reserved / 2**30)
 
 

@@ -1,0 +1,33 @@
+"""Memory that ranks map, as far as a machine without CUDA shows it."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallel3d.comm import symmetric
+from parallel3d.comm.collectives import Group
+
+
+def test_mapped_memory_counts_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(
+        empty=lambda size, dtype, device: torch.empty(size, dtype=dtype), rendezvous=lambda memory, handle: object()
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", fake)
+    monkeypatch.setattr(torch.distributed, "_symmetric_memory", fake, raising=False)
+    monkeypatch.setattr(symmetric, "all_gather_integers", lambda numbers, control: [numbers])
+    monkeypatch.setattr(Group, "index", 0)
+    before = symmetric.mapped_bytes()
+    group = Group((0, 1), object())  # type: ignore[arg-type]
+    ring, weights = (symmetric.map_memory(group, group, torch.device("cpu"), size) for size in (100, 1000))
+    assert ring is not None
+    assert weights is not None
+    assert symmetric.mapped_bytes() == before + 1100
+    part = weights.memory[:10]
+    del ring
+    assert symmetric.mapped_bytes() == before + 1000
+    del weights
+    assert symmetric.mapped_bytes() == before + 1000, "a part of it keeps it alive"
+    del part
+    assert symmetric.mapped_bytes() == before
