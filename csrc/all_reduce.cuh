@@ -32,8 +32,22 @@ struct Sum {
 template <int World>
 constexpr int kAtOnce = 8 / World;
 
-// Sums vectors first + k * stride < end of all ranks in rank order, and gives each to use(vector, sum). The own ones are those
-// of the input, which need no staging.
+// The sum of every rank's vector, in rank order.
+template <typename T, int World>
+__device__ Pack<T> summed(const Pack<T> (&parts)[World]) {
+  Pack<T> total;
+#pragma unroll
+  for (int v = 0; v < Pack<T>::size; ++v) {
+    float value = widen(parts[0].values[v]);
+#pragma unroll
+    for (int r = 1; r < World; ++r) value += widen(parts[r].values[v]);
+    total.values[v] = narrow<T>(value);
+  }
+  return total;
+}
+
+// Sums vectors first + k * stride < end of all ranks, and gives each to use(vector, sum). The own ones are those of the input,
+// which need no staging.
 template <typename T, int World, bool Whole, typename Use>
 __device__ void sum(const Sum& call, int64_t offset, int64_t first, int64_t end, int64_t stride, Use use) {
   constexpr int at_once = Whole ? kAtOnce<World> : 1;
@@ -54,17 +68,7 @@ __device__ void sum(const Sum& call, int64_t offset, int64_t first, int64_t end,
 #pragma unroll
     for (int k = 0; k < at_once; ++k) {
       const int64_t vector = begin + k * stride;
-      if (vector < end) {
-        Pack<T> total;
-#pragma unroll
-        for (int v = 0; v < Pack<T>::size; ++v) {
-          float value = widen(parts[k][0].values[v]);
-#pragma unroll
-          for (int r = 1; r < World; ++r) value += widen(parts[k][r].values[v]);
-          total.values[v] = narrow<T>(value);
-        }
-        use(vector, total);
-      }
+      if (vector < end) use(vector, summed<T, World>(parts[k]));
     }
   }
 }

@@ -15,4 +15,18 @@ __device__ inline double block_sum(double value) {
   return value;
 }
 
+// Of the threads of a team, each `team` in a row, a power of two of whole warps: for each of them, always in one order. All
+// threads of a block call it.
+__device__ inline float team_sum(float value, int team) {
+  __shared__ float warps[kThreads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  __syncthreads();  // what the call before has left here is read
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  const int first = threadIdx.x / team * (team / 32);
+  float total = warps[first];
+  for (int warp = 1; warp < team / 32; ++warp) total += warps[first + warp];
+  return total;
+}
+
 #endif

@@ -79,6 +79,16 @@ inline double block_sum(double value) {
   return value;
 }
 
+inline float team_sum(float value, int team) {
+  block->values[threadIdx.x] = value;
+  __syncthreads();
+  const int first = threadIdx.x / team * team;
+  float total = 0;
+  for (int thread = first; thread < first + team; ++thread) total += float(block->values[thread]);
+  __syncthreads();
+  return total;
+}
+
 // The kernels' fence and relaxed addition together.
 inline void __threadfence() {}
 inline unsigned atomicAdd(unsigned* address, unsigned value) { return std::atomic_ref(*address).fetch_add(value); }

@@ -25,7 +25,7 @@ class Fault(AssertionError):
 
 @dataclass(frozen=True)
 class Call:
-    """What every rank launches: an all-reduce in one shot or two, or a reduce-scatter."""
+    """What every rank launches: an all-reduce in one shot or two, a norm behind it or not, or a reduce-scatter."""
 
     kind: Literal["one-shot", "two-shot", "scatter"]
     blocks: int
