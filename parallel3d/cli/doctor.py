@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from parallel3d.comm.all_reduce_norm_kernel import SHARES
 from parallel3d.comm.obstacles import Obstacle, group_obstacle, local_obstacle, no_device, peer_obstacle
 from parallel3d.config import Config, load_kernels
 from parallel3d.errors import ConfigError
@@ -80,8 +81,18 @@ def examine(config: Config, slices: int, replicas: int) -> list[Finding]:
     reduces = _turned_off("reduce_scatter", kernels.reduce_scatter, "NCCL")
     gathers = _turned_off("all_gather", kernels.all_gather, "NCCL")
     sums = _turned_off("all_reduce", kernels.all_reduce, "NCCL")
+    norms = [
+        _turned_off("all_reduce_norm", kernels.all_reduce_norm, "one kernel after the other"),
+        None if kernels.wants_all_reduce else SHARES,
+    ]
     return [
         Finding("all_reduce (CUDA)", "NCCL", _found(sums, *among_slices), kernels.wants_all_reduce),
+        Finding(
+            "all_reduce_norm (CUDA)",
+            "one by one",
+            _found(*norms, *among_slices),
+            kernels.wants_all_reduce_norm,
+        ),
         Finding("message_wait (CUDA)", "the driver", _found(*waits), kernels.wants_message_wait),
         Finding("reduce_scatter (CUDA)", "NCCL", _found(reduces, *among_replicas), kernels.wants_reduce_scatter),
         Finding("all_gather (copies)", "NCCL", _found(gathers, *among_replicas), kernels.wants_all_gather),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
@@ -16,14 +17,7 @@ from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer_calls import PeerCalls, open_kernel
 from parallel3d.comm.rings import Copied
 from parallel3d.errors import CommunicationError, KernelError
-from parallel3d.kernels.all_reduce import (
-    BESIDE_BLOCKS,
-    HALF_BYTES,
-    MAX_BLOCKS,
-    MOST_BYTES,
-    all_reduce_ref,
-    pieces,
-)
+from parallel3d.kernels.all_reduce import HALF_BYTES, MOST_BYTES, all_reduce_ref, pieces
 from parallel3d.kernels.peers import DTYPES, register
 
 _TRIAL_SIZES = (3, 2**18 + 3)  # summed in one shot and, by 4 ranks or more, in two
@@ -51,18 +45,20 @@ class AllReduce:
 
     def start(self, x: Tensor) -> Work:
         """Sum x in place, beside the current stream."""
+        return self.beside(partial(torch.ops.parallel3d.all_reduce_, x, self.number), x)
+
+    def beside(self, call: Callable[[], object], *tensors: Tensor) -> Work:
+        """A call that works on these tensors, beside the current stream."""
         self._beside.wait_stream(torch.cuda.current_stream(self.calls.device))
         with torch.cuda.stream(self._beside):
-            self._sum(x, x, BESIDE_BLOCKS)
-        # It is summed even if a failure has made everyone here forget the memory.
-        x.record_stream(self._beside)
-        return Copied(self._beside.record_event(), x)
+            call()
+        # They are worked on even if a failure has made everyone here forget the memory.
+        for tensor in tensors:
+            tensor.record_stream(self._beside)
+        return Copied(self._beside.record_event(), tensors[0])
 
     def sum_into(self, out: Tensor, x: Tensor) -> None:
         """See kernels.all_reduce.Sums. Raises CommunicationError after a peer was late, KernelError."""
-        self._sum(out, x, MAX_BLOCKS)
-
-    def _sum(self, out: Tensor, x: Tensor, most_blocks: int) -> None:
         calls = self.calls
         stream = calls.follow()
         width, source, target = x.element_size(), x.data_ptr(), out.data_ptr()
@@ -81,7 +77,7 @@ class AllReduce:
                 calls.report,
                 HALF_BYTES,
                 calls.limit_ns,
-                min(piece.blocks, most_blocks),
+                piece.blocks,
                 calls.device.index,
                 stream,
             )

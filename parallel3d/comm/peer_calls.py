@@ -20,6 +20,8 @@ from parallel3d.kernels.peers import PAD_BYTES
 
 _STATE_BYTES = 16  # csrc/peers.cuh: State
 _TRIAL_LIMIT_S = 60.0
+# Of a kernel that was tried.
+WRONG = Obstacle("results came out wrong, or not at all, when it was tried", "see what p3d doctor says")
 
 
 class PeerCalls:
@@ -127,14 +129,19 @@ def open_kernel(
     """
     if (obstacle := axis_obstacle(groups, axis, device, noun)) is not None:
         return obstacle
-    calls = open_peer_calls(groups, axis, device, kernel, num_bytes, _TRIAL_LIMIT_S)
+    calls = open_peer_calls(groups, axis, device, kernel, num_bytes, limit_s)
     if calls is None:
         return Obstacle("the driver maps no memory of one device on another", "see what p3d doctor says")
     made = make(calls)
-    if not everywhere(made.works(), groups.control):
-        return Obstacle("results came out wrong, or not at all, when it was tried", "see what p3d doctor says")
-    calls.limit_s = limit_s
-    return made
+    return made if works_everywhere(made, groups.control) else WRONG
+
+
+def works_everywhere(kernel: Kernel, control: Group) -> bool:
+    """Whether its results are right on every rank, none of which waits long for them. Collective over control, the world."""
+    limit_s, kernel.calls.limit_s = kernel.calls.limit_s, _TRIAL_LIMIT_S
+    good = everywhere(kernel.works(), control)
+    kernel.calls.limit_s = limit_s
+    return good
 
 
 def everywhere(good: bool, control: Group) -> bool:

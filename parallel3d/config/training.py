@@ -133,10 +133,16 @@ class KernelsConfig(Section):
     "auto" leaves the work to NCCL and the driver for now, whatever the hardware: no kernel has shortened a whole step yet.
     """
 
-    auto_is_a_value = frozenset({"all_reduce", "message_wait", "reduce_scatter", "all_gather", "optimizer_step"})
+    auto_is_a_value = frozenset(
+        {"all_reduce", "all_reduce_norm", "message_wait", "reduce_scatter", "all_gather", "optimizer_step"}
+    )
 
     all_reduce: bool | Literal["auto"] = _kernel(
         "true, so that tensor slices of one host are summed by a kernel over NVLink, or false for NCCL"
+    )
+    all_reduce_norm: bool | Literal["auto"] = _kernel(
+        "true, so that with all_reduce the kernel that sums an attention's output over tensor slices adds the residual and "
+        "normalizes too, or false for one after the other"
     )
     message_wait: bool | Literal["auto"] = _kernel(
         "true, so that streams wait for messages of stages and slices of one host by a kernel of one thread, or false for the "
@@ -157,6 +163,11 @@ class KernelsConfig(Section):
     def wants_all_reduce(self) -> bool:
         """Whether tensor slices shall be summed by the kernel."""
         return self.all_reduce is True
+
+    @property
+    def wants_all_reduce_norm(self) -> bool:
+        """Whether the kernel that sums tensor slices shall add residuals and normalize."""
+        return self.all_reduce_norm is True
 
     @property
     def wants_message_wait(self) -> bool:

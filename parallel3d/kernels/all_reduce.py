@@ -47,11 +47,16 @@ def pieces(size: int, element_bytes: int, world_size: int, threads: int) -> list
     most, calls = HALF_BYTES // element_bytes, []
     for start in range(0, size, most):
         length = min(most, size - start)
-        two_shot = length * element_bytes > _ONE_SHOT_BYTES[world_size]
+        two_shot = is_two_shot(length * element_bytes, world_size)
         vectors = -(-length * element_bytes // VECTOR_BYTES)
         vectors = -(-vectors // world_size) if two_shot else vectors
         calls.append(Piece(start, length, two_shot, min(MAX_BLOCKS, -(-vectors // threads))))
     return calls
+
+
+def is_two_shot(num_bytes: int, world_size: int) -> bool:
+    """Whether ranks sum slices of such a message for each other."""
+    return num_bytes > _ONE_SHOT_BYTES[world_size]
 
 
 def staging_bytes() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,13 @@ from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.names import Piece
 from parallel3d.models.huggingface.weights import Weights
 from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, normalized, open_stream
-from parallel3d.models.sliced import Slices
+from parallel3d.models.sliced import Slices, is_identity
 from parallel3d.models.tables import Tables, combined
 from parallel3d.ops.rotary import rotate
 from parallel3d.ops.swiglu import swiglu
 from parallel3d.pipe.specs import BuildContext
 from parallel3d.tensor_parallel.linear import column_outputs
+from parallel3d.tensor_parallel.row_norm import has_row_norm, row_rms_norm
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -124,16 +125,17 @@ class _Attends(_Residual):
         self.mixing = _Mixing(config.dim_of_head)
         self.attention_dropout = self._slices.attention_dropout(config)
 
-    def _attend(
+    def _mixed(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, length: int | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        """(what is mixed of a rank's heads, what is added to)."""
         normed, hidden = normalized(self.attention_norm, hidden)
         projected = column_outputs((self.query, self.key, self.value), normed, length)
         rotation = self._tables.rotary(projected[0], position_ids) if self.config.rope is not None else None
         causal = self._tables.causal(projected[0], self._window, attention_mask)
         drops = self.training and self.config.attention_dropout
-        mixed = self.mixing(projected, rotation, causal, attention_mask, self._mix_with_dropout if drops else _mix)
-        return self._add(hidden, self.attention_out(mixed), length)
+        mix = self._mix_with_dropout if drops else _mix
+        return self.mixing(projected, rotation, causal, attention_mask, mix), hidden
 
     def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self._slices.layout_independent:
@@ -153,8 +155,7 @@ class _FeedsForward(_Residual):
         self.activation = _Activation(config)
         self.down = self._slices.row(ffn, hidden, config.mlp_bias)
 
-    def _feed_forward(self, hidden: Tensor, length: int | None) -> Tensor:
-        normed, hidden = normalized(self.mlp_norm, hidden)
+    def _feed_forward(self, normed: Tensor, hidden: Tensor, length: int | None) -> Tensor:
         return self._add(hidden, self.down(self.activation(self.up(normed, length))), length)
 
 
@@ -178,9 +179,16 @@ class Block(_Attends, _FeedsForward):
     def forward(self, x: Travels) -> Travels:
         """See the class."""
         hidden, attention_mask, position_ids, length = open_stream(x)
-        hidden = self._attend(hidden, attention_mask, position_ids, length)
-        hidden = self._feed_forward(hidden, length)
+        mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
+        normed, hidden = self._added_and_normed(mixed, hidden, length)
+        hidden = self._feed_forward(normed, hidden, length)
         return close_stream(Stream(hidden, attention_mask, position_ids, length))
+
+    def _added_and_normed(self, mixed: Tensor, hidden: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
+        """(the feed-forward's norm of the hidden states with what attention adds, these)."""
+        if is_identity(self.dropout) and has_row_norm(self.attention_out, self.mlp_norm):
+            return row_rms_norm(self.attention_out, mixed, hidden, cast(nn.RMSNorm, self.mlp_norm))
+        return normalized(self.mlp_norm, self._add(hidden, self.attention_out(mixed), length))
 
 
 class Attention(_Attends):
@@ -202,7 +210,8 @@ class Attention(_Attends):
     def forward(self, x: Travels) -> Travels:
         """See the class."""
         hidden, attention_mask, position_ids, length = open_stream(x)
-        hidden = self._attend(hidden, attention_mask, position_ids, length)
+        mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
+        hidden = self._add(hidden, self.attention_out(mixed), length)
         return close_stream(Stream(hidden, attention_mask, position_ids, length))
 
 
@@ -224,7 +233,7 @@ class FeedForward(_FeedsForward):
     def forward(self, x: Travels) -> Travels:
         """See the class."""
         hidden, attention_mask, position_ids, length = open_stream(x)
-        hidden = self._feed_forward(hidden, length)
+        hidden = self._feed_forward(*normalized(self.mlp_norm, hidden), length)
         return close_stream(Stream(hidden, attention_mask, position_ids, length))
 
 

@@ -15,6 +15,7 @@ from parallel3d.models.config import DecoderConfig
 from parallel3d.parameters import slicing_of, whole_shape
 from parallel3d.pipe.specs import BuildContext
 from parallel3d.rng import own_stream
+from parallel3d.split_backward import has_hooks
 from parallel3d.tensor_parallel.dropout import SequenceDropout, SlicedDropout
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -33,6 +34,11 @@ class Dropout(nn.Dropout):
     def forward(self, input: Tensor, length: int | None = None) -> Tensor:
         """As nn.Dropout's."""
         return super().forward(input)
+
+
+def is_identity(dropout: nn.Module) -> bool:
+    """Whether a dropout of Slices drops nothing, and nobody is to be told."""
+    return type(dropout) is Dropout and not (dropout.training and dropout.p) and not has_hooks(dropout)
 
 
 class Slices:

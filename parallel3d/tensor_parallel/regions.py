@@ -160,12 +160,14 @@ def _shape(factors: Factors) -> tuple[int, ...]:
     return *left.shape[:-1], right.shape[1]
 
 
-def _in_halves(factors: Factors, group: Group) -> bool:
+def in_halves(factors: Factors, group: Group) -> bool:
+    """Whether a product is communicated in two halves; the same on every rank."""
     num_bytes = math.prod(_shape(factors)) * factors[0][0].element_size()
     return group.size > 1 and num_bytes >= HALVES_FROM * group.size and not torch.is_grad_enabled()
 
 
-def _halves(size: int) -> tuple[slice, slice]:
+def halves(size: int) -> tuple[slice, slice]:
+    """The two of so many rows."""
     return slice(0, size // 2), slice(size // 2, size)
 
 
@@ -193,13 +195,13 @@ class ReplicatedBorder(Border):
 
     def leave_products(self, factors: Factors, hidden: bool = False) -> Started:
         """See Border."""
-        if hidden or not _in_halves(factors, self.group):
+        if hidden or not in_halves(factors, self.group):
             return self.leave(multiply(factors))
         *_, features = shape = _shape(factors)
         operands = [(rows_of(left), right) for left, right in factors]
         total = operands[0][0].new_empty(len(operands[0][0]), features)
         started = []
-        for half in _halves(len(total)):
+        for half in halves(len(total)):
             multiply([(rows[half], right) for rows, right in operands], out=total[half])
             started.append(differentiable.start_all_reduce(total[half], self.group))
 
@@ -268,12 +270,12 @@ class SequenceBorder(Border):
         if by_copies is not None:
             total = by_copies.scatter_products(factors)
             return lambda: total
-        if hidden or seq % tp or shard < 2 * ROWS_FROM or not _in_halves(factors, self.group):
+        if hidden or seq % tp or shard < 2 * ROWS_FROM or not in_halves(factors, self.group):
             return self.leave(multiply(factors))
         # [sequences, rank, shard, k]: half of each rank's rows at once, into what is scattered as it lies there.
         operands = [(left.reshape(-1, tp, shard, left.shape[-1]), right) for left, right in factors]
         samples, started = len(operands[0][0]), []
-        for half in _halves(shard):
+        for half in halves(shard):
             block = factors[0][0].new_empty(tp, samples, half.stop - half.start, features)
             for rank, sample in itertools.product(range(tp), range(samples)):
                 multiply([(left[sample, rank, half], right) for left, right in operands], out=block[rank, sample])

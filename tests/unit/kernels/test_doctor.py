@@ -46,7 +46,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def told(slices: int, config=ASKED, kernel: str = "all_reduce", replicas: int = 1) -> list[str]:
     """Of a kernel."""
-    (found,) = [finding for finding in examine(config, slices, replicas) if finding.kernel.startswith(kernel)]
+    (found,) = [finding for finding in examine(config, slices, replicas) if finding.kernel.startswith(f"{kernel} (")]
     return [f"{obstacle.why} | {obstacle.remedy}" for obstacle in found.obstacles]
 
 
@@ -87,6 +87,19 @@ def test_replicas_are_told_of_apart_from_slices(host: Host, kernel: str) -> None
     assert "3 replicas" in told(3, config, kernel, replicas=3)[0]
     (off,) = told(2, load({}), kernel, replicas=4)
     assert 'is "auto", which is NCCL' in off
+
+
+def test_the_norm_behind_a_sum_needs_the_sums_kernel(host: Host) -> None:
+    host()
+    both = {"all_reduce": True, "all_reduce_norm": True}
+    assert told(2, load({"kernels": both}), "all_reduce_norm") == []
+    assert told(3, load({"kernels": both}), "all_reduce_norm") == told(3)
+    alone = load({"kernels": {"all_reduce_norm": True}})
+    (line,) = told(2, alone, "all_reduce_norm")
+    assert line.endswith("set kernels.all_reduce to true")
+    off, _ = told(2, load({}), "all_reduce_norm")
+    assert 'is "auto"' in off
+    assert [finding.kernel for finding in examine(alone, 2, 1) if finding.missed] == ["all_reduce_norm (CUDA)"]
 
 
 def test_the_optimizers_step_needs_no_peers(host: Host) -> None:

@@ -87,6 +87,7 @@ def test_parts_are_laid_out_as_the_kernel_reads_them(built: Path) -> None:
 
 C_TYPES = {
     "int": ctypes.c_int,
+    "float": ctypes.c_float,
     "int64_t": ctypes.c_int64,
     "uint32_t": ctypes.c_uint32,
     "uint64_t": ctypes.c_uint64,

@@ -80,12 +80,17 @@ def test_steps_are_those_of_double_precision_and_readers_race_with_none(
     assert run(programs("adamw"), dtype, world, world, BUCKETS_OF_A_STEP * (80 // world)) == (0, "ok\n")
 
 
-@pytest.mark.parametrize(("kernel", "world"), [("all_reduce", 2), ("all_reduce_norm", 2), ("reduce_scatter", 4), ("adamw", 4)])
+@pytest.mark.parametrize(
+    ("kernel", "world"), [("all_reduce", 2), ("all_reduce_norm", 2), ("reduce_scatter", 4), ("adamw", 4)]
+)
 def test_a_rank_that_never_comes_makes_results_nan_and_is_reported(programs: Programs, kernel: str, world: int) -> None:
     assert run(programs(kernel), "bf16", world, 3, 2 * BUCKETS_OF_A_STEP, "absent") == (0, "ok\n")
 
 
-@pytest.mark.parametrize(("kernel", "seed"), [("all_reduce", 1), ("all_reduce", 3), ("all_reduce_norm", 1), ("all_reduce_norm", 2), ("reduce_scatter", 3)])
+@pytest.mark.parametrize(
+    ("kernel", "seed"),
+    [("all_reduce", 1), ("all_reduce", 3), ("all_reduce_norm", 1), ("all_reduce_norm", 2), ("reduce_scatter", 3)],
+)
 def test_blocks_that_wait_in_vain_leave_alone_what_others_write(programs: Programs, kernel: str, seed: int) -> None:
     """All that is theirs is NaN, and nothing else."""
     assert run(programs(kernel), "bf16", 4, seed, 1, "partly absent") == (0, "ok\n")
