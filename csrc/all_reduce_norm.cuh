@@ -88,11 +88,16 @@ __device__ void sum_row(const SumNorm& call, int64_t offset, int64_t row, Pack<T
 #pragma unroll
     for (int k = 0; k < at_once; ++k) {
       const int64_t vector = threadIdx.x % call.team + (begin + k) * call.team;
-#pragma unroll
+      if (vector >= vectors) continue;
+#pragma unroll(Whole ? World : 1)
       for (int r = 0; r < World; ++r) {
-        if (vector < vectors) {
-          parts[k][r] = r == call.peers.rank ? load<T, Whole>(input, vector, call.columns)
-                                             : load_staged<T>(call.peers.staging[r] + place, vector);
+        const bool own = r == call.peers.rank;
+        const char* staged = call.peers.staging[r] + place;
+        if (Whole) {
+          // One load whosever it is: no branches, and all are under way.
+          parts[k][r] = load_staged<T>(own ? reinterpret_cast<const char*>(input) : staged, vector);
+        } else {
+          parts[k][r] = own ? load(input, vector, call.columns) : load_staged<T>(staged, vector);
         }
       }
     }
@@ -155,6 +160,7 @@ __device__ bool two_shot(const SumNorm& call, unsigned long long number) {
   const int64_t offset = (number % 2) * call.peers.half;
   const int64_t slice = (call.rows + World - 1) / World, row_bytes = vectors_of_row<T>(call) * 16;
   const int rank = call.peers.rank;
+#pragma unroll 1  // or it compiles for long
   for (int s = 0; s < World; ++s) {
     if (s != rank) stage_rows<T, Whole>(call, offset, s * slice, slice);
   }
@@ -174,6 +180,7 @@ __device__ bool two_shot(const SumNorm& call, unsigned long long number) {
   });
   if (!meet<World>(call.peers, 2 * number + 2)) return false;
   const char* mine = call.peers.staging[rank] + offset;
+#pragma unroll 1  // or it compiles for long
   for (int s = 0; s < World; ++s) {
     if (s == rank) continue;
     each_row(call, s * slice, slice, [&](int64_t row, bool here) {
@@ -198,6 +205,7 @@ __device__ void poison(const SumNorm& call) {
   const int64_t slice = (call.rows + Slices - 1) / Slices;
   Pack<T> pack;
   for (int v = 0; v < Pack<T>::size; ++v) pack.values[v] = narrow<T>(NAN);
+#pragma unroll 1  // or it compiles for long
   for (int s = 0; s < Slices; ++s) {
     each_row(call, s * slice, slice, [&](int64_t row, bool here) {
       if (!here) return;

@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from peer_kernels import ITERATIONS, POISON, ROUNDOFF, WORLDS, Guarded, gathered, opened, slices
 from ranks import RankError, RankPool
 from torch import Tensor, nn
 
-from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
-from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.all_reduce_kernel import open_all_reduce
 from parallel3d.errors import CommunicationError
 from parallel3d.kernels.all_reduce import HALF_BYTES, all_reduce_ref
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from parallel3d.topology import ProcessTopology
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
-
-# Sums of at most 8 numbers in fp32 are rounded once.
-ROUNDOFF = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-GUARD, POISON = 64, 77.0
-ITERATIONS = 10_000
-WORLDS = [2, 4, 8]
-
-
-def opened(limit_s: float = 60.0) -> tuple[AllReduce, ProcessGroups, torch.device]:
-    size, device = dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
-    groups = ProcessGroups(ProcessTopology(["data", "model"], [1, size]))
-    open_all_reduce(groups, device, True, limit_s)
-    kernel: Any = groups.model.kernels.all_reduce
-    assert kernel is not None, "p3d doctor says why"
-    return kernel, groups, device
-
-
-def gathered(x: Tensor) -> list[Tensor]:
-    """Every rank's, by NCCL."""
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    return parts
 
 
 def random_size(rng: random.Random, width: int) -> int:
@@ -61,8 +37,8 @@ def compare(dtype: torch.dtype) -> list[str]:
         # Each rank's tensors begin elsewhere.
         before, behind = (before + groups.rank) % 9, (behind + 2 * groups.rank) % 9
         x = torch.randn(before + size, device=device, generator=generator).to(dtype)[before:]
-        memory = torch.full((size + 2 * GUARD,), POISON, device=device, dtype=dtype)
-        out = memory[GUARD + behind : GUARD + behind + size]
+        guarded = Guarded((size,), behind, dtype, device)
+        out = guarded.tensor
         given, parts = x.clone(), gathered(x)
         torch.cuda.set_sync_debug_mode("error")
         kernel.sum_into(out, x)
@@ -83,8 +59,7 @@ def compare(dtype: torch.dtype) -> list[str]:
             wrong.append(f"{name}: ranks differ")
         if not torch.equal(x, given if number % 3 == 2 else out):
             wrong.append(f"{name}: in place, or the input changed")
-        untouched = torch.cat([memory[: GUARD + behind], memory[GUARD + behind + size :]])
-        if not (untouched == POISON).all():
+        if not guarded.is_intact_around():
             wrong.append(f"{name}: written outside")
     return wrong
 
@@ -173,8 +148,7 @@ def test_a_peer_that_dies_ends_the_wait(gpu_pool: RankPool, num_gpus: int):
 
 
 def train(asked: bool) -> list[Tensor]:
-    groups = ProcessGroups(ProcessTopology(["data", "model"], [1, dist.get_world_size()]))
-    device = torch.device("cuda", torch.cuda.current_device())
+    groups, device = slices(), torch.device("cuda", torch.cuda.current_device())
     open_all_reduce(groups, device, asked)
     assert (groups.model.kernels.all_reduce is not None) == asked
     torch.manual_seed(1)

@@ -44,6 +44,7 @@ OPTIONS = {
 # Options that ask for a kernel of this package -> its key.
 _KERNELS = {
     "allreduce": "all_reduce",
+    "allreducenorm": "all_reduce_norm",
     "waitkernel": "message_wait",
     "reducescatter": "reduce_scatter",
     "allgather": "all_gather",

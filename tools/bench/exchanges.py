@@ -13,16 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
+from parallel3d.comm.all_reduce_norm_kernel import open_all_reduce_norm
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import local_obstacle
 from parallel3d.comm.peer_copies import PeerCopies, open_peer_copies
 from parallel3d.comm.shard_copies import open_shard_copies
+from parallel3d.kernels.all_reduce_norm import empty_normed
+from parallel3d.ops.rms_norm import rms_norm
 from parallel3d.split_backward import multiply
 from parallel3d.tensor_parallel.regions import SequenceBorder
 from parallel3d.topology import ProcessTopology
 
 ALONE, KERNEL, COPIES, AWAITED = "alone", "kernel", "copies", "copies, awaited by a kernel"
+ONE_KERNEL = "one kernel"
+_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,9 @@ class Exchanges:
         kernel: Any = self._groups.model.kernels.all_reduce
         assert kernel is None or isinstance(kernel, AllReduce)
         self._kernel = kernel
+        open_all_reduce_norm(self._groups, asked=kernel is not None)
+        self._norms: Any = self._groups.model.kernels.all_reduce_norm
+        self._hidden = products[1]
         by_kernel = kernel is not None
         self._rings: dict[str, PeerCopies | None] = {COPIES: open_peer_copies(self._stages, self.device)}
         self._rings |= {AWAITED: open_peer_copies(self._stages, self.device, by_kernel=True)} if by_kernel else {}
@@ -66,6 +74,7 @@ class Exchanges:
         for num_bytes in sizes:
             x = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
             yield from self._all_reduces(x) if "all_reduce" in what else ()
+            yield from self._all_reduce_norms(x) if "all_reduce_norm" in what else ()
             yield from self._in_a_ring(x) if "ring" in what else ()
         if "products" in what:
             yield from self._products_of(dtype)
@@ -74,6 +83,26 @@ class Exchanges:
         yield Way("all_reduce", x.nbytes, self._backend, lambda: dist.all_reduce(x))
         if (kernel := self._kernel) is not None:
             yield Way("all_reduce", x.nbytes, KERNEL, lambda: kernel.sum_into(x, x))
+
+    def _all_reduce_norms(self, x: Tensor) -> Iterator[Way]:
+        """With the residual and RMSNorm behind it, of rows of the hidden size."""
+        x = (
+            x[: x.numel() // self._hidden * self._hidden].view(-1, self._hidden)
+            if x.numel() > self._hidden
+            else x[None]
+        )
+        residual, weight, out = torch.zeros_like(x), torch.ones_like(x[0]), empty_normed(x)
+
+        def then_norm(sum_in_place: Callable[[], object]) -> None:
+            sum_in_place()
+            rms_norm(residual + x, weight, _EPS)
+
+        yield Way("all_reduce_norm", x.nbytes, self._backend, partial(then_norm, lambda: dist.all_reduce(x)))
+        if (kernel := self._kernel) is not None:
+            yield Way("all_reduce_norm", x.nbytes, KERNEL, partial(then_norm, lambda: kernel.sum_into(x, x)))
+        if (norms := self._norms) is not None:
+            call = partial(norms.norm_into, out, x, residual, weight, _EPS)
+            yield Way("all_reduce_norm", x.nbytes, ONE_KERNEL, call)
 
     def _in_a_ring(self, x: Tensor) -> Iterator[Way]:
         """To the next rank, from the one before."""

@@ -49,6 +49,8 @@ def test_the_staging_buffer_counts_where_the_kernel_runs(slices: int, taken: int
     off = outside(slices, {"all_reduce": False})
     assert outside(slices, {}) == off, "auto is off for now"
     assert outside(slices, {"all_reduce": True}) - off == taken
+    assert outside(slices, {"all_reduce": True, "all_reduce_norm": True}) - off == taken, "they share it"
+    assert outside(slices, {"all_reduce_norm": True}) == off, "not had alone"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""What tests of the kernels among tensor slices have in common, on real devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
+from parallel3d.comm.all_reduce_norm_kernel import AllReduceNorm, open_all_reduce_norm
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.topology import ProcessTopology
+
+# Sums of at most 8 numbers in fp32 are rounded once.
+ROUNDOFF = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+GUARD, POISON = 64, 77.0
+ITERATIONS = 10_000
+WORLDS = [2, 4, 8]
+
+
+def slices() -> ProcessGroups:
+    """All ranks slice each layer."""
+    return ProcessGroups(ProcessTopology(["data", "model"], [1, dist.get_world_size()]))
+
+
+def opened(limit_s: float = 60.0) -> tuple[AllReduce, ProcessGroups, torch.device]:
+    groups, device = slices(), torch.device("cuda", torch.cuda.current_device())
+    open_all_reduce(groups, device, True, limit_s)
+    kernel: Any = groups.model.kernels.all_reduce
+    assert kernel is not None, "p3d doctor says why"
+    return kernel, groups, device
+
+
+def opened_norm(limit_s: float = 60.0) -> tuple[AllReduceNorm, AllReduce, ProcessGroups, torch.device]:
+    sums, groups, device = opened(limit_s)
+    open_all_reduce_norm(groups, True)
+    kernel: Any = groups.model.kernels.all_reduce_norm
+    assert kernel is not None
+    return kernel, sums, groups, device
+
+
+def gathered(x: Tensor) -> list[Tensor]:
+    """Every rank's, by NCCL."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return parts
+
+
+class Guarded:
+    """A tensor that begins somewhere in memory whose rest nobody may write."""
+
+    def __init__(self, shape: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device):
+        size = torch.Size(shape).numel()
+        self._memory = torch.full((size + 2 * GUARD,), POISON, device=device, dtype=dtype)
+        self._first, self._end = GUARD + offset, GUARD + offset + size
+        self.tensor = self._memory[self._first : self._end].view(shape)
+
+    def is_intact_around(self) -> bool:
+        return bool((torch.cat([self._memory[: self._first], self._memory[self._end :]]) == POISON).all())
