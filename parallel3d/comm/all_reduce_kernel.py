@@ -47,15 +47,14 @@ class AllReduce:
         """Sum x in place, beside the current stream."""
         return self.beside(partial(torch.ops.parallel3d.all_reduce_, x, self.number), x)
 
-    def beside(self, call: Callable[[], object], *tensors: Tensor) -> Work:
-        """A call that works on these tensors, beside the current stream."""
+    def beside(self, call: Callable[[], object], x: Tensor) -> Work:
+        """A call that sums x, beside the current stream."""
         self._beside.wait_stream(torch.cuda.current_stream(self.calls.device))
         with torch.cuda.stream(self._beside):
             call()
-        # They are worked on even if a failure has made everyone here forget the memory.
-        for tensor in tensors:
-            tensor.record_stream(self._beside)
-        return Copied(self._beside.record_event(), tensors[0])
+        # It is summed even if a failure has made everyone here forget the memory.
+        x.record_stream(self._beside)
+        return Copied(self._beside.record_event(), x)
 
     def sum_into(self, out: Tensor, x: Tensor) -> None:
         """See kernels.all_reduce.Sums. Raises CommunicationError after a peer was late, KernelError."""

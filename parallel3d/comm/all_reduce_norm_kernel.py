@@ -48,8 +48,7 @@ class AllReduceNorm:
     def start(self, out: Normed, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Work:
         """See collectives.ReduceNormKernel."""
         operator = torch.ops.parallel3d.all_reduce_rms_norm
-        call = partial(operator, x, residual, weight, eps, self.number, *out)
-        return self._sums.beside(call, x, residual, weight, *out)
+        return self._sums.beside(partial(operator, x, residual, weight, eps, self.number, *out), x)
 
     def norm_into(self, out: Normed, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         """See kernels.all_reduce_norm.NormedSums. Raises CommunicationError after a peer was late, KernelError."""

@@ -39,7 +39,11 @@ class ReduceNormKernel(Protocol):
         """Whether it takes these, and what is summed, which is as the residual; the same on every rank."""
 
     def start(self, out: Normed, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Work:
-        """out: of RMSNorm by weight of residual + the sum of x, all contiguous, beside the current stream."""
+        """out: of RMSNorm by weight of residual + the sum of x, all contiguous, beside the current stream.
+
+        Nothing but x may be freed before it is waited for: the memory of activations, recorded on that stream, would be
+        free again only when it has nothing to do.
+        """
 
 
 class ReduceScatterKernel(Protocol):

@@ -93,10 +93,12 @@ def _normed_products(
         return out
     added = rows_of(residual.contiguous())
     partial, targets, started = torch.empty_like(added), (rows_of(out.hidden), rows_of(out.normed), out.scale), []
-    for half in halves(len(added)):
-        multiply([(rows_of(x)[half], weight.t())], out=partial[half])
-        results = Normed(*(target[half] for target in targets))
-        started.append(kernel.start(results, partial[half], added[half], gain, eps))
-    for work in started:
-        work.wait()
+    try:
+        for half in halves(len(added)):
+            multiply([(rows_of(x)[half], weight.t())], out=partial[half])
+            results = Normed(*(target[half] for target in targets))
+            started.append(kernel.start(results, partial[half], added[half], gain, eps))
+    finally:
+        for work in started:
+            work.wait()
     return out

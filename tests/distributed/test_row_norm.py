@@ -116,6 +116,45 @@ def test_the_weights_gradient_can_be_deferred(run_ranks) -> None:
     run_ranks(2, by_kernel, torch.float64, (0, 1), False, True)
 
 
+def asks_for_the_input_alone() -> None:
+    group = world()
+    group.kernels.all_reduce_norm = NormsStandIn(group)
+    layer, norm = RowParallelLinear(IN, OUT, False, group=group), nn.RMSNorm(OUT, EPS)
+    sink, total = GradientSink(), torch.zeros_like(layer.weight)
+    make_splittable(layer, sink)
+    sink.attach(layer.weight, total)
+    sink.open()
+    x = torch.randn(3, IN // group.size, requires_grad=True)
+    normed, _ = row_rms_norm(layer, x, torch.randn(3, OUT), norm)
+    with sink.deferring("here"):
+        normed.sum().backward(inputs=[x])
+    sink.run_deferred("here")
+    assert x.grad is not None
+    assert not total.any()
+
+
+def test_a_backward_to_the_input_alone_gives_the_weight_no_gradient(run_ranks) -> None:
+    run_ranks(2, asks_for_the_input_alone)
+
+
+def what_it_leaves_alone() -> tuple[list[bool], int]:
+    """Of layers built otherwise, whether it computes them; the calls under autocast, of tensors that are alike."""
+    group, norm = world(), nn.RMSNorm(OUT, EPS)
+    group.kernels.all_reduce_norm = stand_in = NormsStandIn(group)
+    options: list[dict[str, Any]] = [{}, {"sequence_parallel": True}, {"input_is_parallel": False}, {"bias": True}]
+    layers = [RowParallelLinear(IN, OUT, **{"bias": False, **given}, group=group) for given in options]
+    found = [has_row_norm(layer, norm) for layer in layers]
+    found += [has_row_norm(layers[0], other) for other in (nn.LayerNorm(OUT), nn.RMSNorm(OUT))]
+    with torch.autocast("cpu", torch.bfloat16):
+        row_rms_norm(layers[0], torch.randn(3, IN // group.size), torch.randn(3, OUT), norm)
+    group.kernels.all_reduce_norm = None
+    return [*found, has_row_norm(layers[0], norm)], len(stand_in.calls)
+
+
+def test_other_layers_norms_and_autocast_are_left_alone(run_ranks) -> None:
+    assert run_ranks(2, what_it_leaves_alone) == [([True] + [False] * 6, 0)] * 2
+
+
 def frozen() -> list[tuple[bool, ...]]:
     """Of weight, norm, input and residual, which have a gradient, if only one of them needs one."""
     group = world()
