@@ -15,7 +15,7 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer_calls import WRONG, works_everywhere
 from parallel3d.errors import CommunicationError, KernelError
-from parallel3d.kernels.all_reduce import HALF_BYTES
+from parallel3d.kernels.all_reduce import HALF_BYTES, MAX_BLOCKS, most_blocks
 from parallel3d.kernels.all_reduce_norm import LONGEST, Normed, all_reduce_norm_ref, empty_normed, rows_pieces
 from parallel3d.kernels.peers import DTYPES, register
 
@@ -45,13 +45,15 @@ class AllReduceNorm:
         fits = residual.dtype == weight.dtype and residual.numel() > 0 and residual.shape[-1] <= LONGEST
         return fits and self._sums.takes(residual)
 
-    def start(self, out: Normed, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Work:
+    def start(self, out: Normed, x: Tensor, residual: Tensor, weight: Tensor, eps: float, hidden: bool) -> Work:
         """See collectives.ReduceNormKernel."""
-        operator = torch.ops.parallel3d.all_reduce_rms_norm
-        return self._sums.beside(partial(operator, x, residual, weight, eps, self.number, *out), x)
+        return self._sums.beside(partial(self._norm, out, x, residual, weight, eps, most_blocks(hidden)), x)
 
     def norm_into(self, out: Normed, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         """See kernels.all_reduce_norm.NormedSums. Raises CommunicationError after a peer was late, KernelError."""
+        self._norm(out, x, residual, weight, eps, MAX_BLOCKS)
+
+    def _norm(self, out: Normed, x: Tensor, residual: Tensor, weight: Tensor, eps: float, most: int) -> None:
         calls = self.calls
         stream = calls.follow()
         columns, width = weight.numel(), x.element_size()
@@ -78,7 +80,7 @@ class AllReduceNorm:
                 calls.report,
                 HALF_BYTES,
                 calls.limit_ns,
-                piece.blocks,
+                min(piece.blocks, most),
                 calls.device.index,
                 stream,
             )

@@ -41,10 +41,14 @@ def _finish(work: Work, operand: Tensor, result: Started) -> Tensor:
     return result()
 
 
-def start_all_reduce(x: Tensor, group: Group) -> Started:
-    """The sum over the group, in the memory of `x`, which must be contiguous. Not differentiable."""
+def start_all_reduce(x: Tensor, group: Group, hidden: bool = False) -> Started:
+    """The sum over the group, in the memory of `x`, which must be contiguous. Not differentiable.
+
+    hidden: behind a product that runs meanwhile, of which a kernel takes fewer multiprocessors then.
+    """
     kernel = group.kernels.all_reduce
-    work = kernel.start(x) if kernel is not None and kernel.takes(x) else collectives.all_reduce(x, group)
+    takes = kernel is not None and kernel.takes(x)
+    work = kernel.start(x, hidden) if kernel is not None and takes else collectives.all_reduce(x, group)
     return partial(_finish, work, x, lambda: x)
 
 

@@ -188,22 +188,25 @@ class ReplicatedBorder(Border):
 
     def leave(self, gradient: Tensor) -> Started:
         """[..., hidden], partial -> the sum."""
+        return self._leave(gradient, hidden=True)
+
+    def _leave(self, gradient: Tensor, hidden: bool) -> Started:
         if torch.is_grad_enabled():
             total = differentiable.reduce_from_region(gradient, self.group)
             return lambda: total
-        return differentiable.start_all_reduce(gradient, self.group)
+        return differentiable.start_all_reduce(gradient, self.group, hidden)
 
     def leave_products(self, factors: Factors, hidden: bool = False) -> Started:
         """See Border."""
         if hidden or not in_halves(factors, self.group):
-            return self.leave(multiply(factors))
+            return self._leave(multiply(factors), hidden)
         *_, features = shape = _shape(factors)
         operands = [(rows_of(left), right) for left, right in factors]
         total = operands[0][0].new_empty(len(operands[0][0]), features)
         started = []
         for half in halves(len(total)):
             multiply([(rows[half], right) for rows, right in operands], out=total[half])
-            started.append(differentiable.start_all_reduce(total[half], self.group))
+            started.append(differentiable.start_all_reduce(total[half], self.group, hidden=half.start == 0))
 
         def finish() -> Tensor:
             for finish_half in started:

@@ -97,7 +97,7 @@ def _normed_products(
         for half in halves(len(added)):
             multiply([(rows_of(x)[half], weight.t())], out=partial[half])
             results = Normed(*(target[half] for target in targets))
-            started.append(kernel.start(results, partial[half], added[half], gain, eps))
+            started.append(kernel.start(results, partial[half], added[half], gain, eps, hidden=half.start == 0))
     finally:
         for work in started:
             work.wait()

@@ -83,7 +83,7 @@ def by_kernel(dtype: torch.dtype, used: Sequence[int], halves: bool, deferred: b
         sink.open()
     with halving() if halves else mock.patch.object(regions, "HALVES_FROM", 2**40):
         results = row_rms_norm(layer, x, residual, norm)
-    assert stand_in.calls == ([(5, True)] * 2 if halves else [(10, False)])
+    assert stand_in.calls == ([(5, "hidden"), (5, "beside")] if halves else [(10, "at once")])
     with sink.deferring("here"):
         torch.autograd.backward([results[k] for k in used], [given[k] for k in used])
     if deferred:
@@ -247,7 +247,7 @@ def a_whole_block(compiled: bool) -> None:
     parameters = list(block.parameters())
     called = torch.compile(block, backend="aot_eager") if compiled else block
     found, wanted = train(called, parameters), train(whole, list(whole.parameters()))
-    assert stand_in.calls == [(8, False)]
+    assert stand_in.calls == [(8, "at once")]
     for number, (got, right) in enumerate(zip(found, wanted, strict=True)):
         slicing = slicing_of(parameters[number - 2]) if number >= 2 else None
         part = right if slicing is None else slicing.part_of(right)
