@@ -30,7 +30,7 @@ WORDS, HIDDEN, SEQ, SAMPLES = 96, 32, 64, 2
 LOSS = CausalLMLoss(chunk=32)
 
 
-def model(tied: bool) -> list[Any]:
+def model(tied: bool, units: str | None) -> list[Any]:
     return decoder(
         DecoderConfig(
             vocab_size=WORDS,
@@ -41,7 +41,8 @@ def model(tied: bool) -> list[Any]:
             num_kv_heads=2,
             max_positions=SEQ,
             tied=tied,
-        )
+        ),
+        units="half" if units == "half" else "block",
     )
 
 
@@ -80,7 +81,7 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
     """On every rank."""
     layout = parse(words)
     config = configuration(layout, base(changes))
-    module = PipelineModule(model(tied), loss_fn=LOSS, config=config)
+    module = PipelineModule(model(tied, layout.units), loss_fn=LOSS, config=config)
     engine, *_ = parallel3d.initialize(model=module, config=config)
     data = own_iterator(engine, [micro_batch(layout.micro_batch or 1)] * 3 * (layout.micro_batches or 1) * 8)
     for _ in range(2):
@@ -126,7 +127,7 @@ def predict(
     layout = parse(words)
     inputs, labels = micro_batch(1)
     config = load({"train_micro_batch_size_per_gpu": 1, **base(changes)})
-    profile = ModelProfile(model(tied), inputs, labels, LOSS, config, "cpu")
+    profile = ModelProfile(model(tied, layout.units), inputs, labels, LOSS, config, "cpu")
     memory, policy = MemoryModel(profile), profile.policy(layout.zero or 0)
     placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
     layers = profile.layers(layout.slices, layout.sequence_parallel)

@@ -30,6 +30,10 @@ from parallel3d.planner.runs import RunPredictor
 
 _GIB = 2**30
 _CALIBRATION = "calibration.json"
+_HALVES = (
+    "half: stages may end between attention and feed-forward. config.json counts half blocks: build the layers with "
+    'units="half", as models.decoder and models.from_hf take it'
+)
 
 
 def add_command(commands: Any) -> None:
@@ -203,6 +207,8 @@ def show(result: PlanResult, console: Console) -> None:
     for prediction in result.best:
         table.add_row(*_row(prediction))
     console.print(table)
+    if result.best[0].units == "half":
+        console.print(_HALVES, highlight=False, markup=False, soft_wrap=True)
 
 
 def _row(prediction: Prediction) -> list[str]:

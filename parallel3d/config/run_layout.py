@@ -17,7 +17,12 @@ _NUMBERED: Numbered = {
     "chunks": ("chunks", "chunks of a stage"),
     "ckpt": ("recompute", "layers recomputed together"),
 }
-_FLAGS: Flags = {**SHARING, "v": ("placement", "v"), **{name: ("schedule", name) for name in SCHEDULES}}
+_FLAGS: Flags = {
+    **SHARING,
+    "half": ("units", "half"),
+    "v": ("placement", "v"),
+    **{name: ("schedule", name) for name in SCHEDULES},
+}
 
 # Schedules that run 2 chunks a stage where nothing else is said.
 _CHUNKED = ("interleaved", "zb-looped", "zbv")
@@ -26,7 +31,8 @@ _CHUNKED = ("interleaved", "zb-looped", "zbv")
 @dataclass(frozen=True)
 class RunLayout(Layout):
     """A layout with its schedule. text: as written; micro_batch: its samples; micro_batches: of each replica in a step;
-    recompute: as the configuration's activation_checkpoint_interval. What is None the words leave open.
+    recompute: as the configuration's activation_checkpoint_interval; units: "half" where the model's layers are half blocks, as
+    models.decoder's units says. What is None the words leave open.
     """
 
     text: str = ""
@@ -36,10 +42,14 @@ class RunLayout(Layout):
     recompute: int | None = None
     schedule: str | None = None
     placement: str | None = None
+    units: str | None = None
 
 
 class StatedLayout(BaseModel):
-    """A run's layout, of which nothing is open, as files state it. layout: in words; schedule: "written" for a user's lists."""
+    """A run's layout, of which nothing is open, as files state it.
+
+    layout: in words; schedule: "written" for a user's lists; units: None for layers as they are given.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,6 +65,7 @@ class StatedLayout(BaseModel):
     micro_batches: int
     zero: int
     recompute: int
+    units: Literal["half"] | None = None
 
     @staticmethod
     def fields_of(layout: RunLayout) -> dict[str, Any]:
@@ -72,6 +83,7 @@ class StatedLayout(BaseModel):
             "micro_batches": layout.micro_batches,
             "zero": layout.zero or 0,
             "recompute": layout.recompute or 0,
+            "units": layout.units,
         }
 
     def run_layout(self) -> RunLayout:
@@ -93,6 +105,7 @@ def write_run_layout(layout: RunLayout) -> str:
     axes = {"pp": layout.stages, "dp": layout.replicas, "tp": layout.slices}
     words = [f"{name}{size}" for name, size in axes.items() if size > 1] or ["pp1"]
     words += ["sp"] * layout.sequence_parallel + [f"zero{layout.zero}"] * bool(layout.zero)
+    words += ["half"] if layout.units == "half" else []
     words += [layout.schedule] if layout.schedule is not None else []
     words += ["v"] * (layout.placement == "v" and layout.schedule != "zbv")
     implied = 2 if layout.schedule in _CHUNKED else 1

@@ -22,6 +22,10 @@ def config_of(layout: RunLayout, base: Mapping[str, Any], seed: int, dtype: str)
         raise ConfigError(
             f"layout {layout.text!r}: how many samples a micro-batch has, the subject's micro_batch() says; leave mb out"
         )
+    if layout.units is not None:
+        raise ConfigError(
+            f"layout {layout.text!r}: what a layer is, the subject's layers say; leave half out, and return them in half blocks"
+        )
     if config.get("train_micro_batch_size_per_gpu") in (None, "auto"):
         config["train_micro_batch_size_per_gpu"] = 1
     config["gradient_accumulation_steps"] = accumulation(layout, base)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -119,6 +120,25 @@ def late_by(layout: RunLayout, times: Times) -> Floats:
     if layout.schedule == "zb-h1":
         return np.maximum(times.forward, times.forward + times.input_gradient - times.weight_gradient)
     return times.forward
+
+
+class Least(NamedTuple):
+    """Seconds that hardly any prediction of a layout is below; evenly: any whose layers' stages took equally long."""
+
+    seconds: float
+    evenly: float
+
+
+def least_computing(layout: RunLayout, times: Times, placement: Sequence[int]) -> tuple[float, float, float]:
+    """Seconds until the last stage is through: with these chunks, and with stages that take equally long; and the mean of what
+    they compute.
+    """
+    late = late_by(layout, times)
+    ends = np.cumsum(late) - late
+    waits = ends[[placement.index(stage) for stage in range(layout.stages)]]
+    loads = np.bincount(np.asarray(placement), weights=times.total) * (layout.micro_batches or 1)
+    mean = float(loads.mean())
+    return float((loads + waits).max()), mean + float(waits.max()), mean
 
 
 def pace(times: Times, placement: Sequence[int]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.planner.outlook import Outlook
@@ -26,8 +27,13 @@ class Refused:
     """A layout that isn't predicted, since it doesn't fit. least: seconds that it would hardly take less than."""
 
     layout: RunLayout
-    memory: tuple[StageMemory, ...]
+    predictor: Predictor
     least: float
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """See Predictor.rough_memory."""
+        return tuple(self.predictor.rough_memory(self.layout))
 
     @property
     def fullness(self) -> float:
@@ -70,17 +76,16 @@ def shape_of(layout: RunLayout) -> Shape:
 
 def refuse(predictor: Predictor, layout: RunLayout, least: float) -> Refused | None:
     """A layout that `find` would say not to fit, by the same memory; None for one that may."""
-    memory = predictor.rough_memory(layout)
-    if fullness_of(memory) <= 1.0 or _may_be_split(layout, fullness_of(memory), exactly=False):
-        return None
-    return Refused(layout, memory, least)
+    most = _fullest_to_split(layout, exactly=False)
+    is_too_large = any(fullness_of([stage]) > most for stage in predictor.rough_memory(layout))
+    return Refused(layout, predictor, least) if is_too_large else None
 
 
-def _may_be_split(layout: RunLayout, fullness: float, exactly: bool) -> bool:
-    """Whether it is worth looking for a split of the layers by which a layout that is too large does fit."""
+def _fullest_to_split(layout: RunLayout, exactly: bool) -> float:
+    """How full a layout may be, for that it is worth looking for a split of the layers by which it does fit."""
     chunks_are_few = layout.stages * (layout.chunks or 1) <= _MOST_CHUNKS
     is_worth_it = chunks_are_few and (exactly or layout.world_size <= _MOST_RANKS)
-    return layout.stages > 1 and is_worth_it and 1.0 < fullness < _NEARLY
+    return _NEARLY if layout.stages > 1 and is_worth_it else 1.0
 
 
 def find(
@@ -96,7 +101,7 @@ def find(
     """
     outlook = predictor.predict(layout, places, exactly, whole, bounds)
     found = Found(outlook, predictor.memory(outlook))
-    if not _may_be_split(layout, found.fullness, exactly):
+    if not 1.0 < found.fullness < _fullest_to_split(layout, exactly):
         return found
     within = predictor.split_within(outlook, found.memory)
     if within is None or within == outlook.bounds:

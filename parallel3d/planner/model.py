@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class PlannedModel:
     """A model and what it is trained on.
 
     sample(n): (inputs, labels) of n samples, of `seq` tokens each; config: keys of the configuration that hold in every
-    layout.
+    layout; halves: the same layers with each block as two, its attention and its feed-forward; None where that isn't known.
     """
 
     name: str
@@ -80,6 +80,16 @@ class PlannedModel:
     sample: Callable[[int], tuple[Any, Any]]
     seq: int
     config: Mapping[str, Any]
+    halves: Sequence[Layer] | None = None
+
+    def in_halves(self) -> PlannedModel:
+        """The model of half blocks. Raises ConfigError where it isn't known."""
+        if self.halves is None:
+            raise ConfigError(
+                f"how to divide the blocks of {self.name} isn't known, as it is for a Hugging Face directory and for "
+                f"{', '.join(MODELS)}; leave half out, and plan for a function that returns half blocks"
+            )
+        return replace(self, layers=self.halves)
 
 
 def load_model(
@@ -124,7 +134,7 @@ def _decoder(
         tokens = torch.zeros(count, seq, dtype=torch.int64)
         return tokens, tokens
 
-    return PlannedModel(name, layers, causal_lm_loss, sample, seq, given)
+    return PlannedModel(name, layers, causal_lm_loss, sample, seq, given, decoder(config, units="half"))
 
 
 def _of_function(target: str, seq: int | None, given: Mapping[str, Any]) -> PlannedModel:

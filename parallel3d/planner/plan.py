@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ import numpy.typing as npt
 from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.errors import ConfigError
+from parallel3d.pipe.specs import Layer, layer_name
 from parallel3d.planner.auto_schedule import is_quick, with_auto
 from parallel3d.planner.calibration import Calibration
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.configure import configuration
 from parallel3d.planner.corrected import corrected
 from parallel3d.planner.found import Found, find, prediction_of
+from parallel3d.planner.halves import find_halves, predictor_of_halves
 from parallel3d.planner.layer_times import LayerSeconds
 from parallel3d.planner.links import Network
 from parallel3d.planner.model import PlannedModel
@@ -39,6 +42,7 @@ from parallel3d.schedule.builders import WHOLE_BACKWARDS
 # Predicted within this share of the shortest: split, timed and placed with more care, for the last word.
 _FINALISTS, _MOST_FINALISTS = 1.02, 4
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
+_OF_HALVES = 2  # predicted with more care
 _OF_A_SHAPE = 2  # of the ranks along each axis, listed
 
 
@@ -76,7 +80,8 @@ class Planner:
         if question.global_batch < 1:
             raise ConfigError(f"--global-batch is {question.global_batch}; give the samples of a step, 1 or more")
         hosts = Counter(gpu.host for gpu in question.cluster.gpus)
-        space = enumerate_space(count, question.global_batch, layers, possible_slices(max(hosts.values())))
+        slices = possible_slices(max(hosts.values()))
+        space = enumerate_space(count, question.global_batch, layers, slices, len(self._halves()))
         if not len(space):
             raise ConfigError(
                 f"no layout of {count} GPUs makes up a global batch of {question.global_batch} samples with {layers} layers: "
@@ -92,13 +97,36 @@ class Planner:
             )
         return kept
 
+    def _halves(self) -> Sequence[Layer]:
+        """Half blocks that may be layers; none where they aren't known, or the configuration chooses layers as they are given.
+
+        Raises ConfigError where the user wants them.
+        """
+        model, fixed = self.question.model, self.question.fixed
+        if fixed is not None and fixed.units == "half":
+            return model.in_halves().layers
+        pipeline, compiled = (model.config.get(section) or {} for section in ("pipeline", "compile"))
+        chooses = pipeline.get("checkpointable_layers") is not None or compiled.get("layers") is not None
+        return [] if chooses or model.halves is None else model.halves
+
+    @cached_property
+    def of_halves(self) -> Predictor:
+        """Predicts layouts of half blocks."""
+        return predictor_of_halves(self.predictor, self.question.measured)
+
+    def predictor_of(self, layout: RunLayout) -> Predictor:
+        """By what the layout's layers are."""
+        return self.of_halves if layout.units == "half" else self.predictor
+
     def answer(self) -> PlanResult:
         """See PlanResult."""
         with rare_collections():
             return self._search()
 
     def _search(self) -> PlanResult:
-        search = Search(self.predictor, self.space)
+        in_halves = self.space.halves > 0
+        chosen = in_halves if in_halves.all() else ~in_halves
+        search = Search(self.predictor_of(self.space.where(chosen).layout(0)), self.space.where(chosen))
         best = self._with_autos(self._finish(search))
         return self._answer(search, best, remedy=None if best else what_would_fit(search))
 
@@ -123,7 +151,17 @@ class Planner:
                 times[candidate.shape] += 1
             else:
                 search.found[search.found.index(candidate)] = exact
-        return self._settled(finished, search)
+        return self._settled(finished + self._shorter_in_halves(finished, search), search)
+
+    def _shorter_in_halves(self, finished: Sequence[Found], search: Search) -> list[Found]:
+        """Of the pipelines of half blocks those that are shorter than all of whole ones; these have been searched."""
+        in_halves = self.space.halves > 0
+        if in_halves.all() or not in_halves.any() or not finished:
+            return []
+        best = min(f.outlook.seconds for f in finished)
+        found = find_halves(search, self.space.where(in_halves), self.predictor, self.of_halves, best)
+        exact = [self._exact(f.outlook) for f in found[:_OF_HALVES]]
+        return [f for f in exact if f.fits and f.outlook.seconds < best]
 
     def _with_autos(self, best: list[Found]) -> list[Found]:
         """With what schedule "auto" would find on the winner's chunks; where that is asked for, on all chunks, and alone."""
@@ -136,7 +174,7 @@ class Planner:
         for found in best if asked or question.every_auto else best[:1]:
             if asked or question.every_auto or is_quick(found.layout):
                 places = found.outlook.links.ranks.ravel().tolist()
-                auto = with_auto(self.predictor, found.layout, places)
+                auto = with_auto(self.predictor_of(found.layout), found.layout, places)
                 autos += [auto] if auto is not None and auto.fits else []
         return sorted(autos if asked else best + autos, key=lambda f: f.outlook.seconds)
 
@@ -153,11 +191,11 @@ class Planner:
 
     def _whole(self, outlook: Outlook) -> Found:
         """As it was predicted, with the memory of every stage."""
-        return Found(outlook, self.predictor.memory(outlook, every=True))
+        return Found(outlook, self.predictor_of(outlook.layout).memory(outlook, every=True))
 
     def _exact(self, outlook: Outlook) -> Found:
         """Predicted exactly, in the cluster's order or where `place` puts it, whichever is the shorter."""
-        layout, predictor = outlook.layout, self.predictor
+        layout, predictor = outlook.layout, self.predictor_of(outlook.layout)
         shape = (layout.stages, layout.replicas, layout.slices)
         plain = find(predictor, layout, exactly=True)
         places = place(self.network, shape, traffic_of(predictor, plain.outlook))
@@ -169,19 +207,19 @@ class Planner:
     def _told(self, found: Found) -> Found:
         """The winner, timed with more micro-batches, and split with more care if that makes it shorter."""
         layout, links = found.outlook.layout, found.outlook.links
+        predictor = self.predictor_of(layout)
         places = links.ranks.ravel().tolist()
         splits = [found.outlook.bounds]
         if (layout.chunks or 1) > 1 and layout.stages * (layout.chunks or 1) <= _MOST_SEARCHED:
-            splits.append(self.predictor.split_carefully(layout, links))
+            splits.append(predictor.split_carefully(layout, links))
         told = [
-            find(self.predictor, layout, places, exactly=True, whole=True, bounds=bounds)
-            for bounds in dict.fromkeys(splits)
+            find(predictor, layout, places, exactly=True, whole=True, bounds=bounds) for bounds in dict.fromkeys(splits)
         ]
         return min(told, key=lambda f: (not f.fits, f.outlook.seconds))
 
     def _answer(self, search: Search, best: Sequence[Found], remedy: str | None = None) -> PlanResult:
         question = self.question
-        shown = [prediction_of(self.predictor, found, question.global_batch) for found in best]
+        shown = [prediction_of(self.predictor_of(f.layout), f, question.global_batch) for f in best]
         winner = best[0].outlook if best else None
         return PlanResult(
             model=question.model.name,
@@ -193,12 +231,13 @@ class Planner:
             rejected=why_not(search, shown[: question.num_best], shown[0] if shown else None),
             trade_off=trade_off([f for f in (*best, *search.found) if f.fits]),
             timeline=timeline_of(winner) if winner else (),
-            links=link_loads(self.predictor, winner) if winner else (),
+            links=link_loads(self.predictor_of(winner.layout), winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),
             config=configuration(winner.layout, question.model.config, winner.bounds) if winner else {},
-            layers=tuple(self.profile.names),
+            layers=tuple(map(layer_name, question.model.layers)),
+            halves=tuple(map(layer_name, self._halves())),
             remedy=remedy,
-            considered=len(search.space),
+            considered=len(self.space),
             simulated=len(search.found),
         )
 
@@ -262,6 +301,7 @@ def _may_be(variant: Variant, schedule: str | None) -> bool:
 def _agree(space: Space, fixed: RunLayout) -> npt.NDArray[np.bool_]:
     """Which layouts are what the user has decided."""
     columns = {
+        "halves": 1 if fixed.units == "half" else None,
         "stages": fixed.stages if fixed.stages > 1 else None,
         "replicas": fixed.replicas if fixed.replicas > 1 else None,
         "slices": fixed.slices if fixed.slices > 1 else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
@@ -19,7 +19,7 @@ from parallel3d.partition.split import partition_layers
 from parallel3d.pipe.specs import TiedLayerSpec
 from parallel3d.planner.calibration import Calibration, PredictedMemory
 from parallel3d.planner.cluster import Device
-from parallel3d.planner.costs import late_by, pace, reducing, reductions, step_cost, traffic_of_each
+from parallel3d.planner.costs import Least, least_computing, pace, reducing, reductions, step_cost, traffic_of_each
 from parallel3d.planner.flight import Replays
 from parallel3d.planner.layer_times import LayerSeconds, factors
 from parallel3d.planner.links import Network
@@ -31,6 +31,7 @@ from parallel3d.planner.program import (
     Buckets,
     Programs,
     make_buckets,
+    one_sample,
     rough_buckets,
     timed_micro_batches,
     untimed_flight,
@@ -57,16 +58,12 @@ _Seconds = TypeVar("_Seconds", float, Floats)
 _SMALL = 256  # ranks; on more, a rough prediction takes all stages' links to be alike
 
 
-def one_sample(layout: RunLayout) -> RunLayout:
-    """The same with micro-batches of a single sample: what a rough prediction looks at."""
-    return replace(layout, micro_batch=1)
-
-
 class Predictor:
     """Predicts steps of one model on one cluster, of which it takes as many GPUs as a layout has ranks.
 
     network: of the cluster, corrected as the calibration says (see corrected()); moments: see predict_state; measured: seconds
-    of each layer on the cluster's device, by which what its work would take is multiplied, in whatever layout.
+    of each layer on the cluster's device, by which what its work would take is multiplied, in whatever layout; beside: one of
+    the same network, to share what its layouts have in common.
     """
 
     def __init__(
@@ -77,6 +74,7 @@ class Predictor:
         calibration: Calibration | None = None,
         moments: int = 2,
         measured: Sequence[LayerSeconds] | None = None,
+        beside: Predictor | None = None,
     ):
         self.model, self.profile, self.network = model, profile, network
         self.calibration = calibration or Calibration()
@@ -90,6 +88,8 @@ class Predictor:
         self._sizes: dict[int, list[int]] = {}
         self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._programs = Programs()
+        if beside is not None:
+            self._programs, self._links = beside._programs, beside._links
 
     def layers(self, layout: RunLayout) -> tuple[LayerProfile, ...]:
         """Profiles of the layers on a rank of the layout."""
@@ -122,10 +122,10 @@ class Predictor:
     @cached_property
     def _factors(self) -> Floats:
         assert self._measured is not None
-        return factors(self._measured, self._expected)
+        return factors(self._measured, self.expected)
 
     @cached_property
-    def _expected(self) -> Times:
+    def expected(self) -> Times:
         """Of each layer whole, by its work alone, on the device that layers are measured on."""
         return layer_times(self.profile.layers(), self.network.cluster.gpus[0].device, lambda collective: 0.0)
 
@@ -134,7 +134,7 @@ class Predictor:
         """By how much all layers together take less time than their work would, 1 where they don't."""
         if self._measured is None:
             return 1.0
-        return min(1.0, float(np.array(self._measured).sum() / self._expected.total.sum()))
+        return min(1.0, float(np.array(self._measured).sum() / self.expected.total.sum()))
 
     def predict(
         self,
@@ -164,7 +164,7 @@ class Predictor:
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy, samples)
         if compute is None:
             timed = timed_micro_batches(layout, exactly, whole)
-            simulation = self._programs.simulation(layout, buckets, policy, timed)
+            simulation = self._programs.simulation(layout, buckets, policy, timed, roughly=not exactly)
         else:
             timed = compute.num_micro_batches
             simulation = Simulation(with_collectives(lower(compute), layout, buckets, policy))
@@ -199,26 +199,25 @@ class Predictor:
         layout = RunLayout(slices=slices, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch=1)
         return self._memory.held(layout)
 
-    def least_seconds(self, layout: RunLayout) -> float:
-        """What hardly any prediction of the layout is below.
+    def least(self, layout: RunLayout) -> Least:
+        """Bounds of a prediction of the layout.
 
         Every stage works off all micro-batches, after those before it have begun the first one, and before they end the last
         one where backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
         links = self.links(layout, exactly=False)
         placement, bounds, times = self._chunks(layout, links, exactly=False)
-        late = late_by(layout, times)
-        ends = np.cumsum(late) - late
-        first = [placement.index(stage) for stage in range(layout.stages)]
-        loads = np.bincount(np.asarray(placement), weights=times.total)
-        loads *= layout.micro_batches or 1
-        computing = self.cooled(float((loads + ends[first]).max()), float(loads.mean()))
         policy, stages = self.policy(layout), self._stage_parameters(layout, bounds, placement)
         exchanging = [0.0] * layout.stages
         of_chunks = reductions(layout, self._rough_buckets(stages, len(placement)), policy)
         for stage, collectives in zip(placement, of_chunks, strict=True):
             exchanging[stage] += sum(n * links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
-        return max(computing, *exchanging) + self._optimizer_seconds(stages, policy, links, exactly=False)
+        optimizer = self._optimizer_seconds(stages, policy, links, exactly=False)
+        computing, evenly, mean = least_computing(layout, times, placement)
+        return Least(
+            max(self.cooled(computing, mean), *exchanging) + optimizer,
+            max(self.cooled(evenly, mean), sum(exchanging) / len(exchanging)) + optimizer,
+        )
 
     def _rough_buckets(self, stages: list[list[ParameterInfo]], num_chunks: int) -> Buckets:
         """Made once for each of the profile's stage_parameters, which it keeps."""
@@ -285,12 +284,13 @@ class Predictor:
         """What a micro-batch holds on each chunk of an exact prediction, with weight gradients deferred."""
         return self._memory.chunk_bytes(outlook.program.placement, outlook.bounds, outlook.layout)
 
-    def rough_memory(self, layout: RunLayout) -> tuple[StageMemory, ...]:
+    def rough_memory(self, layout: RunLayout) -> Iterator[StageMemory]:
         """`memory` of a rough prediction of the layout, without one: of its programs only those stages' lists are needed."""
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
         _, bounds, _ = self._chunks(layout, links, exactly=False)
-        replays = self._programs.replays(layout, timed)
-        return self._stage_memories(layout, links, bounds, timed, replays, False, _ends(layout))
+        replays = self._programs.replays(layout, timed, roughly=True)
+        for stage in sorted(_ends(layout)):
+            yield from self._stage_memories(layout, links, bounds, timed, replays, False, {stage})
 
     def _stage_memories(
         self,
@@ -302,10 +302,9 @@ class Predictor:
         exactly: bool,
         only: Collection[int] | None,
     ) -> tuple[StageMemory, ...]:
-        capacities = [min(device.memory for device in links.devices(stage)) for stage in range(layout.stages)]
         traced = layout if exactly else one_sample(layout)
         samples = 1 if exactly else (layout.micro_batch or 1) * untimed_flight(layout, timed)
-        found = self._memory.stages(replays, bounds, traced, capacities, samples, only)
+        found = self._memory.stages(replays, bounds, traced, links.capacities, samples, only)
         return tuple(self._corrected(memory) for memory in found)
 
     def _corrected(self, memory: StageMemory) -> StageMemory:
@@ -391,7 +390,7 @@ class Predictor:
         shares[Op.BACKWARD] = shares[Op.BACKWARD_INPUT] + shares[Op.BACKWARD_WEIGHT]
         none = Buckets(((),) * (layout.stages * (layout.chunks or 1)), ())
         policy, timed = replace(self.policy(layout), stage=0), timed_micro_batches(layout, exactly=False)
-        simulation = self._programs.simulation(layout, none, policy, timed)
+        simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)
         return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 
 

@@ -70,6 +70,13 @@ class ModelProfile:
         self._again: dict[tuple[_Layout, int], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[tuple[object, ...], list[list[ParameterInfo]]] = {}
 
+    def of_layers(self, layers: Sequence[Layer]) -> ModelProfile:
+        """Of the same model in other layers, behind which the loss is traced once for both."""
+        traced = self._traceable
+        other = ModelProfile(layers, *traced.sample, traced.loss_fn, self.config, self.device, traced.fuses)
+        other._losses = self._losses
+        return other
+
     def policy(self, zero: int) -> ZeroPolicy:
         """What ZeRO of this stage is asked to do, by the rest of the configuration.
 

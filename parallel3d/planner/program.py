@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.parameters import ParameterInfo
@@ -12,6 +13,7 @@ from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
 from parallel3d.schedule.simulate import Simulation
+from parallel3d.schedule.zero_bubble import looped_zero_bubble
 from parallel3d.zero.buckets import Owners, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
@@ -64,47 +66,70 @@ class Programs:
     """Programs of layouts of which nothing is left open, each part made once for all layouts that have the same one."""
 
     def __init__(self) -> None:
-        self._computes: dict[tuple[object, ...], Program] = {}
-        self._lowered: dict[tuple[object, ...], Program] = {}
-        self._replays: dict[tuple[object, ...], Replays] = {}
+        self._computes: dict[_Shape, Program] = {}
+        self._lowered: dict[_Shape, Program] = {}
+        self._replays: dict[_Shape, Replays] = {}
         self._simulations: dict[tuple[object, ...], Simulation] = {}
 
-    def simulation(self, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int) -> Simulation:
-        """Of what the executor runs, made ready."""
-        key, shards = _shape(layout, num_micro_batches), policy.stage > 0 and layout.replicas > 1
+    def simulation(
+        self,
+        layout: RunLayout,
+        buckets: Buckets,
+        policy: ZeroPolicy,
+        num_micro_batches: int,
+        roughly: bool = False,
+    ) -> Simulation:
+        """Of what the executor runs, made ready. roughly: of an order that is searched for, one about as short."""
+        key, shards = _Shape.of(layout, num_micro_batches, roughly), policy.stage > 0 and layout.replicas > 1
         numbers = tuple(map(len, buckets.of_chunk)), tuple(owners for owners, _ in buckets.replicas)
         whole = (key, numbers, shards, policy.reduce_per_micro_batch)
         if whole not in self._simulations:
             if key not in self._lowered:
-                self._lowered[key] = lower(self._compute(layout, num_micro_batches))
+                self._lowered[key] = lower(self._compute(key))
             self._simulations[whole] = Simulation(with_collectives(self._lowered[key], layout, buckets, policy))
         return self._simulations[whole]
 
-    def replays(self, layout: RunLayout, num_micro_batches: int) -> Replays:
+    def replays(self, layout: RunLayout, num_micro_batches: int, roughly: bool = False) -> Replays:
         """Of the same stages' lists, which are lowered when they are asked for: most layouts are refused by a few of them.
 
         Collectives, which hold nothing, are left out.
         """
-        key = _shape(layout, num_micro_batches)
+        key = _Shape.of(layout, num_micro_batches, roughly)
         if key not in self._replays:
-            compute = self._compute(layout, num_micro_batches)
+            compute = self._compute(key)
             self._replays[key] = Replays(compute.placement, lambda stage: lower_rank(compute, stage))
         return self._replays[key]
 
-    def _compute(self, layout: RunLayout, num_micro_batches: int) -> Program:
-        key = _shape(layout, num_micro_batches)
-        if key not in self._computes:
-            assert layout.schedule is not None
-            assert layout.chunks is not None
-            assert layout.placement is not None
-            self._computes[key] = build(
-                layout.schedule, layout.stages, num_micro_batches, layout.chunks, layout.placement
-            )
-        return self._computes[key]
+    def _compute(self, shape: _Shape) -> Program:
+        if shape not in self._computes:
+            self._computes[shape] = shape.program()
+        return self._computes[shape]
 
 
-def _shape(layout: RunLayout, num_micro_batches: int) -> tuple[object, ...]:
-    return layout.schedule, layout.stages, layout.chunks, layout.placement, num_micro_batches
+class _Shape(NamedTuple):
+    """What of a layout its schedule depends on."""
+
+    schedule: str
+    stages: int
+    chunks: int
+    placement: str
+    num_micro_batches: int
+    roughly: bool
+
+    @staticmethod
+    def of(layout: RunLayout, num_micro_batches: int, roughly: bool) -> _Shape:
+        """Of one of which nothing is left open."""
+        assert layout.schedule is not None
+        assert layout.chunks is not None
+        assert layout.placement is not None
+        is_rough = roughly and layout.schedule == "zb-looped"
+        return _Shape(layout.schedule, layout.stages, layout.chunks, layout.placement, num_micro_batches, is_rough)
+
+    def program(self) -> Program:
+        """The schedule's."""
+        if self.roughly:
+            return looped_zero_bubble(self.stages, self.num_micro_batches, self.chunks, roughly=True)
+        return build(self.schedule, self.stages, self.num_micro_batches, self.chunks, self.placement)
 
 
 def with_collectives(program: Program, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy) -> Program:
@@ -116,6 +141,11 @@ def with_collectives(program: Program, layout: RunLayout, buckets: Buckets, poli
         policy.stage > 0 and layout.replicas > 1,
         policy.reduce_per_micro_batch,
     )
+
+
+def one_sample(layout: RunLayout) -> RunLayout:
+    """The same with micro-batches of a single sample: what a rough prediction looks at."""
+    return replace(layout, micro_batch=1)
 
 
 def timed_micro_batches(layout: RunLayout, exactly: bool, whole: bool = False) -> int:

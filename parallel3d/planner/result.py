@@ -111,7 +111,8 @@ class PlanResult(_Result):
 
     best: ranked, the winner first; empty where nothing fits, and then `remedy` says what binds and the smallest change that
     fits. rejected: alternatives, the closest first; trade_off: (peak bytes, seconds, layout) that no other beats in both;
-    timeline, links, map: of the winner; config: a configuration to run it with; layers: names, one a layer of the model.
+    timeline, links, map: of the winner; config: a configuration to run it with; layers: names, one a layer of the model, and
+    halves: of the model of half blocks, which layouts with such units have.
     considered: layouts in the search; simulated: those whose program was built and timed.
     """
 
@@ -128,6 +129,7 @@ class PlanResult(_Result):
     map: tuple[RankPlace, ...]
     config: dict[str, object]
     layers: tuple[str, ...]
+    halves: tuple[str, ...] = ()
     remedy: str | None = None
     considered: int = 0
     simulated: int = 0

@@ -49,7 +49,7 @@ class RunPredictor:
     def __init__(self, model: PlannedModel, cluster: Cluster):
         self._model, self._cluster = model, cluster
         self._networks: dict[str, Network] = {}
-        self._profiles: dict[str, ModelProfile] = {}
+        self._profiles: dict[tuple[str, bool], ModelProfile] = {}
 
     def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:
         """The run's step, and the seconds of its instructions by kind_name."""
@@ -76,25 +76,31 @@ class RunPredictor:
         return PredictedRun(instructions, step, _memory(record, plain.memory(uncorrected)), outlook.bubble)
 
     def _outlook(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, Outlook]:
-        layout = self._layout(record)
+        model, layout = self._model_of(record), self._layout(record)
         network = self._networks.setdefault(
             calibration.model_dump_json(), Network(corrected(self._cluster, calibration))
         )
-        key = json.dumps(record.config, sort_keys=True, default=str)
+        key = json.dumps(record.config, sort_keys=True, default=str), model is self._model
         if key not in self._profiles:
-            self._profiles[key] = profile_of(self._model, self._cluster, record.config)
-        predictor = Predictor(self._model, self._profiles[key], network, calibration)
+            self._profiles[key] = profile_of(model, self._cluster, record.config)
+        predictor = Predictor(model, self._profiles[key], network, calibration)
         placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
         compute = None if record.program is None else from_lists(record.program, placement)
         return predictor, predictor.predict(layout, exactly=True, whole=True, bounds=record.bounds, compute=compute)
 
-    def _layout(self, record: RunRecord) -> RunLayout:
+    def _model_of(self, record: RunRecord) -> PlannedModel:
+        """As it is, or of half blocks if those ran."""
         names = [layer_name(layer) for layer in self._model.layers]
-        if tuple(names) != record.model.layers:
-            raise ConfigError(
-                f"the run's model has {len(record.model.layers)} layers ({', '.join(dict.fromkeys(record.model.layers))}), but "
-                f"{self._model.name} {len(names)} ({', '.join(dict.fromkeys(names))}); give the run's model by --model"
-            )
+        if tuple(names) == record.model.layers:
+            return self._model
+        if tuple(map(layer_name, self._model.halves or ())) == record.model.layers:
+            return self._model.in_halves()
+        raise ConfigError(
+            f"the run's model has {len(record.model.layers)} layers ({', '.join(dict.fromkeys(record.model.layers))}), but "
+            f"{self._model.name} {len(names)} ({', '.join(dict.fromkeys(names))}); give the run's model by --model"
+        )
+
+    def _layout(self, record: RunRecord) -> RunLayout:
         layout = record.run_layout()
         if layout.world_size > len(self._cluster.gpus):
             raise ConfigError(

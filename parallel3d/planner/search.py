@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +13,12 @@ from torch import nn
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.found import Found, Refused, find, refuse
+from parallel3d.planner.found import Found, Refused
 from parallel3d.planner.predict import Predictor
 from parallel3d.planner.profile import LayerProfile
-from parallel3d.planner.space import RECOMPUTED, VARIANTS, Space
+from parallel3d.planner.space import VARIANTS, Space
 from parallel3d.planner.timing import Integers, Shape, compute_seconds
+from parallel3d.planner.trials import FEW, Trials
 from parallel3d.planner.work import Collective, Work
 from parallel3d.zero.memory import predict_state
 
@@ -29,10 +29,8 @@ _SLACK = 0.99
 # The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
 _EVEN = 0.8
 _GROUPS = 32  # of slices, that are looked at
-_SURELY = 0.9  # full, roughly: fits
 _LEANER = (0.2, 0.4, 0.6)  # of the memory: what the best layouts with so little take is told, too
 _QUICK = 512  # stages x stages x chunks
-_FEW = 4  # predictions of a shape of which nothing fits
 
 
 @dataclass(frozen=True)
@@ -143,19 +141,10 @@ def _groups(*columns: Integers) -> list[tuple[Integers, list[int]]]:
     return list(zip(places, values.tolist(), strict=True))
 
 
-def _no_slower(layout: RunLayout) -> list[RunLayout]:
-    """Layouts that take more memory than this one and no more time, for less is reduced, or fewer layers are recomputed at
-    once."""
-    others = [replace(layout, zero=1, text="")] if layout.zero == 2 else []
-    fewer = [n for n in RECOMPUTED if 0 < n < (layout.recompute or 0)]
-    return others + [replace(layout, recompute=n, text="") for n in fewer]
-
-
 class Search:
     """Looks for the shortest step in a space, by predictions in the order of their bounds.
 
-    found: all that were predicted, in that order; refused: those that can't fit, see refuse(). num_alternatives: shapes (ranks
-    along each axis) of which the best is looked for too, beside that of all.
+    num_alternatives: shapes (ranks along each axis) of which the best is looked for too, beside that of all.
     """
 
     def __init__(self, predictor: Predictor, space: Space, num_alternatives: int = 5):
@@ -165,16 +154,24 @@ class Search:
         self.seconds, self.bytes = bounds.seconds(), bounds.bytes()
         self.why_not_sliced = bounds.why
         self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
-        self.found: list[Found] = []
-        self.refused: list[Refused] = []
-        self._least: dict[RunLayout, float] = {}
+        self.trials = Trials(predictor, space)
+
+    @property
+    def found(self) -> list[Found]:
+        """All that were predicted, in that order."""
+        return self.trials.found
+
+    @property
+    def refused(self) -> list[Refused]:
+        """Those that can't fit, see refuse()."""
+        return self.trials.refused
 
     def run(self) -> list[Found]:
         """Those that fit, the shortest first; none where nothing does."""
         possible = np.flatnonzero(np.isfinite(self.seconds) & (self.bytes <= self.capacity))
         order = possible[np.argsort(self.seconds[possible], kind="stable")]
         shapes = np.stack([self.space.stages, self.space.replicas, self.space.slices], axis=1)
-        done = self._until_certain(order)
+        done = self.trials.until_certain(list(zip(self.seconds[order].tolist(), order.tolist(), strict=True)))
         best = self._best_of(self.found)
         tried = {found.shape for found in self.found if found.fits}
         for shape in self._shapes_in_order(order, shapes):
@@ -182,70 +179,16 @@ class Search:
                 break
             if shape not in tried:
                 own = order[(shapes[order] == np.array(shape)).all(axis=1)]
-                done |= self._until_fits([k for k in own.tolist() if k not in done and self._is_quick(k)])
+                done |= self.trials.until_fits([k for k in own.tolist() if k not in done and self._is_quick(k)])
                 tried.add(shape)
         for share in _LEANER if best is not None else ():
             lean = order[self.bytes[order] <= share * self.capacity].tolist()
-            done |= self._until_fits([k for k in lean[:_FEW] if k not in done and self._is_quick(k)])
+            done |= self.trials.until_fits([k for k in lean[:FEW] if k not in done and self._is_quick(k)])
         return sorted((found for found in self.found if found.fits), key=lambda f: f.outlook.seconds)
-
-    def _until_certain(self, order: Integers) -> set[int]:
-        """Predict in the order of their bounds until none is below the shortest that fits.
-
-        A layout's bound is first the space's, then the predictor's own, which is nearer and takes longer to find.
-        """
-        done: set[int] = set()
-        fitting: set[RunLayout] = set()
-        best = np.inf
-        waiting = [(float(self.seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
-        while waiting and waiting[0][0] < best:
-            least, n, k, is_near = heappop(waiting)
-            layout = self.space.layout(k)
-            if any(other in fitting for other in _no_slower(layout)):
-                continue
-            if not is_near:
-                heappush(waiting, (self._least_seconds(layout), n, k, True))
-                continue
-            done.add(k)
-            found = self._predict(layout, least)
-            if found is None:
-                continue
-            if found.fits:
-                best = min(best, found.outlook.seconds)
-            if found.fullness < _SURELY:
-                fitting.add(replace(layout, text=""))
-        return done
 
     def _is_quick(self, k: int) -> bool:
         """Whether its program is soon made: for layouts that aren't going to win anyway."""
         return int(self.space.stages[k]) ** 2 * VARIANTS[self.space.variant[k]].chunks <= _QUICK
-
-    def _until_fits(self, order: Sequence[int]) -> set[int]:
-        """Predict in order until one fits, at most a few."""
-        done: set[int] = set()
-        for k in order[:_FEW]:
-            done.add(k)
-            layout = self.space.layout(k)
-            found = self._predict(layout, self._least_seconds(layout))
-            if found is not None and found.fits:
-                break
-        return done
-
-    def _least_seconds(self, layout: RunLayout) -> float:
-        """The predictor's, the same however many layers are recomputed together."""
-        key = replace(layout, recompute=min(1, layout.recompute or 0), text="")
-        if key not in self._least:
-            self._least[key] = self._predictor.least_seconds(key)
-        return self._least[key]
-
-    def _predict(self, layout: RunLayout, least: float) -> Found | None:
-        """None for a layout that is refused. least: see Refused."""
-        refused = refuse(self._predictor, layout, least)
-        if refused is not None:
-            self.refused.append(refused)
-            return None
-        self.found.append(find(self._predictor, layout))
-        return self.found[-1]
 
     @staticmethod
     def _shapes_in_order(order: Integers, shapes: Integers) -> list[Shape]:

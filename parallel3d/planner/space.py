@@ -44,7 +44,9 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts: element k of each column is one. variant: place in VARIANTS; sequence_parallel: 0 or 1."""
+    """Layouts: element k of each column is one. variant: place in VARIANTS; sequence_parallel: 0 or 1; halves: 1 where
+    layers are half blocks.
+    """
 
     stages: IntArray
     replicas: IntArray
@@ -55,6 +57,7 @@ class Space:
     zero: IntArray
     recompute: IntArray
     variant: IntArray
+    halves: IntArray
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -78,16 +81,24 @@ class Space:
             recompute=int(self.recompute[k]),
             schedule=variant.schedule,
             placement=variant.placement,
+            units="half" if self.halves[k] else None,
         )
         return RunLayout(**{**vars(made), "text": write_run_layout(made)})
 
 
-def enumerate_space(num_ranks: int, global_batch: int, num_layers: int, slices: Sequence[int]) -> Space:
-    """All layouts on so many ranks whose micro-batches make up the global batch (samples). slices: that are possible."""
+def enumerate_space(
+    num_ranks: int, global_batch: int, num_layers: int, slices: Sequence[int], num_halves: int = 0
+) -> Space:
+    """All layouts on so many ranks whose micro-batches make up the global batch (samples).
+
+    slices: that are possible; num_halves: layers of the model of half blocks, whose pipelines come last; 0 for none.
+    """
     rows = [
-        (stages, replicas, tp, *rest)
-        for stages, replicas, tp in _shapes(num_ranks, num_layers, slices)
-        for rest in _rest(stages, replicas, tp, global_batch, num_layers)
+        (stages, replicas, tp, *rest, halves)
+        for halves, layers in enumerate((num_layers, num_halves))
+        for stages, replicas, tp in _shapes(num_ranks, layers, slices)
+        for rest in _rest(stages, replicas, tp, global_batch, layers)
+        if stages > 1 or not halves
     ]
     return Space(*np.array(rows, dtype=np.int64).reshape(-1, len(fields(Space))).T)
 

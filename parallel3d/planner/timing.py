@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,11 @@ class LayoutLinks:
             kinds, first = np.unique(self.network.device_of[self.ranks[stage].ravel()], return_index=True)
             self._devices[stage] = [self.network.devices[kind] for kind in kinds[np.argsort(first)]]
         return self._devices[stage]
+
+    @cached_property
+    def capacities(self) -> list[int]:
+        """Bytes of each stage's smallest device."""
+        return [min(device.memory for device in self.devices(stage)) for stage in range(self.shape[0])]
 
     def over_slices(self, collective: Collective) -> float:
         """Of one over every slice group."""

@@ -90,11 +90,12 @@ def looped_zero_bubble(
     num_chunks: int,
     max_in_flight: float | None = None,
     cost: Cost = decoder_cost,
+    roughly: bool = False,
 ) -> Program:
     """Chunks in loops with weight gradients deferred as far as memory allows, by list scheduling, for any m >= 1.
 
     max_in_flight: the most activations that a rank holds, as a multiple of those of 1F1B's first rank, which are p v
-    activations of a chunk (of v a rank); 1.5 by default. cost: the times to plan for, as for simulate(). See search().
+    activations of a chunk (of v a rank); 1.5 by default. cost: the times to plan for, as for simulate(). roughly: see search().
 
     A step can't be shorter than v m (F + I + W) + (p - 1) F, for the last rank starts p - 1 forwards late; planned for
     F = I = W with the default memory it is no longer for any m >= p up to 8 stages, 16 micro-batches and 4 chunks.
@@ -103,7 +104,7 @@ def looped_zero_bubble(
     check_sizes(num_stages, num_micro_batches, num_chunks)
     placement = loop_placement(num_stages, num_chunks)
     bound = _bound(num_stages, num_chunks, max_in_flight)
-    return search("zb-looped", placement, num_micro_batches, Memory.of_activations(placement, bound), cost)
+    return search("zb-looped", placement, num_micro_batches, Memory.of_activations(placement, bound), cost, roughly)
 
 
 def _bound(num_stages: int, num_chunks: int, max_in_flight: float | None) -> float:

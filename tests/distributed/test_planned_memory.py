@@ -14,7 +14,7 @@ from parallel3d.planner.result import StageMemory
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}}
 
-# Every schedule, ZeRO stage, slicing and way of recomputation, each with some of the others.
+# Every schedule, ZeRO stage, slicing, kind of layer and way of recomputation, each with some of the others.
 SOME: list[tuple[str, bool, dict[str, Any]]] = [
     ("mb3", False, {}),
     ("dp2,zero2", True, SGD),
@@ -30,6 +30,8 @@ SOME: list[tuple[str, bool, dict[str, Any]]] = [
     ("pp2,dp2,zero1,zb-looped,ckpt1", False, BF16),
     ("pp4,1f1b,m6", False, {}),
     ("pp4,zb-h1,m6", False, BF16),
+    ("pp2,dp2,zero1,half,zb-h1", True, BF16),
+    ("pp4,half,1f1b,ckpt1", False, {}),
 ]
 
 

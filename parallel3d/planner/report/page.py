@@ -91,7 +91,7 @@ def _details(environment: Environment, result: PlanResult, prediction: Predictio
         names=names,
         breakdown=Markup(breakdown_chart(prediction)),
         memory=Markup(memory_chart(prediction.memory, names, label)),
-        partition=_partition(prediction, result.layers),
+        partition=_partition(prediction, result.halves if prediction.units == "half" else result.layers),
     )
 
 

@@ -25,6 +25,7 @@ layouts = st.builds(
     recompute=st.none() | counts,
     schedule=st.none() | st.sampled_from(SCHEDULES),
     placement=st.sampled_from([None, "v"]),
+    units=st.sampled_from([None, "half"]),
 )
 
 
@@ -43,7 +44,13 @@ def test_words_are_read_as_what_was_written(layout: RunLayout):
 
 @pytest.mark.parametrize(
     "words",
-    ["pp4,dp2,zero1,zbv,m16,mb2,ckpt1", "pp2,dp2,tp2,sp,interleaved,chunks3,m8,mb1", "pp1,gpipe,v,chunks2", "tp8,m4"],
+    [
+        "pp4,dp2,zero1,zbv,m16,mb2,ckpt1",
+        "pp2,dp2,tp2,sp,interleaved,chunks3,m8,mb1",
+        "pp1,gpipe,v,chunks2",
+        "tp8,m4",
+        "pp4,dp2,zero1,half,zb-h1",
+    ],
 )
 def test_these_words_are_the_usual_ones(words: str):
     assert write_run_layout(parse_run_layout(words)) == words

@@ -54,7 +54,8 @@ def small_model(seq: int = 256, vocab: int = 1024, layers: int = 6) -> PlannedMo
 
     from parallel3d.models import causal_lm_loss
 
-    return PlannedModel("small", decoder(config), causal_lm_loss, sample, seq, DEFAULTS)
+    halves = decoder(config, units="half")
+    return PlannedModel("small", decoder(config), causal_lm_loss, sample, seq, DEFAULTS, halves)
 
 
 def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
@@ -131,7 +132,7 @@ def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
     for k in range(0, len(planner.space), 3):
         layout = planner.space.layout(k)
         free = planner.predictor.predict(layout)
-        assert planner.predictor.rough_memory(layout) == planner.predictor.memory(free)
+        assert tuple(planner.predictor.rough_memory(layout)) == planner.predictor.memory(free)
         if refuse(planner.predictor, layout, least=0.0) is not None:
             refused += 1
             assert not find(planner.predictor, layout).fits

@@ -188,6 +188,16 @@ def test_equal_arguments_give_equal_programs() -> None:
     assert looped_zero_bubble(4, 9, 3) == looped_zero_bubble(4, 9, 3, 1.5, decoder_cost)
 
 
+def test_a_rough_order_is_nearly_as_short_and_within_the_same_memory() -> None:
+    def transfers_count(i: Instruction) -> float:
+        return 0.05 if i.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT) else decoder_cost(i)
+
+    for p, m, v in ((2, 8, 4), (4, 8, 2), (4, 12, 4), (8, 18, 2)):
+        whole, rough = (looped_zero_bubble(p, m, v, roughly=roughly) for roughly in (False, True))
+        validate(rough, [int(1.5 * p * v)] * p)
+        assert simulate(rough, transfers_count).makespan <= 1.02 * simulate(whole, transfers_count).makespan
+
+
 def random_costs(seed: int) -> Callable[[Instruction], int]:
     """Any times, of each instruction its own; transfers may be free."""
     rng, drawn = random.Random(seed), dict[Instruction, int]()

@@ -1,0 +1,153 @@
+"""Pipelines of half blocks in a plan, against a prediction of every layout; and how they are named, measured and refused."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from records import timing
+from rich.console import Console
+from test_search import hosts, small_model
+
+from parallel3d.cli.plan import show
+from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.errors import ConfigError
+from parallel3d.monitor.run_record import ModelPrint, RankRecord, RunRecord
+from parallel3d.parity.layout import config_of
+from parallel3d.pipe.specs import layer_name
+from parallel3d.planner.calibration import Calibration
+from parallel3d.planner.cluster_file import load_cluster
+from parallel3d.planner.found import find
+from parallel3d.planner.halves import predictor_of_halves
+from parallel3d.planner.layer_times import LayerSeconds
+from parallel3d.planner.model import load_model
+from parallel3d.planner.plan import Planner, Question
+from parallel3d.planner.report import html_page
+from parallel3d.planner.result import PlanResult
+from parallel3d.planner.runs import RunPredictor
+
+
+def planner(name: str, words: str, batch: int) -> Planner:
+    """For samples of 1,024 tokens on four H200s."""
+    return Planner(Question(load_model(name, seq=1024), load_cluster("4xH200"), batch, fixed=parse_run_layout(words)))
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "batch", "units"),
+    [("7b", "pp4,mb2", 16, "half"), ("gpt2-xl", "pp4,m8", 8, "half"), ("llama3-8b", "pp2,tp2,sp,m8", 8, None)],
+)
+def test_the_plan_is_the_shortest_of_all_layouts_of_blocks_and_of_halves(
+    name: str, words: str, batch: int, units: str | None
+) -> None:
+    asked = planner(name, words, batch)
+    layouts = map(asked.space.layout, range(len(asked.space)))
+    every = [find(asked.predictor_of(layout), layout, exactly=True) for layout in layouts]
+    seconds = {f.layout.text: f.outlook.seconds for f in every if f.fits}
+    assert {f.layout.units for f in every} == {None, "half"}
+    result = asked.answer()
+    winner = next(p for p in result.best if p.schedule != "auto")
+    assert winner.units == units
+    # The winner's layers are split with more care than all others'.
+    assert winner.seconds <= min(seconds.values()) * (1 + 1e-9)
+    if units == "half":
+        blocks = min(value for text, value in seconds.items() if "half" not in text)
+        assert winner.seconds < 0.99 * blocks
+
+
+@pytest.fixture(scope="module")
+def result() -> PlanResult:
+    return planner("7b", "pp4,mb2,zb-h1", 16).answer()
+
+
+def test_a_plan_of_halves_says_so_wherever_it_is_read(result: PlanResult) -> None:
+    winner = result.best[0]
+    assert "half" in winner.layout.split(",")
+    assert parse_run_layout(winner.layout).units == winner.units == "half"
+    assert winner.run_layout().units == "half"
+    model = load_model("7b")
+    assert result.layers == tuple(map(layer_name, model.layers))
+    assert result.halves == tuple(map(layer_name, model.in_halves().layers))
+    assert result.config["pipeline"]["partition"] == list(winner.bounds)  # type: ignore[index]
+    assert winner.bounds[-1] == len(result.halves) == 67
+    printed = io.StringIO()
+    show(result, Console(file=printed, width=200))
+    assert 'units="half"' in printed.getvalue()
+    page = html_page(result)
+    assert "FeedForward" in page
+    assert "layers are half blocks" in page
+
+
+def test_stages_of_halves_end_inside_of_blocks_where_that_is_shorter(result: PlanResult) -> None:
+    ends = {result.halves[bound] for bound in result.best[0].bounds[1:-1]}
+    assert "FeedForward" in ends, "all stages begin with an attention: whole blocks would do"
+
+
+def test_halves_can_be_asked_for_in_words() -> None:
+    told = planner("7b", "half,pp2", 8).answer()
+    assert {(p.units, p.stages) for p in told.best} == {("half", 2)}
+
+
+def test_halves_are_refused_where_they_are_not_known() -> None:
+    model = replace(small_model(), halves=None)
+    with pytest.raises(ConfigError, match="leave half out"):
+        Planner(Question(model, load_cluster(hosts(1)), 8, fixed=parse_run_layout("pp2,half")))
+    with pytest.raises(ConfigError, match="leave half out"):
+        config_of(parse_run_layout("pp2,half"), {}, 0, "float32")
+
+
+@pytest.mark.parametrize(
+    "section", [{"pipeline": {"checkpointable_layers": ["Block"]}}, {"compile": {"layers": ["Block"]}}]
+)
+def test_layers_chosen_by_name_stay_as_they_are_given(section: dict[str, object]) -> None:
+    model = small_model()
+    chosen = replace(model, config={**model.config, **section})
+    assert Planner(Question(model, load_cluster(hosts(1)), 8)).space.halves.any()
+    assert not Planner(Question(chosen, load_cluster(hosts(1)), 8)).space.halves.any()
+
+
+def test_a_halfs_measured_seconds_are_longer_as_its_blocks_are() -> None:
+    asked = planner("gpt2-xl", "pp4,m8", 8)
+    expected = asked.predictor.expected
+    slower = 1.0 + np.arange(len(expected.forward)) / 10
+    works = np.stack([expected.forward, expected.input_gradient, expected.weight_gradient]) * slower
+    measured = predictor_of_halves(asked.predictor, [LayerSeconds(*each) for each in works.T.tolist()])
+    layout = asked.space.where(asked.space.halves > 0).layout(0)
+    device = asked.network.cluster.gpus[0].device
+    own = measured.times(layout, measured.links(layout), device).forward
+    plain = asked.of_halves.times(layout, asked.of_halves.links(layout), device).forward
+    blocks = [k for k, name in enumerate(asked.predictor.profile.names) for _ in range(1 + (name == "Block"))]
+    assert len(blocks) == len(own)
+    np.testing.assert_allclose(own / plain, slower[blocks])
+
+
+def test_runs_of_half_blocks_are_predicted_by_half_blocks() -> None:
+    model = load_model("gpt2", seq=64)
+    names = tuple(map(layer_name, model.in_halves().layers))
+    cut = len(names) // 2
+    layout = parse_run_layout("pp2,1f1b,m4,mb2")
+    record = RunRecord(
+        **RunRecord.fields_of(replace(layout, chunks=1, placement="loop")),
+        bounds=(0, cut, len(names)),
+        seq=64,
+        program=None,
+        model=ModelPrint(layers=names, parameters=(1,) * len(names)),
+        backend="nccl",
+        versions={},
+        config={**model.config, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+        instructions={},
+        step=timing(1.0),
+        optimizer=timing(1e-5),
+        breakdown={},
+        bubble=0.2,
+        ranks=tuple(RankRecord(rank=r, stage=r, device="NVIDIA H200", parts={}) for r in range(2)),
+    )
+    cluster = load_cluster("2xH200")
+    prediction, _ = RunPredictor(model, cluster).predict(record, Calibration())
+    asked = Planner(Question(model, cluster, 8, fixed=parse_run_layout("pp2,half,1f1b,mb2")))
+    layout = asked.space.layout(0)
+    wanted = asked.of_halves.predict(layout, exactly=True, whole=True, bounds=record.bounds)
+    assert prediction.seconds == pytest.approx(wanted.seconds, rel=1e-9)
+    with pytest.raises(ConfigError, match="give the run's model"):
+        RunPredictor(replace(model, halves=None), cluster).predict(record, Calibration())
