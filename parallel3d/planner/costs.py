@@ -16,6 +16,7 @@ from parallel3d.planner.profile import LayerProfile
 from parallel3d.planner.program import Buckets
 from parallel3d.planner.timing import Floats, LayoutLinks, StepCost, Times, compute_seconds
 from parallel3d.planner.work import Collective, CollectiveKind, Work
+from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
@@ -38,15 +39,32 @@ def reductions(
     if layout.replicas == 1:
         return ((),) * len(buckets.of_chunk)
     times = float(layout.micro_batches or 1) if policy.reduce_per_micro_batch else 1.0
-    found: list[tuple[tuple[Collective, float], ...]] = []
-    for numels in buckets.of_chunk:
+    found: dict[tuple[int, ...], tuple[tuple[Collective, float], ...]] = {}
+    for numels in set(buckets.of_chunk):
         gradients, weights = _wire_bytes(policy) * sum(numels), _weight_bytes(policy) * sum(numels)
         if policy.stage == 0:
-            found.append(((Collective("all_reduce", gradients), times),))
+            found[numels] = ((Collective("all_reduce", gradients), times),)
         else:
             scattered = Collective("reduce_scatter", gradients)
-            found.append(((scattered, times), (Collective("all_gather", weights), 1.0)))
-    return tuple(found)
+            found[numels] = (scattered, times), (Collective("all_gather", weights), 1.0)
+    return tuple(found[numels] for numels in buckets.of_chunk)
+
+
+def reduction_seconds(
+    links: LayoutLinks,
+    placement: Sequence[int],
+    of_chunks: Sequence[tuple[tuple[Collective, float], ...]],
+) -> Floats:
+    """Of each stage's chunks together. of_chunks: see reductions()."""
+    # Equal chunks have the same tuple, and most stages the same links: those are looked up once.
+    known: dict[tuple[int, int], float] = {}
+    seconds = np.zeros(links.shape[0])
+    for stage, collectives in zip(placement, of_chunks, strict=True):
+        key = id(collectives), links.like(stage)
+        if key not in known:
+            known[key] = sum(n * links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
+        seconds[stage] += known[key]
+    return seconds
 
 
 def step_cost(
@@ -115,7 +133,7 @@ def _replica_seconds(links: LayoutLinks, stages: Sequence[int], nbytes: float, k
 
 def late_by(layout: RunLayout, times: Times) -> Floats:
     """By how much each chunk makes those behind it start late, and those before it end late, in its schedule."""
-    if layout.schedule in ("1f1b", "interleaved", "gpipe"):
+    if layout.schedule in WHOLE_BACKWARDS:
         return times.total
     if layout.schedule == "zb-h1":
         return np.maximum(times.forward, times.forward + times.input_gradient - times.weight_gradient)

@@ -20,7 +20,9 @@ from parallel3d.planner.trials import Trials, without_recomputation_together
 # Of the shortest step: so much has to be possible, for that layers are other ones.
 _WORTH = 0.998
 # That are looked at nearer, of those whose whole blocks weren't predicted, and of those of more chunks than there are layers.
-_MOST_UNPREDICTED, _MOST_NEW = 32, 12
+_MOST_UNPREDICTED, _MOST_NEW = 48, 12
+# On clusters so large that a prediction takes long.
+_LARGE, _MOST_UNPREDICTED_THERE = 4096, 16
 
 
 def predictor_of_halves(whole: Predictor, measured: Sequence[LayerSeconds] | None = None) -> Predictor:
@@ -77,7 +79,7 @@ def _bounds(search: Search, space: Space, whole: Predictor) -> Iterator[tuple[Fl
         elif blocks not in refused:
             unpredicted[k] = evenly.get(without_recomputation_together(blocks), np.inf)
     yield predicted, len(space)
-    yield unpredicted, _MOST_UNPREDICTED
+    yield unpredicted, _MOST_UNPREDICTED_THERE if len(whole.network.cluster.gpus) > _LARGE else _MOST_UNPREDICTED
     # Of these little is known: those that share the optimizer's state and reduce once are the likeliest.
     new = ~known & (space.zero == np.minimum(space.replicas - 1, 1))
     if new.any():

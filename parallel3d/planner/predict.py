@@ -19,7 +19,16 @@ from parallel3d.partition.split import partition_layers
 from parallel3d.pipe.specs import TiedLayerSpec
 from parallel3d.planner.calibration import Calibration, PredictedMemory
 from parallel3d.planner.cluster import Device
-from parallel3d.planner.costs import Least, least_computing, pace, reducing, reductions, step_cost, traffic_of_each
+from parallel3d.planner.costs import (
+    Least,
+    least_computing,
+    pace,
+    reducing,
+    reduction_seconds,
+    reductions,
+    step_cost,
+    traffic_of_each,
+)
 from parallel3d.planner.flight import Replays
 from parallel3d.planner.layer_times import LayerSeconds, factors
 from parallel3d.planner.links import Network
@@ -38,14 +47,7 @@ from parallel3d.planner.program import (
     with_collectives,
 )
 from parallel3d.planner.result import StageMemory
-from parallel3d.planner.timing import (
-    Floats,
-    LayoutLinks,
-    Shape,
-    Times,
-    chunk_times,
-    layer_times,
-)
+from parallel3d.planner.timing import Floats, LayoutLinks, Shape, Times, chunk_times, layer_times
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lowering import lower
@@ -208,15 +210,13 @@ class Predictor:
         links = self.links(layout, exactly=False)
         placement, bounds, times = self._chunks(layout, links, exactly=False)
         policy, stages = self.policy(layout), self._stage_parameters(layout, bounds, placement)
-        exchanging = [0.0] * layout.stages
         of_chunks = reductions(layout, self._rough_buckets(stages, len(placement)), policy)
-        for stage, collectives in zip(placement, of_chunks, strict=True):
-            exchanging[stage] += sum(n * links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
+        exchanging = reduction_seconds(links, placement, of_chunks)
         optimizer = self._optimizer_seconds(stages, policy, links, exactly=False)
         computing, evenly, mean = least_computing(layout, times, placement)
         return Least(
-            max(self.cooled(computing, mean), *exchanging) + optimizer,
-            max(self.cooled(evenly, mean), sum(exchanging) / len(exchanging)) + optimizer,
+            max(self.cooled(computing, mean), float(exchanging.max())) + optimizer,
+            max(self.cooled(evenly, mean), float(exchanging.mean())) + optimizer,
         )
 
     def _rough_buckets(self, stages: list[list[ParameterInfo]], num_chunks: int) -> Buckets:
@@ -238,11 +238,10 @@ class Predictor:
         key = (*shape, *numbers, id(links), exactly, None if bounds is None else tuple(bounds))
         if key not in self._of_chunks:
             placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
-            of_stages = [self._stage_times(layout, links, stage, exactly) for stage in range(layout.stages)]
+            of_stages = self._stage_times(layout, links, exactly)
             if bounds is None:
                 # Roughly, a split that is even for one sample is so for any number.
-                even = layout if exactly else one_sample(layout)
-                of_even = [self._stage_times(even, links, stage, exactly) for stage in range(layout.stages)]
+                of_even = of_stages if exactly else self._stage_times(one_sample(layout), links, exactly)
                 bounds = self._split(layout, of_even, placement)
             times = chunk_times([of_stages[stage] for stage in placement], bounds)
             self._of_chunks[key] = placement, tuple(bounds), times
@@ -304,8 +303,9 @@ class Predictor:
     ) -> tuple[StageMemory, ...]:
         traced = layout if exactly else one_sample(layout)
         samples = 1 if exactly else (layout.micro_batch or 1) * untimed_flight(layout, timed)
-        found = self._memory.stages(replays, bounds, traced, links.capacities, samples, only)
-        return tuple(self._corrected(memory) for memory in found)
+        return tuple(
+            map(self._corrected, self._memory.stages(replays, bounds, traced, links.capacities, samples, only))
+        )
 
     def _corrected(self, memory: StageMemory) -> StageMemory:
         workspace = memory.parts.get("workspace", 0)
@@ -318,15 +318,18 @@ class Predictor:
         """What ZeRO does under the layout's configuration."""
         return self.profile.policy(layout.zero or 0)
 
-    def _stage_times(self, layout: RunLayout, links: LayoutLinks, stage: int, exactly: bool) -> Times:
-        """On the slowest of the devices that the stage lies on, all of whose ranks wait for each other."""
-        found = [self.times(layout, links, device, exactly) for device in links.devices(stage)]
-        return found[0] if len(found) == 1 else max(found, key=lambda times: float(times.total.sum()))
+    def _stage_times(self, layout: RunLayout, links: LayoutLinks, exactly: bool) -> list[Times]:
+        """Of each stage on the slowest of the devices that it lies on, all of whose ranks wait for each other."""
+        slowest = {}
+        for stage in set(links.first_alike):
+            times = [self.times(layout, links, device, exactly) for device in links.devices(stage)]
+            slowest[stage] = max(times, key=lambda times: float(times.total.sum()))
+        return [slowest[stage] for stage in links.first_alike]
 
     def split_carefully(self, layout: RunLayout, links: LayoutLinks) -> tuple[int, ...]:
         """Bounds of the chunks in layers by which stages' sums are even and a step is the shortest; takes its time."""
         placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
-        of_stages = [self._stage_times(layout, links, stage, exactly=True) for stage in range(layout.stages)]
+        of_stages = self._stage_times(layout, links, exactly=True)
         return self._split(layout, of_stages, placement, carefully=True)
 
     def split_within(self, outlook: Outlook, memory: Sequence[StageMemory]) -> tuple[int, ...] | None:
@@ -341,10 +344,11 @@ class Predictor:
         placement = outlook.program.placement
         one = {c: ChunkBytes(saved=1, deferred=1) for c in range(len(placement))}
         flights = [max(bytes_in_flight(outlook.program, stage, {c: one[c]})) for c, stage in enumerate(placement)]
-        limit = StageLimit(0.0, state, [samples * a for a in activations], flights, self._tie_keys())
+        ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile.specs]
+        limit = StageLimit(0.0, state, [samples * a for a in activations], flights, ties)
         own = stage_bytes(limit.chunk_bytes(), outlook.bounds, placement)
         most = min(m.capacity - m.reserved + own[m.stage] for m in memory)
-        of_stages = [self._stage_times(layout, links, stage, outlook.exact) for stage in range(layout.stages)]
+        of_stages = self._stage_times(layout, links, outlook.exact)
         fastest = min(of_stages, key=lambda times: float(times.total.sum()))
         paces = [float(of_stages[stage].total.sum() / fastest.total.sum()) for stage in placement]
         try:
@@ -358,9 +362,6 @@ class Predictor:
         except PartitionError:
             return None
         return found.bounds
-
-    def _tie_keys(self) -> list[str | None]:
-        return [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile.specs]
 
     def _split(
         self, layout: RunLayout, of_stages: Sequence[Times], placement: Sequence[int], carefully: bool = False

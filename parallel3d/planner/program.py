@@ -149,13 +149,14 @@ def one_sample(layout: RunLayout) -> RunLayout:
 
 
 def timed_micro_batches(layout: RunLayout, exactly: bool, whole: bool = False) -> int:
-    """All, or as many as fill the pipeline a few times, and the same number over whole rounds of the stages.
+    """All, as of gpipe, which holds them all; or as many as fill the pipeline a few times, and as many over whole rounds
+    of the stages.
 
     whole: all in most cases.
     """
     stages, wanted = layout.stages, layout.micro_batches or 1
     most_steps = _MOST_STEPS_WHOLE if whole else _MOST_STEPS
-    if exactly and wanted * stages * (layout.chunks or 1) <= most_steps:
+    if layout.schedule == "gpipe" or (exactly and wanted * stages * (layout.chunks or 1) <= most_steps):
         return wanted
     rounds = _ROUGH_ROUNDS + exactly - (stages >= _LONG)
     return min(wanted, rounds * stages + wanted % stages)

@@ -20,6 +20,7 @@ from parallel3d.planner.space import VARIANTS, Space
 from parallel3d.planner.timing import Integers, Shape, compute_seconds
 from parallel3d.planner.trials import FEW, Trials
 from parallel3d.planner.work import Collective, Work
+from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.zero.memory import predict_state
 
 Floats = npt.NDArray[np.float64]
@@ -67,9 +68,7 @@ class Bounds:
                 continue
             p, m = space.stages[chosen], space.micro_batches[chosen]
             chunks = np.array([variant.chunks for variant in VARIANTS])[space.variant[chosen]]
-            whole = np.array([variant.schedule in ("1f1b", "interleaved") for variant in VARIANTS])[
-                space.variant[chosen]
-            ]
+            whole = np.array([variant.schedule in WHOLE_BACKWARDS for variant in VARIANTS])[space.variant[chosen]]
             # The last rank starts p - 1 chunks' forwards late; where backwards are whole, the first ends as many late.
             ends = np.where(whole, least.whole, least.forward) * (p - 1) / (p * chunks)
             computing = m * least.whole / p

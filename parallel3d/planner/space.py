@@ -14,16 +14,17 @@ from parallel3d.config.run_layout import RunLayout, write_run_layout
 
 IntArray = npt.NDArray[np.int64]
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # samples
-# Layers recomputed together, 0 for none: of more less is kept, and more is held at once while they are.
+# Layers recomputed together, 0 for none: of more less is kept, and more is held at once while they are. Of n together a stage
+# of 1F1B keeps the inputs of 1/n of as many layers as the whole model has, and at once what n layers hold, each ten inputs or
+# more: for models of up to 160 layers the least for n <= 4.
 RECOMPUTED = (0, 1, 2, 4)
-
-
-# A longer pipeline's search takes too long, at the start of a training too.
-_MOST_SEARCHED = 16
+_HALVES_RECOMPUTED = (*RECOMPUTED, 8)
+# Chunks of all stages: the order of a longer pipeline is searched for too long.
+_MOST_SEARCHED = 32
 
 
 class Variant(NamedTuple):
-    """A schedule with its chunks. gpipe is none of them: 1F1B takes as long, and holds no more."""
+    """A schedule with its chunks. gpipe is there for who asks for it: 1F1B takes no longer, and holds no more."""
 
     schedule: str
     chunks: int
@@ -39,7 +40,9 @@ VARIANTS = (
     Variant("zbv", 2, "v"),
     Variant("zb-looped", 2, "loop"),
     Variant("zb-looped", 4, "loop"),
+    Variant("gpipe", 1, "loop"),
 )
+_OFFERED = frozenset(variant.schedule for variant in VARIANTS) - {"gpipe"}
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,25 @@ class Space:
 
 
 def enumerate_space(
-    num_ranks: int, global_batch: int, num_layers: int, slices: Sequence[int], num_halves: int = 0
+    num_ranks: int,
+    global_batch: int,
+    num_layers: int,
+    slices: Sequence[int],
+    num_halves: int = 0,
+    schedule: str | None = None,
 ) -> Space:
     """All layouts on so many ranks whose micro-batches make up the global batch (samples).
 
-    slices: that are possible; num_halves: layers of the model of half blocks, whose pipelines come last; 0 for none.
+    slices: that are possible; num_halves: layers of the model of half blocks, whose pipelines come last; 0 for none; schedule:
+    one that was asked for.
     """
+    variants = [k for k, variant in enumerate(VARIANTS) if variant.schedule in (*_OFFERED, schedule)]
+    together = (RECOMPUTED, _HALVES_RECOMPUTED)
     rows = [
         (stages, replicas, tp, *rest, halves)
         for halves, layers in enumerate((num_layers, num_halves))
         for stages, replicas, tp in _shapes(num_ranks, layers, slices)
-        for rest in _rest(stages, replicas, tp, global_batch, layers)
+        for rest in _rest(stages, replicas, tp, global_batch, layers, variants, together[halves])
         if stages > 1 or not halves
     ]
     return Space(*np.array(rows, dtype=np.int64).reshape(-1, len(fields(Space))).T)
@@ -114,15 +125,24 @@ def _shapes(num_ranks: int, num_layers: int, slices: Sequence[int]) -> Iterator[
                 yield stages, num_ranks // (tp * stages), tp
 
 
-def _rest(stages: int, replicas: int, tp: int, global_batch: int, num_layers: int) -> Iterator[tuple[int, ...]]:
+def _rest(
+    stages: int,
+    replicas: int,
+    tp: int,
+    global_batch: int,
+    num_layers: int,
+    possible: Sequence[int],
+    recomputed: Sequence[int],
+) -> Iterator[tuple[int, ...]]:
     """(sequence_parallel, micro_batch, micro_batches, zero, recompute, variant) of each layout of one shape."""
     fitting = [mb for mb in MICRO_BATCHES if global_batch % (replicas * mb) == 0]
     if stages == 1:
         variants = [0]
     else:
-        variants = [k for k, v in enumerate(VARIANTS) if stages * v.chunks <= min(num_layers, _most_chunks(v))]
+        most = {k: min(num_layers, _most_chunks(VARIANTS[k])) for k in possible}
+        variants = [k for k in possible if stages * VARIANTS[k].chunks <= most[k]]
     sharing = (0, 1) if tp > 1 else (0,)
     zeros = (0, 1, 2) if replicas > 1 else (0,)
-    for sp, mb, zero, recompute, variant in product(sharing, fitting, zeros, RECOMPUTED, variants):
+    for sp, mb, zero, recompute, variant in product(sharing, fitting, zeros, recomputed, variants):
         if recompute <= 1 or recompute * stages * VARIANTS[variant].chunks <= num_layers:
             yield sp, mb, global_batch // (replicas * mb), zero, recompute, variant

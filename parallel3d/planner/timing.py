@@ -78,6 +78,12 @@ class LayoutLinks:
         return self._devices[stage]
 
     @cached_property
+    def first_alike(self) -> list[int]:
+        """Of each stage the first one on the same kinds of device."""
+        first: dict[tuple[Device, ...], int] = {}
+        return [first.setdefault(tuple(self.devices(stage)), stage) for stage in range(self.shape[0])]
+
+    @cached_property
     def capacities(self) -> list[int]:
         """Bytes of each stage's smallest device."""
         return [min(device.memory for device in self.devices(stage)) for stage in range(self.shape[0])]
@@ -86,9 +92,13 @@ class LayoutLinks:
         """Of one over every slice group."""
         return self._collective("model", collective.kind, collective.nbytes, self.slice_groups)
 
+    def like(self, stage: int) -> int:
+        """The stage whose links a stage's are taken for."""
+        return 0 if self._roughly else stage
+
     def over_replicas(self, kind: CollectiveKind, nbytes: float, stage: int) -> float:
         """Of one over the replicas of each slice of a stage. nbytes: of a whole tensor that one slice holds."""
-        stage = 0 if self._roughly else stage
+        stage = self.like(stage)
         return self._collective(("data", stage), kind, nbytes, lambda: self.replica_groups(stage))
 
     def over_stages(self, nbytes: float, stages: tuple[int, ...]) -> float:

@@ -30,6 +30,7 @@ SOME: list[tuple[str, bool, dict[str, Any]]] = [
     ("pp2,dp2,zero1,zb-looped,ckpt1", False, BF16),
     ("pp4,1f1b,m6", False, {}),
     ("pp4,zb-h1,m6", False, BF16),
+    ("pp2,gpipe,m6", True, BF16),
     ("pp2,dp2,zero1,half,zb-h1", True, BF16),
     ("pp4,half,1f1b,ckpt1", False, {}),
 ]

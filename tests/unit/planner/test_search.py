@@ -20,8 +20,9 @@ from parallel3d.planner.memory import MemoryModel
 from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.outlook import Outlook
 from parallel3d.planner.plan import Planner, Question, possible_slices
-from parallel3d.planner.result import PlanResult
+from parallel3d.planner.result import PlanResult, Prediction
 from parallel3d.planner.search import Search
+from parallel3d.planner.space import VARIANTS
 
 GPU = {"device": "H200", "count": 4}
 
@@ -200,6 +201,28 @@ def test_what_is_written_can_be_run() -> None:
 def test_a_part_of_a_layout_that_the_user_has_decided_is_kept() -> None:
     result = answer(hosts(1), fixed=parse_run_layout("pp2,zb-h1"))
     assert {(p.stages, p.schedule) for p in result.best} == {(2, "zb-h1")}
+
+
+def test_gpipe_is_planned_where_it_is_asked_for_and_holds_what_its_program_does() -> None:
+    """No shorter than 1F1B, with all micro-batches on the first stage instead of two."""
+    model = small_model(2048)
+
+    def best(words: str) -> Prediction:
+        return Planner(Question(model, load_cluster(hosts(1)), 64, fixed=parse_run_layout(words))).answer().best[0]
+
+    gpipe, plain = best("pp2,dp2,zero0,gpipe,m32,mb1,ckpt0"), best("pp2,dp2,zero0,1f1b,m32,mb1,ckpt0")
+    assert gpipe.schedule == "gpipe"
+    # Where stages differ, one holds up all forwards, and another one all backwards.
+    assert plain.seconds <= gpipe.seconds <= 1.15 * plain.seconds
+    held = [prediction.memory[0].parts["activations"] for prediction in (gpipe, plain)]
+    assert held[0] == pytest.approx(16 * held[1], rel=0.1)
+    everything = Planner(Question(model, load_cluster(hosts(1)), 64))
+    assert "gpipe" not in {VARIANTS[k].schedule for k in everything.space.variant}
+
+
+def test_layers_of_half_blocks_are_recomputed_together_up_to_four_blocks() -> None:
+    space = Planner(Question(small_model(layers=20), load_cluster(hosts(1)), 8)).space
+    assert [sorted(set(space.recompute[space.halves == k].tolist())) for k in (0, 1)] == [[0, 1, 2, 4], [0, 1, 2, 4, 8]]
 
 
 def test_what_cannot_fit_is_told_with_what_would() -> None:
