@@ -21,8 +21,7 @@ from parallel3d.planner.trials import Trials, without_recomputation_together
 _WORTH = 0.998
 # That are looked at nearer, of those whose whole blocks weren't predicted, and of those of more chunks than there are layers.
 _MOST_UNPREDICTED, _MOST_NEW = 48, 12
-# On clusters so large that a prediction takes long.
-_LARGE, _MOST_UNPREDICTED_THERE = 4096, 16
+_LARGE = 4096  # GPUs: on more a prediction takes so long that only predicted blocks, and new layouts, are looked at
 
 
 def predictor_of_halves(whole: Predictor, measured: Sequence[LayerSeconds] | None = None) -> Predictor:
@@ -79,7 +78,8 @@ def _bounds(search: Search, space: Space, whole: Predictor) -> Iterator[tuple[Fl
         elif blocks not in refused:
             unpredicted[k] = evenly.get(without_recomputation_together(blocks), np.inf)
     yield predicted, len(space)
-    yield unpredicted, _MOST_UNPREDICTED_THERE if len(whole.network.cluster.gpus) > _LARGE else _MOST_UNPREDICTED
+    if len(whole.network.cluster.gpus) <= _LARGE:
+        yield unpredicted, _MOST_UNPREDICTED
     # Of these little is known: those that share the optimizer's state and reduce once are the likeliest.
     new = ~known & (space.zero == np.minimum(space.replicas - 1, 1))
     if new.any():

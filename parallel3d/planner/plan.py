@@ -42,7 +42,7 @@ from parallel3d.schedule.builders import WHOLE_BACKWARDS
 # Predicted within this share of the shortest: split, timed and placed with more care, for the last word.
 _FINALISTS, _MOST_FINALISTS = 1.02, 4
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
-_OF_HALVES = 2  # predicted with more care
+_OF_HALVES = 4  # predicted with more care
 _OF_A_SHAPE = 2  # of the ranks along each axis, listed
 
 

@@ -19,8 +19,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)  # samples
 # more: for models of up to 160 layers the least for n <= 4.
 RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
-# Chunks of all stages: the order of a longer pipeline is searched for too long.
-_MOST_SEARCHED = 32
+# Chunks of all stages: the order of a longer pipeline is searched for too long; on so many ranks all else takes long, too.
+_MOST_SEARCHED, _MOST_SEARCHED_THERE, _LARGE = 32, 16, 4096
 
 
 class Variant(NamedTuple):
@@ -114,8 +114,10 @@ def enumerate_space(
     return Space(*np.array(rows, dtype=np.int64).reshape(-1, len(fields(Space))).T)
 
 
-def _most_chunks(variant: Variant) -> int:
-    return _MOST_SEARCHED if variant.schedule == "zb-looped" else 1 << 30
+def _most_chunks(variant: Variant, num_ranks: int) -> int:
+    if variant.schedule != "zb-looped":
+        return 1 << 30
+    return _MOST_SEARCHED_THERE if num_ranks > _LARGE else _MOST_SEARCHED
 
 
 def _shapes(num_ranks: int, num_layers: int, slices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -139,7 +141,7 @@ def _rest(
     if stages == 1:
         variants = [0]
     else:
-        most = {k: min(num_layers, _most_chunks(VARIANTS[k])) for k in possible}
+        most = {k: min(num_layers, _most_chunks(VARIANTS[k], stages * replicas * tp)) for k in possible}
         variants = [k for k in possible if stages * VARIANTS[k].chunks <= most[k]]
     sharing = (0, 1) if tp > 1 else (0,)
     zeros = (0, 1, 2) if replicas > 1 else (0,)
