@@ -96,6 +96,8 @@ def test_the_layouts_are_those_that_were_asked_for():
 def test_layouts_that_cant_be_measured_are_refused():
     with pytest.raises(ConfigError, match="add such as m8"):
         plan_accuracy.decided("pp2")
+    with pytest.raises(ConfigError, match="leave half out"):
+        plan_accuracy.decided("pp2,half,m8")
     with pytest.raises(ConfigError, match="needs 8 GPUs; 4xH200 has 4"):
         plan_accuracy.tasks_of(["tiny:pp4,dp2,m4"], plan_accuracy.load_cluster("4xH200"), tiny())
     with pytest.raises(ConfigError, match="no preset of 'Other'"):

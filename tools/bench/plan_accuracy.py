@@ -114,6 +114,8 @@ def decided(words: str) -> RunLayout:
     layout = parse_run_layout(words)
     if layout.micro_batches is None:
         raise ConfigError(f"layout {words!r} doesn't say its micro-batches; add such as m8")
+    if layout.units is not None:
+        raise ConfigError(f"layout {words!r}: the models that are trained have whole blocks; leave half out")
     return replace(
         layout,
         micro_batch=layout.micro_batch or 1,
