@@ -189,7 +189,7 @@ def test_a_damaged_library_is_an_error(tmp_path: Path) -> None:
         open_library(path)
 
 
-def test_sdist_and_wheel_carry_the_sources_and_need_no_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdist_and_wheel_carry_sources_and_page_and_need_no_nvcc(tmp_path: Path) -> None:
     """Of a copy of what git would carry; without torch, as in pip's isolated environment."""
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -212,6 +212,10 @@ def test_sdist_and_wheel_carry_the_sources_and_need_no_nvcc(tmp_path: Path, monk
     assert "without CUDA kernels: there is no nvcc" in done.stderr
     names = {path.name for path in source_files()}
     assert {path.name for path in (tmp_path / "lib" / "parallel3d" / "kernels" / "csrc").iterdir()} == names
+    page = "parallel3d/planner/report/page"
+    assert {path.name for path in (tmp_path / "lib" / page).iterdir()} == {
+        path.name for path in (ROOT / page).iterdir()
+    }
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         inside = {Path(name).name for name in packed.getnames() if Path(name).parent.name == "csrc"}
