@@ -47,8 +47,10 @@ def start_all_reduce(x: Tensor, group: Group, hidden: bool = False) -> Started:
     hidden: behind a product that runs meanwhile, of which a kernel takes fewer multiprocessors then.
     """
     kernel = group.kernels.all_reduce
-    takes = kernel is not None and kernel.takes(x)
-    work = kernel.start(x, hidden) if kernel is not None and takes else collectives.all_reduce(x, group)
+    if kernel is not None and kernel.takes(x):
+        work = kernel.start(x, hidden)
+    else:
+        work = collectives.all_reduce(x, group)
     return partial(_finish, work, x, lambda: x)
 
 

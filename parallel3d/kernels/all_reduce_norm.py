@@ -109,15 +109,4 @@ def _all_reduce_rms_norm(
 library.impl("parallel3d::all_reduce_rms_norm", ("cpu", "cuda"), _all_reduce_rms_norm)
 
 
-@library.register_fake("parallel3d::all_reduce_rms_norm")
-def _(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: int,
-    hidden: Tensor,
-    normed: Tensor,
-    scale: Tensor,
-) -> None:
-    return None
+library.register_fake("parallel3d::all_reduce_rms_norm", lambda *operands: None)

@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ def test_mapped_memory_counts_for_as_long_as_it_lives(monkeypatch: pytest.Monkey
     monkeypatch.setattr(symmetric, "all_gather_integers", lambda numbers, control: [numbers])
     monkeypatch.setattr(Group, "index", 0)
     before = symmetric.mapped_bytes()
-    group = Group((0, 1), object())  # type: ignore[arg-type]
+    handle: Any = object()
+    group = Group((0, 1), handle)
     ring, weights = (symmetric.map_memory(group, group, torch.device("cpu"), size) for size in (100, 1000))
     assert ring is not None
     assert weights is not None

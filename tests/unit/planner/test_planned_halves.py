@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,7 +81,8 @@ def test_a_plan_of_halves_says_so_wherever_it_is_read(result: PlanResult) -> Non
     model = load_model("7b")
     assert result.layers == tuple(map(layer_name, model.layers))
     assert result.halves == tuple(map(layer_name, model.in_halves().layers))
-    assert result.config["pipeline"]["partition"] == list(winner.bounds)  # type: ignore[index]
+    pipeline: Any = result.config["pipeline"]
+    assert pipeline["partition"] == list(winner.bounds)
     assert winner.bounds[-1] == len(result.halves) == 67
     printed = io.StringIO()
     show(result, Console(file=printed, width=200))
