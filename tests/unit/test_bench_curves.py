@@ -88,7 +88,7 @@ def test_the_plain_run_is_the_references(monkeypatch: pytest.MonkeyPatch, dtype:
 def test_all_runs_train_on_equally_many_micro_batches_and_the_same_layers():
     args = argparse.Namespace(lr=None, steps=50, micro_batch=1, micro_batches=8)
     commands = curves.commands_of([parse_case("pp2dp2-zero2"), parse_case("tp2")], args, "1b")
-    assert {name: processes for name, (_, processes) in commands.items()} == {"": 4, "pp2dp2-zero2": 4, "tp2": 2}
+    assert {name: processes for name, (_, processes) in commands.items()} == {"": 6, "pp2dp2-zero2": 4, "tp2": 2}
     counts = {name: command[command.index("--micro_batches") + 1] for name, (command, _) in commands.items()}
     assert counts == {"": "8", "pp2dp2-zero2": "4", "tp2": "8"}
     assert all("--sliced_layers" in command for command, _ in commands.values())

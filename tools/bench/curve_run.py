@@ -32,11 +32,14 @@ CHANCES = (0.55, 0.25, 0.15, 0.05)  # of a state's successors: at best a loss of
 
 @dataclass(frozen=True)
 class Plain:
-    """How a plain run computes. reverse: micro-batches, and so their gradients' sum, in the other order."""
+    """How a plain run computes. reverse: micro-batches, and so their gradients' sum, in the other order; compiled: by
+    torch.compile, layer by layer, which keeps in fp32 what lies between the operators that it fuses.
+    """
 
     dtype: torch.dtype
     reverse: bool = False
     math_attention: bool = False
+    compiled: bool = False
 
     def attention(self) -> AbstractContextManager[Any]:
         """PyTorch's choice, or another kernel for the same."""
@@ -49,6 +52,8 @@ PLAIN = {
     "plain bf16": Plain(torch.bfloat16),
     "plain bf16, other order": Plain(torch.bfloat16, reverse=True),
     "plain bf16, other order and attention": Plain(torch.bfloat16, reverse=True, math_attention=True),
+    "plain bf16, compiled": Plain(torch.bfloat16, compiled=True),
+    "plain bf16, compiled, other order": Plain(torch.bfloat16, reverse=True, compiled=True),
 }
 
 
@@ -91,6 +96,8 @@ def train_plainly(args: argparse.Namespace, how: Plain, device: torch.device) ->
     model = nn.Sequential(*layers)
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     model.to(how.dtype)
+    for layer in model if how.compiled else ():
+        layer.compile()
     config = ours.make_config(args, device.type == "cuda")
     optimizer = torch.optim.AdamW(masters, **config["optimizer"]["params"])
     data, count = stream(args, 0, device), args.micro_batches

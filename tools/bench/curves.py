@@ -26,7 +26,7 @@ from run import describe_run, environment, error_lines, find_result, run_process
 
 CASES = "dp2-zero1,dp2-zero2-permicro,pp2-zb-h1,pp2-zbv,pp2-zb-looped4-cap1.5"
 WORKER = str(Path(__file__).with_name("curve_run.py"))
-PLAIN = 4  # processes, one for each of curve_run.PLAIN, which only a process with PyTorch can read
+PLAIN = 6  # processes, one for each of curve_run.PLAIN, which only a process with PyTorch can read
 
 
 def parse_arguments() -> argparse.Namespace:
