@@ -37,9 +37,9 @@ class PeerCopies:
     def send(self, data: Tensor, stage: int) -> Copied:
         """Post bytes [n] to a stage, n > 0, once the current stream has them."""
         sender, queue = self._senders[stage]
-        queue.follow_stream(torch.cuda.current_stream())
+        queue.follow(self._streams.current().mark())
         sender.send(data.data_ptr(), data.numel(), queue)
-        return Copied(queue.stream.record_event(), data)
+        return Copied(queue.mark(), data)
 
     def receive(self, data: Tensor, stage: int) -> Receiving:
         """Post the receipt of the next bytes [n] of a stage."""

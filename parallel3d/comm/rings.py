@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ NUM_SLOTS = 4
 _HEADER_BYTES = 4096  # of counts: an int32 for each slot that fills here, then one for each that is emptied elsewhere
 _QUEUES = 16
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference as a signed number, so that counts may wrap around
 
 
@@ -194,31 +195,67 @@ def _int32(count: int) -> int:
     return (count + 2**31) % 2**32 - 2**31
 
 
+class CudaMark:
+    """What a stream had queued when this was made. Events are used again: to create one costs the host as much as a message's
+    copy does.
+    """
+
+    __slots__ = ("_event", "_spare", "stream")
+    _unused: ClassVar[list[ctypes.c_void_p]] = []
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self.stream, self._spare = stream, CudaMark._unused
+        try:
+            self._event = self._spare.pop()
+        except IndexError:
+            self._event = _new_event()
+        _check("cuEventRecord", _driver().cuEventRecord(self._event, stream.cuda_stream))
+
+    def __del__(self) -> None:
+        # A wait that is queued is for what was recorded until then: the event may be recorded anew.
+        self._spare.append(self._event)
+
+    def let_wait(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream go on when this is done."""
+        if stream != self.stream:  # which does its work in order
+            _check("cuStreamWaitEvent", _driver().cuStreamWaitEvent(stream.cuda_stream, self._event, 0))
+
+    def wait(self) -> None:
+        """Let the current stream go on when this is done."""
+        self.let_wait(torch.cuda.current_stream(self.stream.device))
+
+    def query(self) -> bool:
+        """Whether this is done, without waiting."""
+        status = _driver().cuEventQuery(self._event)
+        if status != _NOT_READY:
+            _check("cuEventQuery", status)
+        return bool(status == 0)
+
+
+def _new_event() -> ctypes.c_void_p:
+    event = ctypes.c_void_p()
+    _check("cuEventCreate", _driver().cuEventCreate(ctypes.byref(event), _NO_TIMING))
+    return event
+
+
 class CudaStream:
     """A stream of this process's device, with the driver's copies and stream memory operations.
 
-    The driver is called directly: a message takes six calls, which through PyTorch cost the host ten times as much.
+    The driver is called directly: a message takes a dozen calls, which through PyTorch cost the host several times as much.
     waits: by which the stream waits instead of by the driver.
     """
 
     def __init__(self, stream: torch.cuda.Stream, waits: MessageWait | None = None):
         self.stream, self._waits = stream, waits
         self._driver, self._handle = _driver(), stream.cuda_stream
-        self._followed = ctypes.c_void_p()
-        self._check("cuEventCreate", self._driver.cuEventCreate(ctypes.byref(self._followed), _NO_TIMING))
 
-    def follow_stream(self, stream: torch.cuda.Stream) -> None:
-        """Go on when all that the other stream has now is done."""
-        self._check("cuEventRecord", self._driver.cuEventRecord(self._followed, stream.cuda_stream))
-        self._check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(self._handle, self._followed, 0))
-
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> CudaMark:
         """See Stream."""
-        return self.stream.record_event()
+        return CudaMark(self.stream)
 
-    def follow(self, mark: torch.cuda.Event) -> None:
+    def follow(self, mark: CudaMark) -> None:
         """See Stream."""
-        self.stream.wait_event(mark)
+        mark.let_wait(self.stream)
 
     def hold(self, memory: Tensor) -> None:
         """See Stream."""
@@ -226,7 +263,7 @@ class CudaStream:
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """See Stream."""
-        self._check("cuMemcpyAsync", self._driver.cuMemcpyAsync(target, source, num_bytes, self._handle))
+        _check("cuMemcpyAsync", self._driver.cuMemcpyAsync(target, source, num_bytes, self._handle))
 
     def wait_for(self, word: int, count: int) -> None:
         """See Stream."""
@@ -234,18 +271,19 @@ class CudaStream:
             self._waits.wait(self._handle, word, count)
             return
         wait = self._driver.cuStreamWaitValue32_v2
-        self._check("cuStreamWaitValue32", wait(self._handle, word, count % 2**32, _GREATER_OR_EQUAL))
+        _check("cuStreamWaitValue32", wait(self._handle, word, count % 2**32, _GREATER_OR_EQUAL))
 
     def write(self, word: int, count: int) -> None:
         """See Stream."""
-        self._check("cuStreamWriteValue32", self._driver.cuStreamWriteValue32_v2(self._handle, word, count % 2**32, 0))
+        _check("cuStreamWriteValue32", self._driver.cuStreamWriteValue32_v2(self._handle, word, count % 2**32, 0))
 
-    def _check(self, name: str, status: int) -> None:
-        if status:
-            raise CommunicationError(
-                f"{name} failed with CUDA error {status}; set peer_copies of pipeline and tensor_parallel, and "
-                "kernels.all_gather, to false to send through NCCL"
-            )
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise CommunicationError(
+            f"{name} failed with CUDA error {status}; set peer_copies of pipeline and tensor_parallel, and "
+            "kernels.all_gather, to false to send through NCCL"
+        )
 
 
 @cache
@@ -254,6 +292,7 @@ def _driver() -> ctypes.CDLL:
     pointer, address, word = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
     driver.cuEventCreate.argtypes = (pointer, word)
     driver.cuEventRecord.argtypes = (pointer, pointer)
+    driver.cuEventQuery.argtypes = (pointer,)
     driver.cuStreamWaitEvent.argtypes = (pointer, pointer, word)
     driver.cuMemcpyAsync.argtypes = (address, address, ctypes.c_size_t, pointer)
     driver.cuStreamWaitValue32_v2.argtypes = driver.cuStreamWriteValue32_v2.argtypes = (pointer, address, word, word)
@@ -272,7 +311,7 @@ def _has_driver() -> bool:
 class Copied:
     """A Work: a copy under way, and what its memory must outlive."""
 
-    event: torch.cuda.Event
+    event: CudaMark | torch.cuda.Event
     data: Tensor
 
     def wait(self) -> None:

@@ -52,7 +52,7 @@ class ShardCopies:
         waits: MessageWait | None,
     ):
         self.most_bytes = channels.slot_bytes
-        self._ranks, self._device = ranks, device
+        self._ranks = ranks
         self._streams = CudaStreams(device, waits)
         self._outgoing, beside = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
         peers = channels.peers[index]
@@ -69,7 +69,7 @@ class ShardCopies:
     def send(self, x: Tensor, peer: int) -> None:
         """Post x, contiguous and of at most most_bytes, to a peer, by its place in the group."""
         queue = self._outgoing
-        queue.follow_stream(torch.cuda.current_stream(self._device))
+        queue.follow(self._streams.current().mark())
         self._senders[peer].send(x.data_ptr(), x.nbytes, queue)
         x.record_stream(queue.stream)
 

@@ -62,6 +62,9 @@ def test_the_kernel_counts_as_communication():
     assert category("void at::native::reduce_kernel<512, 1>(float)") != "communication"
 
 
+EXCHANGED = ("all_reduce", "all_reduce_norm", "ring", "message")
+
+
 def test_a_run_on_the_cpu(tmp_path: Path):
     out = tmp_path / "communication.json"
     command = [sys.executable, communication.__file__, "--cpu", "--worlds", "2,64", "--sizes", "64,4096"]
@@ -70,7 +73,7 @@ def test_a_run_on_the_cpu(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads(out.read_text())
     found = [(m["what"], m["by"], m["bytes"]) for m in run["measured"]]
-    exchanged = [(what, "gloo", size) for size in (64, 4096) for what in ("all_reduce", "all_reduce_norm", "ring")]
+    exchanged = [(what, "gloo", size) for size in (64, 4096) for what in EXCHANGED]
     updated = [("reduce_scatter", "gloo", 64), ("reduce_scatter", "gloo", 4096)]
     names = ("gather, 3 of attention", "gather, 2 of feed-forward", "scatter, of attention", "scatter, of feed-forward")
     assert found == exchanged + [(name, by, 64 * 32 * 4) for name in names for by in ("alone", "gloo")] + updated

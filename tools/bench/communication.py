@@ -4,8 +4,9 @@ python tools/bench/communication.py --worlds 2,4 --out communication.json
 python tools/bench/communication.py --what ring,products --worlds 2
 
 all_reduce: of tensor slices, by the kernel. all_reduce_norm: that, the residual and RMSNorm behind it, one after the other
-and in one kernel, of rows of the hidden size. ring: every rank sends to the next one, as stages do, by copies. products: of a
-decoder's layers whose sequences the slices share, with the gathering before or the scattering behind them, and alone.
+and in one kernel, of rows of the hidden size. ring: every rank sends to the next one, as stages do, by copies. message:
+only every other rank does. products: of a decoder's layers whose sequences the slices share, with the gathering before or the
+scattering behind them, and alone.
 reduce_scatter: of fp32 gradients, which travel in the dtype. update: AdamW's step of sharded fp32 masters, with the
 gathering of the weights, by torch, NCCL, kernels and copies. Streams wait for copies by the driver, or by a kernel.
 
@@ -32,7 +33,7 @@ from host import cuda_version, find_gpus
 from results import as_text
 from run import describe_run, environment, error_lines, find_result, run_process, split_names, start_command
 
-WHAT = ("all_reduce", "all_reduce_norm", "ring", "products", "reduce_scatter", "update")
+WHAT = ("all_reduce", "all_reduce_norm", "ring", "message", "products", "reduce_scatter", "update")
 KIB, MIB = 2**10, 2**20
 # 32 MiB are 4096 tokens x 4096 features in bf16.
 SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 1024 * MIB)
@@ -57,7 +58,13 @@ class Workload:
 def bus_bandwidth(what: str, num_bytes: int, world: int, seconds: float) -> float:
     """Bytes a second that a device sends at least; 0 for products and updates, which take longer."""
     summed = 2 * (world - 1) / world
-    sent = {"all_reduce": summed, "all_reduce_norm": summed, "ring": 1.0, "reduce_scatter": summed / 2}.get(what, 0.0)
+    sent = {
+        "all_reduce": summed,
+        "all_reduce_norm": summed,
+        "ring": 1.0,
+        "message": 1.0,
+        "reduce_scatter": summed / 2,
+    }.get(what, 0.0)
     return sent * num_bytes / seconds
 
 

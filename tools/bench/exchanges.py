@@ -76,6 +76,7 @@ class Exchanges:
             yield from self._all_reduces(x) if "all_reduce" in what else ()
             yield from self._all_reduce_norms(x) if "all_reduce_norm" in what else ()
             yield from self._in_a_ring(x) if "ring" in what else ()
+            yield from self._to_a_neighbour(x) if "message" in what else ()
         if "products" in what:
             yield from self._products_of(dtype)
 
@@ -105,7 +106,7 @@ class Exchanges:
             yield Way("all_reduce_norm", x.nbytes, ONE_KERNEL, call)
 
     def _in_a_ring(self, x: Tensor) -> Iterator[Way]:
-        """To the next rank, from the one before."""
+        """To the next rank, from the one before, at the same time."""
         rank, y = dist.get_rank(), torch.empty_like(x)
         target, source = (rank + 1) % self._world, (rank - 1) % self._world
 
@@ -119,10 +120,30 @@ class Exchanges:
             copies.receive(y.view(torch.uint8), source).wait()
             sent.wait()
 
-        yield Way("ring", x.nbytes, self._backend, by_backend)
+        yield from self._by_each("ring", x.nbytes, by_backend, by_copies)
+
+    def _to_a_neighbour(self, x: Tensor) -> Iterator[Way]:
+        """From every even rank to the next one."""
+        rank = dist.get_rank()
+        other, receives = rank ^ 1, rank % 2 == 1
+
+        def by_backend() -> None:
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv if receives else dist.isend, x, other)]):
+                work.wait()
+
+        def by_copies(copies: PeerCopies) -> None:
+            (copies.receive if receives else copies.send)(x.view(torch.uint8), other).wait()
+
+        if self._world % 2 == 0:
+            yield from self._by_each("message", x.nbytes, by_backend, by_copies)
+
+    def _by_each(
+        self, what: str, num_bytes: int, by_backend: Callable[[], None], by_copies: Callable[[PeerCopies], None]
+    ) -> Iterator[Way]:
+        yield Way(what, num_bytes, self._backend, by_backend)
         for name, copies in self._rings.items():
             if copies is not None:
-                yield Way("ring", x.nbytes, name, partial(by_copies, copies))
+                yield Way(what, num_bytes, name, partial(by_copies, copies))
 
     def _products_of(self, dtype: torch.dtype) -> Iterator[Way]:
         """Of column layers, with the gathering of their input, and of row layers, with the scattering of their output."""
