@@ -103,20 +103,35 @@ def step_cost(
     )
 
 
-def reducing(times: Times, links: LayoutLinks, placement: Sequence[int], buckets: Buckets, policy: ZeroPolicy) -> Times:
-    """Where gradients are reduced in every micro-batch: backwards are slower beside that, and each rank adds up its part."""
+class Reducing(NamedTuple):
+    """Seconds by which a backward of each chunk is longer where gradients are reduced in every micro-batch, [chunks].
+
+    slower: beside the collectives; added: to add up the part that the rank keeps.
+    """
+
+    slower: Floats
+    added: Floats
+
+
+def reducing(links: LayoutLinks, placement: Sequence[int], buckets: Buckets, policy: ZeroPolicy) -> Reducing:
+    """Of the chunks of a layout."""
     replicas = links.shape[1]
-    if not policy.reduce_per_micro_batch or replicas == 1:
-        return times
     slower, added = np.zeros(len(placement)), np.zeros(len(placement))
-    for c, (numels, stage) in enumerate(zip(buckets.of_chunk, placement, strict=True)):
-        reduced = sum(links.over_replicas("reduce_scatter", _wire_bytes(policy) * n, stage) for n in numels)
-        slower[c] = (links.overlap - 1.0) * reduced
-        # Read twice and written once, in the accumulators' dtype.
-        work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
-        added[c] = max(compute_seconds(work, device) for device in links.devices(stage))
+    if policy.reduce_per_micro_batch and replicas > 1:
+        for c, (numels, stage) in enumerate(zip(buckets.of_chunk, placement, strict=True)):
+            reduced = sum(links.over_replicas("reduce_scatter", _wire_bytes(policy) * n, stage) for n in numels)
+            slower[c] = (links.overlap - 1.0) * reduced
+            # Read twice and written once, in the accumulators' dtype.
+            work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
+            added[c] = max(compute_seconds(work, device) for device in links.devices(stage))
+    return Reducing(slower, added)
+
+
+def with_reducing(times: Times, reducing: Reducing) -> Times:
+    """Of chunks, with what reductions beside them cost."""
+    slower = reducing.slower
     exchanges = times.exchanges + np.stack([np.zeros_like(slower), np.zeros_like(slower), slower])
-    return replace(times, weight_gradient=times.weight_gradient + slower + added, exchanges=exchanges)
+    return replace(times, weight_gradient=times.weight_gradient + slower + reducing.added, exchanges=exchanges)
 
 
 def _gather_seconds(buckets: Sequence[float], forward: float) -> float:

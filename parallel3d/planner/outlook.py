@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel3d.config.run_layout import RunLayout
-from parallel3d.planner.costs import pace
+from parallel3d.planner.costs import Reducing, pace
 from parallel3d.planner.timing import Floats, LayoutLinks, StepCost
 from parallel3d.planner.work import Collective
 from parallel3d.schedule.instructions import Instruction, Program
@@ -19,7 +19,8 @@ class Outlook:
 
     makespan: of the pipeline's program, whose timeline is of `timed` micro-batches where it has too many to be simulated;
     exact: whether it is of every gradient bucket and of micro-batches as large as they are; optimizer: seconds;
-    reductions: of each chunk the collectives over its replicas, with how often they run in a step.
+    reductions: of each chunk the collectives over its replicas, with how often they run in a step; reducing: what of the
+    chunks' backwards is due to them.
     """
 
     layout: RunLayout
@@ -33,6 +34,7 @@ class Outlook:
     optimizer: float
     seconds: float
     reductions: tuple[tuple[tuple[Collective, float], ...], ...]
+    reducing: Reducing
 
     @property
     def program(self) -> Program:

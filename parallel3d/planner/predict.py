@@ -28,6 +28,7 @@ from parallel3d.planner.costs import (
     reductions,
     step_cost,
     traffic_of_each,
+    with_reducing,
 )
 from parallel3d.planner.flight import Replays
 from parallel3d.planner.layer_times import LayerSeconds, factors
@@ -161,7 +162,8 @@ class Predictor:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         else:
             buckets = self._rough_buckets(stages, len(placement))
-        times = reducing(times, links, placement, buckets, policy)
+        beside = reducing(links, placement, buckets, policy)
+        times = with_reducing(times, beside)
         samples = 1 if exactly else layout.micro_batch or 1
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy, samples)
         if compute is None:
@@ -190,6 +192,7 @@ class Predictor:
             optimizer,
             makespan + optimizer + self.calibration.fixed.value,
             reductions(layout, buckets, policy),
+            beside,
         )
 
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:

@@ -181,6 +181,10 @@ class Components:
                     members = self._links.slice_groups(self._placement[i.chunk])
                     waited = exchange_seconds(exchange, device, self._links.over_slices, self._links.overlap)
                     parts[self._links.kind(members)] += waited
+        slower, added = (float(seconds[i.chunk]) for seconds in self._outlook.reducing)
+        if added > 0 and i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            parts[self._links.kind(self._links.replica_groups(self._placement[i.chunk]))] += slower
+            parts["element_wise"] += added
         return parts
 
     def _members(self, i: Instruction) -> Integers:

@@ -1,0 +1,71 @@
+"""Runs on GPUs whose records are in the repository, predicted anew by the planner as it is now."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from parallel3d.monitor.run_record import RunRecord
+from parallel3d.planner.calibration import Calibration
+from parallel3d.planner.cluster_file import load_cluster
+from parallel3d.planner.model import PlannedModel, load_model
+from parallel3d.planner.runs import RunPredictor
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "bench"))
+
+import accuracy
+import plan_accuracy
+
+RESULTS = Path(plan_accuracy.__file__).parent / "results"
+ON_4, ON_2 = "2026-11-22-plan-accuracy.json", "2026-11-22-plan-accuracy-2.json"
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    run = json.loads((RESULTS / name).read_text())
+    return [layout for layout in run["layouts"] if "record" in layout]
+
+
+@cache
+def model_of(name: str) -> PlannedModel:
+    return load_model(name, config={"steps_per_print": None})
+
+
+@pytest.mark.parametrize(
+    "name", ["dp4,zero2,1f1b,m2,mb1", "pp2,dp2,zero1,1f1b,m4,mb1", "pp4,zb-h1,m8,mb1", "tp4,1f1b,m8,mb1"]
+)
+def test_what_instructions_are_made_of_is_all_that_they_take(name: str):
+    """Reductions in every micro-batch and exchanges of slices included: a fit would take their time for that of products."""
+    layout = next(layout for layout in recorded(ON_4) if layout["record"]["layout"] == name)
+    record, predictor = (
+        RunRecord.model_validate(layout["record"]),
+        RunPredictor(model_of("7b"), load_cluster("4xH200")),
+    )
+    _, seconds = predictor.predict(record, Calibration())
+    parts = predictor.parts(record, Calibration())
+    computing = {kind for kind in seconds if kind[0] in "FBIW" and kind[1] == "@"}
+    assert computing <= parts.instructions.keys()
+    for kind, found in parts.instructions.items():
+        assert sum(found.values()) == pytest.approx(seconds[kind], rel=1e-6), kind
+    assert sum(parts.step.values()) == pytest.approx(predictor.predict(record, Calibration())[0].seconds, rel=1e-3)
+
+
+def test_layouts_on_two_gpus_are_predicted_within_the_limits():
+    """Peaks as they are; steps by what the other layouts' runs teach, and the layout that is chosen by them."""
+    layouts = recorded(ON_2)
+    rows = plan_accuracy.evaluate(layouts, {name: model_of(name) for name in ("1b", "7b")}, load_cluster("2xH200"))
+    assert len(rows) == len(layouts) >= 6
+    peaks = [abs(error) for row in rows for error in accuracy.peak_errors(row)]
+    steps = [abs(accuracy.step_error(row, "calibrated_s")) for row in rows]
+    assert max(peaks) <= accuracy.PEAK
+    assert mean(peaks) <= accuracy.PEAK_MEAN
+    assert max(steps) <= accuracy.STEP
+    assert mean(steps) <= accuracy.STEP_MEAN
+    choices = accuracy.choices(rows, "calibrated_s")
+    assert [choice["model"] for choice in choices] == ["7b", "1b"]
+    assert all(choice["loss"] <= accuracy.CHOICE for choice in choices)
