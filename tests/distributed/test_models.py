@@ -156,6 +156,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         full = metafunc.config.getoption("full")
         cases = [(name, *layout) for name, cover in COVER.items() for layout in (LAYOUTS if full else cover)]
         metafunc.parametrize(("name", "stages", "slices", "sequence"), cases)
+    if "shards" in metafunc.fixturenames:  # whole sequences are compiled in test_compile.py
+        metafunc.parametrize("shards", [True, False] if metafunc.config.getoption("full") else [True])
 
 
 def test_a_directory_trains_as_in_transformers(
@@ -168,7 +170,6 @@ def test_a_directory_trains_as_in_transformers(
     check_against_transformers(model, results, tmp_path / "out", 1e-8)
 
 
-@pytest.mark.parametrize("shards", [False, True])
 def test_compiled_slices_and_their_loss_train_as_in_transformers(run_ranks, tmp_path, shards: bool):
     model = in_double(save_model(tmp_path / "in", "llama"))
     source, out = str(tmp_path / "in"), str(tmp_path / "out")
