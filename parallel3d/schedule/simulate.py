@@ -79,31 +79,24 @@ class Simulation:
 
     def __init__(self, program: Program) -> None:
         self.program = with_communication(program)
-        numbers, whats = _numbered(self.program)
-        lists = [[numbers[i] for i in instructions] for instructions in self.program.instructions]
-        releases = _releases(self.program, numbers)
-        waits = _waits(self.program, lists, numbers, len(whats))
-        # Of each node: what is done there; what it waits for; the backward that releases it before its end.
-        self._steps: list[tuple[Instruction, list[int], tuple[int, float] | None]] = []
-        place = [0] * len(waits)
-        for number in _sorted(waits, self.program):
-            place[number] = len(self._steps)
-            release, before = None, waits[number]
-            if number in releases:
-                backward, share = releases[number]
-                release = (place[backward], share)
-                before = [w for w in before if w != backward]
-            self._steps.append((whats[number], [place[w] for w in before], release))
-        self._places = [[place[number] for number in own] for own in lists]
+        numbers, self._whats = _numbered(self.program)
+        self._lists = [[numbers[i] for i in instructions] for instructions in self.program.instructions]
+        # Of each thing that is done, by its number: what it waits for; the backward that releases it before its end.
+        self._waits = _waits(self.program, self._lists, numbers, len(self._whats))
+        self._releases: list[tuple[int, float] | None] = [None] * len(self._whats)
+        self._order = _sorted(self._waits, self.program)
+        for number, (backward, share) in _releases(self.program, numbers).items():
+            self._releases[number] = backward, share
+            self._waits[number] = [w for w in self._waits[number] if w != backward]
 
     def run(self, cost: Cost) -> Timeline:
         """cost(instruction) in any unit, of a transfer by its SEND."""
         start, end = self._times(cost)
-        lists = enumerate(zip(self.program.instructions, self._places, strict=True))
+        lists = enumerate(zip(self.program.instructions, self._lists, strict=True))
         spans = [
             Span(rank, i, start[k], end[k])
-            for rank, (instructions, places) in lists
-            for i, k in zip(instructions, places, strict=True)
+            for rank, (instructions, numbers) in lists
+            for i, k in zip(instructions, numbers, strict=True)
         ]
         return Timeline.of(spans, self.program.num_ranks)
 
@@ -121,11 +114,10 @@ class Simulation:
         until = max(end, default=0.0)
         k = end.index(until) if end else -1
         while k >= 0:
-            instruction, waits, release = self._steps[k]
             if until > start[k]:
-                path.append((instruction, until - start[k]))
-            until = start[k]
-            last = max(waits, key=lambda w: end[w], default=-1)
+                path.append((self._whats[k], until - start[k]))
+            until, release = start[k], self._releases[k]
+            last = max(self._waits[k], key=lambda w: end[w], default=-1)
             if release is not None and (last < 0 or end[last] < until):
                 k = release[0]
             else:
@@ -133,14 +125,16 @@ class Simulation:
         return path[::-1]
 
     def _times(self, cost: Cost) -> tuple[list[float], list[float]]:
-        """When each node starts and ends."""
-        start, end = [0.0] * len(self._steps), [0.0] * len(self._steps)
-        costs = [cost(instruction) for instruction, _, _ in self._steps]
-        for k, (_, waits, release) in enumerate(self._steps):
+        """When each thing starts and ends, by its number."""
+        waits, releases = self._waits, self._releases
+        costs = list(map(cost, self._whats))
+        start, end = [0.0] * len(waits), [0.0] * len(waits)
+        for k in self._order:
             begin = 0.0
-            for w in waits:
+            for w in waits[k]:
                 if end[w] > begin:
                     begin = end[w]
+            release = releases[k]
             if release is not None:
                 backward, share = release
                 begin = max(begin, start[backward] + share * (end[backward] - start[backward]))
@@ -185,33 +179,33 @@ def _waits(program: Program, lists: Sequence[Sequence[int]], numbers: Numbers, c
     """
     waits: list[list[int]] = [[] for _ in range(count)]
     kinds = {(op, chunk) for op, chunk, _, _ in numbers}
-    # What holds of an instruction holds of those of other micro-batches: the rules are asked once for all.
-    needs: dict[tuple[Op, int], list[tuple[Op, int, bool]]] = {}
-    lines: dict[tuple[int, Op, int], object] = {}
     last_in_line: dict[object, int] = {}
     for rank, instructions in enumerate(program.instructions):
         passed: int | None = None
+        # What holds of an instruction holds of those of other micro-batches: the rules are asked once for all.
+        rules: dict[tuple[Op, int], tuple[object, list[tuple[Op, int, bool]]]] = {}
         for i, number in zip(instructions, lists[rank], strict=True):
             op, chunk, m, _ = i
+            rule = rules.get((op, chunk))
+            if rule is None:
+                line = None if blocks_host(op) else line_of(program, rank, i)
+                needs = [] if op in RECV_OPS else [need for need in _needs(op, chunk) if need[:2] in kinds]
+                rule = rules[op, chunk] = line, needs
+            line, needs = rule
             before = waits[number]
             if passed is not None:
                 before.append(passed)
-            if blocks_host(op):
+            if line is None:
                 passed = number
             else:
-                line = lines.get((rank, op, chunk))
-                if line is None:
-                    line = lines[rank, op, chunk] = line_of(program, rank, i)
-                if line in last_in_line:
-                    before.append(last_in_line[line])
+                last = last_in_line.get(line)
+                if last is not None:
+                    before.append(last)
                 last_in_line[line] = number
-            if op not in RECV_OPS:
-                if (op, chunk) not in needs:
-                    needs[op, chunk] = [need for need in _needs(op, chunk) if need[:2] in kinds]
-                for need, at, is_own in needs[op, chunk]:
-                    found = numbers.get((need, at, m if is_own else 0, None))
-                    if found is not None:
-                        before.append(found)
+            for need, at, is_own in needs:
+                found = numbers.get((need, at, m if is_own else 0, None))
+                if found is not None:
+                    before.append(found)
     return waits
 
 
