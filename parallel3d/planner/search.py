@@ -107,17 +107,17 @@ class Bounds:
 
     def _of_layer(self, layer: LayerProfile, slices: int, samples: int, moved: float) -> tuple[float, float]:
         works = (layer.forward, layer.input_gradient, layer.weight_gradient, layer.backward)
-        shared = (replace(work, moved=moved * work.moved) for work in works)
+        shared = works if moved == 1 else [replace(work, moved=moved * work.moved) for work in works]
         forward, inputs, weights, backward = (self._of_work(work, slices, samples) for work in shared)
         return forward, forward + min(inputs + weights, backward)
 
     def _of_work(self, work: Work, slices: int, samples: int) -> float:
-        work = work.times(samples)
         waited = 0.0
         for exchange in work.exchanges:
-            sent = sum(self._best(collective, slices) for collective, _ in exchange.parts)
-            waited += max(0.0, sent - sum(compute_seconds(beside, self._fastest) for _, beside in exchange.parts))
-        return compute_seconds(work, self._fastest) + waited
+            sent = sum(self._best(collective.times(samples), slices) for collective, _ in exchange.parts)
+            beside = sum(compute_seconds(work, self._fastest, samples) for _, work in exchange.parts)
+            waited += max(0.0, sent - beside)
+        return compute_seconds(work, self._fastest, samples) + waited
 
     def _best(self, collective: Collective, slices: int) -> float:
         """Seconds over one slice group that has its links for itself, of the best placed of some."""

@@ -28,26 +28,32 @@ Shape = tuple[int, int, int]  # ranks along pipe, data, model
 _OF_BANDWIDTH = 0.7
 
 
-def compute_seconds(work: Work, device: Device) -> float:
-    """What the device itself takes for the work, without its collectives."""
-    return (
+def compute_seconds(work: Work, device: Device, samples: int = 1) -> float:
+    """What the device itself takes for the work, without its collectives.
+
+    samples: about what so many at once take, of the work of one: no more than what grows with them.
+    """
+    growing = (
         work.gemm_flops / device.gemm_flops
         + work.attention_flops / device.attention_flops
-        + (work.operands + work.weights) / device.memory_bandwidth
+        + work.operands / device.memory_bandwidth
         + work.moved / (_OF_BANDWIDTH * device.memory_bandwidth)
-        + work.kernels * device.kernel_seconds
     )
+    return samples * growing + work.weights / device.memory_bandwidth + work.kernels * device.kernel_seconds
 
 
 def exchange_seconds(
-    exchange: Exchange, device: Device, over_slices: Callable[[Collective], float], overlap: float
+    exchange: Exchange, device: Device, over_slices: Callable[[Collective], float], overlap: float, samples: int = 1
 ) -> float:
-    """By which an exchange makes its work longer: what is waited for, and what is slower beside it."""
+    """By which an exchange makes its work longer: what is waited for, and what is slower beside it. samples: see
+    compute_seconds.
+    """
     computed = sent = beside = 0.0
     for collective, work in exchange.parts:
-        sent = max(sent, computed) + over_slices(collective)
-        computed += compute_seconds(work, device)
-        beside += over_slices(collective)
+        seconds = over_slices(collective.times(samples))
+        sent = max(sent, computed) + seconds
+        computed += compute_seconds(work, device, samples)
+        beside += seconds
     return max(0.0, sent - computed) + (overlap - 1.0) * min(beside, computed)
 
 
@@ -170,19 +176,17 @@ def layer_times(
     layers: Sequence[LayerProfile],
     device: Device,
     over_slices: Callable[[Collective], float],
-    times: int = 1,
+    samples: int = 1,
     overlap: float = 1.0,
     splits: bool = True,
 ) -> Times:
-    """Of each layer on a device. over_slices: seconds of a collective; times: see Work.times; overlap: see Cluster.
-
+    """Of each layer on a device. over_slices: seconds of a collective; samples: see compute_seconds; overlap: see Cluster;
     splits: whether backwards are split: of a whole one, what hides its exchanges counts for both of its parts alike.
     """
 
     def seconds(work: Work) -> tuple[float, float]:
-        work = work.times(times)
-        waited = sum(exchange_seconds(exchange, device, over_slices, overlap) for exchange in work.exchanges)
-        return compute_seconds(work, device), waited
+        waited = sum(exchange_seconds(exchange, device, over_slices, overlap, samples) for exchange in work.exchanges)
+        return compute_seconds(work, device, samples), waited
 
     known: dict[int, tuple[list[float], list[float]]] = {}
     for layer in layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -14,6 +14,10 @@ class Collective:
 
     kind: CollectiveKind
     nbytes: float
+
+    def times(self, samples: int) -> Collective:
+        """Of a tensor of so many samples, of one's."""
+        return self if samples == 1 else Collective(self.kind, samples * self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +46,6 @@ class Work:
             self.operands + other.operands,
             self.weights + other.weights,
             self.exchanges + other.exchanges,
-        )
-
-    def times(self, samples: int) -> Work:
-        """About what so many samples at once ask for, of what one does: no more than what grows with them."""
-        return replace(
-            self,
-            gemm_flops=samples * self.gemm_flops,
-            attention_flops=samples * self.attention_flops,
-            moved=samples * self.moved,
-            operands=samples * self.operands,
-            exchanges=tuple(exchange.times(samples) for exchange in self.exchanges),
         )
 
     def beyond(self, before: Work) -> Work:
@@ -86,8 +79,3 @@ class Exchange:
     """
 
     parts: tuple[tuple[Collective, Work], ...]
-
-    def times(self, samples: int) -> Exchange:
-        """See Work."""
-        grown = ((Collective(c.kind, samples * c.nbytes), beside.times(samples)) for c, beside in self.parts)
-        return Exchange(tuple(grown))

@@ -34,7 +34,7 @@ def test_what_stands_is_frozen_after_the_first_steps_and_what_comes_later_is_not
         counts.append(gc.get_freeze_count())
     assert [count > 0 for count in counts] == [step >= STEPS[0] for step in range(1, len(counts) + 1)]
     assert counts[STEPS[0] - 1] > 1000
-    assert counts[-1] == counts[STEPS[-1] - 1]
+    assert counts[-1] <= counts[STEPS[-1] - 1]  # what is frozen may die
     later = weakref.ref(Node())
     gc.collect()
     assert later() is None
