@@ -61,7 +61,7 @@ class Outlook:
     @property
     def bubble(self) -> float:
         """Share of stages x makespan in which no forward or backward runs."""
-        return 1.0 - self._computing(self.cost.times.total) / self.makespan
+        return max(0.0, 1.0 - self._computing(self.cost.times.total) / self.makespan)
 
     def _computing(self, of_chunks: Floats) -> float:
         """Seconds of a step, the mean of stages."""
