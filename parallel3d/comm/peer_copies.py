@@ -9,7 +9,8 @@ from torch import Tensor
 
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.message_wait import MessageWait, open_message_wait
-from parallel3d.comm.rings import Channels, Copied, CudaStream, CudaStreams, Receiver, Receiving, Sender, open_channels
+from parallel3d.comm.rings import Channels, Receiver, Receiving, Sender, open_channels
+from parallel3d.comm.streams import Copied, CudaStream, CudaStreams
 
 
 class PeerCopies:

@@ -14,7 +14,7 @@ from parallel3d.comm.environment import DEFAULT_TIMEOUT
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer_calls import PeerCalls, open_kernel
-from parallel3d.comm.rings import Copied
+from parallel3d.comm.streams import Copied
 from parallel3d.errors import CommunicationError, KernelError
 from parallel3d.kernels.peers import DTYPES, register
 from parallel3d.kernels.reduce_scatter import BESIDE_BLOCKS, HALF_BYTES, MAX_BLOCKS, pieces, reduce_scatter_ref

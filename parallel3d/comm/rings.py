@@ -15,53 +15,23 @@ The stages of a pipeline send each other activations so (peer_copies.py), tensor
 
 from __future__ import annotations
 
-import ctypes
-import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.message_wait import MessageWait
+from parallel3d.comm.streams import CudaStreams, Stream, can_copy
 from parallel3d.comm.symmetric import Mapped, map_memory, reaches
-from parallel3d.errors import CommunicationError
 
 SLOT_BYTES = 16 * 2**20
 NUM_SLOTS = 4
 _HEADER_BYTES = 4096  # of counts: an int32 for each slot that fills here, then one for each that is emptied elsewhere
-_QUEUES = 16
-_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference as a signed number, so that counts may wrap around
-
-
-class Stream(Protocol):
-    """A queue of work, in order. Addresses are numbers."""
-
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """So many bytes at target = those at source."""
-
-    def wait_for(self, word: int, count: int) -> None:
-        """Go on when the int32 at `word` has reached the count."""
-
-    def write(self, word: int, count: int) -> None:
-        """The int32 at `word` = count, once all before it is done."""
-
-    def mark(self) -> Any:
-        """What is done when all that is queued now is."""
-
-    def follow(self, mark: Any) -> None:
-        """Go on when a stream's mark is done."""
-
-    def hold(self, memory: Tensor) -> None:
-        """Keep memory from being used anew before all that is queued now is done."""
 
 
 @dataclass(frozen=True)
@@ -195,150 +165,6 @@ def _int32(count: int) -> int:
     return (count + 2**31) % 2**32 - 2**31
 
 
-class CudaMark:
-    """What a stream had queued when this was made. Events are used again: to create one costs the host as much as a message's
-    copy does.
-    """
-
-    __slots__ = ("_event", "_spare", "stream")
-    _unused: ClassVar[list[ctypes.c_void_p]] = []
-
-    def __init__(self, stream: torch.cuda.Stream):
-        self.stream, self._spare = stream, CudaMark._unused
-        try:
-            self._event = self._spare.pop()
-        except IndexError:
-            self._event = _new_event()
-        _check("cuEventRecord", _driver().cuEventRecord(self._event, stream.cuda_stream))
-
-    def __del__(self) -> None:
-        # A wait that is queued is for what was recorded until then: the event may be recorded anew.
-        self._spare.append(self._event)
-
-    def let_wait(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream go on when this is done."""
-        if stream != self.stream:  # which does its work in order
-            _check("cuStreamWaitEvent", _driver().cuStreamWaitEvent(stream.cuda_stream, self._event, 0))
-
-    def wait(self) -> None:
-        """Let the current stream go on when this is done."""
-        self.let_wait(torch.cuda.current_stream(self.stream.device))
-
-    def query(self) -> bool:
-        """Whether this is done, without waiting."""
-        status = _driver().cuEventQuery(self._event)
-        if status != _NOT_READY:
-            _check("cuEventQuery", status)
-        return bool(status == 0)
-
-
-def _new_event() -> ctypes.c_void_p:
-    event = ctypes.c_void_p()
-    _check("cuEventCreate", _driver().cuEventCreate(ctypes.byref(event), _NO_TIMING))
-    return event
-
-
-class CudaStream:
-    """A stream of this process's device, with the driver's copies and stream memory operations.
-
-    The driver is called directly: a message takes a dozen calls, which through PyTorch cost the host several times as much.
-    waits: by which the stream waits instead of by the driver.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream, waits: MessageWait | None = None):
-        self.stream, self._waits = stream, waits
-        self._driver, self._handle = _driver(), stream.cuda_stream
-
-    def mark(self) -> CudaMark:
-        """See Stream."""
-        return CudaMark(self.stream)
-
-    def follow(self, mark: CudaMark) -> None:
-        """See Stream."""
-        mark.let_wait(self.stream)
-
-    def hold(self, memory: Tensor) -> None:
-        """See Stream."""
-        memory.record_stream(self.stream)
-
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """See Stream."""
-        _check("cuMemcpyAsync", self._driver.cuMemcpyAsync(target, source, num_bytes, self._handle))
-
-    def wait_for(self, word: int, count: int) -> None:
-        """See Stream."""
-        if self._waits is not None:
-            self._waits.wait(self._handle, word, count)
-            return
-        wait = self._driver.cuStreamWaitValue32_v2
-        _check("cuStreamWaitValue32", wait(self._handle, word, count % 2**32, _GREATER_OR_EQUAL))
-
-    def write(self, word: int, count: int) -> None:
-        """See Stream."""
-        _check("cuStreamWriteValue32", self._driver.cuStreamWriteValue32_v2(self._handle, word, count % 2**32, 0))
-
-
-def _check(name: str, status: int) -> None:
-    if status:
-        raise CommunicationError(
-            f"{name} failed with CUDA error {status}; set peer_copies of pipeline and tensor_parallel, and "
-            "kernels.all_gather, to false to send through NCCL"
-        )
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    pointer, address, word = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
-    driver.cuEventCreate.argtypes = (pointer, word)
-    driver.cuEventRecord.argtypes = (pointer, pointer)
-    driver.cuEventQuery.argtypes = (pointer,)
-    driver.cuStreamWaitEvent.argtypes = (pointer, pointer, word)
-    driver.cuMemcpyAsync.argtypes = (address, address, ctypes.c_size_t, pointer)
-    driver.cuStreamWaitValue32_v2.argtypes = driver.cuStreamWriteValue32_v2.argtypes = (pointer, address, word, word)
-    return driver
-
-
-def _has_driver() -> bool:
-    try:
-        _driver()
-    except (OSError, AttributeError):
-        return False
-    return True
-
-
-@dataclass
-class Copied:
-    """A Work: a copy under way, and what its memory must outlive."""
-
-    event: CudaMark | torch.cuda.Event
-    data: Tensor
-
-    def wait(self) -> None:
-        """Let the current stream go on when the copy is done."""
-        self.event.wait()
-
-    def is_completed(self) -> bool:
-        """Whether it is done, without waiting."""
-        return self.event.query()
-
-
-class CudaStreams:
-    """The streams of a device that receive messages, by whichever is the current one."""
-
-    def __init__(self, device: torch.device, waits: MessageWait | None):
-        self._device, self._waits = device, waits
-        self._known: dict[int, CudaStream] = {}
-
-    def current(self) -> CudaStream:
-        """PyTorch's current stream."""
-        stream = torch.cuda.current_stream(self._device)
-        known = self._known.get(stream.cuda_stream)
-        if known is None:
-            known = self._known[stream.cuda_stream] = CudaStream(stream, self._waits)
-        return known
-
-
 class Receiving:
     """A Work: a message that comes into the memory of `data`, on the stream that first waits for it."""
 
@@ -401,11 +227,6 @@ def open_channels(groups: ProcessGroups, axis: str, channels: Channels, device: 
     torch.cuda.synchronize()
     all_gather_integers([0], groups.control)  # nobody writes into counts that are not cleared yet
     return found
-
-
-def can_copy() -> bool:
-    """Whether this process's streams can wait for each other's copies: then each needs a hardware queue of its own."""
-    return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) >= _QUEUES and _has_driver()
 
 
 def _may_share(groups: ProcessGroups, axis: str, group: Group, device: torch.device) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor
 from parallel3d.comm.collectives import Awaited, Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.message_wait import MessageWait, open_message_wait
-from parallel3d.comm.rings import Channels, CudaStream, CudaStreams, Place, Receiver, Receiving, Sender, open_channels
+from parallel3d.comm.rings import Channels, Place, Receiver, Receiving, Sender, open_channels
+from parallel3d.comm.streams import CudaStream, CudaStreams
 
 # Of all slices: a slot holds a slice's share of 4096 tokens x 4096 features in bf16.
 _WHOLE_BYTES = 32 * 2**20

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel3d.comm.peer_calls import PeerCalls
-from parallel3d.comm.rings import Stream
+from parallel3d.comm.streams import Stream
 
 _ALIGNMENT = 512
 _WORD_BYTES = 4

@@ -50,7 +50,7 @@ from parallel3d.planner.program import (
 from parallel3d.planner.result import StageMemory
 from parallel3d.planner.timing import Floats, LayoutLinks, Shape, Times, chunk_times, layer_times
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
-from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import lower
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.schedule.simulate import Simulation
@@ -385,13 +385,7 @@ class Predictor:
 
     def _step_length(self, layout: RunLayout, times: Times) -> Callable[[Sequence[float]], float]:
         """How long the schedule takes with chunks of given costs, that are divided as the whole model's are."""
-        whole = float(times.total.sum())
-        shares = {
-            Op.FORWARD: times.forward.sum() / whole,
-            Op.BACKWARD_INPUT: times.input_gradient.sum() / whole,
-            Op.BACKWARD_WEIGHT: times.weight_gradient.sum() / whole,
-        }
-        shares[Op.BACKWARD] = shares[Op.BACKWARD_INPUT] + shares[Op.BACKWARD_WEIGHT]
+        shares = times.shares()
         none = Buckets(((),) * (layout.stages * (layout.chunks or 1)), ())
         policy, timed = replace(self.policy(layout), stage=0), timed_micro_batches(layout, exactly=False)
         simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)

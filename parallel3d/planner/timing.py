@@ -171,6 +171,17 @@ class Times:
         """Of a micro-batch's forward and backward."""
         return self.forward + self.input_gradient + self.weight_gradient
 
+    def shares(self) -> dict[Op, float]:
+        """Of the total of all, what each kind of compute takes."""
+        works = (self.forward, self.input_gradient, self.weight_gradient)
+        forward, inputs, weights = (float(work.sum() / self.total.sum()) for work in works)
+        return {
+            Op.FORWARD: forward,
+            Op.BACKWARD_INPUT: inputs,
+            Op.BACKWARD_WEIGHT: weights,
+            Op.BACKWARD: inputs + weights,
+        }
+
 
 def layer_times(
     layers: Sequence[LayerProfile],

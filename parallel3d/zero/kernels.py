@@ -15,8 +15,8 @@ from parallel3d.comm.message_wait import open_message_wait
 from parallel3d.comm.obstacles import Obstacle, local_obstacle
 from parallel3d.comm.peer_calls import axis_obstacle, everywhere, open_peer_calls
 from parallel3d.comm.reduce_scatter_kernel import open_reduce_scatter
-from parallel3d.comm.rings import CudaStream, CudaStreams, can_copy
 from parallel3d.comm.shared_weights import SharedWeights, WeightCopies, shared_bytes
+from parallel3d.comm.streams import CudaStream, CudaStreams, can_copy
 from parallel3d.config import KernelsConfig
 from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.fused_adamw import FusedAdamW, optimizer_obstacle

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from parallel3d.comm import rings
+from parallel3d.comm import streams
 from parallel3d.comm.message_wait import open_message_wait
-from parallel3d.comm.rings import CudaStream
+from parallel3d.comm.streams import CudaStream
 from parallel3d.errors import CommunicationError
 
 
@@ -44,7 +44,7 @@ class Waits:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr(rings, "_driver", lambda: found)
+    monkeypatch.setattr(streams, "_driver", lambda: found)
     return found
 
 

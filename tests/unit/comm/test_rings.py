@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from parallel3d.comm import rings
 from parallel3d.comm.peer_copies import pipeline_channels
 from parallel3d.comm.rings import Arriving, Channels, Receiver, Ring, Sender
 from parallel3d.comm.shard_copies import slice_channels
-from parallel3d.errors import CommunicationError
 
 SLOT = 64
 
@@ -162,74 +159,3 @@ def test_channels_share_no_byte(channels: Channels, pairs: int) -> None:
         assert all(slot.numel() == SLOT and slot.data_ptr() >= memory[target].data_ptr() for slot in ring.slots)
     first = channels.ring(*ends[0], memory.__getitem__)
     assert first.filled.view(torch.uint8).tolist() == [1] * 4 * channels.num_slots
-
-
-class FakeDriver:
-    """Of CUDA: every call with its integer arguments; events are numbered from 1. `pending`: what a query of an event says."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, ...]] = []
-        self.created = self.pending = 0
-
-    def cuEventCreate(self, event: Any, flags: int) -> int:
-        self.created += 1
-        event._obj.value = self.created
-        return 0
-
-    def cuEventRecord(self, event: ctypes.c_void_p, stream: int) -> int:
-        self.calls.append((f"record {event.value}", f"on {stream}"))
-        return 0
-
-    def cuStreamWaitEvent(self, stream: int, event: ctypes.c_void_p, flags: int) -> int:
-        self.calls.append((f"wait {event.value}", f"on {stream}"))
-        return 0
-
-    def cuEventQuery(self, event: ctypes.c_void_p) -> int:
-        return self.pending
-
-
-class FakeStream:
-    """Of torch.cuda, as far as it has a handle."""
-
-    def __init__(self, handle: int):
-        self.cuda_stream = handle
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    fake = FakeDriver()
-    monkeypatch.setattr(rings, "_driver", lambda: fake)
-    monkeypatch.setattr(rings.CudaMark, "_unused", [])
-    return fake
-
-
-def test_a_stream_waits_for_the_marks_of_others_alone(driver: FakeDriver) -> None:
-    """Its own work is in order."""
-    one, two = (rings.CudaStream(cast(Any, FakeStream(handle))) for handle in (7, 8))
-    mark = one.mark()
-    one.follow(mark)
-    two.follow(mark)
-    assert driver.calls == [("record 1", "on 7"), ("wait 1", "on 8")]
-
-
-def test_events_are_used_again_once_their_marks_are_gone(driver: FakeDriver) -> None:
-    """And no sooner: a mark that is kept has an event that nobody else records."""
-    stream = rings.CudaStream(cast(Any, FakeStream(7)))
-    kept = stream.mark()
-    for _ in range(5):
-        stream.mark()
-    assert driver.created == 2
-    assert [call for call, _ in driver.calls] == ["record 1"] + ["record 2"] * 5
-    del kept
-    both = stream.mark(), stream.mark()
-    assert driver.created == len(both) == 2
-
-
-def test_a_mark_says_whether_it_is_done_and_what_went_wrong(driver: FakeDriver) -> None:
-    mark = rings.CudaStream(cast(Any, FakeStream(7))).mark()
-    assert mark.query()
-    driver.pending = 600
-    assert not mark.query()
-    driver.pending = 700
-    with pytest.raises(CommunicationError, match="cuEventQuery failed with CUDA error 700"):
-        mark.query()
