@@ -17,6 +17,7 @@ from parallel3d.planner.program import Buckets
 from parallel3d.planner.timing import Floats, LayoutLinks, StepCost, Times, compute_seconds
 from parallel3d.planner.work import Collective, CollectiveKind, Work
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
+from parallel3d.schedule.simulate import Length
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
@@ -178,6 +179,11 @@ def pace(times: Times, placement: Sequence[int]) -> float:
     """Seconds by which one micro-batch more makes a full pipeline's step longer: what its busiest stage computes."""
     loads = np.bincount(np.asarray(placement), weights=times.total)
     return float(loads.max())
+
+
+def makespan(length: Length, times: Times, placement: Sequence[int], untimed: int) -> float:
+    """Of a program whose length is known with so many micro-batches fewer."""
+    return length.makespan + untimed * max(pace(times, placement), length.pace)
 
 
 def traffic_of_each(dtype: torch.dtype, policy: ZeroPolicy, num_replicas: int, moments: int) -> float:

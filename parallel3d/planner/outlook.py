@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel3d.config.run_layout import RunLayout
-from parallel3d.planner.costs import Reducing, pace
+from parallel3d.planner.costs import Reducing, makespan
 from parallel3d.planner.timing import Floats, LayoutLinks, StepCost
 from parallel3d.planner.work import Collective
 from parallel3d.schedule.instructions import Instruction, Program
@@ -55,8 +55,8 @@ class Outlook:
     def exposed(self) -> float:
         """Of the makespan's seconds those that go when all links take no time."""
         alone, untimed = self.cost.without_links(), (self.layout.micro_batches or 1) - self.timed
-        waiting = self.makespan - self.simulation.makespan(alone.cost())
-        return max(0.0, waiting - untimed * pace(alone.times, self.program.placement))
+        length = self.simulation.length(alone.cost())
+        return max(0.0, self.makespan - makespan(length, alone.times, self.program.placement, untimed))
 
     @property
     def bubble(self) -> float:

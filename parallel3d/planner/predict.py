@@ -22,7 +22,7 @@ from parallel3d.planner.cluster import Device
 from parallel3d.planner.costs import (
     Least,
     least_computing,
-    pace,
+    makespan,
     reducing,
     reduction_seconds,
     reductions,
@@ -173,12 +173,12 @@ class Predictor:
             timed = compute.num_micro_batches
             simulation = Simulation(with_collectives(lower(compute), layout, buckets, policy))
         untimed = layout.micro_batches - timed
-        makespan = simulation.makespan(cost.cost()) + untimed * pace(times, placement)
+        seconds = makespan(simulation.length(cost.cost()), times, placement, untimed)
         if self.calibration.idle.value > 0:
             computing = float(times.total.sum()) * layout.micro_batches / layout.stages
-            times = times.scaled(np.full(times.exchanges.shape, self.cooled(makespan, computing) / makespan))
+            times = times.scaled(np.full(times.exchanges.shape, self.cooled(seconds, computing) / seconds))
             cost = replace(cost, times=times)
-            makespan = simulation.makespan(cost.cost()) + untimed * pace(times, placement)
+            seconds = makespan(simulation.length(cost.cost()), times, placement, untimed)
         optimizer = self._optimizer_seconds(stages, policy, links, exactly)
         return Outlook(
             layout,
@@ -188,9 +188,9 @@ class Predictor:
             cost,
             timed,
             exactly,
-            makespan,
+            seconds,
             optimizer,
-            makespan + optimizer + self.calibration.fixed.value,
+            seconds + optimizer + self.calibration.fixed.value,
             reductions(layout, buckets, policy),
             beside,
         )
@@ -213,8 +213,9 @@ class Predictor:
         links = self.links(layout, exactly=False)
         placement, bounds, times = self._chunks(layout, links, exactly=False)
         policy, stages = self.policy(layout), self._stage_parameters(layout, bounds, placement)
-        of_chunks = reductions(layout, self._rough_buckets(stages, len(placement)), policy)
-        exchanging = reduction_seconds(links, placement, of_chunks)
+        buckets = self._rough_buckets(stages, len(placement))
+        times = with_reducing(times, reducing(links, placement, buckets, policy))
+        exchanging = reduction_seconds(links, placement, reductions(layout, buckets, policy))
         optimizer = self._optimizer_seconds(stages, policy, links, exactly=False)
         computing, evenly, mean = least_computing(layout, times, placement)
         return Least(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from graphlib import TopologicalSorter
 from itertools import pairwise
 from operator import attrgetter
 from statistics import median
+from typing import NamedTuple
 
 from parallel3d.schedule.graph import blocks_host, line_of, transfer_of, wait_graph
 from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, Instruction, Op, Program, depends_on, reduces_behind
@@ -70,6 +72,19 @@ class Timeline:
         return 1.0 - busy / whole if whole > 0 else 0.0
 
 
+_ENDING = (Op.BACKWARD, Op.BACKWARD_INPUT)  # of a micro-batch's way
+
+
+class Length(NamedTuple):
+    """How long a program takes. pace: by how much each micro-batch more makes it longer at least, since no more are in flight
+    than on their way forward and back: by Little's law (doi:10.1287/opre.9.3.383) how long the first one takes over how many
+    there are, on whichever chunk that is the most.
+    """
+
+    makespan: float
+    pace: float
+
+
 class Simulation:
     """A program, with or without communication, made ready to be timed for any number of costs.
 
@@ -103,6 +118,37 @@ class Simulation:
     def makespan(self, cost: Cost) -> float:
         """Of `run`'s timeline, in less time."""
         return max(self._times(cost)[1], default=0.0)
+
+    def length(self, cost: Cost) -> Length:
+        """Its makespan, and what it says of micro-batches that the program could have had besides."""
+        start, end = self._times(cost)
+        pace = max(((end[last] - start[first]) / flight for first, last, flight in self._loops), default=0.0)
+        return Length(max(end, default=0.0), pace)
+
+    @cached_property
+    def _loops(self) -> list[tuple[int, int, int]]:
+        """Of each chunk its first forward, that micro-batch's backward, and how many micro-batches are at most in between; of a
+        chunk that may hold more than the program has, nothing.
+        """
+        loops = []
+        for instructions, numbers in zip(self.program.instructions, self._lists, strict=True):
+            first: dict[int, int] = {}  # chunk -> the first micro-batch
+            begun: dict[int, int] = {}
+            ends: dict[int, int] = {}
+            flight: dict[int, int] = {}
+            most: dict[int, int] = {}
+            for (op, chunk, m, _), number in zip(instructions, numbers, strict=True):
+                if op is Op.FORWARD:
+                    first.setdefault(chunk, m)
+                    begun.setdefault(chunk, number)
+                    flight[chunk] = flight.get(chunk, 0) + 1
+                elif op in _ENDING:
+                    most[chunk] = max(most.get(chunk, 0), flight[chunk])
+                    flight[chunk] -= 1
+                    if m == first[chunk]:
+                        ends[chunk] = number
+            loops += [(begun[c], ends[c], most[c]) for c in ends if most[c] < self.program.num_micro_batches]
+        return loops
 
     def critical_path(self, cost: Cost) -> list[tuple[Instruction, float]]:
         """The instructions, in order, that determine the makespan: each starts when the one before it ends, or releases it.

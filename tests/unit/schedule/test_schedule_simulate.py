@@ -13,7 +13,7 @@ from schedule_emulator import SEEDS, Emulator, programs, unhurried
 from parallel3d.schedule.builders import from_lists, gpipe, inference, interleaved, one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.lowering import add_communication, add_gradient_reduction, add_replica_reduction, lower
-from parallel3d.schedule.simulate import Span, Timeline, simulate
+from parallel3d.schedule.simulate import Simulation, Span, Timeline, simulate
 
 
 def costs(**by_op: float):
@@ -97,6 +97,32 @@ def test_replicas_are_reduced_together_behind_each_owners_own_reductions() -> No
     assert spans[1, "RED0@1#0"] == (4, 5)
     assert spans[0, "RED0@0#0"] == (6, 7)
     assert spans[0, "REP0@0#0"] == spans[1, "REP0@0#0"] == (7, 12)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8, 16])
+def test_messages_on_the_way_are_in_the_pace_of_1f1b_which_holds_no_more_micro_batches_for_them(p: int) -> None:
+    sending = costs(F=1, B=2, SA=0.25, SG=0.25)
+    length = Simulation(lower(one_f_one_b(p, 2 * p))).length(sending)
+    assert length.pace == pytest.approx(3 + 2 * 0.25 * (p - 1) / p)
+    for m in (3 * p, 12 * p):
+        whole = simulate(lower(one_f_one_b(p, m)), sending).makespan
+        assert length.makespan + (m - 2 * p) * length.pace == pytest.approx(whole, rel=0.005)
+        assert length.makespan + (m - 2 * p) * 3 < whole
+
+
+def test_a_slow_message_holds_up_the_chunk_with_the_fewest_micro_batches_on_their_way_over_it() -> None:
+    """Chunk 1 of 3 has two micro-batches on their way there and back, for 6 and the message's 4; chunk 0 three, for 9 and 4."""
+
+    def cost(i: Instruction) -> float:
+        return 4.0 if (i.op, i.chunk) == (Op.SEND_ACTIVATION, 1) else costs(F=1, B=2)(i)
+
+    assert Simulation(lower(one_f_one_b(3, 6))).length(cost).pace == (6 + 4) / 2
+    more = simulate(lower(one_f_one_b(3, 40)), cost).makespan - simulate(lower(one_f_one_b(3, 30)), cost).makespan
+    assert more == 10 * (6 + 4) / 2
+
+
+def test_where_all_micro_batches_may_be_in_flight_no_pace_is_known() -> None:
+    assert Simulation(lower(gpipe(3, 4))).length(costs(F=1, B=2)) == (18, 0.0)
 
 
 def test_split_backwards_fill_the_bubble() -> None:
