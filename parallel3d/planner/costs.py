@@ -119,12 +119,16 @@ def reducing(links: LayoutLinks, placement: Sequence[int], buckets: Buckets, pol
     replicas = links.shape[1]
     slower, added = np.zeros(len(placement)), np.zeros(len(placement))
     if policy.reduce_per_micro_batch and replicas > 1:
+        known: dict[tuple[object, ...], tuple[float, float]] = {}
         for c, (numels, stage) in enumerate(zip(buckets.of_chunk, placement, strict=True)):
-            reduced = sum(links.over_replicas("reduce_scatter", _wire_bytes(policy) * n, stage) for n in numels)
-            slower[c] = (links.overlap - 1.0) * reduced
-            # Read twice and written once, in the accumulators' dtype.
-            work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
-            added[c] = max(compute_seconds(work, device) for device in links.devices(stage))
+            key = numels, links.like(stage), links.first_alike[stage]
+            if key not in known:
+                reduced = sum(links.over_replicas("reduce_scatter", _wire_bytes(policy) * n, stage) for n in numels)
+                # Read twice and written once, in the accumulators' dtype.
+                work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
+                adding = max(compute_seconds(work, device) for device in links.devices(stage))
+                known[key] = (links.overlap - 1.0) * reduced, adding
+            slower[c], added[c] = known[key]
     return Reducing(slower, added)
 
 

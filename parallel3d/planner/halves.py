@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
+from parallel3d.config.run_layout import RunLayout
 from parallel3d.pipe.specs import layer_name
 from parallel3d.planner.costs import pace
 from parallel3d.planner.found import Found
@@ -15,7 +15,7 @@ from parallel3d.planner.predict import Predictor
 from parallel3d.planner.search import Bounds, Search
 from parallel3d.planner.space import VARIANTS, Space
 from parallel3d.planner.timing import Floats, layer_times
-from parallel3d.planner.trials import Trials, without_recomputation_together
+from parallel3d.planner.trials import Trials
 
 # Of the shortest step: so much has to be possible, for that layers are other ones.
 _WORTH = 0.998
@@ -66,17 +66,16 @@ def _bounds(search: Search, space: Space, whole: Predictor) -> Iterator[tuple[Fl
     """
     chunks = np.array([variant.chunks for variant in VARIANTS])[space.variant] * space.stages
     known = chunks <= len(whole.model.layers)
-    evenly = {key: least.evenly for key, least in search.trials.bounds.items()}
-    found = {replace(f.layout, text=""): f for f in search.found}
-    refused = {replace(r.layout, text="") for r in search.refused}
+    evenly = {_key(layout): least.evenly for layout, least in search.trials.bounds.items()}
+    found = {_key(f.layout): f for f in search.found}
+    refused = {_key(r.layout) for r in search.refused}
     predicted, unpredicted = np.full(len(space), np.inf), np.full(len(space), np.inf)
-    for k in np.flatnonzero(known & (space.recompute != 1)).tolist():
-        layout = space.layout(k)
-        blocks = replace(layout, units=None, recompute=(layout.recompute or 0) // 2, text="")
+    meant = known & (space.recompute != 1)
+    for k, blocks in zip(np.flatnonzero(meant).tolist(), _keys_of_blocks(space.where(meant)), strict=True):
         if blocks in found:
             predicted[k] = _evenly(found[blocks])
         elif blocks not in refused:
-            unpredicted[k] = evenly.get(without_recomputation_together(blocks), np.inf)
+            unpredicted[k] = evenly.get((*blocks[:-1], min(1, blocks[-1])), np.inf)
     yield predicted, len(space)
     if len(whole.network.cluster.gpus) <= _LARGE:
         yield unpredicted, _MOST_UNPREDICTED
@@ -86,6 +85,24 @@ def _bounds(search: Search, space: Space, whole: Predictor) -> Iterator[tuple[Fl
         bounds = np.full(len(space), np.inf)
         bounds[new] = Bounds(whole, space.where(new)).seconds()
         yield bounds, _MOST_NEW
+
+
+# All that tells a layout of whole blocks from others; how many are recomputed together comes last.
+_Key = tuple[int, ...]
+
+
+def _key(layout: RunLayout) -> _Key:
+    """Of one of which nothing is left open."""
+    variant = VARIANTS.index((layout.schedule, layout.chunks, layout.placement))
+    shape = layout.stages, layout.replicas, layout.slices, int(layout.sequence_parallel)
+    return (*shape, layout.micro_batch or 1, layout.zero or 0, variant, layout.recompute or 0)
+
+
+def _keys_of_blocks(space: Space) -> list[_Key]:
+    """Of the same layouts of whole blocks, of which half as many are recomputed together: in less time than with layouts."""
+    shape = space.stages, space.replicas, space.slices, space.sequence_parallel
+    columns = (*shape, space.micro_batch, space.zero, space.variant, space.recompute // 2)
+    return list(map(tuple, np.stack(columns, axis=1).tolist()))
 
 
 def _evenly(found: Found) -> float:
