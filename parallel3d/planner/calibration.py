@@ -24,6 +24,7 @@ COMPONENTS = {
     "attention": 0.3,
     "element_wise": 0.3,
     "kernels": 0.5,
+    "host": 0.5,
     "optimizer": 0.3,
     "nvlink": 0.5,
     "pcie": 0.5,
@@ -42,7 +43,7 @@ _NOISE, _MEMORY_NOISE = 0.01, 0.003
 # Seconds that every step takes besides, in shares of the shortest one.
 _FIXED, _FIXED_RANGE = 0.02, (0.0, 0.2)
 # Components of one kind, and from how many logs on they are expected elsewhere than at 1.
-_KINDS = (_COMPUTE, {"nvlink", "pcie"}, {"nic", "network"})
+_KINDS = (_COMPUTE, {"host"}, {"nvlink", "pcie"}, {"nic", "network"})
 _FAR = log(1.5)
 # Rounds of predicting and fitting, until no factor moves by more.
 _ROUNDS, _SETTLED = 8, 1e-3

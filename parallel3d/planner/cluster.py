@@ -15,7 +15,8 @@ class Device:
     training by products of matrices, beyond the time that their operands and results take at memory_bandwidth, so that small
     or narrow ones are slower; attention_flops: of fused attention, of which only the products that a causal kernel really does
     are counted, those of its recomputation too; memory_bandwidth: bytes a second, read and written, in an addition of long
-    tensors; kernel_seconds: what any kernel takes beyond that.
+    tensors; kernel_seconds: what any kernel takes beyond that; host_seconds: what the host takes to call an operator in a
+    training's forward or backward, with all of Python around it: 0 where the host is the device.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Device:
     attention_flops: float
     memory_bandwidth: float
     kernel_seconds: float
+    host_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

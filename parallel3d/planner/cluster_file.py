@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ def _described(name: str, spec: DeviceSpec, catalogue: Catalogue) -> Device:
         given["memory"] = int(given["memory"])
     if spec.base is not None:
         return replace(catalogue.device(spec.base), name=name, **given)
-    missing = [field.name for field in fields(Device) if field.name not in {"name", *given}]
+    needed = [field.name for field in fields(Device) if field.default is MISSING]
+    missing = [name for name in needed if name not in {"name", *given}]
     if missing:
         raise ConfigError(
             f"devices.{name} lacks {', '.join(missing)}; give them, or `base`, a device that is like it otherwise, such as H100"

@@ -80,6 +80,7 @@ class DeviceSpec(_Described):
     attention_flops: Flops | None = None
     memory_bandwidth: Bandwidth | None = None
     kernel_seconds: Seconds | None = None
+    host_seconds: Seconds | None = None
 
 
 class GpusSpec(_Described):

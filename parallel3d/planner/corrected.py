@@ -21,6 +21,7 @@ def corrected(cluster: Cluster, calibration: Calibration) -> Cluster:
             attention_flops=given.attention_flops / factors["attention"],
             memory_bandwidth=given.memory_bandwidth / factors["element_wise"],
             kernel_seconds=given.kernel_seconds * factors["kernels"],
+            host_seconds=given.host_seconds * factors["host"],
         )
 
     known = {gpu.device: device(gpu.device) for gpu in cluster.gpus}

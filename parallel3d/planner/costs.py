@@ -187,7 +187,14 @@ def pace(times: Times, placement: Sequence[int]) -> float:
 
 def makespan(length: Length, times: Times, placement: Sequence[int], untimed: int) -> float:
     """Of a program whose length is known with so many micro-batches fewer."""
-    return length.makespan + untimed * max(pace(times, placement), length.pace)
+    host = float(host_of_stages(times, placement).max())
+    return length.makespan + untimed * max(pace(times, placement), length.pace, host)
+
+
+def host_of_stages(times: Times, placement: Sequence[int]) -> Floats:
+    """Seconds in which the host of each stage's ranks calls what one micro-batch takes."""
+    seconds: Floats = np.bincount(np.asarray(placement), weights=times.host.sum(axis=0)).astype(np.float64)
+    return seconds
 
 
 def traffic_of_each(dtype: torch.dtype, policy: ZeroPolicy, num_replicas: int, moments: int) -> float:

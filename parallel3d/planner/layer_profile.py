@@ -82,7 +82,7 @@ def extrapolated(one: LayerProfile, two: LayerProfile, steps: float) -> LayerPro
     def line(a: Any, b: Any) -> Any:
         if type(a) in (int, float) and type(b) in (int, float):
             return type(a)(a + (b - a) * steps)
-        if isinstance(a, Work) and a.kernels != b.kernels:
+        if isinstance(a, Work) and (a.kernels, a.operators) != (b.kernels, b.operators):
             raise _Bends
         if isinstance(a, LayerProfile):
             return moved(a, b)

@@ -131,6 +131,7 @@ def _device(ranks: Sequence[Measured]) -> dict[str, Any]:
         "attention_flops": median(max(rank.attention.values()) for rank in ranks),
         "memory_bandwidth": median(bandwidth for _, bandwidth in fits),
         "kernel_seconds": median(seconds for seconds, _ in fits),
+        "host_seconds": median(rank.host for rank in ranks),
     }
     return {name: value if name == "memory" else _rounded(value) for name, value in numbers.items()}
 

@@ -24,6 +24,7 @@ from parallel3d.comm.collectives import Group, Work, all_gather_into, all_gather
 from parallel3d.comm.environment import destroy, init_distributed, local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.transport import DistributedTransport
+from parallel3d.planner.host_time import seconds_per_operator
 from parallel3d.topology import ProcessTopology
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "message"]
@@ -88,7 +89,8 @@ class Transfer(_Frozen):
 class Measured(_Frozen):
     """One rank's. memory: bytes; products: (m, k, n, seconds), in bursts; sustained: FLOP/s; attention: FLOP/s by kernel.
 
-    moved: (bytes, seconds); islands: of all ranks; slowdown: Cluster's overlap, None for a rank alone.
+    moved: (bytes, seconds); host: seconds to call an operator; islands: of all ranks; slowdown: Cluster's overlap, None for a
+    rank alone.
     """
 
     device: str
@@ -97,6 +99,7 @@ class Measured(_Frozen):
     sustained: float
     attention: dict[str, float]
     moved: tuple[tuple[int, float], ...]
+    host: float
     islands: tuple[tuple[int, ...], ...]
     transfers: tuple[Transfer, ...]
     slowdown: float | None
@@ -134,6 +137,7 @@ class _Bench:
             sustained=self.sustained(),
             attention=self.attention(),
             moved=tuple((nbytes, self.addition(nbytes)) for nbytes in self.effort.moved),
+            host=seconds_per_operator(self.device) if on_gpu else 0.0,
             islands=islands,
             transfers=self.transfers(islands) if size > 1 else (),
             slowdown=self.slowdown() if size > 1 else None,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.planner.costs import Reducing, makespan
 from parallel3d.planner.timing import Floats, LayoutLinks, StepCost
 from parallel3d.planner.work import Collective
-from parallel3d.schedule.instructions import Instruction, Program
-from parallel3d.schedule.simulate import Simulation, Timeline
+from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.simulate import Cost, CriticalPath, Simulation, Timeline
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,30 @@ class Outlook:
     @cached_property
     def timeline(self) -> Timeline:
         """Of the micro-batches that were timed."""
-        return self.simulation.run(self.cost.cost())
+        return self.simulation.run(self.cost.cost(), self.cost.host())
 
     @cached_property
-    def critical_path(self) -> list[tuple[Instruction, float]]:
-        """Of the timeline, see Simulation."""
-        return self.simulation.critical_path(self.cost.cost())
+    def critical_path(self) -> CriticalPath:
+        """Of the timeline."""
+        return self.simulation.critical_path(self.cost.cost(), self.cost.host())
 
     @cached_property
     def exposed(self) -> float:
         """Of the makespan's seconds those that go when all links take no time."""
-        alone, untimed = self.cost.without_links(), (self.layout.micro_batches or 1) - self.timed
-        length = self.simulation.length(alone.cost())
-        return max(0.0, self.makespan - makespan(length, alone.times, self.program.placement, untimed))
+        alone = self.cost.without_links()
+        return max(0.0, self.makespan - self._makespan(alone, alone.host()))
+
+    @cached_property
+    def hosts(self) -> float:
+        """Of the makespan's seconds those that go when hosts take no time."""
+        if self.cost.host() is None:
+            return 0.0
+        times = self.cost.times
+        return self.makespan - self._makespan(replace(self.cost, times=replace(times, host=0.0 * times.host)), None)
+
+    def _makespan(self, cost: StepCost, host: Cost | None) -> float:
+        untimed = (self.layout.micro_batches or 1) - self.timed
+        return makespan(self.simulation.length(cost.cost(), host), cost.times, self.program.placement, untimed)
 
     @property
     def bubble(self) -> float:
@@ -74,6 +85,7 @@ class Outlook:
             "forward": self._computing(alone.forward),
             "backward": self._computing(alone.input_gradient + alone.weight_gradient),
             "exposed communication": self.exposed,
+            "host": self.hosts,
             "optimizer": self.optimizer,
         }
         return {**parts, "bubble": max(0.0, self.makespan + self.optimizer - sum(parts.values()))}

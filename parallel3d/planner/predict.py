@@ -21,6 +21,7 @@ from parallel3d.planner.calibration import Calibration, PredictedMemory
 from parallel3d.planner.cluster import Device
 from parallel3d.planner.costs import (
     Least,
+    host_of_stages,
     least_computing,
     makespan,
     reducing,
@@ -173,12 +174,12 @@ class Predictor:
             timed = compute.num_micro_batches
             simulation = Simulation(with_collectives(lower(compute), layout, buckets, policy))
         untimed = layout.micro_batches - timed
-        seconds = makespan(simulation.length(cost.cost()), times, placement, untimed)
+        seconds = makespan(simulation.length(cost.cost(), cost.host()), times, placement, untimed)
         if self.calibration.idle.value > 0:
             computing = float(times.total.sum()) * layout.micro_batches / layout.stages
             times = times.scaled(np.full(times.exchanges.shape, self.cooled(seconds, computing) / seconds))
             cost = replace(cost, times=times)
-            seconds = makespan(simulation.length(cost.cost()), times, placement, untimed)
+            seconds = makespan(simulation.length(cost.cost(), cost.host()), times, placement, untimed)
         optimizer = self._optimizer_seconds(stages, policy, links, exactly)
         return Outlook(
             layout,
@@ -218,9 +219,10 @@ class Predictor:
         exchanging = reduction_seconds(links, placement, reductions(layout, buckets, policy))
         optimizer = self._optimizer_seconds(stages, policy, links, exactly=False)
         computing, evenly, mean = least_computing(layout, times, placement)
+        host = (layout.micro_batches or 1) * host_of_stages(times, placement)
         return Least(
-            max(self.cooled(computing, mean), float(exchanging.max())) + optimizer,
-            max(self.cooled(evenly, mean), float(exchanging.mean())) + optimizer,
+            max(self.cooled(computing, mean), float(exchanging.max()), float(host.max())) + optimizer,
+            max(self.cooled(evenly, mean), float(exchanging.mean()), float(host.mean())) + optimizer,
         )
 
     def _rough_buckets(self, stages: list[list[ParameterInfo]], num_chunks: int) -> Buckets:

@@ -52,7 +52,10 @@ def _why(found: Found | Refused, winner: Prediction | None) -> str:
         return "fits"
     outlook = found.outlook
     parts = {
-        "bubble": outlook.bubble * outlook.makespan - winner.bubble * (winner.seconds - winner.breakdown["optimizer"]),
+        "bubble": outlook.bubble * outlook.makespan
+        - winner.bubble * (winner.seconds - winner.breakdown["optimizer"])
+        - (outlook.hosts - winner.breakdown["host"]),
+        "the host's calls": outlook.hosts - winner.breakdown["host"],
         "communication that it waits for": outlook.exposed - winner.exposed_communication,
         "optimizer": outlook.optimizer - winner.breakdown["optimizer"],
     }

@@ -65,11 +65,19 @@ class RunPredictor:
         plain, uncorrected = self._outlook(record, Calibration())
         components = Components(plain, uncorrected)
         kinds = dict.fromkeys(i._replace(micro_batch=0) for rank in outlook.program.instructions for i in rank)
-        instructions = {kind_name(i): parts for i in kinds if (parts := components.of(i))}
-        cost = outlook.cost.cost()
+        cost, host = outlook.cost.cost(), outlook.cost.host()
+        slower = calibration.factors["host"].value
+        instructions = {
+            kind_name(i): parts
+            for i in kinds
+            if (parts := {"host": host(i) / slower} if host and host(i) > cost(i) else components.of(i))
+        }
         longer = outlook.makespan / max(outlook.timeline.makespan, 1e-12)
         step = defaultdict(float, {"optimizer": uncorrected.optimizer})
-        for i, seconds in outlook.critical_path:
+        path = outlook.critical_path
+        if path.host > 0:
+            step["host"] += longer * path.host / slower
+        for i, seconds in path.instructions:
             share = longer * seconds / cost(i) if cost(i) > 0 else 0.0
             for name, part in components.of(i._replace(micro_batch=0)).items():
                 step[name] += share * part

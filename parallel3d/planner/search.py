@@ -36,11 +36,14 @@ _QUICK = 512  # stages x stages x chunks
 
 @dataclass(frozen=True)
 class _Least:
-    """Of one slicing and number of samples, on the fastest device: seconds of all layers, and of the longest one."""
+    """Of one slicing and number of samples, on the fastest device: seconds of all layers, and of the longest one; host: of
+    the fastest host, for all layers.
+    """
 
     forward: float
     whole: float
     longest: float
+    host: float
 
 
 class Bounds:
@@ -52,6 +55,7 @@ class Bounds:
         self._predictor, self._space = predictor, space
         devices = {gpu.device for gpu in predictor.network.cluster.gpus}
         self._fastest = min(devices, key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
+        self._host_seconds = min(device.host_seconds for device in devices)
         self._exchanges: dict[tuple[Collective, int], float] = {}
         self.why: dict[int, str] = {}  # slices -> why they can't be had
 
@@ -72,7 +76,8 @@ class Bounds:
             # The last rank starts p - 1 chunks' forwards late; where backwards are whole, the first ends as many late.
             ends = np.where(whole, least.whole, least.forward) * (p - 1) / (p * chunks)
             computing = m * least.whole / p
-            found[chosen] = self._predictor.cooled(np.maximum(computing + ends, m * least.longest), computing)
+            stepping = self._predictor.cooled(np.maximum(computing + ends, m * least.longest), computing)
+            found[chosen] = np.maximum(stepping, m * least.host / p)
         return _SLACK * self._predictor.least_factor * found
 
     def bytes(self) -> Floats:
@@ -103,7 +108,12 @@ class Bounds:
         different = {id(layer): layer for layer in layers}
         of_layer = {key: self._of_layer(layer, slices, samples, moved) for key, layer in different.items()}
         forward, whole = np.array([of_layer[id(layer)] for layer in layers]).T
-        return _Least(float(forward.sum()), float(whole.sum()), float(whole.max()))
+        calls = sum(
+            layer.forward.operators
+            + min(layer.input_gradient.operators + layer.weight_gradient.operators, layer.backward.operators)
+            for layer in layers
+        )
+        return _Least(float(forward.sum()), float(whole.sum()), float(whole.max()), self._host_seconds * calls)
 
     def _of_layer(self, layer: LayerProfile, slices: int, samples: int, moved: float) -> tuple[float, float]:
         works = (layer.forward, layer.input_gradient, layer.weight_gradient, layer.backward)

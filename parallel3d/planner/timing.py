@@ -152,19 +152,20 @@ class LayoutLinks:
 @dataclass(frozen=True)
 class Times:
     """Seconds of the kinds of compute, as [layers] or [chunks], collectives of slices included; exchanges: of these alone,
-    [3, ...] of the forward, the inputs' and the weights' gradients.
+    [3, ...] of the forward, the inputs' and the weights' gradients; host: in which the host calls their operators, likewise.
     """
 
     forward: Floats
     input_gradient: Floats
     weight_gradient: Floats
     exchanges: Floats
+    host: Floats
 
     def scaled(self, factors: Floats) -> Times:
         """With compute multiplied, [3, ...], and exchanges as they are."""
         works = np.stack([self.forward, self.input_gradient, self.weight_gradient])
         scaled = (works - self.exchanges) * factors + self.exchanges
-        return Times(scaled[0], scaled[1], scaled[2], self.exchanges)
+        return Times(scaled[0], scaled[1], scaled[2], self.exchanges, self.host)
 
     @property
     def total(self) -> Floats:
@@ -199,19 +200,22 @@ def layer_times(
         waited = sum(exchange_seconds(exchange, device, over_slices, overlap, samples) for exchange in work.exchanges)
         return compute_seconds(work, device, samples), waited
 
-    known: dict[int, tuple[list[float], list[float]]] = {}
+    known: dict[int, tuple[list[float], list[float], list[float]]] = {}
     for layer in layers:
         if id(layer) not in known:
             works = (layer.forward, layer.input_gradient, layer.weight_gradient)
+            called = [work.operators for work in works]
             computed, exchanged = (list(column) for column in zip(*map(seconds, works), strict=True))
             if not splits:
                 both, waited = seconds(layer.backward)
                 parts = sum(computed[1:])
                 computed[1:] = [both * part / parts if parts else 0.0 for part in computed[1:]]
                 exchanged[1:] = [waited, 0.0]
-            known[id(layer)] = ([c + e for c, e in zip(computed, exchanged, strict=True)], exchanged)
-    of_works = np.array([known[id(layer)][0] for layer in layers]).T
-    return Times(of_works[0], of_works[1], of_works[2], np.array([known[id(layer)][1] for layer in layers]).T)
+                called[1:] = [layer.backward.operators, 0.0]
+            host = [device.host_seconds * operators for operators in called]
+            known[id(layer)] = [c + e for c, e in zip(computed, exchanged, strict=True)], exchanged, host
+    works_of, exchanges, host_of = (np.array([known[id(layer)][k] for layer in layers]).T for k in range(3))
+    return Times(works_of[0], works_of[1], works_of[2], exchanges, host_of)
 
 
 def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
@@ -220,8 +224,11 @@ def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
     works = {key: np.vstack([t.forward, t.input_gradient, t.weight_gradient]) for key, t in different.items()}
     parts = list(zip(of_devices, bounds, bounds[1:], strict=False))
     sums = np.ascontiguousarray(np.array([works[id(times)][:, a:b].sum(axis=1) for times, a, b in parts]).T)
-    exchanges = np.array([times.exchanges[:, a:b].sum(axis=1) for times, a, b in parts]).T
-    return Times(sums[0], sums[1], sums[2], exchanges)
+    exchanges, host = (
+        np.array([of_layers[:, a:b].sum(axis=1) for of_layers, a, b in zip(each, bounds, bounds[1:], strict=False)]).T
+        for each in ([times.exchanges for times in of_devices], [times.host for times in of_devices])
+    )
+    return Times(sums[0], sums[1], sums[2], exchanges, host)
 
 
 @dataclass(frozen=True)
@@ -259,6 +266,22 @@ class StepCost:
 
         return cost
 
+    def host(self) -> Cost | None:
+        """As Simulation takes it: what the host calls each instruction's operators for; None where that is never longer than
+        what the device does for them, and so delays nothing.
+        """
+        forward, inputs, weights = self.times.host
+        t = self.times
+        if np.all(forward <= t.forward) and np.all(inputs <= t.input_gradient) and np.all(weights <= t.weight_gradient):
+            return None
+        by_chunk = {
+            Op.FORWARD: forward.tolist(),
+            Op.BACKWARD_INPUT: inputs.tolist(),
+            Op.BACKWARD_WEIGHT: weights.tolist(),
+            Op.BACKWARD: (inputs + weights).tolist(),
+        }
+        return lambda i: by_chunk[i.op][i.chunk] if i.op in by_chunk else 0.0
+
     def without_links(self) -> StepCost:
         """The same where nothing waits for a link, inside of layers neither."""
         t = self.times
@@ -267,7 +290,7 @@ class StepCost:
             for part, exchanged in zip((t.forward, t.input_gradient, t.weight_gradient), t.exchanges, strict=True)
         )
         return StepCost(
-            Times(forward, input_gradient, weight_gradient, np.zeros_like(t.exchanges)),
+            Times(forward, input_gradient, weight_gradient, np.zeros_like(t.exchanges), t.host),
             (0.0,) * len(self.activation),
             (0.0,) * len(self.gradient),
             tuple((0.0,) * len(buckets) for buckets in self.reduce),

@@ -62,7 +62,7 @@ class Watch(TorchDispatchMode):
         self._fuses = fuses
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._gemm = self._attention = self._moved = self._operands = self._weights = 0.0
-        self._kernels = 0
+        self._kernels = self._operators = 0
         self._exchanges: list[Exchange] = []
         self._parts: list[tuple[Collective, Work]] = []  # of the exchange under way
         self._awaited = 0
@@ -87,6 +87,7 @@ class Watch(TorchDispatchMode):
         result = kwargs["out"] if function in _PRODUCTS_INTO else function(*args, **kwargs)
         written = tensors_of(result)
         cost = cost_of(function, args, kwargs, read, written, result)
+        self._operators += any(cost)
         joins = self._fuses and bool(cost.moved) and function.namespace == "aten"
         if not joins and any(cost):
             self._end_kernel()
@@ -187,6 +188,7 @@ class Watch(TorchDispatchMode):
     def note(self, kind: str, nbytes: int) -> Noted:
         """A collective of the slice group starts."""
         self._end_kernel()
+        self._operators += 1
         self._credit()
         kinds: Any = kind
         self._parts.append((Collective(kinds, nbytes), Work()))
@@ -213,7 +215,8 @@ class Watch(TorchDispatchMode):
         self._parts = []
 
     def _counted(self) -> Work:
-        return Work(self._gemm, self._attention, self._moved, self._kernels, self._operands, self._weights)
+        counted = self._gemm, self._attention, self._moved, self._kernels, self._operands, self._weights
+        return Work(*counted, self._operators)
 
     def take(self) -> Work:
         """What was counted since the last call."""
@@ -223,7 +226,7 @@ class Watch(TorchDispatchMode):
             self._end_exchange()
         work = replace(self._counted(), exchanges=tuple(self._exchanges))
         self._gemm = self._attention = self._moved = self._operands = self._weights = 0.0
-        self._kernels = 0
+        self._kernels = self._operators = 0
         self._exchanges = []
         return work
 

@@ -22,11 +22,12 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a device does.
+    """What a device does, and a host for it.
 
     gemm_flops: of products of matrices; attention_flops: of fused attention; moved: bytes that all other kernels read and
     write; kernels: how many are launched; operands: bytes that products of matrices read and write, but for weights: those of
-    weights and their gradients, the same for any number of samples; exchanges: over the slice group.
+    weights and their gradients, the same for any number of samples; operators: that the host calls, fused ones each;
+    exchanges: over the slice group.
     """
 
     gemm_flops: float = 0.0
@@ -35,6 +36,7 @@ class Work:
     kernels: float = 0.0
     operands: float = 0.0
     weights: float = 0.0
+    operators: float = 0.0
     exchanges: tuple[Exchange, ...] = ()
 
     def __add__(self, other: Work) -> Work:
@@ -45,6 +47,7 @@ class Work:
             self.kernels + other.kernels,
             self.operands + other.operands,
             self.weights + other.weights,
+            self.operators + other.operators,
             self.exchanges + other.exchanges,
         )
 
@@ -57,6 +60,7 @@ class Work:
             self.kernels - before.kernels,
             self.operands - before.operands,
             self.weights - before.weights,
+            self.operators - before.operators,
         )
 
     @property

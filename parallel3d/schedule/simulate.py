@@ -85,6 +85,17 @@ class Length(NamedTuple):
     pace: float
 
 
+class CriticalPath(NamedTuple):
+    """What determines a makespan: the host of a rank for so many seconds, from the start, then instructions, in order, each of
+    which starts when the one before it ends, or releases it.
+
+    With each the seconds by which it moves the end: of a backward that releases a reduction the share until then.
+    """
+
+    host: float
+    instructions: list[tuple[Instruction, float]]
+
+
 class Simulation:
     """A program, with or without communication, made ready to be timed for any number of costs.
 
@@ -104,9 +115,11 @@ class Simulation:
             self._releases[number] = backward, share
             self._waits[number] = [w for w in self._waits[number] if w != backward]
 
-    def run(self, cost: Cost) -> Timeline:
-        """cost(instruction) in any unit, of a transfer by its SEND."""
-        start, end = self._times(cost)
+    def run(self, cost: Cost, host: Cost | None = None) -> Timeline:
+        """cost(instruction) in any unit, of a transfer by its SEND. host: how long each rank's host, which begins with the
+        program and waits for nothing, is busy to call what an instruction computes, that ends no earlier than that.
+        """
+        start, end, _ = self._times(cost, host)
         lists = enumerate(zip(self.program.instructions, self._lists, strict=True))
         spans = [
             Span(rank, i, start[k], end[k])
@@ -119,9 +132,9 @@ class Simulation:
         """Of `run`'s timeline, in less time."""
         return max(self._times(cost)[1], default=0.0)
 
-    def length(self, cost: Cost) -> Length:
-        """Its makespan, and what it says of micro-batches that the program could have had besides."""
-        start, end = self._times(cost)
+    def length(self, cost: Cost, host: Cost | None = None) -> Length:
+        """Its makespan, and what it says of micro-batches that the program could have had besides. host: see run()."""
+        start, end, _ = self._times(cost, host)
         pace = max(((end[last] - start[first]) / flight for first, last, flight in self._loops), default=0.0)
         return Length(max(end, default=0.0), pace)
 
@@ -150,16 +163,15 @@ class Simulation:
             loops += [(begun[c], ends[c], most[c]) for c in ends if most[c] < self.program.num_micro_batches]
         return loops
 
-    def critical_path(self, cost: Cost) -> list[tuple[Instruction, float]]:
-        """The instructions, in order, that determine the makespan: each starts when the one before it ends, or releases it.
-
-        With each the seconds by which it moves the end: of a backward that releases a reduction the share until then.
-        """
-        start, end = self._times(cost)
+    def critical_path(self, cost: Cost, host: Cost | None = None) -> CriticalPath:
+        """What determines the makespan. host: see run()."""
+        start, end, called = self._times(cost, host)
         path: list[tuple[Instruction, float]] = []
         until = max(end, default=0.0)
         k = end.index(until) if end else -1
         while k >= 0:
+            if called and called[k] >= until:
+                return CriticalPath(until, path[::-1])
             if until > start[k]:
                 path.append((self._whats[k], until - start[k]))
             until, release = start[k], self._releases[k]
@@ -168,11 +180,12 @@ class Simulation:
                 k = release[0]
             else:
                 k = last
-        return path[::-1]
+        return CriticalPath(0.0, path[::-1])
 
-    def _times(self, cost: Cost) -> tuple[list[float], list[float]]:
-        """When each thing starts and ends, by its number."""
+    def _times(self, cost: Cost, host: Cost | None = None) -> tuple[list[float], list[float], list[float]]:
+        """When each thing starts and ends, by its number, and by when it is called at the earliest, if that is said."""
         waits, releases = self._waits, self._releases
+        called = [] if host is None else self._called(host)
         costs = list(map(cost, self._whats))
         start, end = [0.0] * len(waits), [0.0] * len(waits)
         for k in self._order:
@@ -185,8 +198,19 @@ class Simulation:
                 backward, share = release
                 begin = max(begin, start[backward] + share * (end[backward] - start[backward]))
             start[k] = begin
-            end[k] = begin + costs[k]
-        return start, end
+            begin += costs[k]
+            end[k] = called[k] if called and called[k] > begin else begin
+        return start, end, called
+
+    def _called(self, host: Cost) -> list[float]:
+        called = [0.0] * len(self._whats)
+        for numbers in self._lists:
+            busy = 0.0
+            for k in numbers:
+                if self._whats[k].op in COMPUTE_OPS:
+                    busy += host(self._whats[k])
+                    called[k] = busy
+        return called
 
 
 def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:

@@ -19,5 +19,6 @@ def test_gpus_are_measured_below_their_peaks_and_above_a_tenth(num_gpus, tmp_pat
         assert 0.1 < gpu.device.gemm_flops / gpu.device.peak_flops < 1.05
         assert 0.03 < gpu.device.attention_flops / gpu.device.peak_flops < 1
         assert 1e-7 < gpu.device.kernel_seconds < 1e-4
+        assert 1e-6 < gpu.device.host_seconds < 3e-4
     assert all(link["bandwidth"] > 1e9 and link["latency"] < 1e-3 for *_, link in cluster.graph.edges(data=True))
     assert 1 <= cluster.overlap < 3

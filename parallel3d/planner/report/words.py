@@ -23,6 +23,7 @@ PART_COLOURS = {
     "forward": "#2f69b4",
     "backward": "#2e8752",
     "exposed communication": "#c8413b",
+    "host": "#d4a017",
     "bubble": "#9aa5b1",
 }
 _FURTHER_COLOURS = ("#93c58f", "#5c6b7a", "#c77fb5", "#4d9a94", "#a8a03c", "#7f8fd0")

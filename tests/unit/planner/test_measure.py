@@ -90,6 +90,7 @@ def measured(device="NVIDIA H200", **changes) -> Measured:
         "sustained": 650e12,
         "attention": {"cudnn": 350e12, "flash": 200e12},
         "moved": tuple((size, 2e-6 + size / 4e12) for size in (3 * 2**10, 3 * 2**28)),
+        "host": 25e-6,
         "islands": ((0, 1, 2, 3),),
         "transfers": tuple(transfers("host", 4, 5e-6, 300e9, message=130e9)),
         "slowdown": 1.1,
@@ -116,6 +117,7 @@ def test_a_machine_of_one_island_comes_out_as_it_is():
     assert device.gemm_flops == pytest.approx(2 * 8192**3 / beyond, rel=1e-3)
     assert device.attention_flops == 350e12
     assert (device.kernel_seconds, device.memory_bandwidth) == (pytest.approx(2e-6), pytest.approx(4e12))
+    assert device.host_seconds == 25e-6
     assert sorted(cluster.graph["host/nvlink0"]) == [f"host/gpu{k}" for k in range(4)]
     for *_, link in cluster.graph.edges(data=True):
         expected = {"bandwidth": 300e9, "message_bandwidth": 130e9, "latency": 2.5e-6}

@@ -121,7 +121,7 @@ def test_runs_correct_the_prediction_and_stand_beside_it(target, tmp_path, capsy
     assert main([*common, "--calibrate", str(tmp_path / "runs"), "--global-batch", "8"]) == 0
     slow = PlanResult.model_validate_json((tmp_path / "out" / "plan.json").read_text())
     found = read_calibration(tmp_path / "out" / "calibration.json")
-    assert found.factors["kernels"].value > 1.5
+    assert found.factors["host"].value > 1.5
     assert main([*common, "--global-batch", "8"]) == 0
     plain = PlanResult.model_validate_json((tmp_path / "out" / "plan.json").read_text())
     assert slow.best[0].seconds > 1.5 * plain.best[0].seconds

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planner_clusters import with_quick_hosts
 from records import timing
 from rich.console import Console
 from test_search import hosts, small_model
@@ -31,8 +32,9 @@ from parallel3d.planner.runs import RunPredictor
 
 
 def planner(name: str, words: str, batch: int, cluster: str = "4xH200", seq: int = 1024) -> Planner:
-    """seq: tokens of a sample."""
-    return Planner(Question(load_model(name, seq=seq), load_cluster(cluster), batch, fixed=parse_run_layout(words)))
+    """seq: tokens of a sample. Hosts take no time: what waits for them is as long in halves."""
+    quick = with_quick_hosts(load_cluster(cluster))
+    return Planner(Question(load_model(name, seq=seq), quick, batch, fixed=parse_run_layout(words)))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from planner_clusters import with_quick_hosts
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import parse_run_layout
@@ -152,10 +154,37 @@ def test_no_prediction_is_below_its_bounds(idle: float) -> None:
         assert max(stage.allocated for stage in memory) >= search.bytes[k]
 
 
+@pytest.mark.parametrize("layout", ["pp1,1f1b,m8,mb1", "pp4,1f1b,m8,mb1", "pp2,zb-h1,m8,mb1"])
+def test_a_step_is_no_shorter_than_a_host_needs_to_call_it(layout: str) -> None:
+    each = 1e-3
+    cluster = load_cluster(
+        {
+            "name": "slow host",
+            "devices": {"slow": {"base": "H200", "host_seconds": each}},
+            "hosts": [{"gpus": [{"device": "slow", "count": 4}], "nvlink": {"bandwidth": "400 GB/s"}}],
+        }
+    )
+    planner = Planner(Question(small_model(), cluster, 8))
+    given = replace(parse_run_layout(layout), chunks=1, replicas=1, zero=0, recompute=0, placement="loop")
+    outlook = planner.predictor.predict(given, exactly=True)
+    splits = "zb" in layout
+    operators = [
+        layer.forward.operators
+        + (layer.input_gradient.operators + layer.weight_gradient.operators if splits else layer.backward.operators)
+        for layer in planner.predictor.layers(given)
+    ]
+    busiest = max(sum(operators[a:b]) for a, b in pairwise(outlook.bounds))
+    assert outlook.makespan == pytest.approx(8 * each * busiest, rel=0.05)
+    quick = Planner(Question(small_model(), with_quick_hosts(cluster), 8)).predictor.predict(given, exactly=True)
+    assert outlook.hosts == pytest.approx(outlook.makespan - quick.makespan, rel=1e-6)
+    assert outlook.breakdown()["host"] == outlook.hosts > 0.9 * outlook.makespan
+
+
 def test_what_idles_computes_faster_where_runs_say_so() -> None:
     def predicted(layout: str, idle: float) -> Outlook:
         calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
-        planner = Planner(Question(small_model(), load_cluster(hosts(1)), 8, calibration=calibration))
+        cluster = with_quick_hosts(load_cluster(hosts(1)))
+        planner = Planner(Question(small_model(), cluster, 8, calibration=calibration))
         given = replace(parse_run_layout(layout), chunks=1, replicas=1, zero=0, recompute=0, placement="loop")
         return planner.predictor.predict(given, exactly=True)
 

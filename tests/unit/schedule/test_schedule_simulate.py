@@ -11,7 +11,7 @@ from hypothesis import given
 from schedule_emulator import SEEDS, Emulator, programs, unhurried
 
 from parallel3d.schedule.builders import from_lists, gpipe, inference, interleaved, one_f_one_b
-from parallel3d.schedule.instructions import Instruction, Op, Program
+from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.lowering import add_communication, add_gradient_reduction, add_replica_reduction, lower
 from parallel3d.schedule.simulate import Simulation, Span, Timeline, simulate
 
@@ -123,6 +123,33 @@ def test_a_slow_message_holds_up_the_chunk_with_the_fewest_micro_batches_on_thei
 
 def test_where_all_micro_batches_may_be_in_flight_no_pace_is_known() -> None:
     assert Simulation(lower(gpipe(3, 4))).length(costs(F=1, B=2)) == (18, 0.0)
+
+
+def test_what_is_called_late_ends_no_earlier() -> None:
+    quick, slow = costs(F=1, B=2), costs(F=3, B=4)
+    one = Simulation(lower(one_f_one_b(1, 4)))
+    assert one.length(quick, slow).makespan == 4 * (3 + 4)
+    assert one.length(slow, quick) == one.length(slow)
+    # The last stage's host calls as much as any; what the first one waits for in the end is the last backward's message.
+    two = Simulation(lower(one_f_one_b(2, 4)))
+    assert two.length(costs(), slow).makespan == 4 * (3 + 4)
+    assert two.length(costs(SG=5), slow).makespan == 4 * (3 + 4) + 5
+
+
+@unhurried
+@given(programs(), SEEDS)
+def test_hosts_make_a_program_longer_by_no_more_than_they_are_busy(program: Program, seed: int) -> None:
+    rng = random.Random(seed)
+    device = {i: rng.uniform(0, 3) for i in program.rank_of}
+    called = {i: rng.uniform(0, 3) for i in program.rank_of}
+    simulation = Simulation(program)
+    alone = simulation.makespan(lambda i: device.get(i, 0.0))
+    busiest = max(sum(called[i] for i in rank if i.op in COMPUTE_OPS) for rank in program.instructions)
+    both = simulation.length(lambda i: device.get(i, 0.0), called.__getitem__).makespan
+    assert max(alone, busiest) <= both * (1 + 1e-12)
+    assert both <= (alone + busiest) * (1 + 1e-12)
+    path = simulation.critical_path(lambda i: device.get(i, 0.0), called.__getitem__)
+    assert path.host + sum(seconds for _, seconds in path.instructions) == pytest.approx(both)
 
 
 def test_split_backwards_fill_the_bubble() -> None:
