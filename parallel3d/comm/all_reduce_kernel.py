@@ -17,7 +17,7 @@ from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer_calls import PeerCalls, open_kernel
 from parallel3d.comm.streams import Copied
 from parallel3d.errors import CommunicationError, KernelError
-from parallel3d.kernels.all_reduce import HALF_BYTES, MAX_BLOCKS, MOST_BYTES, all_reduce_ref, most_blocks, pieces
+from parallel3d.kernels.all_reduce import HALF_BYTES, MOST_BYTES, all_reduce_ref, pieces
 from parallel3d.kernels.peers import DTYPES, register
 
 _TRIAL_SIZES = (3, 2**18 + 3)  # summed in one shot and, by 4 ranks or more, in two
@@ -43,9 +43,9 @@ class AllReduce:
         """Whether the kernel sums such tensors; the same on every rank, where they are alike."""
         return x.is_cuda and x.dtype in DTYPES and x.nbytes <= MOST_BYTES
 
-    def start(self, x: Tensor, hidden: bool) -> Work:
+    def start(self, x: Tensor) -> Work:
         """See collectives.ReduceKernel."""
-        return self.beside(partial(self._sum, x, x, most_blocks(hidden)), x)
+        return self.beside(partial(self.sum_into, x, x), x)
 
     def beside(self, call: Callable[[], object], x: Tensor) -> Work:
         """A call that sums x, beside the current stream."""
@@ -58,9 +58,6 @@ class AllReduce:
 
     def sum_into(self, out: Tensor, x: Tensor) -> None:
         """See kernels.all_reduce.Sums. Raises CommunicationError after a peer was late, KernelError."""
-        self._sum(out, x, MAX_BLOCKS)
-
-    def _sum(self, out: Tensor, x: Tensor, most: int) -> None:
         calls = self.calls
         stream = calls.follow()
         width, source, target = x.element_size(), x.data_ptr(), out.data_ptr()
@@ -79,7 +76,7 @@ class AllReduce:
                 calls.report,
                 HALF_BYTES,
                 calls.limit_ns,
-                min(piece.blocks, most),
+                piece.blocks,
                 calls.device.index,
                 stream,
             )

@@ -26,8 +26,8 @@ class ReduceKernel(Protocol):
     def takes(self, x: Tensor) -> bool:
         """Whether it sums such tensors."""
 
-    def start(self, x: Tensor, hidden: bool) -> Work:
-        """Sum x, contiguous, in place, beside the current stream. hidden: behind a product that runs meanwhile."""
+    def start(self, x: Tensor) -> Work:
+        """Sum x, contiguous, in place, beside the current stream."""
 
 
 class ReduceNormKernel(Protocol):
@@ -41,8 +41,8 @@ class ReduceNormKernel(Protocol):
     def start(self, out: Normed, x: Tensor, residual: Tensor, weight: Tensor, eps: float, hidden: bool) -> Work:
         """out: of RMSNorm by weight of residual + the sum of x, all contiguous, beside the current stream.
 
-        hidden: see ReduceKernel.start. Nothing but x may be freed before it is waited for: the memory of activations, recorded
-        on that stream, would be free again only when it has nothing to do.
+        hidden: behind a product that runs meanwhile. Nothing but x may be freed before it is waited for: the memory of
+        activations, recorded on that stream, would be free again only when it has nothing to do.
         """
 
 

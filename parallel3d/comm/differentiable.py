@@ -44,11 +44,11 @@ def _finish(work: Work, operand: Tensor, result: Started) -> Tensor:
 def start_all_reduce(x: Tensor, group: Group, hidden: bool = False) -> Started:
     """The sum over the group, in the memory of `x`, which must be contiguous. Not differentiable.
 
-    hidden: behind a product that runs meanwhile, of which a kernel takes fewer multiprocessors then.
+    hidden: behind a product that runs meanwhile, which the backend's few multiprocessors slow down less than a kernel's many.
     """
-    kernel = group.kernels.all_reduce
+    kernel = None if hidden else group.kernels.all_reduce
     if kernel is not None and kernel.takes(x):
-        work = kernel.start(x, hidden)
+        work = kernel.start(x)
     else:
         work = collectives.all_reduce(x, group)
     return partial(_finish, work, x, lambda: x)
