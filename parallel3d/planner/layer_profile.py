@@ -58,6 +58,11 @@ class LayerProfile:
         return self.split if splits else self.whole
 
 
+# Of an operator, that the host takes to keep apart what it saves, once in the forward and twice in the backward, which
+# makes it anew and hands it out: by a 1b model's steps with micro-batches too small for an H200.
+_KEPT = 0.5
+
+
 def recomputed(profile: LayerProfile) -> LayerProfile:
     """The same layer, whose backward begins with another forward."""
     again = profile.forward
@@ -66,7 +71,13 @@ def recomputed(profile: LayerProfile) -> LayerProfile:
         own = again.exchanges[: len(again.exchanges) - len(loss.exchanges)]
         again = replace(again.beyond(loss), exchanges=own)
     inputs, both = again + profile.input_gradient, again + profile.backward
-    return replace(profile, input_gradient=inputs, backward=both, recomputed=True)
+    forward = _kept_apart(profile.forward, _KEPT * again.operators)
+    inputs, both = (_kept_apart(work, 2 * _KEPT * again.operators) for work in (inputs, both))
+    return replace(profile, forward=forward, input_gradient=inputs, backward=both, recomputed=True)
+
+
+def _kept_apart(work: Work, operators: float) -> Work:
+    return replace(work, operators=work.operators + operators)
 
 
 class _Bends(Exception):

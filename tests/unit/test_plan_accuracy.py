@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def row(layout: str, step: float, predicted: float, calibrated: float | None, **more: Any) -> dict[str, Any]:
-    times = {"step_s": step, "predicted_s": predicted, "calibrated_s": calibrated}
+    times = {"step_s": step, "predicted_s": predicted, "host_s": 0.0, "calibrated_s": calibrated}
     peaks = {"peak": [2 * GIB, 4 * GIB], "predicted_peak": [2 * GIB, 4 * GIB]}
     return {"model": "7b", "layout": layout, "ranks": 4, "samples": 8, **times, **peaks, **more}
 
@@ -58,6 +58,15 @@ def test_errors_stand_beside_their_limits():
     wrong = verdicts(run_of(row("pp4", 1.0, 1.0, 0.9, predicted_peak=[3 * GIB, 4 * GIB])))
     assert [line.count("MORE THAN") for line in wrong] == [2, 0, 2]
     assert verdicts(run_of()) == ["No layout was measured."]
+
+
+def test_layouts_that_wait_for_their_hosts_are_told_apart():
+    rows = row("pp4", 1.0, 1.0, 1.02), row("dp4", 1.0, 1.0, 1.2, host_s=0.3), row("tp4", 1.0, 1.0, 1.0, host_s=0.04)
+    assert verdicts(run_of(*rows))[2:4] == [
+        "Steps of all 3 layouts, calibrated by the other layouts: 20.0% off at most (MORE THAN 7%), 7.3% on average (MORE "
+        "THAN 5%).",
+        "Steps of the 2 that don't wait for their hosts: 2.0% off at most (limit 7%), 1.0% on average (limit 5%).",
+    ]
 
 
 def test_a_choice_is_between_layouts_that_do_the_same_on_all_gpus():

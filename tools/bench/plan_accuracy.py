@@ -209,7 +209,7 @@ def evaluate(layouts: Sequence[Mapping[str, Any]], models: Mapping[str, PlannedM
     oracle = _Oracle([record for _, record in done], [models[name] for name, _ in done], cluster)
     rows = []
     for k, (name, record) in enumerate(done):
-        seconds, peaks = oracle.predict(k, Calibration())
+        seconds, hosts, peaks = oracle.predict(k, Calibration())
         rest = [j for j, (other, run) in enumerate(done) if (other, run.layout) != (name, record.layout)]
         calibrated = oracle.predict(k, oracle.calibrated(rest))[0] if rest else None
         rows.append(
@@ -220,6 +220,7 @@ def evaluate(layouts: Sequence[Mapping[str, Any]], models: Mapping[str, PlannedM
                 "samples": record.micro_batch * record.micro_batches * record.replicas,
                 "step_s": record.step.median,
                 "predicted_s": seconds,
+                "host_s": hosts,
                 "calibrated_s": calibrated,
                 "peak": [rank.allocated for rank in record.ranks],
                 "predicted_peak": peaks,
@@ -237,10 +238,11 @@ class _Oracle:
         self._predictors = [predictors[model.name] for model in models]
         self._known: dict[tuple[int, str], PredictedRun] = {}
 
-    def predict(self, k: int, calibration: Calibration) -> tuple[float, list[int]]:
-        """Of record k, seconds of a step and the peak of each rank."""
+    def predict(self, k: int, calibration: Calibration) -> tuple[float, float, list[int]]:
+        """Of record k, seconds of a step, those due to the host, and the peak of each rank."""
         prediction, _ = self._predictors[k].predict(self._records[k], calibration)
-        return prediction.seconds, [prediction.memory[rank.stage].allocated for rank in self._records[k].ranks]
+        peaks = [prediction.memory[rank.stage].allocated for rank in self._records[k].ranks]
+        return prediction.seconds, prediction.breakdown["host"], peaks
 
     def calibrated(self, places: Sequence[int]) -> Calibration:
         """By these records."""
