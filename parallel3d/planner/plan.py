@@ -81,8 +81,7 @@ class Planner:
             raise ConfigError(f"--global-batch is {question.global_batch}; give the samples of a step, 1 or more")
         hosts = Counter(gpu.host for gpu in question.cluster.gpus)
         slices = possible_slices(max(hosts.values()))
-        asked = None if question.fixed is None else question.fixed.schedule
-        space = enumerate_space(count, question.global_batch, layers, slices, len(self._halves()), asked)
+        space = enumerate_space(count, question.global_batch, layers, slices, len(self._halves()), question.fixed)
         if not len(space):
             raise ConfigError(
                 f"no layout of {count} GPUs makes up a global batch of {question.global_batch} samples with {layers} layers: "

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from parallel3d.config.run_layout import RunLayout, write_run_layout
 
 IntArray = npt.NDArray[np.int64]
-MICRO_BATCHES = (1, 2, 4, 8, 16)  # samples
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 # Layers recomputed together, 0 for none: of more less is kept, and more is held at once while they are. Of n together a stage
 # of 1F1B keeps the inputs of 1/n of as many layers as the whole model has, and at once what n layers hold, each ten inputs or
 # more: for models of up to 160 layers the least for n <= 4.
@@ -24,7 +24,7 @@ _MOST_SEARCHED, _MOST_SEARCHED_THERE, _LARGE = 32, 16, 4096
 
 
 class Variant(NamedTuple):
-    """A schedule with its chunks. gpipe is there for who asks for it: 1F1B takes no longer, and holds no more."""
+    """A schedule with its chunks."""
 
     schedule: str
     chunks: int
@@ -33,16 +33,14 @@ class Variant(NamedTuple):
 
 VARIANTS = (
     Variant("1f1b", 1, "loop"),
-    Variant("interleaved", 2, "loop"),
-    Variant("interleaved", 4, "loop"),
-    Variant("interleaved", 8, "loop"),
+    *(Variant("interleaved", chunks, "loop") for chunks in range(2, 13)),
     Variant("zb-h1", 1, "loop"),
     Variant("zbv", 2, "v"),
-    Variant("zb-looped", 2, "loop"),
-    Variant("zb-looped", 4, "loop"),
+    *(Variant("zb-looped", chunks, "loop") for chunks in range(2, 9)),
     Variant("gpipe", 1, "loop"),
 )
-_OFFERED = frozenset(variant.schedule for variant in VARIANTS) - {"gpipe"}
+# What nobody asks for isn't looked at: gpipe, for 1F1B takes no longer and holds no more; and chunks between these.
+_OFFERED = {"1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zbv": (2,), "zb-looped": (2, 3, 4)}
 
 
 @dataclass(frozen=True)
@@ -95,23 +93,35 @@ def enumerate_space(
     num_layers: int,
     slices: Sequence[int],
     num_halves: int = 0,
-    schedule: str | None = None,
+    asked: RunLayout | None = None,
 ) -> Space:
     """All layouts on so many ranks whose micro-batches make up the global batch (samples).
 
-    slices: that are possible; num_halves: layers of the model of half blocks, whose pipelines come last; 0 for none; schedule:
-    one that was asked for.
+    slices: that are possible; num_halves: layers of the model of half blocks, whose pipelines come last; 0 for none; asked:
+    what of a layout the user has decided, which may be what isn't looked at otherwise.
     """
-    variants = [k for k, variant in enumerate(VARIANTS) if variant.schedule in (*_OFFERED, schedule)]
-    together = (RECOMPUTED, _HALVES_RECOMPUTED)
+    asked = asked or RunLayout()
+    variants = [k for k, variant in enumerate(VARIANTS) if _is_looked_at(variant, asked)]
+    micro_batches = _with(MICRO_BATCHES, asked.micro_batch)
+    together = [_with(usual, asked.recompute) for usual in (RECOMPUTED, _HALVES_RECOMPUTED)]
     rows = [
         (stages, replicas, tp, *rest, halves)
         for halves, layers in enumerate((num_layers, num_halves))
         for stages, replicas, tp in _shapes(num_ranks, layers, slices)
-        for rest in _rest(stages, replicas, tp, global_batch, layers, variants, together[halves])
+        for rest in _rest(stages, replicas, tp, global_batch, layers, variants, together[halves], micro_batches)
         if stages > 1 or not halves
     ]
     return Space(*np.array(rows, dtype=np.int64).reshape(-1, len(fields(Space))).T)
+
+
+def _is_looked_at(variant: Variant, asked: RunLayout) -> bool:
+    if variant.schedule == "gpipe":
+        return asked.schedule == "gpipe"
+    return variant.chunks in _with(_OFFERED[variant.schedule], asked.chunks)
+
+
+def _with(usual: Sequence[int], asked: int | None) -> list[int]:
+    return sorted({*usual, *(() if asked is None else (asked,))})
 
 
 def _most_chunks(variant: Variant, num_ranks: int) -> int:
@@ -135,9 +145,10 @@ def _rest(
     num_layers: int,
     possible: Sequence[int],
     recomputed: Sequence[int],
+    micro_batches: Sequence[int],
 ) -> Iterator[tuple[int, ...]]:
     """(sequence_parallel, micro_batch, micro_batches, zero, recompute, variant) of each layout of one shape."""
-    fitting = [mb for mb in MICRO_BATCHES if global_batch % (replicas * mb) == 0]
+    fitting = [mb for mb in micro_batches if global_batch % (replicas * mb) == 0]
     if stages == 1:
         variants = [0]
     else:

@@ -24,7 +24,7 @@ from parallel3d.planner.outlook import Outlook
 from parallel3d.planner.plan import Planner, Question, possible_slices
 from parallel3d.planner.result import PlanResult, Prediction
 from parallel3d.planner.search import Search
-from parallel3d.planner.space import VARIANTS
+from parallel3d.planner.space import VARIANTS, Space
 
 GPU = {"device": "H200", "count": 4}
 
@@ -61,11 +61,16 @@ def small_model(seq: int = 256, vocab: int = 1024, layers: int = 6) -> PlannedMo
     return PlannedModel("small", decoder(config), causal_lm_loss, sample, seq, DEFAULTS, halves)
 
 
+def of_blocks(planner: Planner) -> Space:
+    """The planner's space, but for layouts of half blocks, which another predictor is for."""
+    return planner.space.where(planner.space.halves == 0)
+
+
 def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
-    """(seconds, fits) of each layout of the planner's space."""
-    predictor, found = planner.predictor, {}
-    for k in range(len(planner.space)):
-        one = find(predictor, planner.space.layout(k))
+    """(seconds, fits) of each layout of whole blocks."""
+    predictor, space, found = planner.predictor, of_blocks(planner), {}
+    for k in range(len(space)):
+        one = find(predictor, space.layout(k))
         found[one.outlook.layout.text] = (one.outlook.seconds, one.fits)
     return found
 
@@ -73,7 +78,7 @@ def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
 @pytest.mark.parametrize(("memory", "batch"), [(None, 8), ("1.55 GB", 16)])
 def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | None, batch: int) -> None:
     planner = Planner(Question(small_model(), load_cluster(hosts(1, memory)), batch))
-    search = Search(planner.predictor, planner.space)
+    search = Search(planner.predictor, of_blocks(planner))
     found = search.run()
     everything = every_prediction(planner)
     fitting = [seconds for seconds, fits in everything.values() if fits]
@@ -132,8 +137,9 @@ def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
     """By the same bytes, without a program."""
     planner = Planner(Question(small_model(), load_cluster(hosts(1, "1.55 GB")), 16))
     refused = 0
-    for k in range(0, len(planner.space), 3):
-        layout = planner.space.layout(k)
+    space = of_blocks(planner)
+    for k in range(0, len(space), 3):
+        layout = space.layout(k)
         free = planner.predictor.predict(layout)
         assert tuple(planner.predictor.rough_memory(layout)) == planner.predictor.memory(free)
         if refuse(planner.predictor, layout, least=0.0) is not None:
@@ -146,9 +152,9 @@ def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
 def test_no_prediction_is_below_its_bounds(idle: float) -> None:
     calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
     planner = Planner(Question(small_model(), load_cluster(hosts(2)), 16, calibration=calibration))
-    search = Search(planner.predictor, planner.space)
-    for k in range(0, len(planner.space), 7):
-        outlook = planner.predictor.predict(planner.space.layout(k))
+    search = Search(planner.predictor, of_blocks(planner))
+    for k in range(0, len(search.space), 7):
+        outlook = planner.predictor.predict(search.space.layout(k))
         assert outlook.seconds >= search.seconds[k]
         memory = planner.predictor.memory(outlook)
         assert max(stage.allocated for stage in memory) >= search.bytes[k]
@@ -247,6 +253,17 @@ def test_gpipe_is_planned_where_it_is_asked_for_and_holds_what_its_program_does(
     assert held[0] == pytest.approx(16 * held[1], rel=0.1)
     everything = Planner(Question(model, load_cluster(hosts(1)), 64))
     assert "gpipe" not in {VARIANTS[k].schedule for k in everything.space.variant}
+
+
+@pytest.mark.parametrize("words", ["pp2,interleaved,chunks5", "pp2,mb24,m2", "pp2,ckpt3", "pp2,zb-looped,chunks5"])
+def test_what_is_not_looked_at_otherwise_is_planned_where_it_is_asked_for(words: str) -> None:
+    model, cluster, fixed = small_model(layers=12), load_cluster(hosts(1)), parse_run_layout(words)
+    best = Planner(Question(model, cluster, 96, fixed=fixed)).answer().best[0]
+    assert set(words.split(",")) <= set(best.layout.split(","))
+    usual = Planner(Question(model, cluster, 96)).space
+    assert not {(5, "interleaved"), (5, "zb-looped")} & {VARIANTS[k][1::-1] for k in usual.variant}
+    assert set(usual.micro_batch.tolist()) == {1, 2, 4, 8, 16, 32}
+    assert 3 not in usual.recompute
 
 
 def test_layers_of_half_blocks_are_recomputed_together_up_to_four_blocks() -> None:
