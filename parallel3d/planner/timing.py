@@ -224,10 +224,8 @@ def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
     works = {key: np.vstack([t.forward, t.input_gradient, t.weight_gradient]) for key, t in different.items()}
     parts = list(zip(of_devices, bounds, bounds[1:], strict=False))
     sums = np.ascontiguousarray(np.array([works[id(times)][:, a:b].sum(axis=1) for times, a, b in parts]).T)
-    exchanges, host = (
-        np.array([of_layers[:, a:b].sum(axis=1) for of_layers, a, b in zip(each, bounds, bounds[1:], strict=False)]).T
-        for each in ([times.exchanges for times in of_devices], [times.host for times in of_devices])
-    )
+    exchanges = np.array([times.exchanges[:, a:b].sum(axis=1) for times, a, b in parts]).T
+    host = np.array([times.host[:, a:b].sum(axis=1) for times, a, b in parts]).T
     return Times(sums[0], sums[1], sums[2], exchanges, host)
 
 
