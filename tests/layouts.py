@@ -252,8 +252,10 @@ def run_steps(engine: Engine, iterator: Iterator[Any] | None, steps: int) -> Run
     return losses, norms, copies(engine.module)
 
 
-def train(layout: Layout) -> Run:
-    """On one rank: the losses, gradient norms and final weights of STEPS steps."""
+def train(layout: Layout, in_place: bool = False, **config: Any) -> Run:
+    """On one rank: the losses, gradient norms and final weights of STEPS steps. in_place: what is received may stay; config:
+    other keys.
+    """
     schedule: Any = layout.schedule
     if schedule in ("written", "split"):
         write = written_schedule if schedule == "written" else split_schedule
@@ -271,12 +273,14 @@ def train(layout: Layout) -> Run:
             "placement": layout.placement,
             "activation_checkpoint_interval": layout.checkpointing,
             "shapes": layout.shapes,
+            "receive_in_place": in_place,
         },
         zero_optimization={
             "stage": int(layout.zero[0]),
             "reduce_bucket_size": 1500,  # several buckets to a chunk
             "reduce_per_micro_batch": layout.zero.endswith("per micro-batch"),
         },
+        **config,
     )
     total = STEPS * layout.accumulation * layout.dp
     return run_steps(engine, own_iterator(engine, [toy.micro_batch(g, layout.data) for g in range(total)]), STEPS)

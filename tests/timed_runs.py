@@ -12,8 +12,9 @@ from layouts import make_engine, own_iterator
 from reference import Item
 from torch import Tensor, nn
 
+from parallel3d.comm.buffers import TensorKind
 from parallel3d.comm.collectives import Group, Work, all_gather_object, all_reduce
-from parallel3d.comm.transport import DistributedTransport
+from parallel3d.comm.transport import DistributedTransport, Incoming
 from parallel3d.engine import Engine
 
 HIDDEN, MICRO_BATCHES = 4, 6
@@ -62,27 +63,28 @@ class _Timed(torch.autograd.Function):
 
 
 class _Arrival:
-    """The last part of a message: when it was sent."""
+    """The last tensor of a message, with when it was sent."""
 
-    def __init__(self, stamp: Tensor, works: Sequence[Work]):
-        self.stamp, self.works = stamp, works
+    def __init__(self, last: Incoming, stamp: Incoming):
+        self.last, self.stamp = last, stamp
 
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        CLOCK.now = max(CLOCK.now, float(self.stamp.numpy()[0]) + LATENCY)
+    def wait(self) -> Tensor:
+        tensor = self.last.wait()
+        CLOCK.now = max(CLOCK.now, float(self.stamp.wait().numpy()[0]) + LATENCY)
+        return tensor
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
+        return self.last.is_completed() and self.stamp.is_completed()
 
 
 class TimedTransport(DistributedTransport):
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
         super().send([*tensors, torch.tensor([CLOCK.now], dtype=torch.float64)], stage)
 
-    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
-        stamp = torch.zeros(1, dtype=torch.float64)
-        return [_Arrival(stamp, super().receive([*buffers, stamp], stage))]
+    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
+        stamp = TensorKind((1,), torch.float64, torch.device("cpu"))
+        *others, last, stamped = super().receive([*kinds, stamp], stage, behind)
+        return [*others, _Arrival(last, stamped)]
 
 
 def timed_all_reduce(tensor: Tensor, group: Group) -> Work:

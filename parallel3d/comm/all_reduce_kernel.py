@@ -15,7 +15,7 @@ from parallel3d.comm.environment import DEFAULT_TIMEOUT
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer_calls import PeerCalls, open_kernel
-from parallel3d.comm.streams import Copied
+from parallel3d.comm.streams import Copied, used_by
 from parallel3d.errors import CommunicationError, KernelError
 from parallel3d.kernels.all_reduce import HALF_BYTES, MOST_BYTES, all_reduce_ref, pieces
 from parallel3d.kernels.peers import DTYPES, register
@@ -53,7 +53,7 @@ class AllReduce:
         with torch.cuda.stream(self._beside):
             call()
         # It is summed even if a failure has made everyone here forget the memory.
-        x.record_stream(self._beside)
+        used_by(x, self._beside)
         return Copied(self._beside.record_event(), x)
 
     def sum_into(self, out: Tensor, x: Tensor) -> None:

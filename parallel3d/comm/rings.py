@@ -4,6 +4,7 @@ A channel is a ring of slots in the receiver's symmetric memory. The sender's st
 copies a piece into it by the copy engine and writes beside it how often it was filled; the receiver's stream waits for
 that, takes the piece, and writes back how often the slot was emptied. Waits and counts are the driver's stream memory
 operations, so compute kernels share the device with nothing, where NCCL's spin on multiprocessors until their message comes.
+A message that fits a slot may stay in it for as long as anything refers to it, instead of being copied out.
 
 The stream that needs a message waits for it, and copies it out of the ring, when it needs it, not one beside it as soon as it
 is expected: streams that wait for long hold up the short waits of others on the device. Only where a message is expected for
@@ -15,23 +16,17 @@ The stages of a pipeline send each other activations so (peer_copies.py), tensor
 
 from __future__ import annotations
 
-import socket
+import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
-from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.streams import CudaStreams, Stream, can_copy
-from parallel3d.comm.symmetric import Mapped, map_memory, reaches
-
-SLOT_BYTES = 16 * 2**20
-NUM_SLOTS = 4
-_HEADER_BYTES = 4096  # of counts: an int32 for each slot that fills here, then one for each that is emptied elsewhere
+from parallel3d.comm.buffers import Loan, TensorKind, lend
+from parallel3d.comm.streams import CudaStreams, Stream
+from parallel3d.errors import CommunicationError
 
 
 @dataclass(frozen=True)
@@ -87,12 +82,15 @@ class _End:
 class Sender(_End):
     """The end that copies into a ring."""
 
-    def send(self, address: int, num_bytes: int, stream: Stream) -> None:
-        """So many bytes from an address, in as many pieces as it takes."""
+    def send(self, address: int, num_bytes: int, posted: Any, stream: Stream) -> None:
+        """So many bytes, which are at an address when the mark `posted` is done, in as many pieces as it takes."""
         for source, length in self._pieces(address, num_bytes):
             place = self._next_place()
+            # First what is mostly done long before.
             if place.times > 1:
                 stream.wait_for(place.emptied, _int32(place.times - 1))
+            if source == address:
+                stream.follow(posted)
             stream.copy(place.slot, source, length)
             stream.write(place.filled, _int32(place.times))
 
@@ -107,9 +105,18 @@ class Arriving:
         self._memory: Tensor | None = memory
 
     @property
+    def places(self) -> Iterable[Place]:
+        """That it takes."""
+        return (place for place, _, _ in self._parts)
+
+    @property
     def taken(self) -> bool:
         """Whether `take` was called."""
         return self._memory is None
+
+    def make_way(self, beside: Stream) -> None:
+        """Leave the ring, by a stream that may wait."""
+        self.take(beside)
 
     def take(self, stream: Stream) -> None:
         """Let the stream go on when the message is in its memory."""
@@ -124,13 +131,50 @@ class Arriving:
         self._memory, self._mark = None, stream.mark()
 
 
+Spare = Callable[[], tuple[Tensor, Any]]  # memory, and a mark that is done when it is free
+Loans = dict[int, tuple[Place, Loan]]  # by the slot's address
+
+
+class Staying:
+    """A message that is expected, of one piece: `take` lends its slot to a tensor.
+
+    spare: where it goes should another message need the slot before.
+    """
+
+    def __init__(self, first: int, place: Place, kind: TensorKind, spare: Spare, loans: Loans):
+        self.first, self.places, self.taken = first, (place,), False
+        self._kind, self._spare, self._loans = kind, spare, loans
+        self._moved: tuple[Tensor, Any] | None = None
+
+    def make_way(self, beside: Stream) -> None:
+        """Leave the ring, by a stream that may wait."""
+        (place,), (memory, free) = self.places, self._spare()
+        moving = Arriving(self.first, [(place, memory.data_ptr(), memory.nbytes)], memory, free)
+        moving.take(beside)
+        self._moved, self.taken = (memory, beside.mark()), True
+
+    def take(self, stream: Stream) -> Tensor:
+        """The message, for what the stream does from now on; to be called once."""
+        (place,), moved = self.places, self._moved
+        self._moved, self.taken = None, True
+        if moved is not None:
+            memory, there = moved
+            stream.follow(there)
+            return memory
+        place.await_piece(stream)
+        tensor, loan = lend(place.slot, self._kind)
+        self._loans[place.slot] = place, loan
+        return tensor
+
+
 class Receiver(_End):
     """The end that takes from a ring. beside: a stream for messages that keep others from coming."""
 
     def __init__(self, ring: Ring, beside: Stream):
         super().__init__(ring)
         self._beside = beside
-        self._expected: deque[Arriving] = deque()
+        self._expected: deque[Arriving | Staying] = deque()
+        self._loans: Loans = {}
 
     def expect(self, memory: Tensor, posted: Any) -> Arriving:
         """The next message, into memory, contiguous, that is free when the mark `posted` is done."""
@@ -144,6 +188,40 @@ class Receiver(_End):
             self._expected.append(arriving)
         return arriving
 
+    def expect_to_stay(self, kind: TensorKind, spare: Spare) -> Staying:
+        """The next message, a tensor of at most slot_bytes."""
+        self._make_room(1)
+        first = self._count
+        staying = Staying(first, self._next_place(), kind, spare, self._loans)
+        self._expected.append(staying)
+        return staying
+
+    def end_loans(self, stream: Stream) -> None:
+        """Give back the slots of tensors that nothing refers to any more; all that used them is on this stream, or marked."""
+        for slot, (place, loan) in list(self._loans.items()):
+            if loan.is_over:
+                for mark in loan.marks:
+                    stream.follow(mark)
+                place.leave(stream)
+                loan.close()
+                del self._loans[slot]
+
+    def prepare(self, message: Arriving | Staying, stream: Stream) -> None:
+        """Before a stream takes a message: raises CommunicationError where it would wait for a slot that is lent, for ever."""
+        self.end_loans(stream)
+        if self._waits_for_loans(message):
+            gc.collect()  # of cycles that nobody else refers to
+            self.end_loans(stream)
+        if self._waits_for_loans(message):
+            raise CommunicationError(
+                f"a message waits for memory that still holds one which came {len(self._addresses)} pieces before: something "
+                "refers to that tensor though its backward is through; let the layer or hook keep a clone of what it is given, "
+                "or set pipeline.receive_in_place to false"
+            )
+
+    def _waits_for_loans(self, message: Arriving | Staying) -> bool:
+        return any(self._loans[p.slot][0].times < p.times for p in message.places if p.slot in self._loans)
+
     def next_place(self) -> Place:
         """Of the next message, which takes one slot and is to be left at once."""
         self._make_room(1)
@@ -156,7 +234,7 @@ class Receiver(_End):
             if not oldest.taken and self._count + num_pieces - oldest.first <= len(self._addresses):
                 break
             if not oldest.taken:
-                oldest.take(self._beside)
+                oldest.make_way(self._beside)
             self._expected.popleft()
 
 
@@ -179,66 +257,3 @@ class Receiving:
     def is_completed(self) -> bool:
         """Whether it was taken. (What has come is not known before.)"""
         return self._arriving.taken
-
-
-@dataclass(frozen=True)
-class Channels:
-    """Where the rings of some ranks lie in the memory that each of them shares. peers: of each, who sends to it."""
-
-    peers: Sequence[Sequence[int]]
-    num_slots: int = NUM_SLOTS
-    slot_bytes: int = SLOT_BYTES
-
-    @property
-    def num_bytes(self) -> int:
-        """Of each rank's memory: counts, and a ring for each peer."""
-        return _HEADER_BYTES + max(map(len, self.peers)) * self.num_slots * self.slot_bytes
-
-    def ring(self, source: int, target: int, memory_of: Callable[[int], Tensor]) -> Ring:
-        """The channel from one rank to another. memory_of: rank -> its num_bytes bytes."""
-        into, out = self.peers[target].index(source), self.peers[source].index(target)
-        length = self.num_slots * self.slot_bytes
-        memory, start = memory_of(target), _HEADER_BYTES + into * length
-        filled, _ = _counts(memory)
-        _, emptied = _counts(memory_of(source))
-        first, end = into * self.num_slots, out * self.num_slots
-        slots = memory[start : start + length].split(self.slot_bytes)
-        return Ring(slots, filled[first : first + self.num_slots], emptied[end : end + self.num_slots])
-
-
-def _counts(memory: Tensor) -> tuple[Tensor, ...]:
-    return memory[:_HEADER_BYTES].view(torch.int32).chunk(2)
-
-
-def open_channels(groups: ProcessGroups, axis: str, channels: Channels, device: torch.device) -> Mapped | None:
-    """The memory of this rank's group along an axis of the topology, ready for use; None on every rank where on any it can't
-    be had. Collective over the world.
-
-    It takes CUDA devices of one host that reach each other's memory.
-    """
-    group: Group = getattr(groups, axis)
-    found = None
-    if _may_share(groups, axis, group, device):
-        found = map_memory(group, groups.control, device, channels.num_bytes)
-    everywhere = all_gather_integers([int(found is not None)], groups.control)
-    if found is None or not all(row[0] for row in everywhere):
-        return None
-    found.memory[:_HEADER_BYTES].zero_()
-    torch.cuda.synchronize()
-    all_gather_integers([0], groups.control)  # nobody writes into counts that are not cleared yet
-    return found
-
-
-def _may_share(groups: ProcessGroups, axis: str, group: Group, device: torch.device) -> bool:
-    """Whether along this axis all ranks of every group are on one host with devices that reach each other; the same on every
-    rank."""
-    mine = (socket.gethostname(), device.index if device.type == "cuda" else None, groups.backend)
-    everyone = all_gather_object(mine, groups.control)
-    for ranks in groups.topology.get_axis_comm_lists(axis):
-        places = [everyone[rank] for rank in ranks]
-        if len({host for host, _, _ in places}) > 1 or any(index is None for _, index, _ in places):
-            return False
-    if groups.backend != "nccl" or group.size == 1:
-        return False
-    reached = can_copy() and reaches(device, [everyone[rank][1] for rank in group.ranks])
-    return all(row[0] for row in all_gather_integers([int(reached)], groups.control))

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from parallel3d.comm.channels import Channels, open_channels
 from parallel3d.comm.collectives import Awaited, Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.message_wait import MessageWait, open_message_wait
-from parallel3d.comm.rings import Channels, Place, Receiver, Receiving, Sender, open_channels
-from parallel3d.comm.streams import CudaStream, CudaStreams
+from parallel3d.comm.rings import Place, Receiver, Receiving, Sender
+from parallel3d.comm.streams import CudaStream, CudaStreams, used_by
 
 # Of all slices: a slot holds a slice's share of 4096 tokens x 4096 features in bf16.
 _WHOLE_BYTES = 32 * 2**20
@@ -70,9 +71,8 @@ class ShardCopies:
     def send(self, x: Tensor, peer: int) -> None:
         """Post x, contiguous and of at most most_bytes, to a peer, by its place in the group."""
         queue = self._outgoing
-        queue.follow(self._streams.current().mark())
-        self._senders[peer].send(x.data_ptr(), x.nbytes, queue)
-        x.record_stream(queue.stream)
+        self._senders[peer].send(x.data_ptr(), x.nbytes, self._streams.current().mark(), queue)
+        used_by(x, queue.stream)
 
     def taken(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Taken:
         """The next message of a peer, in its slot, for work on the current stream; the slot is given back after it."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from parallel3d.comm.buffers import loan_of
 from parallel3d.comm.message_wait import MessageWait
 from parallel3d.errors import CommunicationError
 
@@ -79,6 +80,13 @@ class CudaMark:
         return bool(status == 0)
 
 
+def used_by(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    """Keep the tensor's memory from being used anew before all that a stream, not the current one, has queued now is done."""
+    tensor.record_stream(stream)
+    if (loan := loan_of(tensor)) is not None:
+        loan.marks.append(CudaMark(stream))
+
+
 def _new_event() -> ctypes.c_void_p:
     event = ctypes.c_void_p()
     _check("cuEventCreate", _driver().cuEventCreate(ctypes.byref(event), _NO_TIMING))
@@ -106,7 +114,7 @@ class CudaStream:
 
     def hold(self, memory: Tensor) -> None:
         """See Stream."""
-        memory.record_stream(self.stream)
+        used_by(memory, self.stream)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """See Stream."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.activity import Waiting
-from parallel3d.comm.collectives import Awaited, Work
+from parallel3d.comm.buffers import TensorKind
+from parallel3d.comm.collectives import DONE, Awaited, Work
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer_copies import open_peer_copies
@@ -29,14 +30,24 @@ _HEADER_TAG, _HOST_TAG = 1, 2
 _CHANNEL_CTAS = 2
 
 
+class Incoming(Work, Protocol):
+    """A tensor that is expected."""
+
+    def wait(self) -> Tensor:
+        """The tensor, for what the current stream does from now on; to be called once."""
+
+
 class Transport(Protocol):
     """What the executor needs of point-to-point communication."""
 
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
         """Post tensors to `stage`; never blocks. The transport keeps them alive until they have left."""
 
-    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
-        """Post the receive of the next tensors of the channel from `stage`; wait on the works before reading."""
+    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
+        """Post the receive of the next message of the channel from `stage`, of tensors of these kinds.
+
+        behind: how many more of the channel's are posted before the tensors are gone; None where that isn't known.
+        """
 
     def send_header(self, header: Any, stage: int) -> None:
         """Send a picklable value on the host; never blocks."""
@@ -56,16 +67,18 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class _ThroughHost:
-    """A receive into host memory, to be copied to its buffer."""
+class _Buffered:
+    """A receive into a buffer, or into host memory that is to be copied there."""
 
     work: Work
-    staging: Tensor
     buffer: Tensor
+    staging: Tensor | None = None
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
         self.work.wait()
-        self.buffer.copy_(self.staging)
+        if self.staging is not None:
+            _bytes(self.buffer).copy_(self.staging)
+        return self.buffer
 
     def is_completed(self) -> bool:
         return self.work.is_completed()
@@ -75,17 +88,19 @@ class DistributedTransport:
     """gloo and NCCL. Under NCCL each channel has its own communicator, so that the directions don't wait for each other.
 
     peer_copies: where the ranks of each pipeline share a host, tensors travel by peer_copies.py instead of NCCL;
-    waits_by_kernel: see message_wait.py. gloo tells that a send has left only when it is waited for, so there what was sent
-    is held until `finish`.
+    waits_by_kernel: see message_wait.py; in_place: see open_peer_copies. gloo tells that a send has left only when it is waited
+    for, so there what was sent is held until `finish`.
     """
 
-    def __init__(self, groups: ProcessGroups, peer_copies: bool = True, waits_by_kernel: bool = False):
+    def __init__(
+        self, groups: ProcessGroups, peer_copies: bool = True, waits_by_kernel: bool = False, in_place: bool = False
+    ):
         self._groups = groups
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._stage = groups.coordinate("pipe")
         self._by_host = False
-        self._copies = open_peer_copies(groups, local_device(), waits_by_kernel) if peer_copies else None
+        self._copies = open_peer_copies(groups, local_device(), waits_by_kernel, in_place) if peer_copies else None
         if groups.backend == "nccl" and groups.pipe.size > 1 and self._copies is None:
             self._open_channels()
 
@@ -130,25 +145,28 @@ class DistributedTransport:
                 assert work is not None
                 self._sent.append((Awaited(work, f"rank {target} to take a message", (target,)), data))
 
-    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
+    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
         """See Transport."""
         source = self._groups.pipe.ranks[stage]
-        group = self._channels.get((stage, self._stage), self._groups.pipe.handle)
-        works: list[Work] = []
         what, ranks = f"a message of rank {source}", (source,)
-        for buffer in buffers:
-            if buffer.numel() and self._by_host:
-                staging = torch.empty(_bytes(buffer).shape, dtype=torch.uint8)
-                work = dist.irecv(staging, source, group=self._groups.control.handle, tag=_HOST_TAG)
-                assert work is not None
-                works.append(_ThroughHost(Awaited(work, what, ranks), staging, _bytes(buffer)))
-            elif buffer.numel() and self._copies is not None:
-                works.append(Awaited(self._copies.receive(_bytes(buffer), stage), what, ranks))
-            elif buffer.numel():
-                work = dist.irecv(_bytes(buffer), source, group=group)
-                assert work is not None
-                works.append(Awaited(work, what, ranks))
-        return works
+        full = [kind for kind in kinds if kind.nbytes]
+        if self._copies is not None and not self._by_host:
+            inbound: Iterator[Incoming] = iter(self._copies.receive(full, stage, behind))
+        else:
+            inbound = (self._receive_by_backend(kind, stage) for kind in full)
+        return [Awaited(next(inbound), what, ranks) if kind.nbytes else _Buffered(DONE, kind.empty()) for kind in kinds]
+
+    def _receive_by_backend(self, kind: TensorKind, stage: int) -> _Buffered:
+        source, buffer = self._groups.pipe.ranks[stage], kind.empty()
+        if self._by_host:
+            staging = torch.empty(kind.nbytes, dtype=torch.uint8)
+            work = dist.irecv(staging, source, group=self._groups.control.handle, tag=_HOST_TAG)
+            assert work is not None
+            return _Buffered(work, buffer, staging)
+        group = self._channels.get((stage, self._stage), self._groups.pipe.handle)
+        work = dist.irecv(_bytes(buffer), source, group=group)
+        assert work is not None
+        return _Buffered(work, buffer)
 
     def use_host(self, use: bool) -> None:
         """See Transport."""

@@ -124,6 +124,12 @@ class PipelineConfig(Section):
         description="true or false: whether stages of one host send by copies into each other's memory, else by NCCL",
         json_schema_extra=OWN,
     )
+    receive_in_place: bool = Field(
+        False,
+        description="true or false: whether what comes by peer_copies stays where it came until its backward is through, "
+        "else it is copied out",
+        json_schema_extra=OWN,
+    )
     shapes: Literal["static", "dynamic"] = Field("static", description='"static" or "dynamic"', json_schema_extra=OWN)
     seed_layers: bool | None = Field(None, description="true or false")
 
@@ -156,6 +162,11 @@ class PipelineConfig(Section):
             )
         if self.plan is not None and self.schedule != "auto":
             raise ValueError('plan is the file of schedule "auto"; set schedule to that, or leave plan out')
+        if self.receive_in_place and not self.peer_copies:
+            raise ValueError(
+                "receive_in_place is about what comes by peer_copies, which is false; set that to true, or receive_in_place "
+                "to false"
+            )
         if isinstance(self.schedule, tuple) and self.stages not in (None, len(self.schedule)):
             raise ValueError(
                 f"schedule lists instructions for {len(self.schedule)} stages, but stages is {self.stages}; give one "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from parallel3d.comm.collectives import Work
-from parallel3d.comm.transport import Transport
+from parallel3d.comm.buffers import TensorKind
+from parallel3d.comm.transport import Incoming, Transport
 from parallel3d.errors import CommunicationError
 
 
@@ -26,10 +26,6 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-
-    def empty(self, device: torch.device) -> Tensor:
-        """A buffer to receive into."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,18 @@ class Structure:
     def gradients(self) -> list[TensorSpec]:
         """The tensors whose gradients travel back, in order."""
         return [leaf for leaf in self.tensors if leaf.requires_grad]
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[torch.device, bool], list[TensorKind]]:
+        return {}
+
+    def kinds(self, device: torch.device, gradients: bool) -> list[TensorKind]:
+        """What is received on a device: the tensors, or their gradients; made once."""
+        kinds = self._kinds.get((device, gradients))
+        if kinds is None:
+            specs = self.gradients if gradients else self.tensors
+            kinds = self._kinds[device, gradients] = [TensorKind(spec.shape, spec.dtype, device) for spec in specs]
+        return kinds
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """The pytree, with these tensors in place of their specs."""
@@ -114,21 +122,22 @@ class _Structures:
 
 @dataclass(eq=False)
 class Receipt:
-    """A message posted for receipt. While its structure isn't known its buffers can't be, so it waits in its channel."""
+    """A message posted for receipt. While its structure isn't known its tensors can't be, so it waits in its channel.
+
+    behind: see Transport.receive.
+    """
 
     known: Callable[[], Structure | None]
     learn: Callable[[], Structure]
     is_gradient: bool
+    behind: int | None
     structure: Structure | None = None
-    tensors: list[Tensor] = field(default_factory=list)
-    works: Sequence[Work] = ()
+    incoming: Sequence[Incoming] = ()
 
     def start(self, structure: Structure, transport: Transport, stage: int, device: torch.device) -> None:
-        """Post the buffers."""
+        """Post the tensors."""
         self.structure = structure
-        specs = structure.gradients if self.is_gradient else structure.tensors
-        self.tensors = [spec.empty(device) for spec in specs]
-        self.works = transport.receive(self.tensors, stage)
+        self.incoming = transport.receive(structure.kinds(device, self.is_gradient), stage, self.behind)
 
 
 class Messages:
@@ -197,15 +206,15 @@ class Messages:
         self._used = True
         self._transport.send(tensors, stage)
 
-    def receive_activation(self, key: Key, stage: int) -> Receipt:
-        """Post the receipt of a chunk's input, the output of chunk key[0]; pass it to `wait` for the tensors."""
+    def receive_activation(self, key: Key, stage: int, behind: int | None = None) -> Receipt:
+        """Post the receipt of a chunk's input, the output of chunk key[0]; pass it to `input_of`. behind: see Transport."""
 
         def learn() -> Structure:
             structure: Structure = self._transport.receive_header(stage)
             self._structures.put(key, structure)
             return structure
 
-        return self._post(Receipt(lambda: self.known_structure(key), learn, is_gradient=False), stage)
+        return self._post(Receipt(lambda: self.known_structure(key), learn, False, behind), stage)
 
     def input_of(self, receipt: Receipt, stage: int) -> tuple[Structure, list[Tensor]]:
         """Structure and tensors of an activation, once they are here. Blocks as Work.wait does."""
@@ -213,7 +222,7 @@ class Messages:
         assert receipt.structure is not None, "a message is here whose structure isn't known"
         return receipt.structure, tensors
 
-    def receive_gradient(self, known: Callable[[], Structure | None], stage: int) -> Receipt:
+    def receive_gradient(self, known: Callable[[], Structure | None], stage: int, behind: int | None = None) -> Receipt:
         """Post the receipt of a chunk's output gradients; `known` gives that output's structure once it exists."""
 
         def learn() -> Structure:
@@ -221,7 +230,7 @@ class Messages:
             assert structure is not None, "a gradient is waited for before its forward ran"
             return structure
 
-        return self._post(Receipt(known, learn, is_gradient=True), stage)
+        return self._post(Receipt(known, learn, True, behind), stage)
 
     def send_gradient(self, gradients: Sequence[Tensor], stage: int) -> None:
         """Send the gradients of a chunk's input, in the order of Structure.gradients, to the stage that made it."""
@@ -253,14 +262,12 @@ class Messages:
         return None if self._dynamic else self._structures.get(key)
 
     def wait(self, receipt: Receipt, stage: int) -> list[Tensor]:
-        """The message's tensors. Those ahead of it in its channel are posted first, so that the order holds."""
+        """The message's tensors, once. Those ahead of it in its channel are posted first, so that the order holds."""
         queue = self._unposted[stage]  # where the receipt was posted
         while receipt in queue:
             self._start(queue.popleft(), stage, block=True)
         self._start_known(stage)
-        for work in receipt.works:
-            work.wait()
-        return receipt.tensors
+        return [incoming.wait() for incoming in receipt.incoming]
 
     def finish(self) -> None:
         """Return when all that was sent has left."""

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.attention import attention_context, missing
 from parallel3d.clock import clock_of
+from parallel3d.comm.buffers import TensorKind
 from parallel3d.comm.collectives import Group, Work, all_gather_into, all_gather_object, all_reduce, reduce_scatter_into
 from parallel3d.comm.environment import destroy, init_distributed, local_device
 from parallel3d.comm.groups import ProcessGroups
@@ -239,14 +240,14 @@ class _Bench:
     def message(self, transport: DistributedTransport, nbytes: int) -> Callable[[], object]:
         """Every rank sends to the next one of a ring, as stages do, and receives from the one before."""
         outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        incoming = torch.zeros_like(outgoing)
+        kind = TensorKind((nbytes,), torch.uint8, self.device)
         stage, size = self.groups.coordinate("pipe"), self.groups.pipe.size
 
         def run() -> None:
-            works = transport.receive([incoming], (stage - 1) % size)
+            incoming = transport.receive([kind], (stage - 1) % size)
             transport.send([outgoing], (stage + 1) % size)
-            for work in works:
-                work.wait()
+            for tensor in incoming:
+                tensor.wait()
             transport.finish()
 
         return run

@@ -202,7 +202,7 @@ class MemoryModel:
         communicators = communicator_bytes((stages * replicas * layout.slices, replicas, layout.slices))
         config, buffers = self._model.config, 0
         if stages > 1 and config.pipeline.peer_copies:
-            buffers += pipeline_channels(stages).num_bytes
+            buffers += pipeline_channels(stages, config.pipeline.receive_in_place).num_bytes
         if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
             buffers += slice_channels(layout.slices).num_bytes
         if config.kernels.wants_all_reduce and layout.slices in WORLD_SIZES:

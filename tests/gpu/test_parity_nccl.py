@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import toy
@@ -22,6 +24,8 @@ from ranks import RankPool
 from reference import Reference
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from parallel3d.comm.buffers import lend
 
 
 def reference_on_gpu(layout: Layout) -> Run:
@@ -50,6 +54,11 @@ def cover(num_gpus: int) -> list[Layout]:
     return all_pairs(num_gpus)
 
 
+def in_place_cover() -> list[Layout]:
+    """Those with stages, and one on each boundary of which a message stays."""
+    return [Layout(pp=2, accumulation=7), *(layout for layout in cover(2) if layout.pp > 1)]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "layout" in metafunc.fixturenames:
         metafunc.parametrize("layout", cover(min(4, max(2, torch.cuda.device_count()))), ids=str)
@@ -58,6 +67,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_losses_norms_and_weights_equal_one_gpu(gpu_pool: RankPool, layout: Layout):
     (wanted,) = gpu_pool.run(1, reference_on_gpu, layout)
     check(gpu_pool.run(layout.pp * layout.dp, train, layout), wanted, layout.dp)
+
+
+def train_in_place(layout: Layout, offload: bool = False) -> tuple[Run, int]:
+    """`train` with messages that stay where they come, and how many did."""
+    with mock.patch("parallel3d.comm.rings.lend", wraps=lend) as lent:
+        run = train(layout, in_place=True, activation_checkpointing={"cpu_checkpointing": offload})
+    return run, lent.call_count
+
+
+def check_in_place(pool: RankPool, layout: Layout, offload: bool = False) -> None:
+    (wanted,) = pool.run(1, reference_on_gpu, layout)
+    runs = pool.run(layout.pp * layout.dp, train_in_place, layout, offload)
+    check([run for run, _ in runs], wanted, layout.dp)
+    # 1F1B's last stage needs no message when the one after the next is posted, whatever the shapes.
+    stays = layout.schedule == "1f1b" and layout.data == "tensor"
+    assert not stays or runs[-1][1] >= (STEPS - 1) * layout.accumulation
+
+
+@pytest.mark.parametrize("in_place_layout", in_place_cover(), ids=str)
+def test_messages_that_stay_where_they_come_change_nothing(gpu_pool: RankPool, in_place_layout: Layout):
+    check_in_place(gpu_pool, in_place_layout)
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_message_that_stays_is_read_by_the_stream_that_takes_it_to_the_host(gpu_pool: RankPool, interval: int):
+    check_in_place(gpu_pool, Layout(pp=2, accumulation=7, checkpointing=interval), offload=True)
 
 
 def test_a_fresh_world_whose_kernels_load_while_messages_wait(num_gpus: int):

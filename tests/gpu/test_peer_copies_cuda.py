@@ -8,14 +8,15 @@ import pytest
 import torch
 from ranks import RankPool
 
+from parallel3d.comm.buffers import TensorKind, loan_of
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer_copies import open_peer_copies, pipeline_channels
-from parallel3d.comm.rings import NUM_SLOTS, SLOT_BYTES
 from parallel3d.topology import PipeDataParallelTopology
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 ROUNDS = 200
+NUM_SLOTS, SLOT_BYTES = pipeline_channels(2).num_slots, pipeline_channels(2).slot_bytes
 
 
 def pattern(source: int, target: int, number: int, size: int, device: torch.device) -> torch.Tensor:
@@ -46,17 +47,63 @@ def exchange(num_stages: int, by_kernel: bool) -> tuple[int, int]:
         for other in pipeline_channels(num_stages).peers[stage]:
             data = pattern(stage, other, number, size_of(number, stage, other), device)
             work = copies.send(data, other)
-            buffer = torch.full((size_of(number, other, stage),), 7, dtype=torch.uint8, device=device)
-            works.append((other, buffer, copies.receive(buffer, other), work))
+            kind = TensorKind((size_of(number, other, stage),), torch.uint8, device)
+            works.append((other, *copies.receive([kind], other, None), work))
         if rng.random() < 0.3:
             torch.cuda._sleep(rng.randrange(2_000_000))
-        for other, buffer, received, sent in works:
-            received.wait()
+        for other, received, sent in works:
+            buffer = received.wait()
             wrong += (buffer != pattern(other, stage, number, buffer.numel(), device)).sum()
             sent.wait()
             count += 1
     torch.cuda.synchronize()
     return count, int(wrong)
+
+
+def exchange_in_place(num_stages: int, by_kernel: bool, held: int) -> tuple[int, int]:
+    """(messages that stayed, bytes that differ) of rounds after which the newest `held` messages of each neighbour are kept,
+    and looked at again before they are dropped.
+    """
+    groups = ProcessGroups(PipeDataParallelTopology(num_stages, 1))
+    device = torch.device("cuda", torch.cuda.current_device())
+    copies = open_peer_copies(groups, device, by_kernel, in_place=True)
+    assert copies is not None
+    stage, rng = groups.coordinate("pipe"), random.Random(groups.rank)
+    peers, most = pipeline_channels(num_stages).peers[stage], pipeline_channels(num_stages, in_place=True).slot_bytes
+    wrong, stayed = torch.zeros((), dtype=torch.int64, device=device), 0
+    kept: dict[int, list[tuple[int, torch.Tensor]]] = {other: [] for other in peers}
+    for number in range(ROUNDS):
+        size = (1, 4097, 1 << 20, most - 1, most)[number % 5]
+        for other in peers:
+            copies.send(pattern(stage, other, number, size, device), other)
+        received = {other: copies.receive([TensorKind((size,), torch.uint8, device)], other, held) for other in peers}
+        if rng.random() < 0.3:
+            torch.cuda._sleep(rng.randrange(2_000_000))
+        for other in peers:
+            (incoming,) = received[other]
+            tensor = incoming.wait()
+            stayed += loan_of(tensor) is not None
+            kept[other].append((number, tensor))
+            if len(kept[other]) > held:
+                for sent, old in kept[other]:
+                    wrong += (old != pattern(other, stage, sent, old.numel(), device)).sum()
+                del kept[other][0], old
+            del tensor
+    torch.cuda.synchronize()
+    return stayed, int(wrong)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("held", [0, 1, 4])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_messages_stay_as_they_came_while_anything_refers_to_them(
+    gpu_pool: RankPool, num_gpus: int, num_stages: int, held: int, by_kernel: bool
+):
+    if num_stages > num_gpus:
+        pytest.skip(f"needs {num_stages} CUDA devices")
+    for stayed, wrong in gpu_pool.run(num_stages, exchange_in_place, num_stages, by_kernel, held, timeout=60):
+        assert stayed == ROUNDS * len(pipeline_channels(num_stages).peers[0])
+        assert wrong == 0
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])

@@ -76,6 +76,7 @@ def test_a_run_on_the_cpu(tmp_path: Path):
     exchanged = [(what, "gloo", size) for size in (64, 4096) for what in EXCHANGED]
     updated = [("reduce_scatter", "gloo", 64), ("reduce_scatter", "gloo", 4096)]
     names = ("gather, 3 of attention", "gather, 2 of feed-forward", "scatter, of attention", "scatter, of feed-forward")
+    exchanged += [("product beside a ring", by, 4096) for by in ("alone", "gloo")]
     assert found == exchanged + [(name, by, 64 * 32 * 4) for name in names for by in ("alone", "gloo")] + updated
     assert {m["world"] for m in run["measured"]} == {2}
     assert all(0 < m["min_s"] <= m["seconds"] <= m["max_s"] for m in run["measured"])

@@ -4,15 +4,15 @@ python tools/bench/communication.py --worlds 2,4 --out communication.json
 python tools/bench/communication.py --what ring,products --worlds 2
 
 all_reduce: of tensor slices, by the kernel. all_reduce_norm: that, the residual and RMSNorm behind it, one after the other
-and in one kernel, of rows of the hidden size. ring: every rank sends to the next one, as stages do, by copies. message:
-only every other rank does. products: of a decoder's layers whose sequences the slices share, with the gathering before or the
-scattering behind them, and alone.
+and in one kernel, of rows of the hidden size. ring: every rank sends to the next one, as stages do, by copies, which may
+stay where they come. message: only every other rank does. beside: a product while messages go round. products: of a
+decoder's layers whose sequences the slices share, with the gathering before or the scattering behind them, and alone.
 reduce_scatter: of fp32 gradients, which travel in the dtype. update: AdamW's step of sharded fp32 masters, with the
 gathering of the weights, by torch, NCCL, kernels and copies. Streams wait for copies by the driver, or by a kernel.
 
-All are called on the current stream, back to back: 100 times, 10 of large messages, between two CUDA events, `repeats` times,
-after as many calls for warm-up. A time is the median over repeats on the slowest rank. Bus bandwidth is what each device must
-send at least by that time. With --cpu gloo alone is measured.
+All are called on the current stream, back to back: 100 times, 10 of very large messages, between two CUDA events, `repeats`
+times, after as many calls for warm-up. A time is the median over repeats on the slowest rank. Bus bandwidth is what each
+device must send at least by that time. With --cpu gloo alone is measured.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from host import cuda_version, find_gpus
 from results import as_text
 from run import describe_run, environment, error_lines, find_result, run_process, split_names, start_command
 
-WHAT = ("all_reduce", "all_reduce_norm", "ring", "message", "products", "reduce_scatter", "update")
+WHAT = ("all_reduce", "all_reduce_norm", "ring", "message", "beside", "products", "reduce_scatter", "update")
 KIB, MIB = 2**10, 2**20
 # 32 MiB are 4096 tokens x 4096 features in bf16.
 SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 1024 * MIB)
 DTYPES = ("bfloat16", "float32")
-SHORT, LONG = 100, 10  # calls between two events, of messages below LARGE and of others
-LARGE = 16 * MIB
+SHORT, LONG = (
+    100,
+    10,
+)  # calls between two events, of messages below LARGE and of others; what the host needs to begin counts
+LARGE = 64 * MIB
 BACKENDS = ("nccl", "gloo")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
 from parallel3d.comm.all_reduce_norm_kernel import open_all_reduce_norm
+from parallel3d.comm.buffers import TensorKind
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import local_obstacle
@@ -26,7 +27,9 @@ from parallel3d.tensor_parallel.regions import SequenceBorder
 from parallel3d.topology import ProcessTopology
 
 ALONE, KERNEL, COPIES, AWAITED = "alone", "kernel", "copies", "copies, awaited by a kernel"
-ONE_KERNEL = "one kernel"
+STAYING, BOTH, ONE_KERNEL = "copies that stay", "copies that stay, awaited by a kernel", "one kernel"
+# Of at most so many bytes, so many messages go round beside a product: for about as long as it takes alone.
+_BESIDE_BYTES, _MESSAGES = 32 * 2**20, 3
 _EPS = 1e-5
 
 
@@ -58,9 +61,19 @@ class Exchanges:
         open_all_reduce_norm(self._groups, asked=kernel is not None)
         self._norms: Any = self._groups.model.kernels.all_reduce_norm
         self._hidden = products[1]
+        self._beside: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._sent: Any = None  # of the messages before, by the stream beside
         by_kernel = kernel is not None
-        self._rings: dict[str, PeerCopies | None] = {COPIES: open_peer_copies(self._stages, self.device)}
-        self._rings |= {AWAITED: open_peer_copies(self._stages, self.device, by_kernel=True)} if by_kernel else {}
+        self._rings = {
+            name: open_peer_copies(self._stages, self.device, awaited, in_place)
+            for name, awaited, in_place in (
+                (COPIES, False, False),
+                (AWAITED, True, False),
+                (STAYING, False, True),
+                (BOTH, True, True),
+            )
+            if by_kernel or not awaited
+        }
         self._shards = {COPIES: self._opened(False)} | ({AWAITED: self._opened(True)} if by_kernel else {})
         self.why_off = "" if by_kernel else str(local_obstacle(self.device) or "see the warning of rank 0")
 
@@ -77,6 +90,8 @@ class Exchanges:
             yield from self._all_reduce_norms(x) if "all_reduce_norm" in what else ()
             yield from self._in_a_ring(x) if "ring" in what else ()
             yield from self._to_a_neighbour(x) if "message" in what else ()
+        if "beside" in what:
+            yield from self._beside_a_ring(min(max(sizes), _BESIDE_BYTES), dtype)
         if "products" in what:
             yield from self._products_of(dtype)
 
@@ -107,6 +122,34 @@ class Exchanges:
 
     def _in_a_ring(self, x: Tensor) -> Iterator[Way]:
         """To the next rank, from the one before, at the same time."""
+        for by, call in self._around(x):
+            yield Way("ring", x.nbytes, by, call)
+
+    def _beside_a_ring(self, num_bytes: int, dtype: torch.dtype) -> Iterator[Way]:
+        """A product of a decoder's layer while messages go round by another stream, the next ones when the last are there."""
+        tokens, hidden, ffn = self._products
+        x = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
+        left, right = (torch.randn(n, hidden, dtype=dtype, device=self.device) for n in (tokens, ffn))
+        yield Way("product beside a ring", x.nbytes, ALONE, lambda: F.linear(left, right))
+        for by, call in self._around(x):
+            yield Way("product beside a ring", x.nbytes, by, partial(self._with, call, lambda: F.linear(left, right)))
+
+    def _with(self, send: Callable[[], None], multiply: Callable[[], Tensor]) -> None:
+        if self.device.type != "cuda":
+            send()
+            multiply()
+            return
+        beside, before = self._beside, self._sent
+        with torch.cuda.stream(beside):
+            for _ in range(_MESSAGES):
+                send()
+            self._sent = beside.record_event()
+        multiply()
+        if before is not None:
+            torch.cuda.current_stream().wait_event(before)
+
+    def _around(self, x: Tensor) -> Iterator[tuple[str, Callable[[], None]]]:
+        """By what, and how."""
         rank, y = dist.get_rank(), torch.empty_like(x)
         target, source = (rank + 1) % self._world, (rank - 1) % self._world
 
@@ -117,10 +160,10 @@ class Exchanges:
 
         def by_copies(copies: PeerCopies) -> None:
             sent = copies.send(x.view(torch.uint8), target)
-            copies.receive(y.view(torch.uint8), source).wait()
+            self._receive(copies, x, source)
             sent.wait()
 
-        yield from self._by_each("ring", x.nbytes, by_backend, by_copies)
+        yield from self._by_each(by_backend, by_copies)
 
     def _to_a_neighbour(self, x: Tensor) -> Iterator[Way]:
         """From every even rank to the next one."""
@@ -132,18 +175,27 @@ class Exchanges:
                 work.wait()
 
         def by_copies(copies: PeerCopies) -> None:
-            (copies.receive if receives else copies.send)(x.view(torch.uint8), other).wait()
+            if receives:
+                self._receive(copies, x, other)
+            else:
+                copies.send(x.view(torch.uint8), other).wait()
 
         if self._world % 2 == 0:
-            yield from self._by_each("message", x.nbytes, by_backend, by_copies)
+            for by, call in self._by_each(by_backend, by_copies):
+                yield Way("message", x.nbytes, by, call)
+
+    def _receive(self, copies: PeerCopies, like: Tensor, source: int) -> None:
+        """A tensor that is gone when the next one is posted."""
+        for incoming in copies.receive([TensorKind(tuple(like.shape), like.dtype, like.device)], source, behind=0):
+            incoming.wait()
 
     def _by_each(
-        self, what: str, num_bytes: int, by_backend: Callable[[], None], by_copies: Callable[[PeerCopies], None]
-    ) -> Iterator[Way]:
-        yield Way(what, num_bytes, self._backend, by_backend)
+        self, by_backend: Callable[[], None], by_copies: Callable[[PeerCopies], None]
+    ) -> Iterator[tuple[str, Callable[[], None]]]:
+        yield self._backend, by_backend
         for name, copies in self._rings.items():
             if copies is not None:
-                yield Way(what, num_bytes, name, partial(by_copies, copies))
+                yield name, partial(by_copies, copies)
 
     def _products_of(self, dtype: torch.dtype) -> Iterator[Way]:
         """Of column layers, with the gathering of their input, and of row layers, with the scattering of their output."""

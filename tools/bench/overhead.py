@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.collectives import DONE, Group, Work
+from parallel3d.comm.buffers import TensorKind
+from parallel3d.comm.collectives import Group
+from parallel3d.comm.transport import Incoming
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.executor import Batch, Executor, no_record
 from parallel3d.pipe.messages import Messages, describe
@@ -38,6 +40,21 @@ FEATURES = 8
 SETTINGS = (("1f1b", 4, 1, 1), ("interleaved", 4, 2, 0), ("interleaved", 4, 2, 3), ("zb-h1", 4, 1, 2))
 
 
+@dataclass
+class Here:
+    """A tensor that has come: see parallel3d.comm.transport.Incoming."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """It."""
+        return self.tensor
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
 class Prompt:
     """A transport on which every message arrives at once: see parallel3d.comm.transport.Transport."""
 
@@ -47,9 +64,9 @@ class Prompt:
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
         """Forget them."""
 
-    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Work]:
+    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
         """They are here, whatever is in them."""
-        return [DONE] * len(buffers)
+        return [Here(kind.empty()) for kind in kinds]
 
     def send_header(self, header: Any, stage: int) -> None:
         """Forget it."""

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from parallel3d.comm.buffers import TensorKind
 from parallel3d.errors import CommunicationError
 from parallel3d.pipe.agreement import signature
-from parallel3d.pipe.messages import Messages, Structure, TensorSpec, describe
+from parallel3d.pipe.messages import Messages, Structure, describe
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None)
@@ -155,9 +156,9 @@ class End:
         self.wire.log.append(f"send {len(tensors)}")
         self.wire.tensors[stage].extend(t.detach().clone() for t in tensors)
 
-    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Any]:
-        self.wire.log.append(f"receive {len(buffers)}")
-        return [Arrival(self.wire.tensors[self.stage], buffer) for buffer in buffers]
+    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Any]:
+        self.wire.log.append(f"receive {len(kinds)}")
+        return [Arrival(self.wire.tensors[self.stage], kind) for kind in kinds]
 
     def send_header(self, header: Any, stage: int) -> None:
         self.wire.log.append("header")
@@ -176,16 +177,16 @@ class End:
 class Arrival:
     """Tensors are taken in the order in which they are waited for: the channel's, if the ends agree."""
 
-    def __init__(self, channel: deque[Tensor], buffer: Tensor):
-        self.channel, self.buffer = channel, buffer
+    def __init__(self, channel: deque[Tensor], kind: TensorKind):
+        self.channel, self.kind = channel, kind
 
     def is_completed(self) -> bool:
         return False
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
         tensor = self.channel.popleft()
-        assert (tensor.shape, tensor.dtype) == (self.buffer.shape, self.buffer.dtype)
-        self.buffer.copy_(tensor)
+        assert TensorKind(tuple(tensor.shape), tensor.dtype, CPU) == self.kind
+        return tensor
 
 
 def ends(dynamic: bool = False, most: int = 9) -> tuple[Wire, Messages, Messages]:
@@ -244,12 +245,11 @@ def test_messages_waited_for_out_of_order_are_posted_in_order():
         send(sender, key, torch.full((k + 1,), float(k)))
     # On a real channel the buffers fill in posting order; here waiting empties the channel, so wait in order of sending.
     wire.log.clear()
-    receiver.wait(receipts[0], 0)
+    found = [receiver.wait(receipts[0], 0)]
     assert wire.log == ["receive 1"]
     assert receiver.known_structure(keys_[1]) is None
-    receiver.wait(receipts[1], 0)
-    receiver.wait(receipts[2], 0)
-    assert [r.tensors[0].tolist() for r in receipts] == [[0], [1, 1], [2, 2, 2]]
+    found += [receiver.wait(receipt, 0) for receipt in receipts[1:]]
+    assert [tensor.tolist() for (tensor,) in found] == [[0], [1, 1], [2, 2, 2]]
 
 
 def test_structures_of_ever_new_signatures_are_forgotten_on_both_ends_alike():
@@ -323,9 +323,14 @@ def test_sparse_tensors_do_not_travel():
         send(sender, (0, 0, True), torch.eye(2).to_sparse())
 
 
-def test_a_spec_makes_its_buffer():
-    buffer = TensorSpec((2, 0), torch.bfloat16, True).empty(CPU)
+def test_what_is_received_has_the_shapes_and_dtypes_of_what_was_sent():
+    structure, _ = describe((torch.ones(2, 0, dtype=torch.bfloat16, requires_grad=True), torch.ones(3), "text"))
+    tensors, gradients = structure.kinds(CPU, gradients=False), structure.kinds(CPU, gradients=True)
+    assert tensors == [TensorKind((2, 0), torch.bfloat16, CPU), TensorKind((3,), torch.float32, CPU)]
+    assert gradients == tensors[:1]
+    buffer = gradients[0].empty()
     assert (tuple(buffer.shape), buffer.dtype, buffer.requires_grad) == ((2, 0), torch.bfloat16, False)
+    assert [kind.nbytes for kind in tensors] == [0, 12]
 
 
 def test_a_batch_with_inputs_of_a_new_structure_goes_through_the_host():
