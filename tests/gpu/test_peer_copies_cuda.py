@@ -74,8 +74,7 @@ def exchange_in_place(num_stages: int, by_kernel: bool, held: int) -> tuple[int,
     kept: dict[int, list[tuple[int, torch.Tensor]]] = {other: [] for other in peers}
     for number in range(ROUNDS):
         size = (1, 4097, 1 << 20, most - 1, most)[number % 5]
-        for other in peers:
-            copies.send(pattern(stage, other, number, size, device), other)
+        sent = [copies.send(pattern(stage, other, number, size, device), other) for other in peers]
         received = {other: copies.receive([TensorKind((size,), torch.uint8, device)], other, held) for other in peers}
         if rng.random() < 0.3:
             torch.cuda._sleep(rng.randrange(2_000_000))
@@ -85,10 +84,12 @@ def exchange_in_place(num_stages: int, by_kernel: bool, held: int) -> tuple[int,
             stayed += loan_of(tensor) is not None
             kept[other].append((number, tensor))
             if len(kept[other]) > held:
-                for sent, old in kept[other]:
-                    wrong += (old != pattern(other, stage, sent, old.numel(), device)).sum()
+                for then, old in kept[other]:
+                    wrong += (old != pattern(other, stage, then, old.numel(), device)).sum()
                 del kept[other][0], old
             del tensor
+        for work in sent:
+            work.wait()
     torch.cuda.synchronize()
     return stayed, int(wrong)
 

@@ -28,8 +28,7 @@ from parallel3d.topology import ProcessTopology
 
 ALONE, KERNEL, COPIES, AWAITED = "alone", "kernel", "copies", "copies, awaited by a kernel"
 STAYING, BOTH, ONE_KERNEL = "copies that stay", "copies that stay, awaited by a kernel", "one kernel"
-# Of at most so many bytes, so many messages go round beside a product: for about as long as it takes alone.
-_BESIDE_BYTES, _MESSAGES = 32 * 2**20, 3
+_BESIDE_BYTES = 32 * 2**20  # at most, of the message that goes round beside a product
 _EPS = 1e-5
 
 
@@ -62,7 +61,6 @@ class Exchanges:
         self._norms: Any = self._groups.model.kernels.all_reduce_norm
         self._hidden = products[1]
         self._beside: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._sent: Any = None  # of the messages before, by the stream beside
         by_kernel = kernel is not None
         self._rings = {
             name: open_peer_copies(self._stages, self.device, awaited, in_place)
@@ -126,7 +124,7 @@ class Exchanges:
             yield Way("ring", x.nbytes, by, call)
 
     def _beside_a_ring(self, num_bytes: int, dtype: torch.dtype) -> Iterator[Way]:
-        """A product of a decoder's layer while messages go round by another stream, the next ones when the last are there."""
+        """Products of a decoder's layer, while for each a message goes round by another stream."""
         tokens, hidden, ffn = self._products
         x = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
         left, right = (torch.randn(n, hidden, dtype=dtype, device=self.device) for n in (tokens, ffn))
@@ -139,14 +137,9 @@ class Exchanges:
             send()
             multiply()
             return
-        beside, before = self._beside, self._sent
-        with torch.cuda.stream(beside):
-            for _ in range(_MESSAGES):
-                send()
-            self._sent = beside.record_event()
+        with torch.cuda.stream(self._beside):
+            send()
         multiply()
-        if before is not None:
-            torch.cuda.current_stream().wait_event(before)
 
     def _around(self, x: Tensor) -> Iterator[tuple[str, Callable[[], None]]]:
         """By what, and how."""
