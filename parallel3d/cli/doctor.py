@@ -15,7 +15,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from parallel3d.comm.all_reduce_norm_kernel import SHARES
-from parallel3d.comm.obstacles import Obstacle, group_obstacle, local_obstacle, no_device, peer_obstacle
+from parallel3d.comm.obstacles import (
+    Obstacle,
+    group_obstacle,
+    hosts_obstacle,
+    local_obstacle,
+    no_device,
+    no_symmetric_memory,
+    peer_obstacle,
+)
+from parallel3d.comm.streams import queue_obstacle
 from parallel3d.config import Config, load_kernels
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.build import find_library, find_nvcc
@@ -53,18 +62,23 @@ def add_command(commands: Any) -> None:
         metavar="N",
         help="tensor slices of a layer (default: tensor_parallel.size, or this host's GPUs)",
     )
+    parser.add_argument(
+        "--stages", type=int, metavar="N", help="stages of a pipeline (default: pipeline.stages, or this host's GPUs)"
+    )
     parser.add_argument("--replicas", type=int, metavar="N", help="replicas of a stage (default: this host's GPUs)")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    for name, number in (("slices", options.slices), ("replicas", options.replicas)):
+    for name in ("slices", "stages", "replicas"):
+        number = getattr(options, name)
         if number is not None and number < 1:
             raise ConfigError(f"--{name} is {number}; give a whole number >= 1")
     config = load_kernels(options.config)
     devices = max(1, torch.cuda.device_count())
     slices = options.slices or config.tensor_parallel.size or devices
-    findings = examine(config, slices, options.replicas or devices)
+    stages = options.stages or config.pipeline.stages or devices
+    findings = examine(config, slices, options.replicas or devices, stages)
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     console.print(show(findings))
@@ -72,9 +86,13 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if any(finding.missed for finding in findings) else 0
 
 
-def examine(config: Config, slices: int, replicas: int) -> list[Finding]:
-    """Every kernel. slices: over how many ranks a layer is sliced; replicas: that share an optimizer's state."""
-    triton, kernels = _triton(), config.kernels
+def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Finding]:
+    """Every kernel. slices: over how many ranks a layer is sliced; replicas: that share an optimizer's state; stages: of a
+    pipeline.
+    """
+    triton, kernels, pipeline, tensor = _triton(), config.kernels, config.pipeline, config.tensor_parallel
+    messages = [None if pipeline.peer_copies else _OFF_STAGES, *_by_copies(stages, "stages")]
+    shards = [None if tensor.copies_shards else _OFF_SHARDS, *_by_copies(slices, "tensor slices")]
     waits = [_turned_off("message_wait", kernels.message_wait, "the driver's waits"), local_obstacle()]
     steps = [_turned_off("optimizer_step", kernels.optimizer_step, "torch's step"), local_obstacle()]
     among_slices, among_replicas = _among(slices, "tensor slices"), _among(replicas, "replicas")
@@ -86,6 +104,8 @@ def examine(config: Config, slices: int, replicas: int) -> list[Finding]:
         None if kernels.wants_all_reduce else SHARES,
     ]
     return [
+        Finding("send/receive of stages (copies)", "NCCL", _found(*messages), pipeline.receive_in_place),
+        Finding("send/receive of shards (copies)", "NCCL", _found(*shards), tensor.copies_shards),
         Finding("all_reduce (CUDA)", "NCCL", _found(sums, *among_slices), kernels.wants_all_reduce),
         Finding(
             "all_reduce_norm (CUDA)",
@@ -119,13 +139,31 @@ def _among(ranks: int, noun: str) -> list[Obstacle | None]:
     return [next(filter(None, (peer_obstacle(torch.device("cuda", k), range(ranks)) for k in range(ranks))), None)]
 
 
+_TURNED_OFF = "the configuration turns it off"
+_OFF_STAGES = Obstacle(_TURNED_OFF, "set pipeline.peer_copies to true")
+_OFF_SHARDS = Obstacle(
+    "tensor_parallel.peer_copies, with sequence_parallel, turns it on", "set both to true, if steps become shorter"
+)
+
+
+def _by_copies(ranks: int, noun: str) -> list[Obstacle | None]:
+    """What is in the way of so many ranks that send each other messages by copies. noun: what each holds."""
+    if (missing := no_device()) is not None:
+        return [missing]
+    count = torch.cuda.device_count()
+    # Ranks fill one host after the other; unset, the number of queues becomes 32.
+    across = hosts_obstacle([f"host {rank // count}" for rank in range(ranks)], noun)
+    reached = [] if across else [peer_obstacle(torch.device("cuda", k), range(ranks)) for k in range(ranks)]
+    return [no_symmetric_memory(), queue_obstacle(unset=32), across, next(filter(None, reached), None)]
+
+
 def _turned_off(kernel: str, value: bool | str, instead: str) -> Obstacle | None:
     if value is True:
         return None
     if value == "auto":
         why = f'kernels.{kernel} is "auto", which is {instead} until the kernel has been seen to shorten steps'
     else:
-        why = "the configuration turns it off"
+        why = _TURNED_OFF
     return Obstacle(why, f"set kernels.{kernel} to true")
 
 

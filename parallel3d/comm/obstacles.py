@@ -45,9 +45,14 @@ def local_obstacle(device: torch.device | None = None) -> Obstacle | None:
         return Obstacle(
             f"the device has compute capability {capability[0]}.{capability[1]}", "use an A100, an H100 or a later GPU"
         )
-    if not symmetric.is_supported():
-        return Obstacle("this PyTorch lacks symmetric memory", "install one that has it, 2.11 or later with CUDA")
-    return _not_compiled()
+    return no_symmetric_memory() or _not_compiled()
+
+
+def no_symmetric_memory() -> Obstacle | None:
+    """Where ranks can't map each other's memory, whatever the host."""
+    if symmetric.is_supported():
+        return None
+    return Obstacle("this PyTorch lacks symmetric memory", "install one that has it, 2.11 or later with CUDA")
 
 
 def _not_compiled() -> Obstacle | None:
@@ -64,14 +69,21 @@ def _not_compiled() -> Obstacle | None:
 
 def group_obstacle(hosts: Sequence[str], noun: str = "tensor slices") -> Obstacle | None:
     """What is in the way of ranks on these hosts, one each. noun: what each holds."""
-    if len(set(hosts)) > 1:
-        return Obstacle(
-            f"the {len(hosts)} {noun} are on {len(set(hosts))} hosts", f"use no more {noun} than a host has GPUs"
-        )
+    if (across := hosts_obstacle(hosts, noun)) is not None:
+        return across
     if len(hosts) not in WORLD_SIZES:
         sizes = ", ".join(map(str, WORLD_SIZES))
         return Obstacle(f"{len(hosts)} {noun}", f"the kernel is for {sizes} of them")
     return None
+
+
+def hosts_obstacle(hosts: Sequence[str], noun: str) -> Obstacle | None:
+    """The same, whatever the number of ranks."""
+    if len(set(hosts)) == 1:
+        return None
+    return Obstacle(
+        f"the {len(hosts)} {noun} are on {len(set(hosts))} hosts", f"use no more {noun} than a host has GPUs"
+    )
 
 
 def peer_obstacle(device: torch.device, others: Sequence[int]) -> Obstacle | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle, group_obstacle, local_obstacle, peer_obstacle
+from parallel3d.comm.streams import current_handle
 from parallel3d.comm.symmetric import Mapped, map_memory
 from parallel3d.errors import CommunicationError
 from parallel3d.kernels.loader import addresses, check, load_library
@@ -62,11 +63,13 @@ class PeerCalls:
         Raises CommunicationError after a peer was late.
         """
         self.raise_if_failed()
-        stream = torch.cuda.current_stream(self.device)
-        if self._last is not None and self._last != stream:
-            stream.wait_stream(self._last)
-        self._last = stream
-        return stream.cuda_stream
+        handle = current_handle(self.device.index)
+        if self._last is None or self._last.cuda_stream != handle:
+            stream = torch.cuda.current_stream(self.device)
+            if self._last is not None:
+                stream.wait_stream(self._last)
+            self._last = stream
+        return handle
 
     def check(self, name: str, status: int) -> None:
         """Raises KernelError where a function of the library has returned a CUDA error."""

@@ -198,7 +198,7 @@ class Receiver(_End):
 
     def end_loans(self, stream: Stream) -> None:
         """Give back the slots of tensors that nothing refers to any more; all that used them is on this stream, or marked."""
-        for slot, (place, loan) in list(self._loans.items()):
+        for slot, (place, loan) in list(self._loans.items()) if self._loans else ():
             if loan.is_over:
                 for mark in loan.marks:
                     stream.follow(mark)

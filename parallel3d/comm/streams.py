@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel3d.comm.buffers import loan_of
 from parallel3d.comm.message_wait import MessageWait
+from parallel3d.comm.obstacles import Obstacle
 from parallel3d.errors import CommunicationError
 
 _QUEUES = 16
@@ -48,29 +49,29 @@ class CudaMark:
     copy does.
     """
 
-    __slots__ = ("_event", "stream")
+    __slots__ = ("_event", "_handle", "stream")
     _unused: ClassVar[list[ctypes.c_void_p]] = []
 
     def __init__(self, stream: torch.cuda.Stream):
-        self.stream = stream
+        self.stream, self._handle = stream, stream.cuda_stream
         try:
             self._event = self._unused.pop()
         except IndexError:
             self._event = _new_event()
-        _check("cuEventRecord", _driver().cuEventRecord(self._event, stream.cuda_stream))
+        _check("cuEventRecord", _driver().cuEventRecord(self._event, self._handle))
 
     def __del__(self) -> None:
         # A wait that is queued is for what was recorded until then: the event may be recorded anew.
         self._unused.append(self._event)
 
-    def let_wait(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream go on when this is done."""
-        if stream != self.stream:  # which does its work in order
-            _check("cuStreamWaitEvent", _driver().cuStreamWaitEvent(stream.cuda_stream, self._event, 0))
+    def let_wait(self, handle: int) -> None:
+        """Let the stream of a handle go on when this is done."""
+        if handle != self._handle:  # whose stream does its work in order
+            _check("cuStreamWaitEvent", _driver().cuStreamWaitEvent(handle, self._event, 0))
 
     def wait(self) -> None:
         """Let the current stream go on when this is done."""
-        self.let_wait(torch.cuda.current_stream(self.stream.device))
+        self.let_wait(current_handle(self.stream.device_index))
 
     def query(self) -> bool:
         """Whether this is done, without waiting."""
@@ -78,6 +79,11 @@ class CudaMark:
         if status != _NOT_READY:
             _check("cuEventQuery", status)
         return bool(status == 0)
+
+
+def current_handle(device: int) -> int:
+    """Of a device's current stream: to make PyTorch's object for it costs the host as much as a kernel."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def used_by(tensor: Tensor, stream: torch.cuda.Stream) -> None:
@@ -110,7 +116,7 @@ class CudaStream:
 
     def follow(self, mark: CudaMark) -> None:
         """See Stream."""
-        mark.let_wait(self.stream)
+        mark.let_wait(self._handle)
 
     def hold(self, memory: Tensor) -> None:
         """See Stream."""
@@ -187,13 +193,27 @@ class CudaStreams:
 
     def current(self) -> CudaStream:
         """PyTorch's current stream."""
-        stream = torch.cuda.current_stream(self._device)
-        known = self._known.get(stream.cuda_stream)
+        handle = current_handle(self._device.index)
+        known = self._known.get(handle)
         if known is None:
-            known = self._known[stream.cuda_stream] = CudaStream(stream, self._waits)
+            known = self._known[handle] = CudaStream(torch.cuda.current_stream(self._device), self._waits)
         return known
 
 
 def can_copy() -> bool:
-    """Whether this process's streams can wait for each other's copies: then each needs a hardware queue of its own."""
-    return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) >= _QUEUES and _has_driver()
+    """Whether this process's streams can wait for each other's copies."""
+    return queue_obstacle() is None and _has_driver()
+
+
+def queue_obstacle(unset: int = 8) -> Obstacle | None:
+    """Where streams that wait would hold up others, for want of a hardware queue of their own.
+
+    unset: how many there are where the environment doesn't say; CUDA's own number, but 32 after init_distributed.
+    """
+    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", unset))
+    if queues >= _QUEUES:
+        return None
+    return Obstacle(
+        f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}, so that streams which wait hold up others",
+        f"set it to {_QUEUES} or more, or call parallel3d.init_distributed() before CUDA is used",
+    )

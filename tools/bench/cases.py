@@ -31,6 +31,7 @@ OPTIONS = {
     "compile": "blocks are compiled",
     "cudnn": "attention by cuDNN where it can",
     "sp": "sequence parallelism",
+    "inplace": "what stages receive stays where it came",
     "models": "layers of parallel3d.models, as with tensor slices",
     "half": "attention and feed-forward are layers of their own, between which a stage may end",
     "parameters": "layers are split by their parameters",
@@ -217,6 +218,7 @@ def _own_arguments(case: Case, work: Workload) -> list[str]:
         sp="--sequence_parallel",
         compile="--compile",
         cudnn="--cudnn",
+        inplace="--receive_in_place",
         models="--sliced_layers",
         roofline="--roofline",
     )

@@ -44,9 +44,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return make
 
 
-def told(slices: int, config=ASKED, kernel: str = "all_reduce", replicas: int = 1) -> list[str]:
+def told(slices: int, config=ASKED, kernel: str = "all_reduce", replicas: int = 1, stages: int = 1) -> list[str]:
     """Of a kernel."""
-    (found,) = [finding for finding in examine(config, slices, replicas) if finding.kernel.startswith(f"{kernel} (")]
+    findings = examine(config, slices, replicas, stages)
+    (found,) = [finding for finding in findings if finding.kernel.startswith(f"{kernel} (")]
     return [f"{obstacle.why} | {obstacle.remedy}" for obstacle in found.obstacles]
 
 
@@ -89,6 +90,35 @@ def test_replicas_are_told_of_apart_from_slices(host: Host, kernel: str) -> None
     assert 'is "auto", which is NCCL' in off
 
 
+STAGES, SHARDS = "send/receive of stages", "send/receive of shards"
+
+
+def test_messages_need_no_compiled_kernel_and_any_number_of_ranks(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(gpus=3, compiled=False, nvcc=None)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    shared = load({"tensor_parallel": {"size": 3, "sequence_parallel": True, "peer_copies": True}})
+    assert told(3, shared, SHARDS) == told(3, shared, STAGES, stages=3) == []
+    assert told(3, shared, STAGES, stages=6) == [
+        "the 6 stages are on 2 hosts | use no more stages than a host has GPUs"
+    ]
+    assert [finding.kernel for finding in examine(shared, 6, 1, 6) if finding.missed] == [f"{SHARDS} (copies)"]
+    (off,) = told(3, load({}), SHARDS)
+    assert "tensor_parallel.peer_copies" in off
+    (off,) = told(3, load({"pipeline": {"peer_copies": False}}), STAGES, stages=3)
+    assert off.endswith("set pipeline.peer_copies to true")
+
+
+def test_what_keeps_messages_from_being_copied_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(symmetric_memory=False, unreached=frozenset({(1, 0)}))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    memory, queues, reach = told(1, load({"pipeline": {"receive_in_place": True}}), STAGES, stages=2)
+    assert "lacks symmetric memory" in memory
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in queues
+    assert "device 1 doesn't reach" in reach
+    host(gpus=0)
+    assert "no CUDA device" in told(1, load({}), STAGES, stages=2)[0]
+
+
 def test_the_norm_behind_a_sum_needs_the_sums_kernel(host: Host) -> None:
     host()
     both = {"all_reduce": True, "all_reduce_norm": True}
@@ -99,7 +129,7 @@ def test_the_norm_behind_a_sum_needs_the_sums_kernel(host: Host) -> None:
     assert line.endswith("set kernels.all_reduce to true")
     off, _ = told(2, load({}), "all_reduce_norm")
     assert 'is "auto"' in off
-    assert [finding.kernel for finding in examine(alone, 2, 1) if finding.missed] == ["all_reduce_norm (CUDA)"]
+    assert [finding.kernel for finding in examine(alone, 2, 1, 1) if finding.missed] == ["all_reduce_norm (CUDA)"]
 
 
 def test_the_optimizers_step_needs_no_peers(host: Host) -> None:
