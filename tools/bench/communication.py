@@ -11,8 +11,8 @@ reduce_scatter: of fp32 gradients, which travel in the dtype. update: AdamW's st
 gathering of the weights, by torch, NCCL, kernels and copies. Streams wait for copies by the driver, or by a kernel.
 
 All are called on the current stream, back to back: 100 times, 10 of very large messages, between two CUDA events, `repeats`
-times, after as many calls for warm-up. A time is the median over repeats on the slowest rank. Bus bandwidth is what each
-device must send at least by that time. With --cpu gloo alone is measured.
+times, the ways of one message in turn, after as many calls for warm-up. A time is the median over repeats on the slowest
+rank. Bus bandwidth is what each device must send at least by that time. With --cpu gloo alone is measured.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from host import cuda_version, find_gpus
 from results import as_text
 from run import describe_run, environment, error_lines, find_result, run_process, split_names, start_command
+
+if TYPE_CHECKING:
+    import torch
+    from exchanges import Way
 
 WHAT = ("all_reduce", "all_reduce_norm", "ring", "message", "beside", "products", "reduce_scatter", "update")
 KIB, MIB = 2**10, 2**20
@@ -154,44 +158,50 @@ def work_as_rank(work: Workload) -> None:
     exchanges, updates = Exchanges(work.products), Updates()
     measured = []
     for dtype in work.dtypes:
-        ways = exchanges.ways(work.what, work.sizes, getattr(torch, dtype))
-        for way in chain(ways, updates.ways(work.what, work.sizes, getattr(torch, dtype))):
-            times = time_calls(way.call, way.num_bytes, work.repeats, exchanges.device.type == "cuda")
-            every = torch.tensor([median(times), min(times), max(times)], device=exchanges.device, dtype=torch.float64)
-            dist.all_reduce(every, op=dist.ReduceOp.MAX)
-            seconds, shortest, longest = every.tolist()
-            world = dist.get_world_size()
-            record = {"what": way.what, "world": world, "dtype": dtype, "bytes": way.num_bytes, "by": way.by}
-            record |= {"seconds": seconds, "min_s": shortest, "max_s": longest}
-            measured.append(record | {"bus_bytes_per_s": bus_bandwidth(way.what, way.num_bytes, world, seconds)})
+        which = work.what, work.sizes, getattr(torch, dtype)
+        compared = (list(ways) for _, ways in groupby(exchanges.ways(*which), lambda way: (way.what, way.num_bytes)))
+        for ways in chain(compared, ([way] for way in updates.ways(*which))):  # each of which has a state of its own
+            for way, times in zip(ways, time_in_turn(ways, work.repeats, exchanges.device), strict=True):
+                figures = [median(times), min(times), max(times)]
+                every = torch.tensor(figures, device=exchanges.device, dtype=torch.float64)
+                dist.all_reduce(every, op=dist.ReduceOp.MAX)
+                seconds, shortest, longest = every.tolist()
+                world = dist.get_world_size()
+                record = {"what": way.what, "world": world, "dtype": dtype, "bytes": way.num_bytes, "by": way.by}
+                record |= {"seconds": seconds, "min_s": shortest, "max_s": longest}
+                measured.append(record | {"bus_bytes_per_s": bus_bandwidth(way.what, way.num_bytes, world, seconds)})
     exchanges.finish()
     updates.finish()
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps({"measured": measured, "off": exchanges.why_off}), flush=True)
 
 
-def time_calls(call: Callable[[], object], num_bytes: int, repeats: int, on_cuda: bool) -> list[float]:
-    """Seconds a call, of each repeat."""
+def time_in_turn(ways: Sequence[Way], repeats: int, device: torch.device) -> list[list[float]]:
+    """Seconds a call of each way, of each repeat: one way after the other, since a device that gets hot gets slower."""
+    times: list[list[float]] = [[] for _ in ways]
+    for repeat in range(repeats + 1):
+        for way, own in zip(ways, times, strict=True):
+            seconds = time_calls(way.call, SHORT if way.num_bytes < LARGE else LONG, device)
+            if repeat:  # the first is to warm up
+                own.append(seconds)
+    return times
+
+
+def time_calls(call: Callable[[], object], number: int, device: torch.device) -> float:
+    """Seconds a call."""
     import torch
 
-    calls = SHORT if num_bytes < LARGE else LONG
-    times = []
-    for repeat in range(repeats + 1):
-        begin = time.perf_counter()
-        if on_cuda:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-        for _ in range(calls):
-            call()
-        if on_cuda:
-            events[1].record()
-            events[1].synchronize()
-            seconds = events[0].elapsed_time(events[1]) / 1e3
-        else:
-            seconds = time.perf_counter() - begin
-        if repeat:  # the first is to warm up
-            times.append(seconds / calls)
-    return times
+    begin = time.perf_counter()
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+    for _ in range(number):
+        call()
+    if device.type != "cuda":
+        return (time.perf_counter() - begin) / number
+    events[1].record()
+    events[1].synchronize()
+    return float(events[0].elapsed_time(events[1])) / 1e3 / number
 
 
 if __name__ == "__main__":
