@@ -17,6 +17,7 @@ The stages of a pipeline send each other activations so (peer_copies.py), tensor
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,7 @@ class Receiver(_End):
         self._beside = beside
         self._expected: deque[Arriving | Staying] = deque()
         self._loans: Loans = {}
+        weakref.finalize(self, _outlive, self._loans, ring).atexit = False
 
     def expect(self, memory: Tensor, posted: Any) -> Arriving:
         """The next message, into memory, contiguous, that is free when the mark `posted` is done."""
@@ -236,6 +238,18 @@ class Receiver(_End):
             if not oldest.taken:
                 oldest.make_way(self._beside)
             self._expected.popleft()
+
+
+_OUTLIVED: list[Ring] = []  # by tensors in their slots
+
+
+def _outlive(loans: Loans, ring: Ring) -> None:
+    """What was lent stays as it is for whoever has it, though the receiver is gone."""
+    if not all(loan.is_over for _, loan in loans.values()):
+        _OUTLIVED.append(ring)
+    for _, loan in loans.values():
+        if loan.is_over:
+            loan.close()
 
 
 def _int32(count: int) -> int:

@@ -133,17 +133,17 @@ class DistributedTransport:
         target = self._groups.pipe.ranks[stage]
         if self._by_host:
             group, tag = self._groups.control.handle, _HOST_TAG
-        for tensor in tensors:
-            if tensor.numel():
-                data = _bytes(tensor.detach().contiguous())
-                data = data.cpu() if self._by_host else data
-                work: Work | None
-                if self._copies is not None and not self._by_host:
-                    work = self._copies.send(data, stage)
-                else:
-                    work = dist.isend(data, target, group=group, tag=tag)
-                assert work is not None
-                self._sent.append((Awaited(work, f"rank {target} to take a message", (target,)), data))
+        message = [_bytes(tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
+        works: Sequence[Work | None]
+        if self._copies is not None and not self._by_host:
+            works = copied = self._copies.send(message, stage)
+            message = [work.data for work in copied]  # which may lie elsewhere
+        else:
+            message = [data.cpu() for data in message] if self._by_host else message
+            works = [dist.isend(data, target, group=group, tag=tag) for data in message]
+        for work, data in zip(works, message, strict=True):
+            assert work is not None
+            self._sent.append((Awaited(work, f"rank {target} to take a message", (target,)), data))
 
     def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
         """See Transport."""

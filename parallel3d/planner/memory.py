@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.memory import CONTEXT_BYTES, communicator_bytes
-from parallel3d.comm.peer_copies import pipeline_channels
+from parallel3d.comm.peer_copies import ring_bytes
 from parallel3d.comm.shard_copies import slice_channels
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.kernels import all_reduce, reduce_scatter
@@ -202,7 +202,7 @@ class MemoryModel:
         communicators = communicator_bytes((stages * replicas * layout.slices, replicas, layout.slices))
         config, buffers = self._model.config, 0
         if stages > 1 and config.pipeline.peer_copies:
-            buffers += pipeline_channels(stages, config.pipeline.receive_in_place).num_bytes
+            buffers += ring_bytes(stages, config.pipeline.receive_in_place)
         if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
             buffers += slice_channels(layout.slices).num_bytes
         if config.kernels.wants_all_reduce and layout.slices in WORLD_SIZES:

@@ -46,7 +46,7 @@ def exchange(num_stages: int, by_kernel: bool) -> tuple[int, int]:
         works = []
         for other in pipeline_channels(num_stages).peers[stage]:
             data = pattern(stage, other, number, size_of(number, stage, other), device)
-            work = copies.send(data, other)
+            (work,) = copies.send([data], other)
             kind = TensorKind((size_of(number, other, stage),), torch.uint8, device)
             works.append((other, *copies.receive([kind], other, None), work))
         if rng.random() < 0.3:
@@ -60,34 +60,41 @@ def exchange(num_stages: int, by_kernel: bool) -> tuple[int, int]:
     return count, int(wrong)
 
 
+def sizes_of(number: int) -> list[int]:
+    """Of a message's tensors: one of them stays, unless it is larger than a slot."""
+    most = pipeline_channels(2, in_place=True).slot_bytes
+    return [[1], [4097, 1 << 20], [most - 1, 5], [most], [most + 1], [3, most, 1 << 20, 2 * most + 3]][number % 6]
+
+
 def exchange_in_place(num_stages: int, by_kernel: bool, held: int) -> tuple[int, int]:
-    """(messages that stayed, bytes that differ) of rounds after which the newest `held` messages of each neighbour are kept,
-    and looked at again before they are dropped.
+    """(messages of which a tensor stayed, bytes that differ) of rounds after which the newest `held` messages of each neighbour
+    are kept, and looked at again before they are dropped.
     """
     groups = ProcessGroups(PipeDataParallelTopology(num_stages, 1))
     device = torch.device("cuda", torch.cuda.current_device())
     copies = open_peer_copies(groups, device, by_kernel, in_place=True)
     assert copies is not None
     stage, rng = groups.coordinate("pipe"), random.Random(groups.rank)
-    peers, most = pipeline_channels(num_stages).peers[stage], pipeline_channels(num_stages, in_place=True).slot_bytes
+    peers = pipeline_channels(num_stages).peers[stage]
     wrong, stayed = torch.zeros((), dtype=torch.int64, device=device), 0
-    kept: dict[int, list[tuple[int, torch.Tensor]]] = {other: [] for other in peers}
+    kept: dict[int, list[tuple[int, list[torch.Tensor]]]] = {other: [] for other in peers}
     for number in range(ROUNDS):
-        size = (1, 4097, 1 << 20, most - 1, most)[number % 5]
-        sent = [copies.send(pattern(stage, other, number, size, device), other) for other in peers]
-        received = {other: copies.receive([TensorKind((size,), torch.uint8, device)], other, held) for other in peers}
+        sizes = sizes_of(number)
+        sent = []
+        for other in peers:
+            sent += copies.send([pattern(stage, other, number, size, device) for size in sizes], other)
+        kinds = [TensorKind((size,), torch.uint8, device) for size in sizes]
+        received = {other: copies.receive(kinds, other, held) for other in peers}
         if rng.random() < 0.3:
             torch.cuda._sleep(rng.randrange(2_000_000))
         for other in peers:
-            (incoming,) = received[other]
-            tensor = incoming.wait()
-            stayed += loan_of(tensor) is not None
-            kept[other].append((number, tensor))
+            kept[other].append((number, [incoming.wait() for incoming in received[other]]))
+            stayed += sum(loan_of(tensor) is not None for tensor in kept[other][-1][1])
             if len(kept[other]) > held:
-                for then, old in kept[other]:
-                    wrong += (old != pattern(other, stage, then, old.numel(), device)).sum()
-                del kept[other][0], old
-            del tensor
+                for then, tensors in kept[other]:
+                    for tensor in tensors:
+                        wrong += (tensor != pattern(other, stage, then, tensor.numel(), device)).sum()
+                del kept[other][0], tensors, tensor
         for work in sent:
             work.wait()
     torch.cuda.synchronize()
@@ -103,7 +110,9 @@ def test_messages_stay_as_they_came_while_anything_refers_to_them(
     if num_stages > num_gpus:
         pytest.skip(f"needs {num_stages} CUDA devices")
     for stayed, wrong in gpu_pool.run(num_stages, exchange_in_place, num_stages, by_kernel, held, timeout=60):
-        assert stayed == ROUNDS * len(pipeline_channels(num_stages).peers[0])
+        assert stayed == sum(sizes_of(k) != sizes_of(4) for k in range(ROUNDS)) * len(
+            pipeline_channels(num_stages).peers[0]
+        )
         assert wrong == 0
 
 

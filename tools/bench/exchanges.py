@@ -152,7 +152,7 @@ class Exchanges:
                 work.wait()
 
         def by_copies(copies: PeerCopies) -> None:
-            sent = copies.send(x.view(torch.uint8), target)
+            (sent,) = copies.send([x.view(torch.uint8)], target)
             self._receive(copies, x, source)
             sent.wait()
 
@@ -171,7 +171,7 @@ class Exchanges:
             if receives:
                 self._receive(copies, x, other)
             else:
-                copies.send(x.view(torch.uint8), other).wait()
+                copies.send([x.view(torch.uint8)], other)[0].wait()
 
         if self._world % 2 == 0:
             for by, call in self._by_each(by_backend, by_copies):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import pytest
 import torch
 from streams import ThreadStream
 
-from parallel3d.comm import rings
+from parallel3d.comm import buffers, rings
 from parallel3d.comm.buffers import TensorKind, loan_of
 from parallel3d.comm.channels import Channels
 from parallel3d.comm.peer_copies import pipeline_channels
@@ -233,6 +234,32 @@ def test_what_is_kept_for_too_long_is_an_error_with_the_remedy_and_not_a_stream_
     ends.close()
 
 
+def test_a_tensor_in_a_slot_outlives_the_ring() -> None:
+    before = len(rings._OUTLIVED)
+    ends = Stay(2)
+    message = ends.expect()
+    ends.send(3.0)
+    tensor = ends.take(message)
+    ends.close()
+    del message, ends
+    gc.collect()
+    assert len(rings._OUTLIVED) == before + 1
+    assert (tensor == 3).all()
+    ring = rings._OUTLIVED.pop()
+    assert ring.slots[0].data_ptr() == tensor.data_ptr()
+    ends = Stay(2)
+    message = ends.expect()
+    ends.send(4.0)
+    del tensor
+    tensor = ends.take(message)
+    ends.close()
+    address = tensor.data_ptr()
+    del message, tensor, ends
+    gc.collect()
+    assert len(rings._OUTLIVED) == before
+    assert address not in buffers._OPEN
+
+
 def test_a_message_that_is_to_stay_leaves_the_ring_where_another_needs_its_slot_first() -> None:
     """Before it is taken: of rings whose messages have more pieces than ever before."""
     ends = Stay(3)
@@ -263,7 +290,7 @@ def small(channels: Channels) -> Channels:
 
 @pytest.mark.parametrize(
     ("channels", "pairs"),
-    [(small(pipeline_channels(n)), 2 if n == 2 else 2 * n) for n in (2, 3, 4, 7)]
+    [(small(pipeline_channels(n, kind)), 2 if n == 2 else 2 * n) for n in (2, 3, 4, 7) for kind in (False, True)]
     + [(small(slice_channels(n)), n * (n - 1)) for n in (2, 3, 4, 8)],
 )
 def test_channels_share_no_byte(channels: Channels, pairs: int) -> None:
