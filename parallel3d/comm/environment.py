@@ -6,9 +6,11 @@ import atexit
 import os
 import re
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from parallel3d.errors import CommunicationError
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _SLURM_PORTS = range(20000, 50000)
 _LEAVE_TIMEOUT_S = 5.0
+_LOOKS, _LOOK_S = 3, 0.002
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -74,14 +77,16 @@ def _leave_at_exit() -> None:
     """Have a process that ends leave the world while Python still runs.
 
     A thread of gloo's that lets go of a tensor after that aborts the process ("terminate called without an active
-    exception"), of a script that went well too. But no longer than _LEAVE_TIMEOUT_S: where a rank ends early, a
-    collective that the others never join would keep such a thread for good. Python starts no thread at exit, so now.
+    exception"), of a script that went well too: so its threads end, or, where something still refers to their group, come to
+    rest. But no longer than _LEAVE_TIMEOUT_S: where a rank ends early, a collective that the others never join would keep such
+    a thread for good. Python starts no thread at exit, so now.
     """
     leaving, left = threading.Event(), threading.Event()
 
     def leave() -> None:
         leaving.wait()
         destroy()
+        _rest(Path("/proc/self/task"))
         left.set()
 
     def at_exit() -> None:
@@ -90,6 +95,25 @@ def _leave_at_exit() -> None:
 
     threading.Thread(target=leave, name="parallel3d leaves", daemon=True).start()
     atexit.register(at_exit)
+
+
+def _rest(tasks: Path) -> None:
+    """Return when gloo's threads, in Linux's directory of this process's, were asleep _LOOKS times in a row.
+
+    One that has completed a collective still has its tensors for as long as others take the processor from it.
+    """
+    asleep, end = 0, time.monotonic() + _LEAVE_TIMEOUT_S
+    while asleep < _LOOKS and time.monotonic() < end:
+        asleep = 0 if any(map(_is_awake, tasks.glob("*/stat"))) else asleep + 1
+        time.sleep(_LOOK_S)
+
+
+def _is_awake(stat: Path) -> bool:
+    try:
+        name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+    except OSError:
+        return False  # it has ended meanwhile
+    return name.startswith("pt_gloo") and not rest.lstrip().startswith("S")
 
 
 def init_distributed(
