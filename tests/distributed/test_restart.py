@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -136,13 +138,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("amid", ["a save", "anything"] if metafunc.config.getoption("full") else ["a save"])
 
 
+def free_port() -> int:
+    """One that the system gives to nobody who asks for any, so that it is still free when a node listens there."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a hundred ports are taken")
+
+
 def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path, amid: str):
     """Two agents of torchrun stand for two nodes; one is killed with its rank."""
     script, losses = tmp_path / "train.py", tmp_path / "losses"
     script.write_text(TRAINING)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     quick = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"]
     torchrun += ["--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
