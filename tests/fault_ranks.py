@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -118,8 +117,7 @@ class FaultRanks:
             if bad and not told:
                 told, first = True, now
                 for rank in ranks:
-                    if rank.exitcode is None:
-                        os.kill(rank.pid, signal.SIGTERM)
+                    rank.terminate()  # where it has ended, and that isn't told yet, nothing
             if told and now - first > GRACE_S:
                 for rank in ranks:
                     if rank.exitcode is None:
