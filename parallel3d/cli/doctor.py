@@ -21,10 +21,9 @@ from parallel3d.comm.obstacles import (
     hosts_obstacle,
     local_obstacle,
     no_device,
-    no_symmetric_memory,
     peer_obstacle,
 )
-from parallel3d.comm.streams import queue_obstacle
+from parallel3d.comm.streams import copy_obstacle
 from parallel3d.config import Config, load_kernels
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.build import find_library, find_nvcc
@@ -148,13 +147,16 @@ _OFF_SHARDS = Obstacle(
 
 def _by_copies(ranks: int, noun: str) -> list[Obstacle | None]:
     """What is in the way of so many ranks that send each other messages by copies. noun: what each holds."""
-    if (missing := no_device()) is not None:
-        return [missing]
+    # Unset, the number of queues becomes 32.
+    own = copy_obstacle(unset_queues=32)
+    if not torch.cuda.is_available():
+        return [own]
     count = torch.cuda.device_count()
-    # Ranks fill one host after the other; unset, the number of queues becomes 32.
+    # Ranks fill one host after the other.
     across = hosts_obstacle([f"host {rank // count}" for rank in range(ranks)], noun)
     reached = [] if across else [peer_obstacle(torch.device("cuda", k), range(ranks)) for k in range(ranks)]
-    return [no_symmetric_memory(), queue_obstacle(unset=32), across, next(filter(None, reached), None)]
+    alone = Obstacle(f"there is 1 of the {noun}", f"copies are between 2 {noun} or more") if ranks == 1 else None
+    return [own, across, next(filter(None, reached), None), alone]
 
 
 def _turned_off(kernel: str, value: bool | str, instead: str) -> Obstacle | None:

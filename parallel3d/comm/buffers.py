@@ -25,6 +25,9 @@ class TensorKind:
         """Of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
     def empty(self) -> Tensor:
         """In memory of PyTorch's allocator."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -34,11 +37,12 @@ class TensorKind:
 class Loan:
     """Of memory to a tensor, until nothing refers to its storage any more.
 
-    marks: of streams that use it beside the current one. PyTorch's allocator, which doesn't own the memory, forgets at once
-    what `record_stream` says of it.
+    owner: what the memory is part of; it stays as long as the storage. marks: of streams that use the tensor beside the current
+    one: PyTorch's allocator, which doesn't own the memory, forgets at once what `record_stream` says of it.
     """
 
-    address: int
+    kind: TensorKind
+    owner: object
     storage: StorageWeakRef
     marks: list[Any] = field(default_factory=list)
 
@@ -47,23 +51,16 @@ class Loan:
         """Whether nothing refers to the storage any more."""
         return bool(self.storage.expired())
 
-    def close(self) -> None:
-        """The memory is its owner's again."""
-        del _OPEN[self.address]
 
-
-_OPEN: dict[int, Loan] = {}
-
-
-def lend(address: int, kind: TensorKind) -> tuple[Tensor, Loan]:
+def lend(address: int, kind: TensorKind, owner: object) -> tuple[Tensor, Loan]:
     """A tensor in memory that somebody else owns, with what is there."""
     make: Any = vars(torch._C)["_construct_storage_from_data_pointer"]
     storage = make(address, kind.device, kind.nbytes)
-    loan = _OPEN[address] = Loan(address, StorageWeakRef(storage))
+    loan = storage.loan = Loan(kind, owner, StorageWeakRef(storage))
     strides = [math.prod(kind.shape[k + 1 :]) for k in range(len(kind.shape))]
     return torch.empty(0, dtype=kind.dtype, device=kind.device).set_(storage, 0, kind.shape, strides), loan
 
 
 def loan_of(tensor: Tensor) -> Loan | None:
     """Of the memory that the tensor lies in, if that is lent."""
-    return _OPEN.get(tensor.untyped_storage().data_ptr()) if _OPEN else None
+    return getattr(tensor.untyped_storage(), "loan", None)

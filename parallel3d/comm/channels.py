@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
+from parallel3d.comm.collectives import all_gather_integers
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.obstacles import UNMAPPED, Obstacle, axis_obstacle, hosts_obstacle
 from parallel3d.comm.rings import Ring
-from parallel3d.comm.streams import can_copy
-from parallel3d.comm.symmetric import Mapped, map_memory, reaches
+from parallel3d.comm.streams import copy_obstacle
+from parallel3d.comm.symmetric import Mapped, map_memory
 
 _HEADER_BYTES = 4096  # of counts: an int32 for each slot that fills here, then one for each that is emptied elsewhere
 
@@ -47,35 +47,21 @@ def _counts(memory: Tensor) -> tuple[Tensor, ...]:
     return memory[:_HEADER_BYTES].view(torch.int32).chunk(2)
 
 
-def open_channels(groups: ProcessGroups, axis: str, channels: Channels, device: torch.device) -> Mapped | None:
-    """The memory of this rank's group along an axis of the topology, ready for use; None on every rank where on any it can't
-    be had. Collective over the world.
+def open_channels(
+    groups: ProcessGroups, axis: str, channels: Channels, device: torch.device, noun: str
+) -> Mapped | Obstacle:
+    """The memory of this rank's group along an axis of the topology, ready for use, or what is in the way of it, the same on
+    every rank. Collective over the world.
 
-    It takes CUDA devices of one host that reach each other's memory.
+    It takes CUDA devices of one host that reach each other's memory. noun: what the ranks of a group hold.
     """
-    group: Group = getattr(groups, axis)
-    found = None
-    if _may_share(groups, axis, group, device):
-        found = map_memory(group, groups.control, device, channels.num_bytes)
+    if (obstacle := axis_obstacle(groups, axis, device, noun, copy_obstacle, hosts_obstacle)) is not None:
+        return obstacle
+    found = map_memory(getattr(groups, axis), groups.control, device, channels.num_bytes)
     everywhere = all_gather_integers([int(found is not None)], groups.control)
     if found is None or not all(row[0] for row in everywhere):
-        return None
+        return UNMAPPED
     found.memory[:_HEADER_BYTES].zero_()
     torch.cuda.synchronize()
     all_gather_integers([0], groups.control)  # nobody writes into counts that are not cleared yet
     return found
-
-
-def _may_share(groups: ProcessGroups, axis: str, group: Group, device: torch.device) -> bool:
-    """Whether along this axis all ranks of every group are on one host with devices that reach each other; the same on every
-    rank."""
-    mine = (socket.gethostname(), device.index if device.type == "cuda" else None, groups.backend)
-    everyone = all_gather_object(mine, groups.control)
-    for ranks in groups.topology.get_axis_comm_lists(axis):
-        places = [everyone[rank] for rank in ranks]
-        if len({host for host, _, _ in places}) > 1 or any(index is None for _, index, _ in places):
-            return False
-    if groups.backend != "nccl" or group.size == 1:
-        return False
-    reached = can_copy() and reaches(device, [everyone[rank][1] for rank in group.ranks])
-    return all(row[0] for row in all_gather_integers([int(reached)], groups.control))

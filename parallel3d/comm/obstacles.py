@@ -1,13 +1,17 @@
-"""Why the kernels of csrc/ can't run, and what to do about it: for whoever opens one, and for `p3d doctor`."""
+"""Why kernels of csrc/, or copies, can't run, and what to do about it: for whoever opens them, and for `p3d doctor`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from parallel3d.comm import symmetric
+from parallel3d.comm.collectives import Group, all_gather_object
+from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import KernelError
 from parallel3d.kernels.build import REMEDY, find_nvcc
 from parallel3d.kernels.loader import load_library
@@ -25,6 +29,10 @@ class Obstacle:
 
     def __str__(self) -> str:
         return f"{self.why}; {self.remedy}"
+
+
+# Where symmetric.map_memory has none.
+UNMAPPED = Obstacle("the driver maps no memory of one device on another", "see what p3d doctor says")
 
 
 def no_device(device: torch.device | None = None) -> Obstacle | None:
@@ -94,3 +102,37 @@ def peer_obstacle(device: torch.device, others: Sequence[int]) -> Obstacle | Non
         f"device {device.index} doesn't reach the memory of all of {sorted({*others} - {device.index})}",
         "make all of them visible to every process, on a host with NVLink between them",
     )
+
+
+def axis_obstacle(
+    groups: ProcessGroups,
+    axis: str,
+    device: torch.device,
+    noun: str,
+    local: Callable[[torch.device], Obstacle | None] = local_obstacle,
+    across: Callable[[Sequence[str], str], Obstacle | None] = group_obstacle,
+) -> Obstacle | None:
+    """What keeps groups along an axis of the topology from working together: the same on every rank, the first rank's that has
+    one.
+
+    noun: what the ranks of such a group hold; local: of a process and its device; across: of a group, by its hosts and
+    the noun; by default those of kernels. Collective over the world.
+    """
+    own = local(device) if groups.backend == "nccl" else Obstacle(f"{groups.backend} trains on the CPU", "use NCCL")
+    everyone: list[tuple[str, Any, Obstacle | None]] = all_gather_object(
+        (socket.gethostname(), device.index, own), groups.control
+    )
+    found = [obstacle for _, _, obstacle in everyone if obstacle is not None]
+    for ranks in groups.topology.get_axis_comm_lists(axis):
+        between = across([everyone[rank][0] for rank in ranks], noun)
+        found += [between] if between is not None else []
+    if found:
+        return found[0]
+    group: Group = getattr(groups, axis)
+    return first_obstacle(peer_obstacle(device, [everyone[rank][1] for rank in group.ranks]), groups.control)
+
+
+def first_obstacle(own: Obstacle | None, control: Group) -> Obstacle | None:
+    """The first rank's that has one. Collective over control, the world."""
+    everyones: list[Obstacle | None] = all_gather_object(own, control)
+    return next((obstacle for obstacle in everyones if obstacle is not None), None)

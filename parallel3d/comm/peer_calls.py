@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import socket
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from parallel3d.comm.collectives import Group, all_gather_integers, all_gather_object
+from parallel3d.comm.collectives import Group, all_gather_integers
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.obstacles import Obstacle, group_obstacle, local_obstacle, peer_obstacle
+from parallel3d.comm.obstacles import UNMAPPED, Obstacle, axis_obstacle
 from parallel3d.comm.streams import current_handle
 from parallel3d.comm.symmetric import Mapped, map_memory
 from parallel3d.errors import CommunicationError
@@ -134,7 +133,7 @@ def open_kernel(
         return obstacle
     calls = open_peer_calls(groups, axis, device, kernel, num_bytes, limit_s)
     if calls is None:
-        return Obstacle("the driver maps no memory of one device on another", "see what p3d doctor says")
+        return UNMAPPED
     made = make(calls)
     return made if works_everywhere(made, groups.control) else WRONG
 
@@ -150,26 +149,3 @@ def works_everywhere(kernel: Kernel, control: Group) -> bool:
 def everywhere(good: bool, control: Group) -> bool:
     """Whether it is so on every rank. Collective over control, the world."""
     return all(row[0] for row in all_gather_integers([int(good)], control))
-
-
-def axis_obstacle(groups: ProcessGroups, axis: str, device: torch.device, noun: str) -> Obstacle | None:
-    """What keeps groups along an axis from calling kernels together: the same on every rank, the first rank's that has one.
-
-    noun: what the ranks of such a group hold. Collective over the world.
-    """
-    local = None if groups.backend == "nccl" else Obstacle(f"{groups.backend} trains on the CPU", "use NCCL")
-    mine = (socket.gethostname(), device.index, local or local_obstacle(device))
-    everyone: list[tuple[str, Any, Obstacle | None]] = all_gather_object(mine, groups.control)
-    found = [obstacle for _, _, obstacle in everyone if obstacle is not None]
-    for ranks in groups.topology.get_axis_comm_lists(axis):
-        across = group_obstacle([everyone[rank][0] for rank in ranks], noun)
-        found += [across] if across is not None else []
-    if found:
-        return found[0]
-    group: Group = getattr(groups, axis)
-    own = peer_obstacle(device, [everyone[rank][1] for rank in group.ranks])
-    return _first(all_gather_object(own, groups.control))
-
-
-def _first(obstacles: Sequence[Obstacle | None]) -> Obstacle | None:
-    return next((obstacle for obstacle in obstacles if obstacle is not None), None)

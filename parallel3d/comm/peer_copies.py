@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,53 +11,25 @@ from torch import Tensor
 from parallel3d.comm.buffers import TensorKind, loan_of
 from parallel3d.comm.channels import Channels, open_channels
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.message_wait import MessageWait, open_message_wait
-from parallel3d.comm.rings import Arriving, Receiver, Sender, Staying
-from parallel3d.comm.streams import Copied, CudaStream, CudaStreams
+from parallel3d.comm.message_wait import open_message_wait
+from parallel3d.comm.obstacles import Obstacle
+from parallel3d.comm.rings import Receiver, Receiving, ReceivingInPlace, Sender
+from parallel3d.comm.streams import Copied, CudaStream, CudaStreams, Stream, Streams
 
 # (slots, bytes of each): of rings whose messages are copied out, and of those whose messages may stay, each in one slot.
 _COPIED, _STAYING = (4, 16 * 2**20), (6, 32 * 2**20)
 
 
-class Inbound:
-    """A tensor that comes from a stage. stays: in the slot it comes into, as long as anything refers to it."""
-
-    def __init__(self, receiver: Receiver, kind: TensorKind, streams: CudaStreams, stays: bool):
-        self._receiver, self._kind, self._streams = receiver, kind, streams
-        self._message: Arriving | Staying
-        if stays:
-            self._message = receiver.expect_to_stay(kind, self._spare)
-        else:
-            self._buffer, posted = self._spare()
-            self._message = receiver.expect(self._buffer.reshape(-1).view(torch.uint8), posted)
-
-    def _spare(self) -> tuple[Tensor, object]:
-        return self._kind.empty(), self._streams.current().mark()
-
-    def wait(self) -> Tensor:
-        """The tensor, for what the current stream does from now on; to be called once. Raises CommunicationError."""
-        stream = self._streams.current()
-        self._receiver.prepare(self._message, stream)
-        if isinstance(self._message, Staying):
-            return self._message.take(stream)
-        self._message.take(stream)
-        return self._buffer
-
-    def is_completed(self) -> bool:
-        """Whether it was taken. (What has come is not known before.)"""
-        return self._message.taken
-
-
 class _Ends:
-    """Of the rings between this rank and its neighbours, by their stages."""
+    """Of the rings between this rank and its neighbours, by their stages. new_stream: makes one that work may be added to."""
 
-    def __init__(self, stage: int, channels: Channels, memory_of: Callable[[int], Tensor], device: torch.device):
+    def __init__(
+        self, stage: int, channels: Channels, memory_of: Callable[[int], Tensor], new_stream: Callable[[], Stream]
+    ):
         self.num_slots, self.slot_bytes = channels.num_slots, channels.slot_bytes
-        self.senders = {other: Sender(channels.ring(stage, other, memory_of)) for other in channels.peers[stage]}
-        self.receivers = {
-            other: Receiver(channels.ring(other, stage, memory_of), CudaStream(torch.cuda.Stream(device)))
-            for other in channels.peers[stage]
-        }
+        peers = channels.peers[stage]
+        self.senders = {other: Sender(channels.ring(stage, other, memory_of)) for other in peers}
+        self.receivers = {other: Receiver(channels.ring(other, stage, memory_of), new_stream()) for other in peers}
 
 
 class PeerCopies:
@@ -66,9 +39,9 @@ class PeerCopies:
     else a message has goes by the others, so that it is known how soon a slot is needed again. Made by `open_peer_copies`.
     """
 
-    def __init__(self, copied: _Ends, in_place: _Ends | None, device: torch.device, waits: MessageWait | None):
-        self._copied, self._in_place, self._streams = copied, in_place, CudaStreams(device, waits)
-        self._outgoing = {other: CudaStream(torch.cuda.Stream(device)) for other in copied.senders}
+    def __init__(self, copied: _Ends, in_place: _Ends | None, streams: Streams, new_stream: Callable[[], Stream]):
+        self._copied, self._in_place, self._streams = copied, in_place, streams
+        self._outgoing = {other: new_stream() for other in copied.senders}
 
     def send(self, message: Sequence[Tensor], stage: int) -> list[Copied]:
         """Post tensors of bytes [n], n > 0, to a stage, once the current stream has them."""
@@ -83,21 +56,25 @@ class PeerCopies:
             works.append(Copied(queue.mark(), data))
         return works
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None) -> list[Inbound]:
+    def receive(
+        self, kinds: Sequence[TensorKind], stage: int, behind: int | None
+    ) -> list[Receiving | ReceivingInPlace]:
         """Post the receipt of the next message of a stage, tensors of at least one byte each; behind: see Transport."""
         chosen = self._chosen([kind.nbytes for kind in kinds])
-        inbound = []
+        inbound: list[Receiving | ReceivingInPlace] = []
         for k, kind in enumerate(kinds):
             ends = self._ends(k == chosen)
             receiver = ends.receivers[stage]
             receiver.end_loans(self._streams.current())
             # The slot's next message, and the one before that, are posted when this one's tensors are gone.
-            stays = k == chosen and behind is not None and behind + 2 <= ends.num_slots
-            inbound.append(Inbound(receiver, kind, self._streams, stays))
+            if k == chosen and behind is not None and behind + 2 <= ends.num_slots:
+                inbound.append(ReceivingInPlace(receiver, kind, self._streams))
+            else:
+                inbound.append(Receiving(receiver, kind.empty(), self._streams))
         return inbound
 
-    def _ends(self, chosen: bool) -> _Ends:
-        return self._in_place if chosen and self._in_place is not None else self._copied
+    def _ends(self, may_stay: bool) -> _Ends:
+        return self._in_place if may_stay and self._in_place is not None else self._copied
 
     def _chosen(self, sizes: Sequence[int]) -> int | None:
         """Which tensor of a message may stay; the same on both ends."""
@@ -122,15 +99,35 @@ def ring_bytes(num_stages: int, in_place: bool) -> int:
 def open_peer_copies(
     groups: ProcessGroups, device: torch.device, by_kernel: bool = False, in_place: bool = False
 ) -> PeerCopies | None:
-    """The channels of this rank's pipeline, see open_channels.
+    """The channels of this rank's pipeline; None, on every rank, where they can't be had on any, or there is one stage.
 
-    by_kernel: see open_message_wait; in_place: what is received may stay in its slot.
+    One warning says why what is asked for by in_place, that messages may stay in their slots, is not to be had. by_kernel: see
+    open_message_wait. Collective over the world.
     """
-    stage, ends = groups.coordinate("pipe"), []
-    for kind in (False, True) if in_place else (False,):
-        channels = pipeline_channels(groups.pipe.size, kind)
-        shared = open_channels(groups, "pipe", channels, device)
-        if shared is None:
-            return None
-        ends.append(_Ends(stage, channels, shared.of, device))
-    return PeerCopies(ends[0], ends[1] if in_place else None, device, open_message_wait(device, by_kernel))
+    size, stage = groups.pipe.size, groups.coordinate("pipe")
+    if size == 1:
+        return None
+
+    def new_stream() -> CudaStream:
+        return CudaStream(torch.cuda.Stream(device))
+
+    def open_ends(may_stay: bool) -> _Ends | Obstacle:
+        channels = pipeline_channels(size, may_stay)
+        shared = open_channels(groups, "pipe", channels, device, "stages")
+        return shared if isinstance(shared, Obstacle) else _Ends(stage, channels, shared.of, new_stream)
+
+    copied = open_ends(may_stay=False)
+    if isinstance(copied, Obstacle):
+        if in_place:
+            _warn(groups, copied, f"{groups.backend} takes messages")
+        return None
+    staying = open_ends(may_stay=True) if in_place else None
+    if isinstance(staying, Obstacle):
+        _warn(groups, staying, "messages are copied out of their slots")
+        staying = None
+    return PeerCopies(copied, staying, CudaStreams(device, open_message_wait(device, by_kernel)), new_stream)
+
+
+def _warn(groups: ProcessGroups, obstacle: Obstacle, instead: str) -> None:
+    if groups.rank == 0:
+        warnings.warn(f"pipeline.receive_in_place: {obstacle}; {instead} instead", stacklevel=2)

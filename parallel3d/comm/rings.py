@@ -17,7 +17,6 @@ The stages of a pipeline send each other activations so (peer_copies.py), tensor
 from __future__ import annotations
 
 import gc
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel3d.comm.buffers import Loan, TensorKind, lend
-from parallel3d.comm.streams import CudaStreams, Stream
+from parallel3d.comm.streams import Stream, Streams
 from parallel3d.errors import CommunicationError
 
 
@@ -132,25 +131,52 @@ class Arriving:
         self._memory, self._mark = None, stream.mark()
 
 
-Spare = Callable[[], tuple[Tensor, Any]]  # memory, and a mark that is done when it is free
-Loans = dict[int, tuple[Place, Loan]]  # by the slot's address
+class _Loans:
+    """The slots of a ring in which tensors lie."""
+
+    def __init__(self, ring: Ring):
+        self._ring = ring
+        self._open: dict[int, tuple[Place, Loan]] = {}  # by the slot's address
+
+    def lend(self, place: Place, kind: TensorKind) -> Tensor:
+        """A tensor in a slot, which keeps the ring's memory."""
+        tensor, loan = lend(place.slot, kind, self._ring)
+        self._open[place.slot] = place, loan
+        return tensor
+
+    def end(self, stream: Stream) -> None:
+        """Give back the slots of tensors that nothing refers to any more; all that used them is on this stream, or marked."""
+        for slot, (place, loan) in list(self._open.items()) if self._open else ():
+            if loan.is_over:
+                for mark in loan.marks:
+                    stream.follow(mark)
+                place.leave(stream)
+                del self._open[slot]
+
+    def keeping(self, places: Iterable[Place]) -> Loan | None:
+        """That must end before a message can come into its places."""
+        for place in places if self._open else ():
+            before, loan = self._open.get(place.slot, (None, None))
+            if before is not None and before.times < place.times:
+                return loan
+        return None
 
 
 class Staying:
     """A message that is expected, of one piece: `take` lends its slot to a tensor.
 
-    spare: where it goes should another message need the slot before.
+    mark: of the stream by which PyTorch's allocator gives out memory, for where the message goes should another need its slot.
     """
 
-    def __init__(self, first: int, place: Place, kind: TensorKind, spare: Spare, loans: Loans):
+    def __init__(self, first: int, place: Place, kind: TensorKind, loans: _Loans, mark: Callable[[], Any]):
         self.first, self.places, self.taken = first, (place,), False
-        self._kind, self._spare, self._loans = kind, spare, loans
+        self._kind, self._loans, self._mark = kind, loans, mark
         self._moved: tuple[Tensor, Any] | None = None
 
     def make_way(self, beside: Stream) -> None:
         """Leave the ring, by a stream that may wait."""
-        (place,), (memory, free) = self.places, self._spare()
-        moving = Arriving(self.first, [(place, memory.data_ptr(), memory.nbytes)], memory, free)
+        (place,), memory = self.places, self._kind.empty()
+        moving = Arriving(self.first, [(place, memory.data_ptr(), memory.nbytes)], memory, self._mark())
         moving.take(beside)
         self._moved, self.taken = (memory, beside.mark()), True
 
@@ -163,9 +189,7 @@ class Staying:
             stream.follow(there)
             return memory
         place.await_piece(stream)
-        tensor, loan = lend(place.slot, self._kind)
-        self._loans[place.slot] = place, loan
-        return tensor
+        return self._loans.lend(place, self._kind)
 
 
 class Receiver(_End):
@@ -175,8 +199,7 @@ class Receiver(_End):
         super().__init__(ring)
         self._beside = beside
         self._expected: deque[Arriving | Staying] = deque()
-        self._loans: Loans = {}
-        weakref.finalize(self, _outlive, self._loans, ring).atexit = False
+        self._loans = _Loans(ring)
 
     def expect(self, memory: Tensor, posted: Any) -> Arriving:
         """The next message, into memory, contiguous, that is free when the mark `posted` is done."""
@@ -190,39 +213,30 @@ class Receiver(_End):
             self._expected.append(arriving)
         return arriving
 
-    def expect_to_stay(self, kind: TensorKind, spare: Spare) -> Staying:
-        """The next message, a tensor of at most slot_bytes."""
+    def expect_to_stay(self, kind: TensorKind, mark: Callable[[], Any]) -> Staying:
+        """The next message, a tensor of at most slot_bytes; mark: see Staying."""
         self._make_room(1)
         first = self._count
-        staying = Staying(first, self._next_place(), kind, spare, self._loans)
+        staying = Staying(first, self._next_place(), kind, self._loans, mark)
         self._expected.append(staying)
         return staying
 
     def end_loans(self, stream: Stream) -> None:
         """Give back the slots of tensors that nothing refers to any more; all that used them is on this stream, or marked."""
-        for slot, (place, loan) in list(self._loans.items()) if self._loans else ():
-            if loan.is_over:
-                for mark in loan.marks:
-                    stream.follow(mark)
-                place.leave(stream)
-                loan.close()
-                del self._loans[slot]
+        self._loans.end(stream)
 
     def prepare(self, message: Arriving | Staying, stream: Stream) -> None:
         """Before a stream takes a message: raises CommunicationError where it would wait for a slot that is lent, for ever."""
-        self.end_loans(stream)
-        if self._waits_for_loans(message):
+        self._loans.end(stream)
+        if self._loans.keeping(message.places) is not None:
             gc.collect()  # of cycles that nobody else refers to
-            self.end_loans(stream)
-        if self._waits_for_loans(message):
+            self._loans.end(stream)
+        if (loan := self._loans.keeping(message.places)) is not None:
             raise CommunicationError(
-                f"a message waits for memory that still holds one which came {len(self._addresses)} pieces before: something "
-                "refers to that tensor though its backward is through; let the layer or hook keep a clone of what it is given, "
-                "or set pipeline.receive_in_place to false"
+                f"a message waits for memory that still holds the tensor {loan.kind} which came {len(self._addresses)} "
+                "messages before: something refers to that though its backward is through; let the layer or hook keep a clone "
+                "of what it is given, or set pipeline.receive_in_place to false"
             )
-
-    def _waits_for_loans(self, message: Arriving | Staying) -> bool:
-        return any(self._loans[p.slot][0].times < p.times for p in message.places if p.slot in self._loans)
 
     def next_place(self) -> Place:
         """Of the next message, which takes one slot and is to be left at once."""
@@ -240,34 +254,43 @@ class Receiver(_End):
             self._expected.popleft()
 
 
-_OUTLIVED: list[Ring] = []  # by tensors in their slots
-
-
-def _outlive(loans: Loans, ring: Ring) -> None:
-    """What was lent stays as it is for whoever has it, though the receiver is gone."""
-    if not all(loan.is_over for _, loan in loans.values()):
-        _OUTLIVED.append(ring)
-    for _, loan in loans.values():
-        if loan.is_over:
-            loan.close()
-
-
 def _int32(count: int) -> int:
     """The count as the words hold it."""
     return (count + 2**31) % 2**32 - 2**31
 
 
 class Receiving:
-    """A Work: a message that comes into the memory of `data`, on the stream that first waits for it."""
+    """A message that comes into `memory`, on the stream that waits for it."""
 
-    def __init__(self, receiver: Receiver, data: Tensor, streams: CudaStreams):
-        self._streams = streams
-        self._arriving = receiver.expect(data, streams.current().mark())
+    def __init__(self, receiver: Receiver, memory: Tensor, streams: Streams):
+        self._receiver, self._streams, self._memory = receiver, streams, memory
+        self._message = receiver.expect(memory, streams.current().mark())
 
-    def wait(self) -> None:
-        """Let the current stream go on when the message is in its memory."""
-        self._arriving.take(self._streams.current())
+    def wait(self) -> Tensor:
+        """The memory, for what the current stream does from now on. Raises CommunicationError."""
+        stream = self._streams.current()
+        self._receiver.prepare(self._message, stream)
+        self._message.take(stream)
+        return self._memory
 
     def is_completed(self) -> bool:
         """Whether it was taken. (What has come is not known before.)"""
-        return self._arriving.taken
+        return self._message.taken
+
+
+class ReceivingInPlace:
+    """A message that comes into a slot and stays there, for the stream that waits for it."""
+
+    def __init__(self, receiver: Receiver, kind: TensorKind, streams: Streams):
+        self._receiver, self._streams = receiver, streams
+        self._message = receiver.expect_to_stay(kind, lambda: streams.current().mark())
+
+    def wait(self) -> Tensor:
+        """The tensor, for what the current stream does from now on; to be called once. Raises CommunicationError."""
+        stream = self._streams.current()
+        self._receiver.prepare(self._message, stream)
+        return self._message.take(stream)
+
+    def is_completed(self) -> bool:
+        """Whether it was taken. (What has come is not known before.)"""
+        return self._message.taken

@@ -12,6 +12,7 @@ from parallel3d.comm.channels import Channels, open_channels
 from parallel3d.comm.collectives import Awaited, Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.message_wait import MessageWait, open_message_wait
+from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.rings import Place, Receiver, Receiving, Sender
 from parallel3d.comm.streams import CudaStream, CudaStreams, used_by
 
@@ -112,7 +113,7 @@ def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool, 
     if not asked or group.size == 1:
         return
     channels = slice_channels(group.size)
-    shared = open_channels(groups, "model", channels, device)
-    if shared is not None:
+    shared = open_channels(groups, "model", channels, device, "tensor slices")
+    if not isinstance(shared, Obstacle):
         waits = open_message_wait(device, by_kernel)
         group.kernels.copies = ShardCopies(group.ranks, group.index, channels, shared.of, device, waits)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.comm.buffers import loan_of
 from parallel3d.comm.message_wait import MessageWait
-from parallel3d.comm.obstacles import Obstacle
+from parallel3d.comm.obstacles import Obstacle, no_device, no_symmetric_memory
 from parallel3d.errors import CommunicationError
 
 _QUEUES = 16
@@ -42,6 +42,13 @@ class Stream(Protocol):
 
     def hold(self, memory: Tensor) -> None:
         """Keep memory from being used anew before all that is queued now is done."""
+
+
+class Streams(Protocol):
+    """Of those who wait for messages."""
+
+    def current(self) -> Stream:
+        """Whose work the caller adds to."""
 
 
 class CudaMark:
@@ -200,9 +207,14 @@ class CudaStreams:
         return known
 
 
-def can_copy() -> bool:
-    """Whether this process's streams can wait for each other's copies."""
-    return queue_obstacle() is None and _has_driver()
+def copy_obstacle(device: torch.device | None = None, unset_queues: int = 8) -> Obstacle | None:
+    """What keeps this process from copying into the memory of others, whoever they are. device: see local_obstacle;
+    unset_queues: see queue_obstacle."""
+    if (
+        missing := no_device(device) or no_symmetric_memory() or queue_obstacle(unset_queues)
+    ) is not None or _has_driver():
+        return missing
+    return Obstacle("this driver's streams can't wait for memory", "install a later driver")
 
 
 def queue_obstacle(unset: int = 8) -> Obstacle | None:

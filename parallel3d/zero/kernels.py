@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parallel3d.comm.collectives import Awaited, Work, all_gather_object
+from parallel3d.comm.collectives import Awaited, Work
 from parallel3d.comm.environment import DEFAULT_TIMEOUT
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.message_wait import open_message_wait
-from parallel3d.comm.obstacles import Obstacle, local_obstacle
-from parallel3d.comm.peer_calls import axis_obstacle, everywhere, open_peer_calls
+from parallel3d.comm.obstacles import UNMAPPED, Obstacle, axis_obstacle, first_obstacle, local_obstacle
+from parallel3d.comm.peer_calls import everywhere, open_peer_calls
 from parallel3d.comm.reduce_scatter_kernel import open_reduce_scatter
 from parallel3d.comm.shared_weights import SharedWeights, WeightCopies, shared_bytes
-from parallel3d.comm.streams import CudaStream, CudaStreams, can_copy
+from parallel3d.comm.streams import CudaStream, CudaStreams, copy_obstacle
 from parallel3d.config import KernelsConfig
 from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.fused_adamw import FusedAdamW, optimizer_obstacle
@@ -62,7 +62,7 @@ def open_update_kernels(
     open_reduce_scatter(groups, device, reduces and partitioned)
     if steps:
         obstacle = local_obstacle(device) or optimizer_obstacle(optimizer) or _master_obstacle(buckets)
-        if (first := _first(obstacle if buckets else None, groups)) is not None:
+        if (first := first_obstacle(obstacle if buckets else None, groups.control)) is not None:
             _warn(groups, "optimizer_step", first, "torch updates weights instead")
             steps = False
     shared, places = None, {}
@@ -88,9 +88,10 @@ def _share(
     buckets: Sequence[Bucket], groups: ProcessGroups, device: torch.device, kernel: str
 ) -> SharedWeights | Obstacle:
     """Move the weights into memory that all replicas map, unless something is in the way on any rank."""
-    obstacle = _first(_master_obstacle(buckets), groups) or axis_obstacle(groups, "data", device, "replicas")
-    if obstacle is None and kernel == "all_gather" and not everywhere(can_copy(), groups.control):
-        obstacle = Obstacle("streams that wait would hold up others", "set CUDA_DEVICE_MAX_CONNECTIONS to 32")
+    obstacle = first_obstacle(_master_obstacle(buckets), groups.control)
+    obstacle = obstacle or axis_obstacle(groups, "data", device, "replicas")
+    if obstacle is None and kernel == "all_gather":
+        obstacle = first_obstacle(copy_obstacle(device), groups.control)
     if obstacle is not None:
         return obstacle
     own = _rounded(buckets)
@@ -99,7 +100,7 @@ def _share(
     limit = DEFAULT_TIMEOUT.total_seconds()
     calls = open_peer_calls(groups, "data", device, kernel, shared_bytes(lengths, groups.data.size), limit)
     if calls is None:
-        return Obstacle("the driver maps no memory of one device on another", "see what p3d doctor says")
+        return UNMAPPED
     shared = SharedWeights(calls, lengths)
     for k, (bucket, tensor) in enumerate(zip(own, weights, strict=True)):
         bucket.move_weights(shared.memory(k).view(tensor.dtype))
@@ -121,12 +122,6 @@ def _master_obstacle(buckets: Sequence[Bucket]) -> Obstacle | None:
 
 def _everywhere_partitioned(buckets: Sequence[Bucket], groups: ProcessGroups) -> bool:
     return everywhere(all(bucket.partition.size > 1 for bucket in buckets), groups.control)
-
-
-def _first(own: Obstacle | None, groups: ProcessGroups) -> Obstacle | None:
-    """The first rank's that has one. Collective over the world."""
-    everyones: list[Obstacle | None] = all_gather_object(own, groups.control)
-    return next((obstacle for obstacle in everyones if obstacle is not None), None)
 
 
 def _warn_whole(groups: ProcessGroups, config: KernelsConfig) -> None:

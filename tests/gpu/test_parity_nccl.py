@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -11,25 +12,28 @@ from layouts import (
     BASE_SEED,
     CLIPPING,
     STEPS,
+    TORCH_SEED,
     Layout,
     Run,
     all_pairs,
     check,
+    copies,
     enter_layer,
+    make_engine,
     make_optimizer,
     run_reference,
     train,
 )
 from ranks import RankPool
-from reference import Reference
-from torch import Tensor
+from reference import Item, Reference
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from parallel3d.comm.buffers import lend
 
 
-def reference_on_gpu(layout: Layout) -> Run:
-    """The reference, built and run on the GPU: its generator draws other weights than the CPU's."""
+def reference_on_gpu(layout: Layout, items: Sequence[Item] | None = None) -> Run:
+    """The reference, built and run on the GPU: its generator draws other weights than the CPU's. items: else toy.model."""
 
     def to_gpu(leaf: object) -> object:
         return leaf.cuda() if isinstance(leaf, Tensor) else leaf
@@ -39,7 +43,7 @@ def reference_on_gpu(layout: Layout) -> Run:
     with torch.device("cuda"):
         clipping = CLIPPING if layout.clipping else 0.0
         reference = Reference(
-            toy.model(layout.tied, dropout=layout.dropout),
+            items or toy.model(layout.tied, dropout=layout.dropout),
             toy.cross_entropy,
             make_optimizer(layout.optimizer),
             clipping,
@@ -93,6 +97,59 @@ def test_messages_that_stay_where_they_come_change_nothing(gpu_pool: RankPool, i
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_message_that_stays_is_read_by_the_stream_that_takes_it_to_the_host(gpu_pool: RankPool, interval: int):
     check_in_place(gpu_pool, Layout(pp=2, accumulation=7, checkpointing=interval), offload=True)
+
+
+class Shift(nn.Module):
+    """Whose input's gradient is its output's."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+HANDED_ON = Layout(pp=2, schedule="gpipe", chunks=2, placement="v", accumulation=16)
+HANDING_ON = [
+    Item(toy.Embed, (toy.VOCABULARY, toy.HIDDEN)),
+    Item(toy.MLP, (toy.HIDDEN,)),
+    Item(Shift, (toy.HIDDEN,)),
+    Item(toy.Head, (toy.HIDDEN, toy.VOCABULARY)),
+]
+
+
+def train_and_evaluate(layout: Layout, items: Sequence[Item]) -> tuple[Run, list[float]]:
+    """Training in place, and the losses of evaluations of the same micro-batches before each step."""
+    torch.manual_seed(TORCH_SEED)
+    pipeline = {"stages": 2, "schedule": layout.schedule, "num_chunks": layout.chunks, "placement": layout.placement}
+    engine = make_engine(
+        items,
+        toy.cross_entropy,
+        optimizer=layout.optimizer,
+        accumulation=layout.accumulation,
+        clipping=CLIPPING if layout.clipping else 0.0,
+        pipeline={**pipeline, "receive_in_place": True},
+    )
+    data = [toy.micro_batch(g, layout.data) for g in range(STEPS * layout.accumulation)]
+    evaluated, losses, norms = [], [], []
+    for start in range(0, len(data), layout.accumulation):
+        batch = data[start : start + layout.accumulation]
+        evaluated.append(engine.eval_batch(iter(batch)).item())
+        losses.append(engine.train_batch(iter(batch)).item())
+        norms.append(engine.get_global_grad_norm().item())
+    return (losses, norms, copies(engine.module)), evaluated
+
+
+def test_a_gradient_that_a_chunk_hands_on_stays_no_longer_than_its_slot_may_wait(gpu_pool: RankPool):
+    """The last rank's chunks are neighbours: the second's backward hands the very gradient that came to the first, whose
+    backward is many messages later. Between batches others come, of evaluations, which nothing keeps.
+    """
+    (wanted,) = gpu_pool.run(1, reference_on_gpu, HANDED_ON, HANDING_ON)
+    runs = gpu_pool.run(2, train_and_evaluate, HANDED_ON, HANDING_ON)
+    check([run for run, _ in runs], wanted, 1)
+    for _, evaluated in runs:
+        assert evaluated == pytest.approx(wanted[0], rel=1e-5)
 
 
 def test_a_fresh_world_whose_kernels_load_while_messages_wait(num_gpus: int):

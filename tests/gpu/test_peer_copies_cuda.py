@@ -66,10 +66,11 @@ def sizes_of(number: int) -> list[int]:
     return [[1], [4097, 1 << 20], [most - 1, 5], [most], [most + 1], [3, most, 1 << 20, 2 * most + 3]][number % 6]
 
 
-def exchange_in_place(num_stages: int, by_kernel: bool, held: int) -> tuple[int, int]:
-    """(messages of which a tensor stayed, bytes that differ) of rounds after which the newest `held` messages of each neighbour
-    are kept, and looked at again before they are dropped.
+def exchange_in_place(num_stages: int, by_kernel: bool, behind: int | None) -> tuple[int, int]:
+    """(messages of which a tensor stayed, bytes that differ) of rounds after which the newest messages of each neighbour are
+    kept, as many as come `behind` each, 9 where that isn't known, and looked at again before they are dropped.
     """
+    held = 9 if behind is None else behind
     groups = ProcessGroups(PipeDataParallelTopology(num_stages, 1))
     device = torch.device("cuda", torch.cuda.current_device())
     copies = open_peer_copies(groups, device, by_kernel, in_place=True)
@@ -84,7 +85,7 @@ def exchange_in_place(num_stages: int, by_kernel: bool, held: int) -> tuple[int,
         for other in peers:
             sent += copies.send([pattern(stage, other, number, size, device) for size in sizes], other)
         kinds = [TensorKind((size,), torch.uint8, device) for size in sizes]
-        received = {other: copies.receive(kinds, other, held) for other in peers}
+        received = {other: copies.receive(kinds, other, behind) for other in peers}
         if rng.random() < 0.3:
             torch.cuda._sleep(rng.randrange(2_000_000))
         for other in peers:
@@ -102,17 +103,17 @@ def exchange_in_place(num_stages: int, by_kernel: bool, held: int) -> tuple[int,
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-@pytest.mark.parametrize("held", [0, 1, 4])
+@pytest.mark.parametrize("behind", [0, 1, 4, 5, None])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_messages_stay_as_they_came_while_anything_refers_to_them(
-    gpu_pool: RankPool, num_gpus: int, num_stages: int, held: int, by_kernel: bool
+    gpu_pool: RankPool, num_gpus: int, num_stages: int, behind: int | None, by_kernel: bool
 ):
     if num_stages > num_gpus:
         pytest.skip(f"needs {num_stages} CUDA devices")
-    for stayed, wrong in gpu_pool.run(num_stages, exchange_in_place, num_stages, by_kernel, held, timeout=60):
-        assert stayed == sum(sizes_of(k) != sizes_of(4) for k in range(ROUNDS)) * len(
-            pipeline_channels(num_stages).peers[0]
-        )
+    most = sum(sizes_of(k) != sizes_of(4) for k in range(ROUNDS)) * len(pipeline_channels(num_stages).peers[0])
+    for stayed, wrong in gpu_pool.run(num_stages, exchange_in_place, num_stages, by_kernel, behind, timeout=60):
+        # With 5 behind the ring's six slots would all be taken when the next message is posted.
+        assert stayed == (most if behind in (0, 1, 4) else 0)
         assert wrong == 0
 
 

@@ -42,10 +42,8 @@ KIB, MIB = 2**10, 2**20
 # 32 MiB are 4096 tokens x 4096 features in bf16.
 SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 1024 * MIB)
 DTYPES = ("bfloat16", "float32")
-SHORT, LONG = (
-    100,
-    10,
-)  # calls between two events, of messages below LARGE and of others; what the host needs to begin counts
+# Calls between two events, of messages below LARGE and of others: what the host needs to begin counts.
+SHORT, LONG = 100, 10
 LARGE = 64 * MIB
 BACKENDS = ("nccl", "gloo")
 

@@ -11,7 +11,7 @@ import torch
 
 from parallel3d.cli import main
 from parallel3d.cli.doctor import examine
-from parallel3d.comm import obstacles, symmetric
+from parallel3d.comm import obstacles, streams, symmetric
 from parallel3d.config import load
 from parallel3d.errors import KernelError
 
@@ -30,6 +30,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         nvcc: str | None = "/cuda/bin/nvcc",
         symmetric_memory: bool = True,
         unreached: frozenset[tuple[int, int]] = frozenset(),
+        driver: bool = True,
     ) -> None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -38,6 +39,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b) not in unreached)
         monkeypatch.setattr(symmetric, "is_supported", lambda: symmetric_memory)
+        monkeypatch.setattr(streams, "_has_driver", lambda: driver)
         monkeypatch.setattr(obstacles, "load_library", lambda: object() if compiled else None)
         monkeypatch.setattr(obstacles, "find_nvcc", lambda: nvcc)
 
@@ -109,14 +111,22 @@ def test_messages_need_no_compiled_kernel_and_any_number_of_ranks(host: Host, mo
 
 
 def test_what_keeps_messages_from_being_copied_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load({"pipeline": {"receive_in_place": True}})
     host(symmetric_memory=False, unreached=frozenset({(1, 0)}))
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    memory, queues, reach = told(1, load({"pipeline": {"receive_in_place": True}}), STAGES, stages=2)
+    memory, reach = told(1, config, STAGES, stages=2)
     assert "lacks symmetric memory" in memory
-    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in queues
     assert "device 1 doesn't reach" in reach
+    host(driver=False)
+    assert told(1, config, STAGES, stages=2)[0].endswith("install a later driver")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in told(1, config, STAGES, stages=2)[0]
     host(gpus=0)
-    assert "no CUDA device" in told(1, load({}), STAGES, stages=2)[0]
+    assert "no CUDA device" in told(1, config, STAGES, stages=2)[0]
+
+
+def test_one_stage_sends_nothing(host: Host) -> None:
+    host(gpus=1)
+    assert told(1, load({}), STAGES, stages=1) == ["there is 1 of the stages | copies are between 2 stages or more"]
 
 
 def test_the_norm_behind_a_sum_needs_the_sums_kernel(host: Host) -> None:
