@@ -70,3 +70,13 @@ class ThreadStream:
         self._queue.put(None)
         self._thread.join(30)
         return not self._thread.is_alive()
+
+
+class CurrentStream:
+    """Streams of which the same one is always the current one."""
+
+    def __init__(self, stream: ThreadStream):
+        self._stream = stream
+
+    def current(self) -> ThreadStream:
+        return self._stream

@@ -13,7 +13,7 @@ from parallel3d.comm.channels import Channels, open_channels
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.message_wait import open_message_wait
 from parallel3d.comm.obstacles import Obstacle
-from parallel3d.comm.rings import Receiver, Receiving, ReceivingInPlace, Sender
+from parallel3d.comm.rings import Arriving, Receiver, Receiving, Sender, Staying
 from parallel3d.comm.streams import Copied, CudaStream, CudaStreams, Stream, Streams
 
 # (slots, bytes of each): of rings whose messages are copied out, and of those whose messages may stay, each in one slot.
@@ -56,21 +56,21 @@ class PeerCopies:
             works.append(Copied(queue.mark(), data))
         return works
 
-    def receive(
-        self, kinds: Sequence[TensorKind], stage: int, behind: int | None
-    ) -> list[Receiving | ReceivingInPlace]:
+    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None) -> list[Receiving]:
         """Post the receipt of the next message of a stage, tensors of at least one byte each; behind: see Transport."""
         chosen = self._chosen([kind.nbytes for kind in kinds])
-        inbound: list[Receiving | ReceivingInPlace] = []
+        inbound = []
         for k, kind in enumerate(kinds):
             ends = self._ends(k == chosen)
             receiver = ends.receivers[stage]
             receiver.end_loans(self._streams.current())
             # The slot's next message, and the one before that, are posted when this one's tensors are gone.
+            message: Arriving | Staying
             if k == chosen and behind is not None and behind + 2 <= ends.num_slots:
-                inbound.append(ReceivingInPlace(receiver, kind, self._streams))
+                message = receiver.expect_to_stay(kind, self._streams)
             else:
-                inbound.append(Receiving(receiver, kind.empty(), self._streams))
+                message = receiver.expect(kind.empty(), self._streams.current().mark())
+            inbound.append(Receiving(receiver, message, self._streams))
         return inbound
 
     def _ends(self, may_stay: bool) -> _Ends:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +96,12 @@ class Sender(_End):
 
 
 class Arriving:
-    """A message that is expected: `take` copies it out of its ring, once, on whichever stream first needs it."""
+    """A message that is expected: it is copied out of its ring once, on whichever stream first needs it."""
 
     def __init__(self, first: int, parts: Sequence[tuple[Place, int, int]], memory: Tensor, posted: Any):
-        self.first = first  # of its pieces among all of the ring's
+        self.first, self.taken = first, False  # of its pieces among all of the ring's; whether it has left the ring
         self._parts, self._mark = parts, posted
-        # Until it is taken it may come, even if a failure has made everyone else forget the memory.
+        # Until it has left it may come, even if a failure has made everyone else forget the memory.
         self._memory: Tensor | None = memory
 
     @property
@@ -109,26 +109,26 @@ class Arriving:
         """That it takes."""
         return (place for place, _, _ in self._parts)
 
-    @property
-    def taken(self) -> bool:
-        """Whether `take` was called."""
-        return self._memory is None
-
     def make_way(self, beside: Stream) -> None:
         """Leave the ring, by a stream that may wait."""
-        self.take(beside)
-
-    def take(self, stream: Stream) -> None:
-        """Let the stream go on when the message is in its memory."""
-        stream.follow(self._mark)
-        if self._memory is None:
-            return
+        beside.follow(self._mark)
         for place, target, length in self._parts:
-            place.await_piece(stream)
-            stream.copy(target, place.slot, length)
-            place.leave(stream)
-        stream.hold(self._memory)
-        self._memory, self._mark = None, stream.mark()
+            place.await_piece(beside)
+            beside.copy(target, place.slot, length)
+            place.leave(beside)
+        assert self._memory is not None
+        beside.hold(self._memory)
+        self._mark, self.taken = beside.mark(), True
+
+    def take(self, stream: Stream) -> Tensor:
+        """The memory with the message, for what the stream does from now on; to be called once."""
+        if self.taken:
+            stream.follow(self._mark)
+        else:
+            self.make_way(stream)
+        memory, self._memory = self._memory, None
+        assert memory is not None, "a message is taken once"
+        return memory
 
 
 class _Loans:
@@ -165,29 +165,27 @@ class _Loans:
 class Staying:
     """A message that is expected, of one piece: `take` lends its slot to a tensor.
 
-    mark: of the stream by which PyTorch's allocator gives out memory, for where the message goes should another need its slot.
+    streams: whose current one may use memory as soon as PyTorch gives it, for a message that another makes leave its slot.
     """
 
-    def __init__(self, first: int, place: Place, kind: TensorKind, loans: _Loans, mark: Callable[[], Any]):
+    def __init__(self, first: int, place: Place, kind: TensorKind, loans: _Loans, streams: Streams):
         self.first, self.places, self.taken = first, (place,), False
-        self._kind, self._loans, self._mark = kind, loans, mark
-        self._moved: tuple[Tensor, Any] | None = None
+        self._kind, self._loans, self._streams = kind, loans, streams
+        self._moved: Arriving | None = None
 
     def make_way(self, beside: Stream) -> None:
         """Leave the ring, by a stream that may wait."""
         (place,), memory = self.places, self._kind.empty()
-        moving = Arriving(self.first, [(place, memory.data_ptr(), memory.nbytes)], memory, self._mark())
-        moving.take(beside)
-        self._moved, self.taken = (memory, beside.mark()), True
+        parts = [(place, memory.data_ptr(), memory.nbytes)]
+        self._moved, self.taken = Arriving(self.first, parts, memory, self._streams.current().mark()), True
+        self._moved.make_way(beside)
 
     def take(self, stream: Stream) -> Tensor:
         """The message, for what the stream does from now on; to be called once."""
         (place,), moved = self.places, self._moved
         self._moved, self.taken = None, True
         if moved is not None:
-            memory, there = moved
-            stream.follow(there)
-            return memory
+            return moved.take(stream)
         place.await_piece(stream)
         return self._loans.lend(place, self._kind)
 
@@ -208,16 +206,16 @@ class Receiver(_End):
         first = self._count
         arriving = Arriving(first, [(self._next_place(), *piece) for piece in pieces], memory, posted)
         if len(pieces) > len(self._addresses):
-            arriving.take(self._beside)
+            arriving.make_way(self._beside)
         else:
             self._expected.append(arriving)
         return arriving
 
-    def expect_to_stay(self, kind: TensorKind, mark: Callable[[], Any]) -> Staying:
-        """The next message, a tensor of at most slot_bytes; mark: see Staying."""
+    def expect_to_stay(self, kind: TensorKind, streams: Streams) -> Staying:
+        """The next message, a tensor of at most slot_bytes; streams: see Staying."""
         self._make_room(1)
         first = self._count
-        staying = Staying(first, self._next_place(), kind, self._loans, mark)
+        staying = Staying(first, self._next_place(), kind, self._loans, streams)
         self._expected.append(staying)
         return staying
 
@@ -260,30 +258,10 @@ def _int32(count: int) -> int:
 
 
 class Receiving:
-    """A message that comes into `memory`, on the stream that waits for it."""
+    """A Work: a message of a receiver that comes on the stream which waits for it."""
 
-    def __init__(self, receiver: Receiver, memory: Tensor, streams: Streams):
-        self._receiver, self._streams, self._memory = receiver, streams, memory
-        self._message = receiver.expect(memory, streams.current().mark())
-
-    def wait(self) -> Tensor:
-        """The memory, for what the current stream does from now on. Raises CommunicationError."""
-        stream = self._streams.current()
-        self._receiver.prepare(self._message, stream)
-        self._message.take(stream)
-        return self._memory
-
-    def is_completed(self) -> bool:
-        """Whether it was taken. (What has come is not known before.)"""
-        return self._message.taken
-
-
-class ReceivingInPlace:
-    """A message that comes into a slot and stays there, for the stream that waits for it."""
-
-    def __init__(self, receiver: Receiver, kind: TensorKind, streams: Streams):
-        self._receiver, self._streams = receiver, streams
-        self._message = receiver.expect_to_stay(kind, lambda: streams.current().mark())
+    def __init__(self, receiver: Receiver, message: Arriving | Staying, streams: Streams):
+        self._receiver, self._message, self._streams = receiver, message, streams
 
     def wait(self) -> Tensor:
         """The tensor, for what the current stream does from now on; to be called once. Raises CommunicationError."""
@@ -292,5 +270,5 @@ class ReceivingInPlace:
         return self._message.take(stream)
 
     def is_completed(self) -> bool:
-        """Whether it was taken. (What has come is not known before.)"""
+        """Whether it has left its ring, or was lent. (What has come is not known before.)"""
         return self._message.taken

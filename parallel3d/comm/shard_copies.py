@@ -92,8 +92,9 @@ class ShardCopies:
 
     def receive(self, out: Tensor, peer: int) -> Work:
         """Post the receipt of a peer's next message into `out`, contiguous."""
-        rank = self._ranks[peer]
-        return Awaited(Receiving(self._receivers[peer], out, self._streams), f"a shard of rank {rank}", (rank,))
+        rank, receiver = self._ranks[peer], self._receivers[peer]
+        message = receiver.expect(out, self._streams.current().mark())
+        return Awaited(Receiving(receiver, message, self._streams), f"a shard of rank {rank}", (rank,))
 
 
 def slice_channels(num_slices: int) -> Channels:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from streams import ThreadStream
+from streams import CurrentStream, ThreadStream
 
 from parallel3d.comm import peer_copies
 from parallel3d.comm.buffers import TensorKind, loan_of
@@ -48,16 +48,6 @@ class Stages:
     def close(self) -> None:
         ended = [stream.close() for stream in self.streams]
         assert all(ended), "a stream stands still"
-
-
-class CurrentStream:
-    """Always the same one."""
-
-    def __init__(self, stream: ThreadStream):
-        self._stream = stream
-
-    def current(self) -> ThreadStream:
-        return self._stream
 
 
 def message(*sizes: int, value: int) -> list[torch.Tensor]:
