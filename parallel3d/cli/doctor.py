@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -94,7 +94,7 @@ def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Fin
     shards = [None if tensor.copies_shards else _OFF_SHARDS, *_by_copies(slices, "tensor slices")]
     waits = [_turned_off("message_wait", kernels.message_wait, "the driver's waits"), local_obstacle()]
     steps = [_turned_off("optimizer_step", kernels.optimizer_step, "torch's step"), local_obstacle()]
-    among_slices, among_replicas = _among(slices, "tensor slices"), _among(replicas, "replicas")
+    among_slices, among_replicas = _calling(slices, "tensor slices"), _calling(replicas, "replicas")
     reduces = _turned_off("reduce_scatter", kernels.reduce_scatter, "NCCL")
     gathers = _turned_off("all_gather", kernels.all_gather, "NCCL")
     sums = _turned_off("all_reduce", kernels.all_reduce, "NCCL")
@@ -125,17 +125,22 @@ def _found(*obstacles: Obstacle | None) -> list[Obstacle]:
     return [obstacle for obstacle in obstacles if obstacle is not None]
 
 
-def _among(ranks: int, noun: str) -> list[Obstacle | None]:
+def _calling(ranks: int, noun: str) -> list[Obstacle | None]:
     """What is in the way of so many ranks that call a kernel together. noun: what each holds."""
-    own = local_obstacle()
+    return _among(ranks, noun, local_obstacle(), group_obstacle)
+
+
+def _among(
+    ranks: int, noun: str, own: Obstacle | None, group: Callable[[Sequence[str], str], Obstacle | None]
+) -> list[Obstacle | None]:
+    """own, what is in the way of each of these ranks; group: of all of them, by their hosts; and whom they don't reach."""
     if not torch.cuda.is_available():
         return [own]
     count = torch.cuda.device_count()
     # Ranks fill one host after the other.
-    across = group_obstacle([f"host {rank // count}" for rank in range(ranks)], noun)
-    if own is not None or across is not None:
-        return [own, across]
-    return [next(filter(None, (peer_obstacle(torch.device("cuda", k), range(ranks)) for k in range(ranks))), None)]
+    across = group([f"host {rank // count}" for rank in range(ranks)], noun)
+    reached = [] if across else [peer_obstacle(torch.device("cuda", k), range(ranks)) for k in range(ranks)]
+    return [own, across, next(filter(None, reached), None)]
 
 
 _TURNED_OFF = "the configuration turns it off"
@@ -147,16 +152,9 @@ _OFF_SHARDS = Obstacle(
 
 def _by_copies(ranks: int, noun: str) -> list[Obstacle | None]:
     """What is in the way of so many ranks that send each other messages by copies. noun: what each holds."""
-    # Unset, the number of queues becomes 32.
-    own = copy_obstacle(unset_queues=32)
-    if not torch.cuda.is_available():
-        return [own]
-    count = torch.cuda.device_count()
-    # Ranks fill one host after the other.
-    across = hosts_obstacle([f"host {rank // count}" for rank in range(ranks)], noun)
-    reached = [] if across else [peer_obstacle(torch.device("cuda", k), range(ranks)) for k in range(ranks)]
     alone = Obstacle(f"there is 1 of the {noun}", f"copies are between 2 {noun} or more") if ranks == 1 else None
-    return [own, across, next(filter(None, reached), None), alone]
+    # Unset, the number of queues becomes 32.
+    return [alone, *_among(ranks, noun, copy_obstacle(unset_queues=32), hosts_obstacle)]
 
 
 def _turned_off(kernel: str, value: bool | str, instead: str) -> Obstacle | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel3d.comm.collectives import all_gather_integers
+from parallel3d.comm.collectives import everywhere
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import UNMAPPED, Obstacle, axis_obstacle, hosts_obstacle
 from parallel3d.comm.rings import Ring
@@ -58,10 +58,10 @@ def open_channels(
     if (obstacle := axis_obstacle(groups, axis, device, noun, copy_obstacle, hosts_obstacle)) is not None:
         return obstacle
     found = map_memory(getattr(groups, axis), groups.control, device, channels.num_bytes)
-    everywhere = all_gather_integers([int(found is not None)], groups.control)
-    if found is None or not all(row[0] for row in everywhere):
+    if not everywhere(found is not None, groups.control):
         return UNMAPPED
+    assert found is not None
     found.memory[:_HEADER_BYTES].zero_()
     torch.cuda.synchronize()
-    all_gather_integers([0], groups.control)  # nobody writes into counts that are not cleared yet
+    everywhere(True, groups.control)  # nobody writes into counts that are not cleared yet
     return found

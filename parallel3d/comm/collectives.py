@@ -257,6 +257,11 @@ def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:
     return [t.tolist() for t in gathered]
 
 
+def everywhere(good: bool, control: Group) -> bool:
+    """Whether it is so on every rank. Collective over control, the world."""
+    return all(row[0] for row in all_gather_integers([int(good)], control))
+
+
 def all_gather_object(value: Any, group: Group) -> list[Any]:
     """Every rank's picklable value, in group order; for set-up, not for a step."""
     if group.handle is None:

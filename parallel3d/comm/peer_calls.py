@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from parallel3d.comm.collectives import Group, all_gather_integers
+from parallel3d.comm.collectives import Group, everywhere
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import UNMAPPED, Obstacle, axis_obstacle
 from parallel3d.comm.streams import current_handle
@@ -144,8 +144,3 @@ def works_everywhere(kernel: Kernel, control: Group) -> bool:
     good = everywhere(kernel.works(), control)
     kernel.calls.limit_s = limit_s
     return good
-
-
-def everywhere(good: bool, control: Group) -> bool:
-    """Whether it is so on every rank. Collective over control, the world."""
-    return all(row[0] for row in all_gather_integers([int(good)], control))

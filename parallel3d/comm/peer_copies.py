@@ -64,8 +64,8 @@ class PeerCopies:
             ends = self._ends(k == chosen)
             receiver = ends.receivers[stage]
             receiver.end_loans(self._streams.current())
-            # The slot's next message, and the one before that, are posted when this one's tensors are gone.
             message: Arriving | Staying
+            # The slot's next message, and the one before that, are posted when this one's tensors are gone.
             if k == chosen and behind is not None and behind + 2 <= ends.num_slots:
                 message = receiver.expect_to_stay(kind, self._streams)
             else:

@@ -167,12 +167,12 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
-def _has_driver() -> bool:
+def _no_driver() -> Obstacle | None:
     try:
         _driver()
     except (OSError, AttributeError):
-        return False
-    return True
+        return Obstacle("this driver's streams can't wait for memory", "install a later driver")
+    return None
 
 
 @dataclass
@@ -208,13 +208,11 @@ class CudaStreams:
 
 
 def copy_obstacle(device: torch.device | None = None, unset_queues: int = 8) -> Obstacle | None:
-    """What keeps this process from copying into the memory of others, whoever they are. device: see local_obstacle;
-    unset_queues: see queue_obstacle."""
-    if (
-        missing := no_device(device) or no_symmetric_memory() or queue_obstacle(unset_queues)
-    ) is not None or _has_driver():
-        return missing
-    return Obstacle("this driver's streams can't wait for memory", "install a later driver")
+    """What keeps this process from copying into the memory of others, whoever they are.
+
+    device: see local_obstacle; unset_queues: see queue_obstacle.
+    """
+    return no_device(device) or no_symmetric_memory() or queue_obstacle(unset_queues) or _no_driver()
 
 
 def queue_obstacle(unset: int = 8) -> Obstacle | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallel3d.comm.collectives import Group, all_gather_integers
+from parallel3d.comm.collectives import Group, everywhere
 
 _mapped = WeakIdKeyDictionary()
 
@@ -74,9 +74,9 @@ def map_memory(group: Group, control: Group, device: torch.device, num_bytes: in
     with suppress(OSError, RuntimeError):
         memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     # Before a rendezvous that would wait for the one which has no memory.
-    everywhere = all_gather_integers([int(memory is not None)], control)
-    if memory is None or not all(row[0] for row in everywhere):
+    if not everywhere(memory is not None, control):
         return None
+    assert memory is not None
     assert group.handle is not None
     try:
         handle: Any = symmetric_memory.rendezvous(memory, group.handle)

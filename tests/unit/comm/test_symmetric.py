@@ -17,7 +17,7 @@ def test_mapped_memory_counts_for_as_long_as_it_lives(monkeypatch: pytest.Monkey
     )
     monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", fake)
     monkeypatch.setattr(torch.distributed, "_symmetric_memory", fake, raising=False)
-    monkeypatch.setattr(symmetric, "all_gather_integers", lambda numbers, control: [numbers])
+    monkeypatch.setattr(symmetric, "everywhere", lambda good, control: good)
     monkeypatch.setattr(Group, "index", 0)
     before = symmetric.mapped_bytes()
     handle: Any = object()

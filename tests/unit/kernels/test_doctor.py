@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b) not in unreached)
         monkeypatch.setattr(symmetric, "is_supported", lambda: symmetric_memory)
-        monkeypatch.setattr(streams, "_has_driver", lambda: driver)
+        monkeypatch.setattr(streams, "_driver", lambda: ctypes.CDLL("absent.so" if not driver else None))
         monkeypatch.setattr(obstacles, "load_library", lambda: object() if compiled else None)
         monkeypatch.setattr(obstacles, "find_nvcc", lambda: nvcc)
 
