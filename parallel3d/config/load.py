@@ -77,8 +77,8 @@ def load_precision(source: Source) -> Config:
 
 
 def load_kernels(source: Source) -> Config:
-    """A Config that holds only what decides on kernels and who shares a layer, as `load_layout` reads its own sections."""
-    return _load_sections(source, ("kernels", "tensor_parallel"))
+    """A Config that holds only what decides on kernels and copies, and among whom, as `load_layout` reads its own sections."""
+    return _load_sections(source, ("kernels", "pipeline", "tensor_parallel"))
 
 
 def _load_sections(source: Source, sections: tuple[str, ...]) -> Config:

@@ -130,6 +130,26 @@ def test_one_stage_sends_nothing(host: Host) -> None:
     assert told(1, load({}), STAGES, stages=1) == ["there is 1 of the stages | copies are between 2 stages or more"]
 
 
+def test_the_pipeline_of_a_configuration_file_is_heeded(
+    host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+
+    def doctor(gpus: int, **pipeline: object) -> tuple[int, str]:
+        host(gpus=gpus)
+        path.write_text(json.dumps({"pipeline": pipeline, "optimizer": "auto"}))
+        return main(["doctor", "--config", str(path)]), capsys.readouterr().out
+
+    code, text = doctor(2, stages=4)
+    assert code == 0
+    assert "the 4 stages are on 2" in text
+    assert doctor(2, stages=4, receive_in_place=True)[0] == 1
+    assert doctor(4, stages=4, receive_in_place=True)[0] == 0
+    path.write_text(json.dumps({"pipeline": {"peer_copies": False, "receive_in_place": True}}))
+    assert main(["doctor", "--config", str(path)]) != 0
+    assert "receive_in_place is about what comes by peer_copies" in capsys.readouterr().err
+
+
 def test_the_norm_behind_a_sum_needs_the_sums_kernel(host: Host) -> None:
     host()
     both = {"all_reduce": True, "all_reduce_norm": True}
