@@ -75,7 +75,8 @@ def test_a_run_on_the_cpu(tmp_path: Path):
     found = [(m["what"], m["by"], m["bytes"]) for m in run["measured"]]
     exchanged = [(what, "gloo", size) for size in (64, 4096) for what in EXCHANGED]
     updated = [("reduce_scatter", "gloo", 64), ("reduce_scatter", "gloo", 4096)]
-    names = ("gather, 3 of attention", "gather, 2 of feed-forward", "scatter, of attention", "scatter, of feed-forward")
+    names = ["gather, 3 of attention", "gather, 2 of feed-forward"]
+    names += [f"{way}, of {block}" for block in ("attention", "feed-forward") for way in ("scatter", "gather and keep")]
     exchanged += [("product beside a ring", by, 4096) for by in ("alone", "gloo")]
     assert found == exchanged + [(name, by, 64 * 32 * 4) for name in names for by in ("alone", "gloo")] + updated
     assert {m["world"] for m in run["measured"]} == {2}

@@ -6,13 +6,15 @@ python tools/bench/communication.py --what ring,products --worlds 2
 all_reduce: of tensor slices, by the kernel. all_reduce_norm: that, the residual and RMSNorm behind it, one after the other
 and in one kernel, of rows of the hidden size. ring: every rank sends to the next one, as stages do, by copies, which may
 stay where they come. message: only every other rank does. beside: a product while messages go round. products: of a
-decoder's layers whose sequences the slices share, with the gathering before or the scattering behind them, and alone.
+decoder's layers whose sequences the slices share, with the gathering before or the scattering behind them, and alone; by
+collectives, by copies and by PyTorch's symmetric-memory operators.
 reduce_scatter: of fp32 gradients, which travel in the dtype. update: AdamW's step of sharded fp32 masters, with the
 gathering of the weights, by torch, NCCL, kernels and copies. Streams wait for copies by the driver, or by a kernel.
 
 All are called on the current stream, back to back: 100 times, 10 of very large messages, between two CUDA events, `repeats`
 times, the ways of one message in turn, after as many calls for warm-up. A time is the median over repeats on the slowest
-rank. Bus bandwidth is what each device must send at least by that time. With --cpu gloo alone is measured.
+rank. Bus bandwidth is what each device must send at least by that time. Products are measured "queued" too: 20 times, all in
+the devices' queues before those begin, so that what the host needs does not count. With --cpu gloo alone is measured.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 1024 
 DTYPES = ("bfloat16", "float32")
 # Calls between two events, of messages below LARGE and of others: what the host needs to begin counts.
 SHORT, LONG = 100, 10
+QUEUED = 20  # that a device has in its queue
 LARGE = 64 * MIB
+# Of a device that waits for its queue to fill.
+FIRST_SLEEP_S, LONGEST_SLEEP_S, CYCLES_PER_S = 0.02, 1.0, 2e9
 BACKENDS = ("nccl", "gloo")
 
 
@@ -179,7 +184,10 @@ def time_in_turn(ways: Sequence[Way], repeats: int, device: torch.device) -> lis
     times: list[list[float]] = [[] for _ in ways]
     for repeat in range(repeats + 1):
         for way, own in zip(ways, times, strict=True):
-            seconds = time_calls(way.call, SHORT if way.num_bytes < LARGE else LONG, device)
+            number = SHORT if way.num_bytes < LARGE else LONG
+            seconds = (
+                time_queued_calls(way.call, QUEUED, device) if way.queued else time_calls(way.call, number, device)
+            )
             if repeat:  # the first is to warm up
                 own.append(seconds)
     return times
@@ -200,6 +208,32 @@ def time_calls(call: Callable[[], object], number: int, device: torch.device) ->
     events[1].record()
     events[1].synchronize()
     return float(events[0].elapsed_time(events[1])) / 1e3 / number
+
+
+def time_queued_calls(call: Callable[[], object], number: int, device: torch.device) -> float:
+    """Seconds a call, of devices that begin when all calls are in their queues: the hosts' time does not count."""
+    import torch
+    import torch.distributed as dist
+
+    sleep_s = FIRST_SLEEP_S
+    while True:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(sleep_s * CYCLES_PER_S))
+        call()  # the devices wait for each other
+        begin.record()
+        for _ in range(number):
+            call()
+        late = torch.tensor(int(begin.query()), device=device)
+        end.record()
+        end.synchronize()
+        dist.all_reduce(late)
+        if not late:
+            return float(begin.elapsed_time(end)) / 1e3 / number
+        sleep_s *= 2
+        if sleep_s > LONGEST_SLEEP_S:
+            raise RuntimeError(
+                f"the host was not ahead of a device that slept {LONGEST_SLEEP_S} s before {number} calls"
+            )
 
 
 if __name__ == "__main__":

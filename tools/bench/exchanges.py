@@ -22,24 +22,29 @@ from parallel3d.comm.peer_copies import PeerCopies, open_peer_copies
 from parallel3d.comm.shard_copies import open_shard_copies
 from parallel3d.kernels.all_reduce_norm import empty_normed
 from parallel3d.ops.rms_norm import rms_norm
-from parallel3d.split_backward import multiply
+from parallel3d.split_backward import Factors, multiply
 from parallel3d.tensor_parallel.regions import SequenceBorder
 from parallel3d.topology import ProcessTopology
 
 ALONE, KERNEL, COPIES, AWAITED = "alone", "kernel", "copies", "copies, awaited by a kernel"
 STAYING, BOTH, ONE_KERNEL = "copies that stay", "copies that stay, awaited by a kernel", "one kernel"
+OPERATOR = "PyTorch's operator"
 _BESIDE_BYTES = 32 * 2**20  # at most, of the message that goes round beside a product
 _EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class Way:
-    """What is exchanged, of how many bytes in all, by what; call: starts it, on the current stream."""
+    """What is exchanged, of how many bytes in all, by what; call: starts it, on the current stream.
+
+    queued: to be timed with all calls in the devices' queues before they begin, as in a step whose host is ahead.
+    """
 
     what: str
     num_bytes: int
     by: str
     call: Callable[[], object]
+    queued: bool = False
 
 
 class Exchanges:
@@ -191,7 +196,9 @@ class Exchanges:
                 yield name, partial(by_copies, copies)
 
     def _products_of(self, dtype: torch.dtype) -> Iterator[Way]:
-        """Of column layers, with the gathering of their input, and of row layers, with the scattering of their output."""
+        """Of column layers, with the gathering of their input, and of row layers, with the scattering of their output, and
+        the gathering of its gradient, which is kept: with the host's time, and queued.
+        """
         tokens, hidden, ffn = self._products
         group, heads, wide = self._groups.model, hidden // self._world, ffn // self._world
         border = SequenceBorder(group, tokens)
@@ -200,17 +207,41 @@ class Exchanges:
             return torch.randn(*shape, dtype=dtype, device=self.device)
 
         shard, whole = random(1, tokens // self._world, hidden), random(1, tokens, hidden)
-        for name, widths in (("gather, 3 of attention", [heads] * 3), ("gather, 2 of feed-forward", [wide] * 2)):
-            pairs = [(random(width, hidden), None) for width in widths]
-            yield Way(name, whole.nbytes, ALONE, lambda pairs=pairs: [F.linear(whole, w) for w, _ in pairs])
-            yield from self._each(name, whole.nbytes, partial(border.enter_products, shard, pairs))
-        for name, width in (("scatter, of attention", heads), ("scatter, of feed-forward", wide)):
-            factors = [(random(1, tokens, width), random(hidden, width).t())]
-            yield Way(name, whole.nbytes, ALONE, partial(multiply, factors))
-            yield from self._each(name, whole.nbytes, lambda factors=factors: border.leave_products(factors)())
+        for name, count, width in (("3 of attention", 3, heads), ("2 of feed-forward", 2, wide)):
+            weights = [random(width, hidden) for _ in range(count)]
+            yield from self._each(
+                f"gather, {name}",
+                whole.nbytes,
+                partial(_multiply_each, whole, weights),
+                partial(border.enter_products, shard, [(weight, None) for weight in weights]),
+                partial(self._gather_by_operator, shard, [weight.t() for weight in weights], keep=False),
+            )
+        for name, width in (("attention", heads), ("feed-forward", wide)):
+            x, weight = random(1, tokens, width), random(hidden, width)
+            yield from self._each(
+                f"scatter, of {name}",
+                whole.nbytes,
+                partial(multiply, [(x, weight.t())]),
+                partial(_leave, border, [(x, weight.t())]),
+                partial(self._scatter_by_operator, x, weight.t()),
+            )
+            yield from self._each(
+                f"gather and keep, of {name}",
+                whole.nbytes,
+                partial(multiply, [(whole, weight)]),
+                partial(border.enter_kept, shard, weight),
+                partial(self._gather_by_operator, shard, [weight], keep=True),
+            )
 
-    def _each(self, name: str, num_bytes: int, call: Callable[[], object]) -> Iterator[Way]:
-        """By the backend, and by copies."""
+    def _each(
+        self,
+        name: str,
+        num_bytes: int,
+        alone: Callable[[], object],
+        call: Callable[[], object],
+        by_operator: Callable[[], object],
+    ) -> Iterator[Way]:
+        """Without communication, by the backend, by copies, and by PyTorch's operator."""
 
         def by(copies: Any) -> None:
             self._groups.model.kernels.copies = copies
@@ -218,10 +249,25 @@ class Exchanges:
                 call()
             self._groups.model.kernels.copies = None
 
-        yield Way(name, num_bytes, self._backend, partial(by, None))
-        for way, copies in self._shards.items():
-            if copies is not None:
-                yield Way(name, num_bytes, way, partial(by, copies))
+        calls = {ALONE: alone, self._backend: partial(by, None)}
+        calls |= {way: partial(by, copies) for way, copies in self._shards.items() if copies is not None}
+        calls |= {OPERATOR: by_operator} if self._kernel is not None else {}
+        for way, timed in calls.items():
+            yield Way(name, num_bytes, way, timed)
+        if self.device.type == "cuda":
+            for way, timed in calls.items():
+                yield Way(f"{name}, queued", num_bytes, way, timed, queued=True)
+
+    def _gather_by_operator(self, shard: Tensor, rights: Sequence[Tensor], keep: bool) -> object:
+        """Of one sample, whose sequence may lie first, as the operator likes it."""
+        group = dist.group.WORLD
+        assert group is not None
+        return torch.ops.symm_mem.fused_all_gather_matmul(shard[0], rights, 0, group.group_name, return_A=keep)
+
+    def _scatter_by_operator(self, left: Tensor, right: Tensor) -> object:
+        group = dist.group.WORLD
+        assert group is not None
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(left[0], right, "sum", 0, group.group_name)
 
     def finish(self) -> None:
         """Wait for all, and raise what kernels had to say."""
@@ -229,3 +275,11 @@ class Exchanges:
             torch.cuda.synchronize()
         if self._kernel is not None:
             self._kernel.calls.raise_if_failed()
+
+
+def _multiply_each(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    return [F.linear(x, weight) for weight in weights]
+
+
+def _leave(border: SequenceBorder, factors: Factors) -> Tensor:
+    return border.leave_products(factors)()
