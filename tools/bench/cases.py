@@ -31,6 +31,7 @@ OPTIONS = {
     "compile": "blocks are compiled",
     "cudnn": "attention by cuDNN where it can",
     "sp": "sequence parallelism",
+    "shardcopies": "tensor_parallel.peer_copies is true",
     "inplace": "what stages receive stays where it came",
     "models": "layers of parallel3d.models, as with tensor slices",
     "half": "attention and feed-forward are layers of their own, between which a stage may end",
@@ -216,6 +217,7 @@ def _own_arguments(case: Case, work: Workload) -> list[str]:
     arguments += _flags(
         case,
         sp="--sequence_parallel",
+        shardcopies="--shard_copies",
         compile="--compile",
         cudnn="--cudnn",
         inplace="--receive_in_place",

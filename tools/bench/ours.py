@@ -94,6 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor slices, of parallel3d.models' decoder")
     parser.add_argument("--sliced_layers", action="store_true", help="that decoder even without slices")
     parser.add_argument("--sequence_parallel", action="store_true")
+    parser.add_argument("--shard_copies", action="store_true", help="its shards travel by copies beside the products")
     parser.add_argument("--compile", action="store_true", help="compile layers and loss")
     parser.add_argument("--cudnn", action="store_true", help="attention by cuDNN where it can")
     parser.add_argument("--schedule", default="1f1b")
@@ -126,7 +127,11 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
         "steps_per_print": None,
         "optimizer": {"type": "AdamW", "params": optimizer},
         "bf16": {"enabled": True},
-        "tensor_parallel": {"size": args.tp, "sequence_parallel": args.sequence_parallel},
+        "tensor_parallel": {
+            "size": args.tp,
+            "sequence_parallel": args.sequence_parallel,
+            "peer_copies": args.shard_copies,
+        },
         "compile": {"enabled": args.compile},
         "attention": {"backend": ["cudnn", "flash", "efficient", "math"] if args.cudnn else "auto"},
         "zero_optimization": {"stage": args.zero, "reduce_per_micro_batch": per_micro_batch},
