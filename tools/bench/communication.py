@@ -7,9 +7,9 @@ all_reduce: of tensor slices, by the kernel. all_reduce_norm: that, the residual
 and in one kernel, of rows of the hidden size. ring: every rank sends to the next one, as stages do, by copies, which may
 stay where they come. message: only every other rank does. beside: a product while messages go round. products: of a
 decoder's layers whose sequences the slices share, with the gathering before or the scattering behind them, and alone; by
-collectives, by copies and by PyTorch's symmetric-memory operators.
-reduce_scatter: of fp32 gradients, which travel in the dtype. update: AdamW's step of sharded fp32 masters, with the
-gathering of the weights, by torch, NCCL, kernels and copies. Streams wait for copies by the driver, or by a kernel.
+collectives, by copies and by PyTorch's symmetric-memory operators. reduce_scatter: of fp32 gradients, which travel in the
+dtype. update: AdamW's step of sharded fp32 masters, with the gathering of the weights, by torch, NCCL, kernels and copies.
+Streams wait for copies by the driver, or by a kernel.
 
 All are called on the current stream, back to back: 100 times, 10 of very large messages, between two CUDA events, `repeats`
 times, the ways of one message in turn, after as many calls for warm-up. A time is the median over repeats on the slowest
@@ -184,10 +184,10 @@ def time_in_turn(ways: Sequence[Way], repeats: int, device: torch.device) -> lis
     times: list[list[float]] = [[] for _ in ways]
     for repeat in range(repeats + 1):
         for way, own in zip(ways, times, strict=True):
-            number = SHORT if way.num_bytes < LARGE else LONG
-            seconds = (
-                time_queued_calls(way.call, QUEUED, device) if way.queued else time_calls(way.call, number, device)
-            )
+            if way.queued:
+                seconds = time_queued_calls(way.call, QUEUED, device)
+            else:
+                seconds = time_calls(way.call, SHORT if way.num_bytes < LARGE else LONG, device)
             if repeat:  # the first is to warm up
                 own.append(seconds)
     return times

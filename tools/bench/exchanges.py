@@ -260,14 +260,10 @@ class Exchanges:
 
     def _gather_by_operator(self, shard: Tensor, rights: Sequence[Tensor], keep: bool) -> object:
         """Of one sample, whose sequence may lie first, as the operator likes it."""
-        group = dist.group.WORLD
-        assert group is not None
-        return torch.ops.symm_mem.fused_all_gather_matmul(shard[0], rights, 0, group.group_name, return_A=keep)
+        return torch.ops.symm_mem.fused_all_gather_matmul(shard[0], rights, 0, _world_name(), return_A=keep)
 
     def _scatter_by_operator(self, left: Tensor, right: Tensor) -> object:
-        group = dist.group.WORLD
-        assert group is not None
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(left[0], right, "sum", 0, group.group_name)
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(left[0], right, "sum", 0, _world_name())
 
     def finish(self) -> None:
         """Wait for all, and raise what kernels had to say."""
@@ -275,6 +271,12 @@ class Exchanges:
             torch.cuda.synchronize()
         if self._kernel is not None:
             self._kernel.calls.raise_if_failed()
+
+
+def _world_name() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    return group.group_name
 
 
 def _multiply_each(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
