@@ -53,9 +53,6 @@ from parallel3d.planner.program import Programs
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 0.10  # of the published step
-# Whose streams waited for their messages longer than those took, and whose hosts were now and then late (docs/performance.md):
-# no model of time has that.
-UNEXPLAINED = "2026-11-22-pp2tp2-shard-copies.json"
 
 
 def attention_of_2021(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
@@ -231,8 +228,6 @@ def measured() -> list[tuple[str, int, float]]:
     """(case, micro-batches, seconds) of our own runs of model "7b"."""
     found = []
     for file in sorted((ROOT / "tools" / "bench" / "results").glob("*.json")):
-        if file.name == UNEXPLAINED:
-            continue
         run = json.loads(file.read_text())
         for case in run.get("cases", ()):  # plan_accuracy.py has layouts
             if isinstance(case, dict) and case["framework"] == OWN and case["status"] == "ok":
@@ -259,6 +254,7 @@ def layout_of(case: Case, micro_batches: int) -> RunLayout:
         stages=case.pp,
         replicas=case.dp,
         slices=case.tp,
+        sequence_parallel="sp" in case.options,
         zero=case.zero,
         micro_batch=1,
         micro_batches=micro_batches,
