@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
@@ -16,6 +18,7 @@ import communication
 from communication import bus_bandwidth, table
 from kernels import category
 from table import communication_section
+from torch import Tensor
 
 
 def test_bus_bandwidth_is_what_a_ring_sends():
@@ -60,6 +63,59 @@ def test_the_kernel_counts_as_communication():
     assert category("void (anonymous namespace)::all_reduce<__nv_bfloat16, 4, true>(Call)") == "communication"
     assert category("void (anonymous namespace)::all_reduce_norm<float, 2, false>(SumNorm)") == "communication"
     assert category("void at::native::reduce_kernel<512, 1>(float)") != "communication"
+
+
+class Device:
+    """Imagined, with what is done on it in turn. wakes: whether it does, each time, before the host has called all."""
+
+    def __init__(self, wakes: Sequence[bool]):
+        self.wakes = iter(wakes)
+        self.sleeps: list[float] = []
+        self.done: list[str] = []
+
+    def event(self, enable_timing: bool) -> Device:
+        assert enable_timing
+        return self
+
+    def sleep(self, cycles: int) -> None:
+        self.sleeps.append(cycles / communication.CYCLES_PER_S)
+        self.done = []
+
+    def record(self) -> None:
+        self.done.append("record")
+
+    def query(self) -> bool:
+        return next(self.wakes)
+
+    def synchronize(self) -> None:
+        self.done.append("wait")
+
+    def elapsed_time(self, _: Device) -> float:
+        return 20.0
+
+    def copy_there(self, value: int, device: torch.device) -> Tensor:
+        self.done.append("copy")
+        return torch.full((), value, device=device)
+
+    def time(self, monkeypatch: pytest.MonkeyPatch, calls: int) -> float:
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
+        monkeypatch.setattr(torch, "tensor", self.copy_there)
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda late: self.done.append("agree"))
+        return communication.time_queued_calls(lambda: self.done.append("call"), calls, torch.device("cpu"))
+
+
+def test_queued_calls_are_timed_without_the_host(monkeypatch: pytest.MonkeyPatch):
+    """Between the two events lie the calls alone, and a device that woke too early sleeps twice as long."""
+    device = Device([True, True, False])
+    assert device.time(monkeypatch, 2) == 0.01
+    assert device.sleeps == [0.02, 0.04, 0.08]
+    assert device.done == ["call", "record", "call", "call", "record", "wait", "copy", "agree"]
+
+
+def test_a_host_that_is_never_ahead_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(RuntimeError, match=r"slept 1.0 s before 2 calls"):
+        Device([True] * 9).time(monkeypatch, 2)
 
 
 EXCHANGED = ("all_reduce", "all_reduce_norm", "ring", "message")

@@ -223,9 +223,10 @@ def time_queued_calls(call: Callable[[], object], number: int, device: torch.dev
         begin.record()
         for _ in range(number):
             call()
-        late = torch.tensor(int(begin.query()), device=device)
+        begun = begin.query()
         end.record()
         end.synchronize()
+        late = torch.tensor(int(begun), device=device)
         dist.all_reduce(late)
         if not late:
             return float(begin.elapsed_time(end)) / 1e3 / number
