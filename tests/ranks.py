@@ -11,10 +11,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -27,8 +29,6 @@ class RankError(AssertionError):
 
 
 def _worker(connection: Connection, port: int, device: str, folder: str) -> None:
-    import torch
-
     os.chdir(folder)  # for the failure-*.json of what tests break
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
@@ -39,26 +39,31 @@ def _worker(connection: Connection, port: int, device: str, folder: str) -> None
         os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # as init_distributed does, before CUDA is in use
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    while True:
-        try:
-            run, rank, size, path, payload = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        sys.path[:] = path
-        os.environ["LOCAL_RANK"] = str(rank)
-        try:
-            function, args = pickle.loads(payload)
-            backend = "gloo" if device == "cpu" else "nccl"
-            if backend == "nccl":
-                torch.cuda.set_device(rank)
-            where = torch.device("cuda", rank) if backend == "nccl" else None
-            prefixed = dist.PrefixStore(f"run{run}", store)
-            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, device_id=where)
-            result = ("ok", function(*args))
-            dist.destroy_process_group()
-        except BaseException:
-            result = ("error", traceback.format_exc())
-        connection.send_bytes(pickle.dumps(result))
+    with suppress(EOFError, ConnectionError):  # the pool is closed
+        while True:
+            _take_part(connection, store, device)
+
+
+def _take_part(connection: Connection, store: dist.Store, device: str) -> None:
+    """In the next run. It tells two things: what the function returns, and that it has left the world, as all are to."""
+    run, rank, size, path, payload = pickle.loads(connection.recv_bytes())
+    sys.path[:] = path
+    os.environ["LOCAL_RANK"] = str(rank)
+    try:
+        function, args = pickle.loads(payload)
+        backend = "gloo" if device == "cpu" else "nccl"
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        where = torch.device("cuda", rank) if backend == "nccl" else None
+        prefixed = dist.PrefixStore(f"run{run}", store)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, device_id=where)
+        connection.send_bytes(pickle.dumps(("ok", function(*args))))
+        connection.recv_bytes()  # all are through; before that, another rank may still be connecting to this one
+        dist.destroy_process_group()
+        result = ("ok", None)
+    except BaseException:
+        result = ("error", traceback.format_exc())
+    connection.send_bytes(pickle.dumps(result))
 
 
 class RankPool:
@@ -86,11 +91,10 @@ class RankPool:
         for rank in range(n):
             self._workers[rank][1].send_bytes(pickle.dumps((self._runs, rank, n, sys.path, payload)))
         results = self._collect(n, timeout)
-        failed = {rank: value for rank, (status, value) in results.items() if status != "ok"}
-        if failed:
-            self._stop_workers()
-            raise RankError(failed)
-        return [results[rank][1] for rank in range(n)]
+        for rank in range(n):
+            self._workers[rank][1].send_bytes(b"all are through")
+        self._collect(n, timeout)
+        return results
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
@@ -100,8 +104,17 @@ class RankPool:
         theirs.close()
         self._workers.append((process, ours))
 
-    def _collect(self, n: int, timeout: float) -> dict[int, tuple[str, Any]]:
-        """Results of the ranks; once one has failed, the others get 5 s, since they may wait for it forever."""
+    def _collect(self, n: int, timeout: float) -> list[Any]:
+        """What the ranks tell next, in order. Raises RankError."""
+        told = self._wait(n, timeout)
+        failed = {rank: value for rank, (status, value) in told.items() if status != "ok"}
+        if failed:
+            self._stop_workers()
+            raise RankError(failed)
+        return [told[rank][1] for rank in range(n)]
+
+    def _wait(self, n: int, timeout: float) -> dict[int, tuple[str, Any]]:
+        """What the ranks tell; once one has failed, the others get 5 s, since they may wait for it forever."""
         results: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(results) < n:
