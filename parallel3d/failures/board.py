@@ -60,6 +60,11 @@ class Board:
         text = REPORT.dump_json(report).decode()
         self._ask(lambda: self._store.compare_set(self._key(incident, report.rank), "", text), None)
 
+    def amend(self, incident: int, before: Report, now: Report) -> None:
+        """Report anew, unless another has reported for this rank meanwhile."""
+        texts = [REPORT.dump_json(report).decode() for report in (before, now)]
+        self._ask(lambda: self._store.compare_set(self._key(incident, now.rank), *texts), None)
+
     def reports(self, incident: int) -> dict[int, Report]:
         """Those that are there."""
         texts = {rank: self._get(self._key(incident, rank)) for rank in range(self._world_size)}
@@ -90,10 +95,16 @@ class Board:
             self._ask(lambda: self._store.set(VERDICT_KEY, text), None)
         return VERDICT.validate_json(settled)
 
-    def settled(self, incident: int, window_s: float) -> tuple[Verdict | None] | None:
-        """The verdict in a tuple, as soon as a rank has settled on it; None when none has within window_s."""
+    def settled(
+        self, incident: int, window_s: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[Verdict | None] | None:
+        """The verdict in a tuple, as soon as a rank has settled on it; None when none has within window_s.
+
+        meanwhile: what else is to be done again and again.
+        """
         deadline = time.monotonic() + window_s
         while not self.lost and time.monotonic() < deadline:
+            meanwhile()
             text = self._get(self._key(incident, "verdict"))
             if text is not None:
                 return (VERDICT.validate_json(text),)

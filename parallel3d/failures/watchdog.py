@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +26,8 @@ from parallel3d.failures.verdict import Kind, Raised, Report, State, Verdict, ju
 POLL_S = 0.25
 WINDOW_S = 3.0
 """For how long a rank may not answer before it counts as silent: less than launchers leave between SIGTERM and SIGKILL."""
+SPREAD_S = 2.0
+"""Within which all ranks are told to end where the whole job is: one is signalled after the other."""
 GRACE_S = 5.0
 """Between the verdict and the end of a process whose main thread has not heard of it."""
 
@@ -39,6 +41,14 @@ class _Failure:
         self.raised, self.time = _raised(error), time.time()
         self.verdict: Verdict | None = None
         self.done = threading.Event()
+
+
+@dataclass
+class _Incident:
+    """One of those on the board. own: what this rank reports of it."""
+
+    number: int
+    own: Report
 
 
 class Watchdog:
@@ -136,12 +146,13 @@ class Watchdog:
         return ACTIVITY.wait is not None or self._device_is_busy()
 
     def _settle(self, opened: bool) -> None:
-        incident, self._incident = self._incident, self._incident + 1
-        own = self._report()
-        self._board.post(incident, own)
-        settled = None if opened else self._board.settled(incident, WINDOW_S + 1)
-        verdict = settled[0] if settled is not None else self._find(incident, own)
-        reports = self._board.reports(incident) or {own.rank: own}
+        incident = _Incident(self._incident, self._report())
+        self._incident += 1
+        self._board.post(incident.number, incident.own)
+        settled = None if opened else self._board.settled(incident.number, WINDOW_S + 1, lambda: self._amend(incident))
+        verdict = settled[0] if settled is not None else self._find(incident)
+        own = incident.own
+        reports = self._board.reports(incident.number) or {own.rank: own}
         if verdict is None:
             self._dismissed(own)
             return
@@ -151,20 +162,31 @@ class Watchdog:
             say(account(verdict, reports, around))
         self._end(verdict)
 
-    def _find(self, incident: int, own: Report) -> Verdict | None:
+    def _amend(self, incident: _Incident) -> None:
+        """Report anew where this rank has been told to end since."""
+        self._read_signals()
+        if incident.own.state is State.RUNNING and self._signal is not None:
+            before, incident.own = incident.own, self._report()
+            self._board.amend(incident.number, before, incident.own)
+
+    def _find(self, incident: _Incident) -> Verdict | None:
         def has_cause(reports: Mapping[int, Report]) -> bool:
             return any(r.error is not None and not r.error.follows for r in reports.values())
 
-        if own.state is State.ASKED_TO_END:
-            time.sleep(2 * POLL_S)  # the others may be about to be told the same
-        reports = self._board.collect(incident, WINDOW_S, has_cause)
+        reports = self._board.collect(incident.number, WINDOW_S, has_cause)
         if has_cause(reports):  # the others may have half a second to say what they wait for
-            reports = self._board.collect(incident, 2 * POLL_S, lambda _: False)
-        reports[own.rank] = own
+            reports = self._board.collect(incident.number, 2 * POLL_S, lambda _: False)
+        reports[self._rank] = incident.own
         for rank in set(range(len(self._stages))) - set(reports):
             reports[rank] = self._report_on(rank)
-            self._board.post(incident, reports[rank])
-        return self._board.settle(incident, judge(reports, self._settings.timeout_s))
+            self._board.post(incident.number, reports[rank])
+        verdict, deadline = judge(reports, self._settings.timeout_s), time.monotonic() + SPREAD_S
+        while verdict is not None and verdict.kind is Kind.ENDED and time.monotonic() < deadline:
+            time.sleep(POLL_S)  # the others may be about to be told the same
+            self._amend(incident)
+            reports |= self._board.reports(incident.number) | {self._rank: incident.own}
+            verdict = judge(reports, self._settings.timeout_s)
+        return self._board.settle(incident.number, verdict)
 
     def _report(self) -> Report:
         failure, now = self._failure, time.monotonic()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -305,20 +306,23 @@ def test_some_things_take_their_time(fault_ranks: FaultRanks, tmp_path: Path):
     assert (ended.codes, ended.accounts) == ([0, 0, 0, 0], {}), ended.outputs
 
 
-def end_as_told(schedule: str, with_engine: bool) -> None:
+def end_as_told(schedule: str, with_engine: bool, apart_s: float) -> None:
     engine = make_engine(schedule)
     data = arm(engine, "none", "")
     engine.train_batch(data)
     if not with_engine:
         engine._attribution.close()
-    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Timer(apart_s * int(os.environ["RANK"]), os.kill, (os.getpid(), signal.SIGTERM)).start()
     while True:  # blocked in C code most of the time
         engine.train_batch(data)
 
 
-@pytest.mark.parametrize("with_engine", [True, False])
-def test_a_job_that_is_told_to_end_blames_nobody(fault_ranks: FaultRanks, tmp_path: Path, with_engine: bool):
-    ended = fault_ranks.run(4, tmp_path, end_as_told, "1f1b", with_engine)
+@pytest.mark.parametrize(("with_engine", "apart_s"), [(True, 0.0), (True, 0.4), (False, 0.0)])
+def test_a_job_that_is_told_to_end_blames_nobody(
+    fault_ranks: FaultRanks, tmp_path: Path, with_engine: bool, apart_s: float
+):
+    """apart_s: between a rank and the next one."""
+    ended = fault_ranks.run(4, tmp_path, end_as_told, "1f1b", with_engine, apart_s)
     code = 128 + signal.SIGTERM if with_engine else -signal.SIGTERM  # of python itself, which has no watchdog
     assert (ended.codes, ended.accounts) == ([code] * 4, {}), ended.outputs
     assert "rank" not in "".join(line for output in ended.outputs[1:] for line in output.splitlines())

@@ -89,6 +89,19 @@ def test_reports_are_collected_from_those_that_live():
     assert (boards[0].has_left(2), boards[0].ending(3)) == (True, "SIGKILL")
 
 
+def test_a_rank_may_report_anew_unless_another_has_reported_for_it():
+    shared = store()
+    boards = [Board(shared, "run", rank, 2) for rank in range(2)]
+    told = [replace(report(rank), state=State.ASKED_TO_END) for rank in range(2)]
+    silent = replace(report(1), state=State.SILENT)
+    boards[0].post(0, report(0))
+    boards[0].amend(0, report(0), told[0])
+    boards[0].post(0, silent)
+    boards[1].post(0, report(1))
+    boards[1].amend(0, report(1), told[1])
+    assert boards[0].reports(0) == {0: told[0], 1: silent}
+
+
 def test_a_board_whose_store_is_gone_leaves_the_rank_to_itself():
     master = store()
     board = Board(dist.TCPStore("127.0.0.1", master.port, is_master=False), "run", 1, 2)
