@@ -130,6 +130,7 @@ def launch(options: LaunchOptions) -> int:
     """
     _set_environment(options)
     _silence_agent()
+    worker.print_lines()
     adopt_orphans()
     before = children()
     code = 1
@@ -159,7 +160,7 @@ def _run(options: LaunchOptions, spare: set[int]) -> int:
 
 
 def _worker_spec(options: LaunchOptions) -> WorkerSpec:
-    arguments = ["-u", worker.__file__, str(os.getpid()), *(["-m"] if options.is_module else []), *options.command]
+    arguments = [worker.__file__, str(os.getpid()), *(["-m"] if options.is_module else []), *options.command]
     return WorkerSpec(
         role="worker",
         local_world_size=options.num_workers,

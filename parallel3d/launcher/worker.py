@@ -30,12 +30,19 @@ def main() -> None:
     sys.argv = sys.argv[3:] if is_module else sys.argv[2:]
     _die_with(launcher_pid)
     faulthandler.enable()
+    print_lines()
     try:
         _run_recorded(sys.argv[0], is_module, os.environ["TORCHELASTIC_ERROR_FILE"])
     except KeyboardInterrupt:
         # Ctrl-C is no failure: end by the signal, as python does, but without N tracebacks.
         sys.excepthook = lambda *_: None
         raise
+
+
+def print_lines() -> None:
+    """Have what is printed come out line by line, as on a terminal: at once, and not mixed with what other ranks print."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _run_recorded(target: str, is_module: bool, error_file: str) -> None:

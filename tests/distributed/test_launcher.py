@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -251,13 +252,40 @@ import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor(int(sys.argv[1]))
 dist.all_reduce(total)
-sys.stdout.write(f"{total.item()}\\n")  # in one write
+print(total.item())
 dist.destroy_process_group()
 """
     jobs = [start(tmp_path, script, "--num_procs", "2", args=(job,)) for job in ("1", "10")]
     outputs = [job.communicate(timeout=TIMEOUT_S) for job in jobs]
     assert [out.split() for out, _ in outputs] == [["2", "2"], ["20", "20"]], outputs
     assert [job.returncode for job in jobs] == [0, 0]
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("prefix", ["[rank {}] ", ""], ids=["beside files", "straight"])
+def test_lines_of_ranks_stay_whole_and_come_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, unbuffered: bool
+) -> None:
+    """Into a pipe, where Python itself writes blocks, or else every word."""
+    script = """
+import os, time
+print("begun")
+for word in "a line of rank".split():
+    print(word, end=" ")
+    time.sleep(0.25)
+print(os.environ["RANK"])
+time.sleep(600)
+"""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1" if unbuffered else "")
+    process = start(tmp_path, script, "--num_procs", "2", *(("--log_dir", "logs") if prefix else ()))
+    late = threading.Timer(TIMEOUT_S, process.terminate)
+    late.start()
+    lines = [process.stdout.readline() for _ in range(4)]
+    late.cancel()
+    process.terminate()
+    process.communicate(timeout=TIMEOUT_S)
+    said = [prefix.format(rank) + line for rank in (0, 1) for line in ("begun\n", f"a line of rank {rank}\n")]
+    assert sorted(lines) == sorted(said)
 
 
 def test_log_dir_keeps_each_ranks_output(tmp_path: Path) -> None:
