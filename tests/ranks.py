@@ -92,7 +92,8 @@ class RankPool:
             self._workers[rank][1].send_bytes(pickle.dumps((self._runs, rank, n, sys.path, payload)))
         results = self._collect(n, timeout)
         for rank in range(n):
-            self._workers[rank][1].send_bytes(b"all are through")
+            with suppress(ConnectionError):  # one that has died since is an error of the next line
+                self._workers[rank][1].send_bytes(b"all are through")
         self._collect(n, timeout)
         return results
 

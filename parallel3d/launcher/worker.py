@@ -41,8 +41,9 @@ def main() -> None:
 
 def print_lines() -> None:
     """Have what is printed come out line by line, as on a terminal: at once, and not mixed with what other ranks print."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _run_recorded(target: str, is_module: bool, error_file: str) -> None:

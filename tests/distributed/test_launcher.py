@@ -268,24 +268,28 @@ def test_lines_of_ranks_stay_whole_and_come_at_once(
 ) -> None:
     """Into a pipe, where Python itself writes blocks, or else every word."""
     script = """
-import os, time
+import os, sys, time
 print("begun")
 for word in "a line of rank".split():
-    print(word, end=" ")
+    for stream in (sys.stdout, sys.stderr):
+        print(word, end=" ", file=stream)
     time.sleep(0.25)
-print(os.environ["RANK"])
+for stream in (sys.stdout, sys.stderr):
+    print(os.environ["RANK"], file=stream)
 time.sleep(600)
 """
     monkeypatch.setenv("PYTHONUNBUFFERED", "1" if unbuffered else "")
     process = start(tmp_path, script, "--num_procs", "2", *(("--log_dir", "logs") if prefix else ()))
     late = threading.Timer(TIMEOUT_S, process.terminate)
     late.start()
-    lines = [process.stdout.readline() for _ in range(4)]
+    out, err = ([stream.readline() for _ in range(n)] for stream, n in ((process.stdout, 4), (process.stderr, 2)))
     late.cancel()
     process.terminate()
     process.communicate(timeout=TIMEOUT_S)
-    said = [prefix.format(rank) + line for rank in (0, 1) for line in ("begun\n", f"a line of rank {rank}\n")]
-    assert sorted(lines) == sorted(said)
+    begun = [prefix.format(rank) + "begun\n" for rank in (0, 1)]
+    whole = [prefix.format(rank) + f"a line of rank {rank}\n" for rank in (0, 1)]
+    assert sorted(out) == sorted(begun + whole)
+    assert sorted(err) == whole
 
 
 def test_log_dir_keeps_each_ranks_output(tmp_path: Path) -> None:
