@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.pipe.specs import BuildContext
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel import (
     AttentionHeads,
     ColumnParallelLinear,

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.ops.rms_norm import rms_norm
-from parallel3d.ops.swiglu import swiglu
+from parallel3d.kernels.rms_norm import rms_norm
+from parallel3d.kernels.swiglu import swiglu
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 

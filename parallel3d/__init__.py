@@ -1,15 +1,16 @@
 """parallel3d: trains neural networks across pipeline stages, ZeRO data parallelism and tensor slices at once."""
 
-from parallel3d import accelerator, checkpointing, comm, pipe, runtime, utils
-from parallel3d.accelerator import get_accelerator
-from parallel3d.arguments import add_config_arguments
+from parallel3d import comm, pipe
 from parallel3d.comm import init_distributed
-from parallel3d.data import RepeatingLoader
+from parallel3d.deepspeed import accelerator, checkpointing, runtime, utils
+from parallel3d.deepspeed.accelerator import get_accelerator
+from parallel3d.deepspeed.arguments import add_config_arguments
+from parallel3d.deepspeed.utils import log_dist, logger
 from parallel3d.engine import Engine
 from parallel3d.errors import Parallel3DError
 from parallel3d.initialization import initialize
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from parallel3d.utils import log_dist, logger
+from parallel3d.pipe.data import RepeatingLoader
 
 __version__ = "0.1.0"
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from parallel3d.arguments import find_config, known_values
 from parallel3d.comm.environment import init_distributed
 from parallel3d.config import BatchSizes, Config, load, resolve_batch
-from parallel3d.data import RepeatingLoader, make_loader
+from parallel3d.deepspeed.arguments import find_config, known_values
 from parallel3d.engine import Engine
 from parallel3d.errors import ConfigError
 from parallel3d.optim import build_optimizer, build_scheduler
+from parallel3d.pipe.data import RepeatingLoader, make_loader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.whole import WholeModel
 

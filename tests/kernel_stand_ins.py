@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallel3d.comm.all_reduce_norm_kernel import GatheredNorms
 from parallel3d.comm.collectives import DONE, Group, Work
 from parallel3d.kernels.all_reduce_norm import Normed
+from parallel3d.kernels.all_reduce_norm_kernel import GatheredNorms
 
 
 class NormsStandIn(GatheredNorms):

@@ -15,13 +15,13 @@ from parallel3d.config.run_layout import RunLayout, parse_run_layout
 from parallel3d.models import CausalLMLoss, DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.pipe import PipelineModule
-from parallel3d.planner.configure import configuration
-from parallel3d.planner.flight import Replays
-from parallel3d.planner.memory import MemoryModel
-from parallel3d.planner.parameters import stage_parameters
-from parallel3d.planner.profile import ModelProfile
-from parallel3d.planner.program import Programs, make_buckets
-from parallel3d.planner.result import StageMemory
+from parallel3d.planner.predict.flight import Replays
+from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.parameters import stage_parameters
+from parallel3d.planner.predict.profile import ModelProfile
+from parallel3d.planner.predict.program import Programs, make_buckets
+from parallel3d.planner.search.configure import configuration
+from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import placement_of
 from parallel3d.schedule.instructions import SEND_OPS, Program
 

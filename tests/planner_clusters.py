@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import networkx as nx
 
-from parallel3d.planner.cluster import Cluster, Device, Gpu
+from parallel3d.planner.cluster.cluster import Cluster, Device, Gpu
 
 FAST = Device("fast", 80 << 30, 989e12, 650e12, 500e12, 3e12, 5e-6)
 SLOW = Device("slow", 40 << 30, 312e12, 250e12, 200e12, 1.5e12, 5e-6)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from parallel3d.planner.result import (
+from parallel3d.planner.search.result import (
     LinkLoad,
     PlanResult,
     Prediction,

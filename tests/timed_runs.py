@@ -12,8 +12,8 @@ from layouts import make_engine, own_iterator
 from reference import Item
 from torch import Tensor, nn
 
-from parallel3d.comm.buffers import TensorKind
 from parallel3d.comm.collectives import Group, Work, all_gather_object, all_reduce
+from parallel3d.comm.peer.buffers import TensorKind
 from parallel3d.comm.transport import DistributedTransport, Incoming
 from parallel3d.engine import Engine
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from parallel3d.comm.all_reduce_norm_kernel import SHARES
 from parallel3d.comm.obstacles import (
     Obstacle,
     group_obstacle,
@@ -23,9 +22,10 @@ from parallel3d.comm.obstacles import (
     no_device,
     peer_obstacle,
 )
-from parallel3d.comm.streams import copy_obstacle
+from parallel3d.comm.peer.streams import copy_obstacle
 from parallel3d.config import Config, load_kernels
 from parallel3d.errors import ConfigError
+from parallel3d.kernels.all_reduce_norm_kernel import SHARES
 from parallel3d.kernels.build import find_library, find_nvcc
 
 _WIDTH = 140  # of the table where there is no terminal

@@ -14,19 +14,19 @@ from rich.table import Table
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.costs.layer_times import LayerSeconds, measure_layers
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
-from parallel3d.planner.calibration import Calibration, calibrate, read_calibration
-from parallel3d.planner.cluster import Cluster
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.comparison import compare, print_comparison
-from parallel3d.planner.layer_times import LayerSeconds, measure_layers
-from parallel3d.planner.measure import default_path, measure_cluster
-from parallel3d.planner.model import MODELS, PlannedModel, load_model
-from parallel3d.planner.plan import Planner, Question, rare_collections
+from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
+from parallel3d.planner.calibrate.measure import default_path, measure_cluster
+from parallel3d.planner.calibrate.runs import RunPredictor
+from parallel3d.planner.cluster.cluster import Cluster
+from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.report import write_report
-from parallel3d.planner.result import PlanResult, Prediction
-from parallel3d.planner.runs import RunPredictor
+from parallel3d.planner.search.comparison import compare, print_comparison
+from parallel3d.planner.search.model import MODELS, PlannedModel, load_model
+from parallel3d.planner.search.plan import Planner, Question, rare_collections
+from parallel3d.planner.search.result import PlanResult, Prediction
 
 _GIB = 2**30
 _CALIBRATION = "calibration.json"

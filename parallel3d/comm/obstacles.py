@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from parallel3d.comm import symmetric
 from parallel3d.comm.collectives import Group, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.peer import symmetric
 from parallel3d.errors import KernelError
 from parallel3d.kernels.build import REMEDY, find_nvcc
 from parallel3d.kernels.loader import load_library

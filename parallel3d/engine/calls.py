@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError, ExecutionError
+from parallel3d.optim.precision import Precision
 from parallel3d.pipe.executor import Recorder, loss_gradient, no_record, split_loss
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.precision import Precision
 from parallel3d.rng import EnterLayer
 from parallel3d.schedule.instructions import Instruction, Op
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.compilation import Compilation
 from parallel3d.config import Config
+from parallel3d.engine.compilation import Compilation
 from parallel3d.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.activity import ACTIVITY, EVALUATES, STEADY, Phase
-from parallel3d.attention import attention_context
-from parallel3d.checkpointing import Checkpointer
+from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
-from parallel3d.comm.slices import open_slices
 from parallel3d.comm.transport import DistributedTransport, Transport
 from parallel3d.config import BatchSizes, Config
 from parallel3d.engine.answers import Answers
+from parallel3d.engine.attention import attention_context
 from parallel3d.engine.attributed import Attributed, attributed
 from parallel3d.engine.calls import StepByCalls, check_metrics
 from parallel3d.engine.compiling import Compiling
 from parallel3d.engine.feeding import Feeding
+from parallel3d.engine.garbage import Standing
 from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.planning import AutoSchedule
 from parallel3d.engine.recording import Recording
@@ -30,16 +30,16 @@ from parallel3d.engine.saving import Saving
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.errors import ConfigError
 from parallel3d.failures.process import Attribution
-from parallel3d.garbage import Standing
+from parallel3d.kernels.slices import open_slices
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
 from parallel3d.monitor.steps import StepMonitor, StepSummary
+from parallel3d.optim.precision import make_precision
 from parallel3d.pipe.executor import Batch, BatchResult, Executor, both, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.numerics import NumericsCheck
 from parallel3d.pipe.programs import Programs
 from parallel3d.pipe.whole import WholeModel
-from parallel3d.precision import make_precision
 from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.plan import Plan

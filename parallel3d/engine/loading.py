@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from parallel3d.data import MicroBatchSource
 from parallel3d.errors import DataError
 from parallel3d.pipe.agreement import agree
+from parallel3d.pipe.data import MicroBatchSource
 from parallel3d.pipe.module import PipelineModule
 
 

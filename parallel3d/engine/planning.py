@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from pydantic import ValidationError
 
+from parallel3d.atomic_write import write_whole
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import PipelineConfig
 from parallel3d.errors import ConfigError, ScheduleError
@@ -25,7 +26,6 @@ from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.memory import learn_chunks
 from parallel3d.schedule.plan import Measured, Plan, limits, make_plan
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
-from parallel3d.whole_file import write_whole
 
 Profile = Literal["time", "memory"]
 

@@ -13,8 +13,8 @@ from parallel3d.comm.collectives import Work, all_gather_integers, all_gather_ob
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
+from parallel3d.optim.precision import LossScaler, Precision
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.precision import LossScaler, Precision
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.zero.kernels import open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement

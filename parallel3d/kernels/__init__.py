@@ -1,1 +1,1 @@
-"""The CUDA kernels of csrc/: compiled (build.py), loaded (loader.py), and each beside its torch reference."""
+"""CUDA and Triton kernels, their PyTorch references, and the choice between them."""

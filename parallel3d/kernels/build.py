@@ -12,8 +12,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from parallel3d.atomic_write import whole
 from parallel3d.errors import KernelError
-from parallel3d.whole_file import whole
 
 _HERE = Path(__file__).parent
 # Machine code for A100 and H100, and PTX for what comes after. No PyTorch, and CUDA's runtime inside: nothing else to match.

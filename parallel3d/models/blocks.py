@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.kernels.rotary import rotate
+from parallel3d.kernels.swiglu import swiglu
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.names import Piece
 from parallel3d.models.huggingface.weights import Weights
 from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, normalized, open_stream
 from parallel3d.models.sliced import Slices, is_identity
 from parallel3d.models.tables import Tables, combined
-from parallel3d.ops.rotary import rotate
-from parallel3d.ops.swiglu import swiglu
-from parallel3d.pipe.specs import BuildContext
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.linear import column_outputs
 from parallel3d.tensor_parallel.row_norm import has_row_norm, row_rms_norm
 

@@ -12,7 +12,7 @@ from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.weights import Weights
 from parallel3d.models.layers import FinalNorm, Head, TokenEmbedding
 from parallel3d.models.tables import Tables
-from parallel3d.pipe.specs import LayerSpec, TiedLayerSpec
+from parallel3d.specs import LayerSpec, TiedLayerSpec
 
 
 def decoder(

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.split_backward import has_hooks
 from parallel3d.checkpoint.stored import LayerNames
 from parallel3d.errors import DataError
+from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.config import config_json
 from parallel3d.models.huggingface.names import EMBEDDING, FINAL_NORM, HEAD, Piece, names_of
 from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.models.sliced import SlicedLogits, Slices, fill_whole
-from parallel3d.ops.rms_norm import rms_norm
-from parallel3d.pipe.specs import BuildContext
-from parallel3d.split_backward import has_hooks
+from parallel3d.specs import BuildContext
 
 
 class Stream(NamedTuple):

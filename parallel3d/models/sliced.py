@@ -10,12 +10,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.split_backward import has_hooks
 from parallel3d.comm.collectives import Group
 from parallel3d.models.config import DecoderConfig
 from parallel3d.parameters import slicing_of, whole_shape
-from parallel3d.pipe.specs import BuildContext
 from parallel3d.rng import own_stream
-from parallel3d.split_backward import has_hooks
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.dropout import SequenceDropout, SlicedDropout
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

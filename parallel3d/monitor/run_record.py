@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from parallel3d.atomic_write import write_whole
 from parallel3d.config.run_layout import StatedLayout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import PARTS, Breakdown, break_down, combined
@@ -22,7 +23,6 @@ from parallel3d.monitor.timers import StepRecord
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.simulate import Timeline
 from parallel3d.topology import ProcessTopology
-from parallel3d.whole_file import write_whole
 
 FILE_NAME = "run_record.json"
 _OPS = tuple(Op)

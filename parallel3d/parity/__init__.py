@@ -3,6 +3,6 @@
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.parity.check import Settings, check
 from parallel3d.parity.report import Report
-from parallel3d.subject import Subject
+from parallel3d.user_model import Subject
 
 __all__ = ["Report", "RunLayout", "Settings", "Subject", "check"]

@@ -21,8 +21,8 @@ from parallel3d.parity.layout import accumulation, config_of
 from parallel3d.parity.reference import Reference
 from parallel3d.parity.report import Report, Trained, make_report
 from parallel3d.parity.worker import DTYPES, Plan, RankResult, building_dtype, run_rank
-from parallel3d.pipe.specs import layer_name
-from parallel3d.subject import Subject, describe, load_subject
+from parallel3d.specs import layer_name
+from parallel3d.user_model import Subject, describe, load_subject
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
 

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
 from parallel3d.optim import build_optimizer, build_scheduler
-from parallel3d.pipe.specs import Layer, LayerSpec, TiedLayerSpec
 from parallel3d.rng import layer_seed, stream_seed
-from parallel3d.subject import Subject
+from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
+from parallel3d.user_model import Subject
 
 
 @dataclass(frozen=True)

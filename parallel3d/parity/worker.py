@@ -24,7 +24,7 @@ from parallel3d.initialization import initialize
 from parallel3d.parameters import slicing_of
 from parallel3d.parity.layout import accumulation, config_of
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.subject import Subject, load_subject
+from parallel3d.user_model import Subject, load_subject
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 

@@ -1,7 +1,7 @@
 """Pipelines: layer specs, PipelineModule, the executor; the topology classes too, as in `deepspeed.pipe`."""
 
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.pipe.specs import BuildContext, LayerSpec, TiedLayerSpec
+from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 __all__ = [

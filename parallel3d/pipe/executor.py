@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from parallel3d.activity import ACTIVITY, POSITION
-from parallel3d.data import to_device
+from parallel3d.autograd.entry import Entry
 from parallel3d.errors import execution_error
-from parallel3d.pipe.entry import Entry
+from parallel3d.optim.precision import Precision
+from parallel3d.pipe.data import to_device
 from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.precision import Precision
 from parallel3d.rng import EnterLayer, same_stream
 from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_behind
 from parallel3d.schedule.keeping import messages_behind

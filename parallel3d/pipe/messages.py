@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from parallel3d.comm.buffers import TensorKind
+from parallel3d.comm.peer.buffers import TensorKind
 from parallel3d.comm.transport import Incoming, Transport
 from parallel3d.errors import CommunicationError
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from parallel3d.checkpointing import Checkpointer
+from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, local_device
 from parallel3d.comm.groups import ProcessGroups
@@ -22,14 +22,6 @@ from parallel3d.layer_choice import LayerChoice, choice_rule
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
 from parallel3d.pipe.settings import settle
-from parallel3d.pipe.specs import (
-    BuildContext,
-    Layer,
-    LayerSpec,
-    TiedLayerSpec,
-    check_layers,
-    layer_name,
-)
 from parallel3d.pipe.splitting import Splitter, make_sample
 from parallel3d.pipe.ties import (
     TieIndex,
@@ -41,6 +33,14 @@ from parallel3d.pipe.ties import (
 )
 from parallel3d.rng import EnterLayer, layer_seed, same_stream, seeded
 from parallel3d.schedule.builders import placement_of
+from parallel3d.specs import (
+    BuildContext,
+    Layer,
+    LayerSpec,
+    TiedLayerSpec,
+    check_layers,
+    layer_name,
+)
 from parallel3d.topology import ProcessTopology
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.activity import ACTIVITY, PHASE, Phase
+from parallel3d.autograd.sink import GradientSink
 from parallel3d.errors import NumericsError
-from parallel3d.gradient_sink import GradientSink
 from parallel3d.pipe.module import PipelineModule
 
 

@@ -15,16 +15,15 @@ from torch import nn
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import Config, PipelineConfig, load_layout, load_precision, read, resolve_batch
 from parallel3d.config.load import Source
+from parallel3d.costs.layer_costs import LayerCost, Ruler, Sample
+from parallel3d.costs.profiling import Profiler
+from parallel3d.costs.roofline import Tracer
 from parallel3d.errors import PartitionError, ScheduleError
 from parallel3d.optim import build_optimizer
+from parallel3d.optim.precision import make_precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partition
-from parallel3d.pipe.costs import LayerCost, Ruler, Sample
-from parallel3d.pipe.profiling import Profiler
 from parallel3d.pipe.settings import BuildSettings
-from parallel3d.pipe.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, blueprint, layer_name
-from parallel3d.pipe.tracing import Tracer
-from parallel3d.precision import make_precision
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.builders import build, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
@@ -32,6 +31,7 @@ from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.simulate import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
+from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, blueprint, layer_name
 from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 

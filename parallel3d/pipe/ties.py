@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from parallel3d.errors import PartitionError
-from parallel3d.pipe.specs import Layer, LayerSpec, TiedLayerSpec
+from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
 
 
 class TieIndex:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.split_backward import COMPILE_REASON
+from parallel3d.autograd.split_functions import embedding, linear
 from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
-from parallel3d.split_backward import COMPILE_REASON
-from parallel3d.split_functions import embedding, linear
 from parallel3d.tensor_parallel.linear import SlicedLayer
 from parallel3d.tensor_parallel.regions import Context, border, reduce_scatter_sequence, slicing_group
 from parallel3d.tensor_parallel.slicing import cut

@@ -15,11 +15,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.split_backward import COMPILE_REASON, NO_BORDER, Border, SplittableLayer, has_hooks
+from parallel3d.autograd.split_functions import linear, linears, row_linear
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
-from parallel3d.split_backward import COMPILE_REASON, NO_BORDER, Border, SplittableLayer, has_hooks
-from parallel3d.split_functions import linear, linears, row_linear
 from parallel3d.tensor_parallel.regions import (
     Context,
     border,

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.autograd.split_backward import NO_BORDER, Border, Factors, Pair, multiply, rows_of
 from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import Started
 from parallel3d.comm.environment import get_rank
 from parallel3d.errors import CommunicationError, PartitionError
-from parallel3d.split_backward import NO_BORDER, Border, Factors, Pair, multiply, rows_of
 from parallel3d.tensor_parallel.shard_products import ShardProducts
 from parallel3d.tensor_parallel.slicing import Cut
 

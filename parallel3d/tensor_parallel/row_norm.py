@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from parallel3d.autograd.sink import GradientSink, Product
+from parallel3d.autograd.split_backward import COMPILE_REASON, has_hooks, multiply, rows_of
 from parallel3d.comm.collectives import Group, ReduceNormKernel
-from parallel3d.gradient_sink import GradientSink, Product
 from parallel3d.kernels.all_reduce_norm import Normed, empty_normed
-from parallel3d.ops.rms_norm import rms_norm, rms_norm_gradients
-from parallel3d.split_backward import COMPILE_REASON, has_hooks, multiply, rows_of
+from parallel3d.kernels.rms_norm import rms_norm, rms_norm_gradients
 from parallel3d.tensor_parallel.linear import RowParallelLinear
 from parallel3d.tensor_parallel.regions import halves, in_halves
 

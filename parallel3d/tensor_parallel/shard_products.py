@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel3d.autograd.split_backward import Factors, Pair, multiply, rows_of
 from parallel3d.comm.collectives import Copies, Group
 from parallel3d.comm.differentiable import Started
-from parallel3d.split_backward import Factors, Pair, multiply, rows_of
 
 # A sample's shard as the messages that it takes: [samples * size][messages] of rows, [rows, features].
 Blocks = Sequence[Sequence[Tensor]]

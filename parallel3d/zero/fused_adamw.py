@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.obstacles import Obstacle
-from parallel3d.comm.shared_weights import SharedWeights
 from parallel3d.errors import ConfigError
 from parallel3d.kernels import adamw
 from parallel3d.kernels.loader import addresses, check, load_library
 from parallel3d.kernels.peers import DTYPES
+from parallel3d.kernels.shared_weights import SharedWeights
 from parallel3d.zero.buckets import Bucket, Piece
 
 

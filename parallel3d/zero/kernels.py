@@ -11,13 +11,13 @@ import torch
 from parallel3d.comm.collectives import Awaited, Work, everywhere
 from parallel3d.comm.environment import DEFAULT_TIMEOUT
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.message_wait import open_message_wait
 from parallel3d.comm.obstacles import UNMAPPED, Obstacle, axis_obstacle, first_obstacle, local_obstacle
-from parallel3d.comm.peer_calls import open_peer_calls
-from parallel3d.comm.reduce_scatter_kernel import open_reduce_scatter
-from parallel3d.comm.shared_weights import SharedWeights, WeightCopies, shared_bytes
-from parallel3d.comm.streams import CudaStream, CudaStreams, copy_obstacle
+from parallel3d.comm.peer.message_wait import open_message_wait
+from parallel3d.comm.peer.peer_calls import open_peer_calls
+from parallel3d.comm.peer.streams import CudaStream, CudaStreams, copy_obstacle
 from parallel3d.config import KernelsConfig
+from parallel3d.kernels.reduce_scatter_kernel import open_reduce_scatter
+from parallel3d.kernels.shared_weights import SharedWeights, WeightCopies, shared_bytes
 from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.fused_adamw import FusedAdamW, optimizer_obstacle
 

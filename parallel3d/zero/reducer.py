@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, reduce_scatter_into
 from parallel3d.errors import ConfigError, ExecutionError
-from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
-from parallel3d.split_backward import make_splittable
 from parallel3d.zero.buckets import Bucket, by_owners, make_buckets
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy
@@ -212,7 +212,7 @@ class GradientReducer:
             raise ExecutionError(
                 f"parameter {name} got another gradient when its sum over the replicas was already under way: it is "
                 "used in several regions with a backward of their own; checkpoint them with use_reentrant=False, as "
-                "parallel3d.checkpointing.checkpoint does"
+                "parallel3d.autograd.recomputation.checkpoint does"
             )
         missing.discard(parameter)
         self._launch_full()

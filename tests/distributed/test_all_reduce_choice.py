@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.comm.all_reduce_kernel import GatheredSums, open_all_reduce
-from parallel3d.comm.all_reduce_norm_kernel import open_all_reduce_norm
 from parallel3d.comm.collectives import DONE, Group, Work
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.kernels.all_reduce_kernel import GatheredSums, open_all_reduce
+from parallel3d.kernels.all_reduce_norm_kernel import open_all_reduce_norm
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from parallel3d.topology import ProcessTopology
 

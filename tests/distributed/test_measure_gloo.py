@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from parallel3d.errors import ExecutionError
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.measure import measure_cluster
-from parallel3d.planner.measure_worker import Effort
+from parallel3d.planner.calibrate.measure import measure_cluster
+from parallel3d.planner.calibrate.measure_worker import Effort
+from parallel3d.planner.cluster.file import load_cluster
 
 TINY = Effort(
     products=((64, 64, 64), (128, 256, 256)),

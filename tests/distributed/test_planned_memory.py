@@ -9,7 +9,7 @@ import planned_memory as planned
 import pytest
 from planned_memory import Measured
 
-from parallel3d.planner.result import StageMemory
+from parallel3d.planner.search.result import StageMemory
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}}

@@ -24,7 +24,7 @@ from reference import Item, Reference
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.checkpointing import Checkpointer
+from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.errors import ConfigError
 from parallel3d.pipe import PipelineModule
 

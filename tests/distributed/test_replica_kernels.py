@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
-from parallel3d.comm.reduce_scatter_kernel import GatheredReductions
+from parallel3d.kernels.reduce_scatter_kernel import GatheredReductions
 from parallel3d.pipe import PipelineModule
 from parallel3d.schedule.instructions import Instruction
 

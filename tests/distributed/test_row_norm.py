@@ -14,15 +14,15 @@ import torch.distributed as dist
 from kernel_stand_ins import NormsStandIn
 from torch import Tensor, nn
 
-from parallel3d.comm.all_reduce_kernel import GatheredSums
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import Group
-from parallel3d.gradient_sink import GradientSink
+from parallel3d.kernels.all_reduce_kernel import GatheredSums
 from parallel3d.models import DecoderConfig
 from parallel3d.models.blocks import Block
 from parallel3d.models.tables import Tables
 from parallel3d.parameters import slicing_of
-from parallel3d.pipe.specs import BuildContext
-from parallel3d.split_backward import make_splittable
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel import RowParallelLinear, regions
 from parallel3d.tensor_parallel.linear import from_linear
 from parallel3d.tensor_parallel.row_norm import has_row_norm, row_rms_norm

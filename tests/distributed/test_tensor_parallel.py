@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Group, Work, all_gather_object
 from parallel3d.comm.differentiable import reduce_from_region, reduce_from_region_
-from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.rng import own_stream
-from parallel3d.split_backward import make_splittable
 from parallel3d.tensor_parallel import (
     AttentionHeads,
     Column,

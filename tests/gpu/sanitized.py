@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 import parallel3d
-from parallel3d.comm.all_reduce_kernel import open_all_reduce
-from parallel3d.comm.all_reduce_norm_kernel import open_all_reduce_norm
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.message_wait import open_message_wait
-from parallel3d.comm.reduce_scatter_kernel import open_reduce_scatter
+from parallel3d.comm.peer.message_wait import open_message_wait
 from parallel3d.config import KernelsConfig
+from parallel3d.kernels.all_reduce_kernel import open_all_reduce
 from parallel3d.kernels.all_reduce_norm import empty_normed
+from parallel3d.kernels.all_reduce_norm_kernel import open_all_reduce_norm
 from parallel3d.kernels.peers import DTYPES
+from parallel3d.kernels.reduce_scatter_kernel import open_reduce_scatter
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import make_buckets

@@ -12,9 +12,9 @@ from peer_kernels import ITERATIONS, POISON, ROUNDOFF, WORLDS, Guarded, gathered
 from ranks import RankError, RankPool
 from torch import Tensor, nn
 
-from parallel3d.comm.all_reduce_kernel import open_all_reduce
 from parallel3d.errors import CommunicationError
 from parallel3d.kernels.all_reduce import HALF_BYTES, all_reduce_ref
+from parallel3d.kernels.all_reduce_kernel import open_all_reduce
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")

@@ -20,7 +20,7 @@ from parallel3d.kernels.all_reduce_norm import LONGEST, Normed, empty_normed
 from parallel3d.models import DecoderConfig
 from parallel3d.models.blocks import Block
 from parallel3d.models.tables import Tables
-from parallel3d.pipe.specs import BuildContext
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel import regions
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from parallel3d.attention import attention_context, missing
+from parallel3d.engine.attention import attention_context, missing
 
 OPERATORS = {
     "cudnn": "aten::_scaled_dot_product_cudnn_attention",

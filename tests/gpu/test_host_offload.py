@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d.checkpointing import Checkpointer
+from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.config import ActivationCheckpointingConfig
 
 ROWS, WIDE, LAYERS = 1 << 14, 1024, 12

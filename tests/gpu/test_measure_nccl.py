@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.measure import measure_cluster
-from parallel3d.planner.measure_worker import ON_GPUS, Effort
+from parallel3d.planner.calibrate.measure import measure_cluster
+from parallel3d.planner.calibrate.measure_worker import ON_GPUS, Effort
+from parallel3d.planner.cluster.file import load_cluster
 
 SHORT = Effort(**{**ON_GPUS.model_dump(), "seconds": 0.05, "sustained": 1.0, "messages": (2**16, 2**22, 2**27)})
 

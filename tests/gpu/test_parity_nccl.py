@@ -29,7 +29,7 @@ from reference import Item, Reference
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from parallel3d.comm.buffers import lend
+from parallel3d.comm.peer.buffers import lend
 
 
 def reference_on_gpu(layout: Layout, items: Sequence[Item] | None = None) -> Run:
@@ -75,7 +75,7 @@ def test_losses_norms_and_weights_equal_one_gpu(gpu_pool: RankPool, layout: Layo
 
 def train_in_place(layout: Layout, offload: bool = False) -> tuple[Run, int]:
     """`train` with messages that stay where they come, and how many did."""
-    with mock.patch("parallel3d.comm.rings.lend", wraps=lend) as lent:
+    with mock.patch("parallel3d.comm.peer.rings.lend", wraps=lend) as lent:
         run = train(layout, in_place=True, activation_checkpointing={"cpu_checkpointing": offload})
     return run, lent.call_count
 

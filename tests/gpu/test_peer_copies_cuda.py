@@ -8,9 +8,9 @@ import pytest
 import torch
 from ranks import RankPool
 
-from parallel3d.comm.buffers import TensorKind, loan_of
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer_copies import open_peer_copies, pipeline_channels
+from parallel3d.comm.peer.buffers import TensorKind, loan_of
+from parallel3d.comm.peer.peer_copies import open_peer_copies, pipeline_channels
 from parallel3d.topology import PipeDataParallelTopology
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")

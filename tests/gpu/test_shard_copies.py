@@ -15,8 +15,8 @@ from ranks import RankPool
 from torch import Tensor, nn
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.message_wait import open_message_wait
-from parallel3d.comm.shard_copies import ShardCopies, open_shard_copies, slice_channels
+from parallel3d.comm.peer.message_wait import open_message_wait
+from parallel3d.comm.peer.shard_copies import ShardCopies, open_shard_copies, slice_channels
 from parallel3d.errors import CommunicationError
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_sequence, scatter_sequence
 from parallel3d.topology import ProcessTopology

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.reduce_scatter_kernel import ReduceScatter, open_reduce_scatter
 from parallel3d.config import KernelsConfig
 from parallel3d.errors import CommunicationError
 from parallel3d.kernels.reduce_scatter import HALF_BYTES, reduce_scatter_ref
+from parallel3d.kernels.reduce_scatter_kernel import ReduceScatter, open_reduce_scatter
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import Bucket, make_buckets

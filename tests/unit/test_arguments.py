@@ -7,9 +7,9 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from parallel3d.arguments import find_config
 
 from parallel3d import add_config_arguments
-from parallel3d.arguments import find_config
 from parallel3d.config import load
 from parallel3d.errors import ConfigError
 

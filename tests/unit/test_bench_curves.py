@@ -21,7 +21,7 @@ from deviations import deviation_table, is_within_noise, largest_difference, noi
 
 from parallel3d.config import load
 from parallel3d.parity.reference import Reference
-from parallel3d.subject import Subject
+from parallel3d.user_model import Subject
 
 TINY = ours.SIZES["tiny"]
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parallel3d.utils import RepeatingLoader as FromUtils
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from parallel3d.data import MicroBatchSampler, MicroBatchSource, RepeatingLoader, make_loader
 from parallel3d.errors import DataError
-from parallel3d.utils import RepeatingLoader as FromUtils
+from parallel3d.pipe.data import MicroBatchSampler, MicroBatchSource, RepeatingLoader, make_loader
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None)

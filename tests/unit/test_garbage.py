@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel3d import garbage
-from parallel3d.garbage import STEPS, Standing
+from parallel3d.engine import garbage
+from parallel3d.engine.garbage import STEPS, Standing
 
 
 class Node:

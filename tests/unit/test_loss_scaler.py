@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parallel3d.config import Fp16Config, load
 from parallel3d.errors import PrecisionError
-from parallel3d.precision import LossScaler, make_precision
+from parallel3d.optim.precision import LossScaler, make_precision
 
 
 def scales(settings: dict[str, Any], overflows: str) -> list[float]:

@@ -21,8 +21,8 @@ from table import plan_section
 
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord
-from parallel3d.planner.calibration import Calibration
-from parallel3d.planner.runs import RunPredictor
+from parallel3d.planner.calibrate.calibration import Calibration
+from parallel3d.planner.calibrate.runs import RunPredictor
 
 GIB = 2**30
 

@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.errors import ExecutionError
-from parallel3d.gradient_sink import GradientSink
-from parallel3d.split_backward import make_splittable
 
 WIDTH, WORDS = 6, 9
 MODES = ["whole", "fused", "deferred"]

@@ -12,17 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.comm.all_reduce_kernel import AllReduce, open_all_reduce
-from parallel3d.comm.all_reduce_norm_kernel import open_all_reduce_norm
-from parallel3d.comm.buffers import TensorKind
+from parallel3d.autograd.split_backward import Factors, multiply
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import local_obstacle
-from parallel3d.comm.peer_copies import PeerCopies, open_peer_copies
-from parallel3d.comm.shard_copies import open_shard_copies
+from parallel3d.comm.peer.buffers import TensorKind
+from parallel3d.comm.peer.peer_copies import PeerCopies, open_peer_copies
+from parallel3d.comm.peer.shard_copies import open_shard_copies
+from parallel3d.kernels.all_reduce_kernel import AllReduce, open_all_reduce
 from parallel3d.kernels.all_reduce_norm import empty_normed
-from parallel3d.ops.rms_norm import rms_norm
-from parallel3d.split_backward import Factors, multiply
+from parallel3d.kernels.all_reduce_norm_kernel import open_all_reduce_norm
+from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.tensor_parallel.regions import SequenceBorder
 from parallel3d.topology import ProcessTopology
 

@@ -26,7 +26,7 @@ from profiled import roofline_figures
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.comm.symmetric import mapped_bytes
+from parallel3d.comm.peer.symmetric import mapped_bytes
 from parallel3d.engine import Engine
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import LayerSpec, PipelineModule

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.buffers import TensorKind
 from parallel3d.comm.collectives import Group
+from parallel3d.comm.peer.buffers import TensorKind
 from parallel3d.comm.transport import Incoming
+from parallel3d.optim.precision import Precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.executor import Batch, Executor, no_record
 from parallel3d.pipe.messages import Messages, describe
-from parallel3d.precision import Precision
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, lower

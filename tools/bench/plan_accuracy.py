@@ -34,16 +34,16 @@ from run import SHORTEST, describe_run, environment, error_lines, find_result, r
 from parallel3d.config.run_layout import RunLayout, parse_run_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
-from parallel3d.planner.calibration import Calibration, PredictedRun, calibrate
-from parallel3d.planner.cluster import Cluster
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.configure import configuration
-from parallel3d.planner.links import Network
-from parallel3d.planner.model import PlannedModel
-from parallel3d.planner.plan import profile_of
-from parallel3d.planner.predict import Predictor
-from parallel3d.planner.presets import preset_of
-from parallel3d.planner.runs import RunPredictor
+from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, calibrate
+from parallel3d.planner.calibrate.runs import RunPredictor
+from parallel3d.planner.cluster.cluster import Cluster
+from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.network.links import Network
+from parallel3d.planner.predict.predict import Predictor
+from parallel3d.planner.search.configure import configuration
+from parallel3d.planner.search.model import PlannedModel
+from parallel3d.planner.search.plan import profile_of
+from parallel3d.planner.search.presets import preset_of
 
 WORKER = str(Path(__file__).with_name("planned_run.py"))
 # Of one model all take the same samples a step, so that their steps are what a planner chooses by. Micro-batches are large

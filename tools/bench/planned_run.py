@@ -18,7 +18,7 @@ from torch import Tensor
 import parallel3d
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import PipelineModule
-from parallel3d.planner.model import MODELS, PlannedModel, load_model
+from parallel3d.planner.search.model import MODELS, PlannedModel, load_model
 
 RECORDED = 2  # steps whose instructions are recorded
 _TINY = DecoderConfig(vocab_size=256, hidden_size=64, ffn_size=176, num_layers=4, num_heads=4, max_positions=64)

@@ -12,8 +12,8 @@ from torch import nn
 from parallel3d.comm.collectives import reduce_scatter_into
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.reduce_scatter_kernel import ReduceScatter, open_reduce_scatter
 from parallel3d.config import KernelsConfig
+from parallel3d.kernels.reduce_scatter_kernel import ReduceScatter, open_reduce_scatter
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import make_buckets

@@ -18,7 +18,7 @@ from parallel3d.models.huggingface.config import family_of, parse
 from parallel3d.models.huggingface.names import EMBEDDING, names_of, pieces_of
 from parallel3d.models.huggingface.weights import Safetensors, StateDict, Weights, check_weights
 from parallel3d.models.huggingface.wrap import wrap
-from parallel3d.pipe.specs import LayerSpec
+from parallel3d.specs import LayerSpec
 
 
 def from_hf(

@@ -15,7 +15,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.tp_regions import UnknownRegion, regions_of
 from parallel3d.parameters import sliced
-from parallel3d.pipe.specs import BuildContext
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.embedding import check_indices
 from parallel3d.tensor_parallel.parallelize import STYLES, Column, Row, Style, Vocabulary, Whole, parallelize
 from parallel3d.tensor_parallel.regions import slicing_group

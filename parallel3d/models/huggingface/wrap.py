@@ -18,7 +18,7 @@ from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.tp_plan import TensorPlan
 from parallel3d.models.sliced import SlicedLogits
 from parallel3d.parameters import whole_shape
-from parallel3d.pipe.specs import BuildContext, LayerSpec, TiedLayerSpec
+from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear
 
 

@@ -10,7 +10,7 @@ from parallel3d.planner.report.page import html_page
 from parallel3d.planner.report.timeline import as_timeline, timeline_chart
 from parallel3d.planner.report.trade_off import trade_off_chart
 from parallel3d.planner.report.words import by_stage
-from parallel3d.planner.result import PlanResult
+from parallel3d.planner.search.result import PlanResult
 
 
 def timeline_svg(result: PlanResult) -> str | None:

@@ -7,7 +7,7 @@ from math import ceil
 
 from parallel3d.planner.report import svg
 from parallel3d.planner.report.words import colours_of, duration, memory, memory_unit, percent
-from parallel3d.planner.result import Prediction, StageMemory
+from parallel3d.planner.search.result import Prediction, StageMemory
 
 _LEFT, _RIGHT = 170, 150
 _RESERVED = "reserved beyond (CUDA, NCCL, gaps)"

@@ -16,7 +16,7 @@ from parallel3d.planner.report.memory import breakdown_chart, memory_chart
 from parallel3d.planner.report.timeline import as_timeline, columns
 from parallel3d.planner.report.topology import grouped, topology_chart
 from parallel3d.planner.report.trade_off import trade_off_chart
-from parallel3d.planner.result import PlanResult, Prediction, RankPlace
+from parallel3d.planner.search.result import PlanResult, Prediction, RankPlace
 from parallel3d.schedule.builders import placement_of
 
 # Rows of the page's tables; JSON has all. A browser is still quick with them, and the page small.

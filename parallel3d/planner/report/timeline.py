@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from parallel3d.planner.report import svg
 from parallel3d.planner.report.words import duration
-from parallel3d.planner.result import TimelineSpan
+from parallel3d.planner.search.result import TimelineSpan
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
 from parallel3d.schedule.simulate import Span, Timeline

@@ -11,7 +11,7 @@ import networkx as nx
 
 from parallel3d.planner.report import svg
 from parallel3d.planner.report.words import duration, memory, natural, percent, runs
-from parallel3d.planner.result import LinkLoad
+from parallel3d.planner.search.result import LinkLoad
 
 _AXIS_COLOURS = {"pipe": "#2f69b4", "data": "#2e8752", "model": "#b8671a"}
 _BETWEEN_HOSTS = {"nic", "network"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parallel3d.planner.report import svg
 from parallel3d.planner.report.words import duration, memory, memory_unit
-from parallel3d.planner.result import PlanResult
+from parallel3d.planner.search.result import PlanResult
 
 _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 380, 80, 40, 24, 330
 _ON, _OFF, _WINNER = "#2f69b4", "#8c959f", "#c8413b"

@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from parallel3d.comm import channels
-from parallel3d.comm.channels import open_channels
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import UNMAPPED, Obstacle
-from parallel3d.comm.peer_copies import pipeline_channels
-from parallel3d.comm.symmetric import Mapped
+from parallel3d.comm.peer import channels
+from parallel3d.comm.peer.channels import open_channels
+from parallel3d.comm.peer.peer_copies import pipeline_channels
+from parallel3d.comm.peer.symmetric import Mapped
 
 CPU, ALONE = torch.device("cpu"), Group((0,), None)
 GROUPS = cast(ProcessGroups, SimpleNamespace(pipe=ALONE, control=ALONE))

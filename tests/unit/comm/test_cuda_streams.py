@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from parallel3d.comm import streams
-from parallel3d.comm.buffers import TensorKind, lend
+from parallel3d.comm.peer import streams
+from parallel3d.comm.peer.buffers import TensorKind, lend
 from parallel3d.errors import CommunicationError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from parallel3d.comm import streams
-from parallel3d.comm.message_wait import open_message_wait
-from parallel3d.comm.streams import CudaStream
+from parallel3d.comm.peer import streams
+from parallel3d.comm.peer.message_wait import open_message_wait
+from parallel3d.comm.peer.streams import CudaStream
 from parallel3d.errors import CommunicationError
 
 

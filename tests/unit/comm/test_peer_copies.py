@@ -11,10 +11,10 @@ import pytest
 import torch
 from streams import CurrentStream, ThreadStream
 
-from parallel3d.comm import peer_copies
-from parallel3d.comm.buffers import TensorKind, loan_of
 from parallel3d.comm.obstacles import Obstacle
-from parallel3d.comm.peer_copies import PeerCopies, _Ends, open_peer_copies, pipeline_channels
+from parallel3d.comm.peer import peer_copies
+from parallel3d.comm.peer.buffers import TensorKind, loan_of
+from parallel3d.comm.peer.peer_copies import PeerCopies, _Ends, open_peer_copies, pipeline_channels
 
 SLOT = 64
 IN_PLACE = replace(pipeline_channels(2, in_place=True), slot_bytes=SLOT)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from streams import CurrentStream, ThreadStream
 
-from parallel3d.comm import rings
-from parallel3d.comm.buffers import TensorKind, loan_of
-from parallel3d.comm.channels import Channels
-from parallel3d.comm.peer_copies import pipeline_channels
-from parallel3d.comm.rings import Arriving, Receiver, Ring, Sender, Staying
-from parallel3d.comm.shard_copies import slice_channels
+from parallel3d.comm.peer import rings
+from parallel3d.comm.peer.buffers import TensorKind, loan_of
+from parallel3d.comm.peer.channels import Channels
+from parallel3d.comm.peer.peer_copies import pipeline_channels
+from parallel3d.comm.peer.rings import Arriving, Receiver, Ring, Sender, Staying
+from parallel3d.comm.peer.shard_copies import slice_channels
 from parallel3d.errors import CommunicationError
 
 SLOT = 64

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streams import ThreadStream
 
-from parallel3d.comm.shared_weights import SharedWeights, WeightCopies, shared_bytes
+from parallel3d.kernels.shared_weights import SharedWeights, WeightCopies, shared_bytes
 
 
 def shared_by(world: int, lengths: list[int]) -> list[SharedWeights]:

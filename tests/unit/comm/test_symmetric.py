@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel3d.comm import symmetric
 from parallel3d.comm.collectives import Group
+from parallel3d.comm.peer import symmetric
 
 
 def test_mapped_memory_counts_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:

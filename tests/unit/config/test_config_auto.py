@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
+from parallel3d.arguments import known_values
 from torch import nn
 from torch.utils.data import DataLoader
 
-from parallel3d.arguments import known_values
 from parallel3d.config import load
 from parallel3d.errors import ConfigError
 

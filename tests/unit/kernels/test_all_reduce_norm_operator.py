@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, library
 
-from parallel3d.comm.all_reduce_norm_kernel import GatheredNorms
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.environment import get_rank
 from parallel3d.kernels.all_reduce import HALF_BYTES, MAX_BLOCKS, all_reduce_ref
 from parallel3d.kernels.all_reduce_norm import LONGEST, all_reduce_norm_ref, empty_normed, rows_pieces
+from parallel3d.kernels.all_reduce_norm_kernel import GatheredNorms
 from parallel3d.kernels.peers import WORLD_SIZES
 
 THREADS, WARP, HELD = 512, 32, 32

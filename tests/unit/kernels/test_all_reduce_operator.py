@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import library
 
-from parallel3d.comm.all_reduce_kernel import GatheredSums
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.environment import get_rank
 from parallel3d.kernels.all_reduce import (
@@ -18,6 +17,7 @@ from parallel3d.kernels.all_reduce import (
     pieces,
     staging_bytes,
 )
+from parallel3d.kernels.all_reduce_kernel import GatheredSums
 from parallel3d.kernels.peers import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
 
 THREADS = 512

@@ -12,7 +12,8 @@ import torch
 
 from parallel3d.cli import main
 from parallel3d.cli.doctor import examine
-from parallel3d.comm import obstacles, streams, symmetric
+from parallel3d.comm import obstacles
+from parallel3d.comm.peer import streams, symmetric
 from parallel3d.config import load
 from parallel3d.errors import KernelError
 

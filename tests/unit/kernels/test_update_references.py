@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import library, nn
 
 from parallel3d.comm.collectives import Group
-from parallel3d.comm.reduce_scatter_kernel import GatheredReductions
 from parallel3d.kernels.adamw import MAX_GROUPS, Part, Settings, adamw_ref, numbers, table
 from parallel3d.kernels.peers import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
 from parallel3d.kernels.reduce_scatter import HALF_BYTES, MAX_BLOCKS, pieces, reduce_scatter_ref, staging_bytes
+from parallel3d.kernels.reduce_scatter_kernel import GatheredReductions
 from parallel3d.zero.fused_adamw import optimizer_obstacle
 
 THREADS = 512

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d.gradient_sink import GradientSink
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.models import DecoderConfig
 from parallel3d.models.blocks import Block
 from parallel3d.models.tables import Tables
-from parallel3d.split_backward import make_splittable
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "ffn_size": 24, "num_layers": 1, "num_heads": 4}
 ONLY_BETWEEN_LINEARS = {

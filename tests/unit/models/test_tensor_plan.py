@@ -14,7 +14,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.errors import ConfigError, PartitionError
 from parallel3d.models import from_hf
 from parallel3d.models.huggingface.tp_regions import UnknownRegion, regions_of
-from parallel3d.pipe.specs import BuildContext
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel import ColumnParallelLinear
 from parallel3d.tensor_parallel.parallelize import STYLES
 

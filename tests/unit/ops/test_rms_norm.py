@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallel3d.ops.rms_norm import rms_norm, rms_norm_gradients, rms_norm_gradients_ref
+from parallel3d.kernels.rms_norm import rms_norm, rms_norm_gradients, rms_norm_gradients_ref
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

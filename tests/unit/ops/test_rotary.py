@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.ops.rotary import rotate
+from parallel3d.kernels.rotary import rotate
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BATCH, SEQ, DIM = 2, 5, 6

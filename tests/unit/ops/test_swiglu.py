@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel3d.ops.swiglu import swiglu
+from parallel3d.kernels.swiglu import swiglu
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.costs.layer_costs import LayerCost, Sample
+from parallel3d.costs.profiling import Profiler
+from parallel3d.costs.roofline import FLOPS_PER_BYTE, Tracer
 from parallel3d.errors import PartitionError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
+from parallel3d.optim.precision import Precision
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from parallel3d.pipe.costs import LayerCost, Sample
-from parallel3d.pipe.profiling import Profiler
-from parallel3d.pipe.specs import BuildContext
-from parallel3d.pipe.tracing import FLOPS_PER_BYTE, Tracer
-from parallel3d.precision import Precision
+from parallel3d.specs import BuildContext
 from parallel3d.topology import PipeDataParallelTopology
 
 
@@ -225,7 +225,7 @@ class Takes(nn.Module):
 
 def test_measured_is_the_median_after_a_warm_up(context: BuildContext, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("parallel3d.pipe.profiling.time", clock)
+    monkeypatch.setattr("parallel3d.costs.profiling.time", clock)
     sample = Sample(torch.randn(4, 8), None, None, Precision())
     layers = [nn.Linear(8, 8), *(Takes(clock, rounds) for rounds in (8, 1, 64))]
     found = Profiler(sample, context).measure_all(layers)

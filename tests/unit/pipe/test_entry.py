@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from parallel3d.pipe.entry import Entry
+from parallel3d.autograd.entry import Entry
 
 
 def test_gradients_arrive_and_are_zeros_where_the_backward_did_not_come():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from parallel3d.comm.buffers import TensorKind
+from parallel3d.comm.peer.buffers import TensorKind
 from parallel3d.errors import CommunicationError
 from parallel3d.pipe.agreement import signature
 from parallel3d.pipe.messages import Messages, Structure, describe

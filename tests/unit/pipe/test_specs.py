@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from parallel3d.errors import PartitionError
-from parallel3d.pipe.specs import (
+from parallel3d.pipe.ties import TieIndex
+from parallel3d.specs import (
     BuildContext,
     LayerSpec,
     TiedLayerSpec,
@@ -17,7 +18,6 @@ from parallel3d.pipe.specs import (
     check_layers,
     layer_name,
 )
-from parallel3d.pipe.ties import TieIndex
 
 CONTEXT = BuildContext(groups=None, device=torch.device("cpu"))
 

@@ -16,7 +16,7 @@ from records import make_record
 
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RankRecord, RunRecord
-from parallel3d.planner.calibration import (
+from parallel3d.planner.calibrate.calibration import (
     COMPONENTS,
     Calibration,
     PredictedMemory,
@@ -24,7 +24,7 @@ from parallel3d.planner.calibration import (
     calibrate,
     read_calibration,
 )
-from parallel3d.planner.correction import Correction, Row, bounded_minimum, error_of, fit, t_quantile
+from parallel3d.planner.calibrate.correction import Correction, Row, bounded_minimum, error_of, fit, t_quantile
 
 USED = ("gemm", "attention", "element_wise", "nvlink", "optimizer")
 FIXED = 0.004

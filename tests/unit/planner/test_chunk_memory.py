@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.config import load
-from parallel3d.gradient_sink import GradientSink
 from parallel3d.models import DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import LayerSpec
-from parallel3d.planner.chunk_memory import ChunkMemory, Entering, chunk_memory
-from parallel3d.planner.flight import Replay
-from parallel3d.planner.profile import ModelProfile
+from parallel3d.planner.predict.chunk_memory import ChunkMemory, Entering, chunk_memory
+from parallel3d.planner.predict.flight import Replay
+from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
 from parallel3d.schedule.memory import ChunkBytes
-from parallel3d.split_backward import make_splittable
 
 SEQ, HIDDEN, SAMPLES = 32, 16, 2
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.presets import DEVICES
+from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.search.presets import DEVICES
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "clusters" / "two_unequal_hosts.yaml"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d.config import load
 from parallel3d.pipe import LayerSpec
-from parallel3d.planner.profile import ModelProfile
+from parallel3d.planner.predict.profile import ModelProfile
 
 SHAPE = (2, 8, 64)
 

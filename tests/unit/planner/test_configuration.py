@@ -10,10 +10,10 @@ import torch
 from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.configure import configuration
-from parallel3d.planner.model import DEFAULTS, PlannedModel
-from parallel3d.planner.plan import profile_of
+from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.search.configure import configuration
+from parallel3d.planner.search.model import DEFAULTS, PlannedModel
+from parallel3d.planner.search.plan import profile_of
 
 
 def layout_of(zero: int) -> RunLayout:

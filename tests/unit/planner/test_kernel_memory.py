@@ -11,10 +11,10 @@ from parallel3d.config.run_layout import RunLayout
 from parallel3d.kernels import reduce_scatter
 from parallel3d.kernels.all_reduce import staging_bytes
 from parallel3d.pipe import LayerSpec
-from parallel3d.planner.flight import Replays
-from parallel3d.planner.memory import MemoryModel
-from parallel3d.planner.profile import ModelProfile
-from parallel3d.planner.result import StageMemory
+from parallel3d.planner.predict.flight import Replays
+from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.profile import ModelProfile
+from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
 

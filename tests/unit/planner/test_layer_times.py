@@ -8,13 +8,13 @@ from torch import nn
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.costs.layer_times import LayerSeconds, measure_layers
 from parallel3d.errors import PartitionError
-from parallel3d.pipe.specs import LayerSpec
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.layer_times import LayerSeconds, measure_layers
-from parallel3d.planner.model import PlannedModel
-from parallel3d.planner.plan import Planner, Question
-from parallel3d.planner.timing import layer_times
+from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.predict.timing import layer_times
+from parallel3d.planner.search.model import PlannedModel
+from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.specs import LayerSpec
 
 WIDTH = 256
 

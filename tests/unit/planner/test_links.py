@@ -21,8 +21,8 @@ from planner_clusters import (
 )
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.fabric import ROUTED_BYTES
-from parallel3d.planner.links import Network
+from parallel3d.planner.network.fabric import ROUTED_BYTES
+from parallel3d.planner.network.links import Network
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 NETWORK_LATENCY = 2 * (2 * PCIE_LATENCY + NIC_LATENCY)  # GPU, switch, card, rail, card, switch, GPU

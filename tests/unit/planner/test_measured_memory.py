@@ -25,9 +25,9 @@ from cases import Workload, command_of, parse_case
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout
-from parallel3d.planner.flight import Replays
-from parallel3d.planner.memory import MemoryModel
-from parallel3d.planner.profile import ModelProfile
+from parallel3d.planner.predict.flight import Replays
+from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.config import load
+from parallel3d.costs.tracing import Held
 from parallel3d.errors import PartitionError
 from parallel3d.models import DecoderConfig, causal_lm_loss
 from parallel3d.models.decoder import decoder
 from parallel3d.pipe import LayerSpec
-from parallel3d.planner.profile import LayerProfile, ModelProfile
-from parallel3d.planner.tracing import Held
+from parallel3d.planner.predict.profile import LayerProfile, ModelProfile
 
 VOCAB, HIDDEN, FFN, HEADS, KV, SEQ = 512, 128, 384, 8, 4, 64
 BF16 = {"bf16": {"enabled": True}}
@@ -118,7 +118,7 @@ def numbers(profile: LayerProfile) -> dict[str, Any]:
 def test_more_samples_follow_from_few(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch):
     # Few words: the gradient of the embedding is then never what takes the most.
     followed = decoder_profile(vocab=32).layers(2, sequence_parallel, micro_batch=6)
-    monkeypatch.setattr("parallel3d.planner.profile._FEW", ((6, 6),))
+    monkeypatch.setattr("parallel3d.planner.predict.profile._FEW", ((6, 6),))
     traced = decoder_profile(vocab=32).layers(2, sequence_parallel, micro_batch=6)
     assert [numbers(p) for p in followed] == [numbers(p) for p in traced]
 

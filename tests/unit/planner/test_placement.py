@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from planner_clusters import FAST, NIC, SLOW, Builder, rails
 
+from parallel3d.costs.work import Collective
 from parallel3d.errors import ConfigError
-from parallel3d.planner.links import Network
-from parallel3d.planner.placement import Traffic, place, step_seconds
-from parallel3d.planner.work import Collective
+from parallel3d.planner.network.links import Network
+from parallel3d.planner.network.placement import Traffic, place, step_seconds
 
 SEEDS = range(200)
 

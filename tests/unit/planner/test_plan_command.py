@@ -11,8 +11,8 @@ from records import timing
 from parallel3d.cli import main
 from parallel3d.config import load
 from parallel3d.monitor.run_record import ModelPrint, RankRecord, RunRecord
-from parallel3d.planner.calibration import read_calibration
-from parallel3d.planner.result import PlanResult
+from parallel3d.planner.calibrate.calibration import read_calibration
+from parallel3d.planner.search.result import PlanResult
 
 SUBJECT = """
 import torch

@@ -8,10 +8,10 @@ import pytest
 from test_search import hosts, small_model
 
 from parallel3d.config.run_layout import RunLayout, parse_run_layout
-from parallel3d.planner.auto_schedule import is_quick, with_auto
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.found import Found, find
-from parallel3d.planner.plan import Planner, Question
+from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.search.auto_schedule import is_quick, with_auto
+from parallel3d.planner.search.found import Found, find
+from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
 from parallel3d.schedule.validate import validate
 
@@ -79,7 +79,7 @@ def test_who_asks_for_it_gets_nothing_else() -> None:
 def test_the_best_pipeline_is_planned_with_it_where_that_is_quick_or_asked_for(
     every: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallel3d.planner.auto_schedule._QUICK", 0 if every else 160)
+    monkeypatch.setattr("parallel3d.planner.search.auto_schedule._QUICK", 0 if every else 160)
     fixed = parse_run_layout("pp4,m16")
     answers = [
         Planner(Question(small_model(), load_cluster(hosts(1)), 16, fixed=fixed, every_auto=asked)).answer()

@@ -15,20 +15,20 @@ from test_search import hosts, small_model
 
 from parallel3d.cli.plan import show
 from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.costs.layer_times import LayerSeconds
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import ModelPrint, RankRecord, RunRecord
 from parallel3d.parity.layout import config_of
-from parallel3d.pipe.specs import layer_name
-from parallel3d.planner.calibration import Calibration
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.found import find
-from parallel3d.planner.halves import predictor_of_halves
-from parallel3d.planner.layer_times import LayerSeconds
-from parallel3d.planner.model import load_model
-from parallel3d.planner.plan import Planner, Question
+from parallel3d.planner.calibrate.calibration import Calibration
+from parallel3d.planner.calibrate.runs import RunPredictor
+from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.report import html_page
-from parallel3d.planner.result import PlanResult
-from parallel3d.planner.runs import RunPredictor
+from parallel3d.planner.search.found import find
+from parallel3d.planner.search.halves import predictor_of_halves
+from parallel3d.planner.search.model import load_model
+from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.planner.search.result import PlanResult
+from parallel3d.specs import layer_name
 
 
 def planner(name: str, words: str, batch: int, cluster: str = "4xH200", seq: int = 1024) -> Planner:

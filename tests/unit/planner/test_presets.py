@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.links import Network
+from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.network.links import Network
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,13 @@ from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout, parse_run_layout
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.models.blocks import Block
-from parallel3d.pipe.specs import LayerSpec
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.links import Network
-from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
-from parallel3d.planner.predict import Predictor
-from parallel3d.planner.profile import LayerProfile, ModelProfile
-from parallel3d.planner.program import Programs
+from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.network.links import Network
+from parallel3d.planner.predict.predict import Predictor
+from parallel3d.planner.predict.profile import LayerProfile, ModelProfile
+from parallel3d.planner.predict.program import Programs
+from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
+from parallel3d.specs import LayerSpec
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 0.10  # of the published step

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from parallel3d.monitor.run_record import RunRecord
-from parallel3d.planner.calibration import Calibration
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.model import PlannedModel, load_model
-from parallel3d.planner.runs import RunPredictor
+from parallel3d.planner.calibrate.calibration import Calibration
+from parallel3d.planner.calibrate.runs import RunPredictor
+from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.search.model import PlannedModel, load_model
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "bench"))
 

@@ -15,7 +15,7 @@ from plans import GIB, Shape, links, plan
 from parallel3d.planner.report import html_page, memory_svg, timeline_svg, to_json, trade_off_svg, words, write_report
 from parallel3d.planner.report.timeline import as_timeline, columns
 from parallel3d.planner.report.topology import grouped
-from parallel3d.planner.result import LinkLoad, PlanResult, TimelineSpan
+from parallel3d.planner.search.result import LinkLoad, PlanResult, TimelineSpan
 
 SVG = "{http://www.w3.org/2000/svg}"
 LARGE = Shape(64, 16, 8, 512, "zb-h1", 1, "loop")

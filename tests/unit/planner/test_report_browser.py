@@ -10,7 +10,7 @@ from plans import Shape, plan
 
 from parallel3d.planner.report import html_page, words
 from parallel3d.planner.report import page as page_module
-from parallel3d.planner.result import PlanResult
+from parallel3d.planner.search.result import PlanResult
 
 LARGE = Shape(64, 16, 8, 512, "zb-h1", 1, "loop")
 HOSTILE = "</script><script>document.body.dataset.broken = 1</script><b id=injected>&amp;\"'"

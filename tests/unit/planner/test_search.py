@@ -15,16 +15,16 @@ from parallel3d.config import load
 from parallel3d.config.run_layout import parse_run_layout
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
-from parallel3d.planner.calibration import Calibration, Factor
-from parallel3d.planner.cluster_file import load_cluster
-from parallel3d.planner.found import Found, find, refuse
-from parallel3d.planner.memory import MemoryModel
-from parallel3d.planner.model import DEFAULTS, MODELS, PlannedModel, load_model
-from parallel3d.planner.outlook import Outlook
-from parallel3d.planner.plan import Planner, Question, possible_slices
-from parallel3d.planner.result import PlanResult, Prediction
-from parallel3d.planner.search import Search
-from parallel3d.planner.space import VARIANTS, Space
+from parallel3d.planner.calibrate.calibration import Calibration, Factor
+from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.outlook import Outlook
+from parallel3d.planner.search.found import Found, find, refuse
+from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
+from parallel3d.planner.search.plan import Planner, Question, possible_slices
+from parallel3d.planner.search.result import PlanResult, Prediction
+from parallel3d.planner.search.search import Search
+from parallel3d.planner.search.space import VARIANTS, Space
 
 GPU = {"device": "H200", "count": 4}
 

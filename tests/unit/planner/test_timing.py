@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config import load
+from parallel3d.costs.work import Collective, Exchange, Work
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
-from parallel3d.planner.cluster import Device
-from parallel3d.planner.model import DEFAULTS
-from parallel3d.planner.profile import LayerProfile, ModelProfile
-from parallel3d.planner.timing import compute_seconds, exchange_seconds, layer_times
-from parallel3d.planner.work import Collective, Exchange, Work
+from parallel3d.planner.cluster.cluster import Device
+from parallel3d.planner.predict.profile import LayerProfile, ModelProfile
+from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds, layer_times
+from parallel3d.planner.search.model import DEFAULTS
 
 DEVICE = Device("unit", 1 << 30, 1.0, 1.0, 1.0, 1e30, 0.0)  # a second for each FLOP, none for bytes
 SEQ, HIDDEN, FFN, HEADS = 2048, 4096, 8192, 32

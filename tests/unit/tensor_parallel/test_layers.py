@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import scatter_to_region
 from parallel3d.errors import CommunicationError, PartitionError
-from parallel3d.gradient_sink import GradientSink
 from parallel3d.parameters import Slicing, slicing_of
-from parallel3d.pipe.specs import BuildContext, LayerSpec, blueprint
-from parallel3d.split_backward import make_splittable
+from parallel3d.specs import BuildContext, LayerSpec, blueprint
 from parallel3d.tensor_parallel import (
     AttentionHeads,
     Column,

@@ -1,0 +1,336 @@
+"""Activation checkpointing: recompute a region's forward in its backward instead of holding its activations.
+
+`Checkpointer` does it as one `activation_checkpointing` section says; `configure` and `checkpoint` are DeepSpeed's names
+for one of them that layers of the user's share. arXiv:1604.06174.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from parallel3d.clock import Clock, clock_of
+from parallel3d.comm.peer.streams import used_by
+from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_activation_checkpointing
+from parallel3d.errors import ExecutionError
+
+# Marks kept before they are read: with `profile` and nobody who asks, the device is waited for once in so many regions.
+_MOST_MARKS = 4096
+
+
+@dataclass(frozen=True)
+class RecomputationTimes:
+    """Seconds in checkpointed regions: their forwards, and the recomputations, each so many times."""
+
+    num_forwards: int = 0
+    forward: float = 0.0
+    num_recomputations: int = 0
+    recomputation: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_forwards} forwards {self.forward:.4g} s, {self.num_recomputations} recomputations "
+            f"{self.recomputation:.4g} s"
+        )
+
+
+class Checkpointer:
+    """Runs functions of which only the arguments are held for the backward, which runs them again.
+
+    Non-reentrant, on any device: arguments and results are any pytrees, with or without gradients. Random states, of the
+    CPU and of the GPUs in use, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
+    arguments wait in pinned host memory. transfers: to and from the host, CUDA's by default.
+    """
+
+    def __init__(
+        self,
+        settings: ActivationCheckpointingConfig | None = None,
+        clock: Clock | None = None,
+        transfers: Transfers | None = None,
+    ):
+        self.settings = settings or ActivationCheckpointingConfig()
+        self._offload = HostOffload(transfers or CudaTransfers()) if self.settings.cpu_checkpointing else None
+        self._clock = clock
+        self._marks: list[tuple[bool, Any, Any]] = []
+        self._times = RecomputationTimes()
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """function(*args, **kwargs), which must compute the same again from the same arguments."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        leaves, tree = tree_flatten((args, kwargs))
+        num_leaves, ran = len(leaves), False
+
+        def region(*leaves: Any) -> Any:
+            nonlocal ran
+            recomputing, ran = ran, True
+            positional, named = tree_unflatten(leaves[:num_leaves], tree)
+            with self._boundary(recomputing):
+                return function(*positional, **named)
+
+        if torch.cuda.is_initialized() and not torch.compiler.is_compiling():
+            # torch restores the random state of the GPUs that arguments lie on: the current one's always.
+            leaves.append(torch.empty(0, device="cuda"))
+        with self._offload.region(leaves) if self._offload is not None else nullcontext():
+            return torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False)
+
+    @contextmanager
+    def _boundary(self, recomputing: bool) -> Iterator[None]:
+        """Around a region's forward or recomputation, which ends by an exception once it has all it needs."""
+        begin = self._enter()
+        try:
+            yield
+        finally:
+            self._leave(recomputing, begin)
+
+    def _enter(self) -> Any:
+        self._synchronize()
+        if not self.settings.profile:
+            return None
+        if self._clock is None:
+            cuda = torch.cuda.is_initialized()
+            self._clock = clock_of(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+        return self._clock.mark()
+
+    def _leave(self, recomputing: bool, begin: Any) -> None:
+        if begin is not None and self._clock is not None:
+            self._marks.append((recomputing, begin, self._clock.mark()))
+            if len(self._marks) >= _MOST_MARKS:
+                self._read_marks()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.settings.synchronize_checkpoint_boundary and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def _read_marks(self) -> None:
+        if not self._marks or self._clock is None:
+            return
+        times = self._clock.read([mark for _, begin, end in self._marks for mark in (begin, end)])
+        seconds = [end - begin for begin, end in zip(times[::2], times[1::2], strict=True)]
+        recomputed = [s for s, (recomputing, _, _) in zip(seconds, self._marks, strict=True) if recomputing]
+        before = self._times
+        self._times = RecomputationTimes(
+            before.num_forwards + len(seconds) - len(recomputed),
+            before.forward + sum(seconds) - sum(recomputed),
+            before.num_recomputations + len(recomputed),
+            before.recomputation + sum(recomputed),
+        )
+        self._marks.clear()
+
+    def times(self) -> RecomputationTimes:
+        """Since the last call, where `profile` is on; waits for the device once."""
+        self._read_marks()
+        times, self._times = self._times, RecomputationTimes()
+        return times
+
+
+class Copy(NamedTuple):
+    """A copy under way: `tensor` may be read by the stream that has waited for `done`."""
+
+    tensor: Tensor
+    done: Any
+
+
+class Transfers(Protocol):
+    """Copies between a device and the host, in the background of the device's current stream."""
+
+    def leaves(self, tensor: Tensor) -> bool:
+        """Whether the tensor is in device memory."""
+
+    def to_host(self, tensor: Tensor) -> Copy:
+        """Start a copy; the tensor's memory is free for others when it is done."""
+
+    def to_device(self, copy: Copy, device: torch.device) -> Copy:
+        """Start the way back, after the way there."""
+
+    def wait(self, copy: Copy) -> None:
+        """Let the current stream go on when a copy to the device is done."""
+
+
+class CudaTransfers:
+    """Through pinned memory, on a stream for each direction."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
+    def _stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
+        """Behind what the current stream has to do so far."""
+        if (device, direction) not in self._streams:
+            self._streams[device, direction] = torch.cuda.Stream(device)
+        stream = self._streams[device, direction]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
+
+    def leaves(self, tensor: Tensor) -> bool:
+        """See Transfers."""
+        return tensor.is_cuda and tensor.layout is torch.strided
+
+    def to_host(self, tensor: Tensor) -> Copy:
+        """See Transfers."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream = self._stream(tensor.device, "out")
+        with torch.cuda.stream(stream):
+            host.copy_(tensor, non_blocking=True)
+        # The allocator must not give this memory away before the copy has read it.
+        used_by(tensor, stream)
+        return Copy(host, stream.record_event())
+
+    def to_device(self, copy: Copy, device: torch.device) -> Copy:
+        """See Transfers."""
+        tensor = torch.empty_like(copy.tensor, device=device)
+        stream = self._stream(device, "back")
+        stream.wait_event(copy.done)
+        with torch.cuda.stream(stream):
+            tensor.copy_(copy.tensor, non_blocking=True)
+        # A prefetched tensor may be dropped unread.
+        used_by(tensor, stream)
+        return Copy(tensor, stream.record_event())
+
+    def wait(self, copy: Copy) -> None:
+        """See Transfers."""
+        torch.cuda.current_stream(copy.tensor.device).wait_event(copy.done)
+
+
+class _Region:
+    """The tensors parked by one region, which they keep alive, and the region before it: the backward's next."""
+
+    def __init__(self) -> None:
+        self.parked: list[weakref.ref[_Parked]] = []
+        self.before: weakref.ref[_Region] | None = None
+
+
+@dataclass(eq=False)
+class _Parked:
+    """A tensor on the host; `back` from when its return has started until it is used."""
+
+    host: Copy
+    device: torch.device
+    region: _Region
+    back: Copy | None = None
+    used: bool = False
+
+
+class HostOffload:
+    """Keeps tensors that autograd saves on the host; while a backward uses a region's, the next one's are on their way."""
+
+    def __init__(self, transfers: Transfers):
+        self._transfers = transfers
+        self._latest: weakref.ref[_Region] | None = None
+
+    @contextmanager
+    def region(self, arguments: Sequence[Any]) -> Iterator[None]:
+        """Inside, what is saved is parked as one region's; parameters, which stay on the device anyway, are not.
+
+        Raises ExecutionError for a region that writes into its arguments, while they are being copied: autograd refuses
+        that too, but sees only what it holds itself.
+        """
+        tensors = [(t, t._version) for t in arguments if isinstance(t, Tensor)]
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._park, _Region()), self._fetch):
+            yield
+        for tensor, version in tensors:
+            if tensor._version != version:
+                raise ExecutionError(
+                    f"a recomputed region changed its argument of shape {list(tensor.shape)} in place, which it would read "
+                    "again; use an operation that makes a new tensor, or begin the region behind it"
+                )
+
+    @torch.no_grad()
+    def _park(self, region: _Region, tensor: Tensor) -> Tensor | _Parked:
+        if (tensor.is_leaf and tensor.requires_grad) or not tensor.numel() or not self._transfers.leaves(tensor):
+            return tensor
+        parked = _Parked(self._transfers.to_host(tensor), tensor.device, region)
+        if not region.parked:
+            region.before, self._latest = self._latest, weakref.ref(region)
+        region.parked.append(weakref.ref(parked))
+        return parked
+
+    @torch.no_grad()
+    def _fetch(self, parked: Tensor | _Parked) -> Tensor:
+        if isinstance(parked, Tensor):
+            return parked
+        back = parked.back or self._transfers.to_device(parked.host, parked.device)
+        parked.back, parked.used = None, True
+        self._transfers.wait(back)
+        self._prefetch(parked.region)
+        before = parked.region.before() if parked.region.before is not None else None
+        if before is not None:
+            self._prefetch(before)
+        return back.tensor
+
+    def _prefetch(self, region: _Region) -> None:
+        for parked in (reference() for reference in region.parked):
+            if parked is not None and parked.back is None and not parked.used:
+                parked.back = self._transfers.to_device(parked.host, parked.device)
+
+
+# DeepSpeed's names. One object for the process, because layers call `checkpoint` without knowing an engine; a
+# PipelineModule has a Checkpointer of its own.
+
+
+@dataclass
+class _Process:
+    checkpointer: Checkpointer = field(default_factory=Checkpointer)
+    is_configured: bool = False
+
+
+_process = _Process()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs), recomputed in its backward, as `configure` says; see Checkpointer."""
+    return _process.checkpointer(function, *args, **kwargs)
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: str | Path | Mapping[str, Any] | Config | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Settings of `checkpoint`: the configuration's `activation_checkpointing` section, then the arguments given.
+
+    mpu_ is not needed. partition_activations has nothing to partition while there is no tensor slicing;
+    contiguous_checkpointing and num_checkpoints, the size of its buffer, have no effect: PyTorch's allocator reuses the
+    blocks. Raises ConfigError.
+    """
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    section = load_activation_checkpointing(deepspeed_config).model_dump(exclude_none=True)
+    section.update({key: value for key, value in given.items() if value is not None})
+    _process.checkpointer = Checkpointer(load({"activation_checkpointing": section}).activation_checkpointing)
+    _process.is_configured = True
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _process.is_configured
+
+
+def times() -> RecomputationTimes:
+    """Of all regions run by `checkpoint` since the last call, where configured with `profile`."""
+    return _process.checkpointer.times()
+
+
+def reset() -> None:
+    """DeepSpeed's, between evaluations: nothing to do, since what a region holds goes with its graph."""

@@ -1,0 +1,273 @@
+"""Linear and embedding layers whose weight gradients can be left for later.
+
+A backward is split layer by layer: a splittable linear or embedding computes the gradient of its input at once and leaves
+that of its weight to the sink, which can queue it (BACKWARD_INPUT) and run it later (BACKWARD_WEIGHT). What can't be
+split (norms, convolutions, bare parameters, compiled regions) runs whole at BACKWARD_INPUT. arXiv:2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from parallel3d.autograd.sink import GradientSink, Product, RowSum, Scatter
+from parallel3d.fake_device import on_cuda
+
+# Several products of one shape, to be added: left: [..., k], right: [k, n], each with a k of its own.
+Factors = Sequence[tuple[Tensor, Tensor]]
+# The weight and the bias, if there is one, of a linear layer.
+Pair = tuple[Tensor, "Tensor | None"]
+
+
+def multiply(factors: Factors, out: Tensor | None = None) -> Tensor:
+    """The sum of left @ right, [..., n], in one buffer. out: [rows, n], that buffer; not differentiable then."""
+    (left, right), *others = factors
+    total = rows_of(left).mm(right) if out is None else torch.mm(rows_of(left), right, out=out)
+    for other, weight in others:
+        total.addmm_(rows_of(other), weight)
+    return total if left.dim() == 2 else total.view(*left.shape[:-1], right.shape[1])
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., n] -> [product of the others, n]."""
+    if x.dim() == 2:
+        return x
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+class Border:
+    """What lies between linear layers and their input, or, the other way round, their output: here nothing.
+
+    Tensor slicing has communication there. All methods start it and return what waits for its result, so that a backward
+    hides it behind the layers' products. Under torch.is_grad_enabled() the result must be differentiable.
+    """
+
+    def enter(self, x: Tensor) -> Callable[[], Tensor]:
+        """The input as it came -> as it is multiplied."""
+        return lambda: x
+
+    def enter_products(self, x: Tensor, pairs: Sequence[Pair]) -> Sequence[Tensor]:
+        """F.linear of what enters, by each weight and bias; a part may enter while another multiplies."""
+        entered = self.enter(x)()
+        return [F.linear(entered, *pair) for pair in pairs]
+
+    def enter_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """What enters, and its product with weight, [in, out]."""
+        entered = self.enter(x)()
+        return entered, multiply([(entered, weight)])
+
+    def leave(self, gradient: Tensor) -> Callable[[], Tensor]:
+        """The transpose of `enter`: the gradient of what is multiplied, which may be overwritten -> of what came."""
+        return lambda: gradient
+
+    def leave_products(self, factors: Factors, hidden: bool = False) -> Callable[[], Tensor]:
+        """`leave` of the sum of these products; a part may leave while the rest multiplies.
+
+        hidden: whether work hides the leaving that comes before its result is waited for.
+        """
+        return self.leave(multiply(factors))
+
+
+NO_BORDER = Border()
+
+
+class SplitLinears(torch.autograd.Function):
+    """F.linear, by one or several weights, of what a border makes of one input.
+
+    x: what enters as [..., in]; parameters: of each linear weight [out, in] and bias, [out] or None -> [..., out] of each.
+    The gradient of x is summed in one buffer, and leaves while the weights' products run: where those are deferred, while
+    its own do.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sinks: Sequence[GradientSink], border: Border, x: Tensor, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Of the layers, see the class. sinks: of each."""
+        ctx.set_materialize_grads(False)
+        ctx.sinks, ctx.border, ctx.parameters = sinks, border, parameters
+        _, _, needs_x, *needs = ctx.needs_input_grad
+        weights: Any = parameters[::2]
+        ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else ()))
+        return tuple(border.enter_products(x, list(zip(weights, parameters[1::2], strict=True))))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        """Gradients of the input, and of the parameters where autograd handles them. None: of an output not used."""
+        _, _, needs_x, *needs = ctx.needs_input_grad
+        used = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        dx, dparameters = None, [None] * len(needs)
+        if not used:
+            return None, None, None, *dparameters
+        x, *weights = ctx.saved_tensors
+        needs_weight = any(needs[2 * k] for k in used)
+        if needs_weight:
+            entering = ctx.border.enter(x)
+        if needs_x:
+            factors: Any = [(gradients[k], weights[k]) for k in used]
+            hidden = needs_weight and not ctx.sinks[0].is_deferring
+            leaving = ctx.border.leave_products(factors, hidden)
+        entered: Any = rows_of(entering()) if needs_weight else None
+        # Edges lead to the tensors among the arguments, the first being x.
+        edges = iter(ctx.next_functions[1:])
+        edge_of = [None if parameter is None else next(edges) for parameter in ctx.parameters]
+        for k in used:
+            rows = rows_of(gradients[k])
+            for place, recipe in ((2 * k, Product(rows, entered)), (2 * k + 1, RowSum(rows))):
+                if needs[place]:
+                    dparameters[place] = ctx.sinks[k].route(ctx.parameters[place], edge_of[place], recipe)
+        if needs_x:
+            dx = leaving()
+        return None, None, dx, *dparameters
+
+
+class SplitRowLinear(torch.autograd.Function):
+    """F.linear before a border: what `border.leave` makes of x W^T. x: [..., in], weight: [out, in] -> [..., out]."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: GradientSink, border: Border, x: Tensor, weight: Tensor) -> Tensor:
+        """Of the layer, see the class."""
+        ctx.set_materialize_grads(False)
+        ctx.sink, ctx.weight, ctx.border = sink, weight, border
+        _, _, needs_x, needs_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return border.leave_products([(x, weight.t())])()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the input, and of the weight where autograd handles it."""
+        if gradient is None:
+            return None, None, None, None
+        x, weight = ctx.saved_tensors
+        _, _, needs_x, needs_weight = ctx.needs_input_grad
+        dx, dweight = None, None
+        if needs_x:
+            entered, dx = ctx.border.enter_kept(gradient, weight)
+        else:
+            entered = ctx.border.enter(gradient)()
+        if needs_weight:
+            dweight = ctx.sink.route(ctx.weight, ctx.next_functions[1], Product(rows_of(entered), rows_of(x)))
+        return None, None, dx, dweight
+
+
+class SplitEmbedding(torch.autograd.Function):
+    """F.embedding, dense. indices: [...], weight: [num_embeddings, dim] -> [..., dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+        """Of the layer, see the class."""
+        ctx.set_materialize_grads(False)
+        ctx.sink, ctx.weight, ctx.padding_idx = sink, weight, padding_idx
+        ctx.save_for_backward(indices)
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the input, and of the parameters where autograd handles them."""
+        if gradient is None:
+            return None, None, None, None
+        (indices,) = ctx.saved_tensors
+        scatter = Scatter(gradient, indices, ctx.weight.shape[0], ctx.padding_idx)
+        return None, None, ctx.sink.route(ctx.weight, ctx.next_functions[1], scatter), None
+
+
+COMPILE_REASON = "parallel3d splits the backward of this layer; compile without fullgraph"
+
+
+class SplittableLayer(nn.Module):
+    """A layer that computes by split_functions' functions with its `sink`, which make_splittable sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = GradientSink()
+
+
+class _SplitForward:
+    """What stands in for the `forward` of one layer.
+
+    An object, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows.
+    """
+
+    def __init__(self, layer: nn.Module, sink: GradientSink):
+        self._layer, self._sink = layer, sink
+        self._ordinary = type(layer).forward
+        # torch.compile breaks its graph here: inside one, the whole backward would run at BACKWARD_INPUT.
+        self._outside_graph = torch.compiler.disable(self._split, reason=COMPILE_REASON)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._layer, self._sink)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and _splits(self._layer, input):
+            return self._outside_graph(input)
+        return self._ordinary(self._layer, input)
+
+    def _split(self, x: Tensor) -> Tensor:
+        layer: Any = self._layer
+        if not self._sink.takes(layer.weight) or torch._C._are_functorch_transforms_active():
+            return self._ordinary(layer, x)
+        if isinstance(layer, nn.Linear):
+            (y,) = SplitLinears.apply((self._sink,), NO_BORDER, x, layer.weight, layer.bias)
+            return y
+        return SplitEmbedding.apply(self._sink, x, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)
+
+
+# Traced on fake tensors, a layer does as in training.
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+
+
+def _splits(layer: nn.Module, x: Tensor) -> bool:
+    """Whether this call can be split, as far as torch.compile can follow the question."""
+    # Not `layer.weight`: of a parametrized layer, that computes the weight.
+    weight = layer._parameters.get("weight")
+    return (
+        isinstance(weight, nn.Parameter)
+        and type(weight) in _PLAIN
+        and weight.requires_grad
+        and weight.is_floating_point()
+        and type(x) in _PLAIN
+        and x.layout is torch.strided
+        and not x.is_nested
+        # The meta device has no autocast to ask about.
+        and (on_cuda(x) if x.is_meta else not torch.is_autocast_enabled(x.device.type))
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody is to be told when the module is called."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def is_split(layer: nn.Module) -> bool:
+    """Whether the whole of a layer's backward is split: there is nothing in it to compile."""
+    return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), _SplitForward)
+
+
+def _can_split(layer: nn.Module) -> bool:
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    if type(layer).forward is nn.Embedding.forward:
+        return not layer.sparse and layer.max_norm is None and not layer.scale_grad_by_freq
+    return False
+
+
+def make_splittable(module: nn.Module, sink: GradientSink) -> None:
+    """Let `sink` take the weight and bias gradients of the linears and embeddings inside `module`, itself included.
+
+    Those are SplittableLayers, and the instances without a `forward` of their own whose class has that of nn.Linear or
+    nn.Embedding (dense, without max_norm and scale_grad_by_freq). Outside of `sink.deferring` and `sink.fusing` they
+    compute what they did. A call of the latter runs the ordinary, whole way if its weight is frozen, parametrized or in no
+    sink, under autocast and under torch.func. torch.compile breaks its graph at a call that doesn't. Idempotent; another
+    sink replaces the first.
+    """
+    for layer in module.modules():
+        if isinstance(layer, SplittableLayer):
+            layer.sink = sink
+        own = vars(layer).get("forward")
+        if _can_split(layer) and (own is None or isinstance(own, _SplitForward)):
+            layer.forward = _SplitForward(layer, sink)

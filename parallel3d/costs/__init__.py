@@ -1,0 +1,1 @@
+"""Costs of a layer: one operator counter, one layer tracer, one stopwatch."""

@@ -1,0 +1,7 @@
+"""DeepSpeed's import paths: `parallel3d.utils` is parallel3d.deepspeed.utils, and so on for each module here."""
+
+import sys
+from importlib import import_module
+
+for _name in ("accelerator", "arguments", "checkpointing", "runtime", "runtime.utils", "utils"):
+    sys.modules[f"parallel3d.{_name}"] = import_module(f"parallel3d.deepspeed.{_name}")

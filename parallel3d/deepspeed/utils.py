@@ -1,0 +1,23 @@
+"""`parallel3d.deepspeed.utils`, as DeepSpeed scripts import it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from parallel3d.comm.environment import get_rank, is_initialized
+from parallel3d.pipe.data import RepeatingLoader
+
+__all__ = ["RepeatingLoader", "log_dist", "logger"]
+
+logger = logging.getLogger("parallel3d")
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on these ranks; on all for [-1], and before init_distributed; on none for None or [].
+
+    As everywhere in Python, what is below WARNING shows only where logging is told so.
+    """
+    chosen = list(ranks or ())
+    if not is_initialized() or chosen[:1] == [-1] or get_rank() in chosen:
+        logger.log(level, f"[rank {get_rank()}] {message}")

@@ -1,0 +1,128 @@
+"""RMSNorm that hands its input on: the gradient of what is added to that input later meets the norm's own in one pass.
+
+arXiv:1910.07467. Left to autograd, the sum of the two gradients is a kernel of its own over all hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, library, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from parallel3d.fake_device import has_memory, on_cuda
+from parallel3d.kernels.reasons import NORM
+
+_LONGEST = 16384  # numbers of a row that a program holds
+_PROGRAMS_A_MULTIPROCESSOR = 4
+_ASSUMED_MULTIPROCESSORS = 132  # of an H100 or H200, where there is none to ask
+
+# What a trace on fake tensors sees of a kernel: that it reads and writes.
+library.define("parallel3d::rms_norm_pass", "(Tensor[] read, Tensor(a!)[] written) -> ()")
+library.register_fake("parallel3d::rms_norm_pass", lambda read, written: None)
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `rms_norm`."""
+    return F.rms_norm(x, weight.shape, weight, eps), x
+
+
+@torch.compiler.disable(reason=NORM)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x: [..., n], weight: [n] -> (x / sqrt(mean(x^2) + eps) * weight, x): continue with both. Differentiable once."""
+    if not _has_kernel(x, weight):
+        return rms_norm_ref(x, weight, eps)
+    result: tuple[Tensor, Tensor] = _RMSNorm.apply(x, weight, eps)
+    return result
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    floating = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    plain = type(x) in (Tensor, nn.Parameter, FakeTensor)
+    return plain and on_cuda(x) and floating and x.numel() > 0 and x.shape[-1] <= _LONGEST
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        rows, size = x.numel() // x.shape[-1], x.shape[-1]
+        given, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(given, weight, scale)
+        if not has_memory(x):
+            torch.ops.parallel3d.rms_norm_pass([given, weight], [out, scale])
+            return out, x.view_as(x)
+        from parallel3d.kernels.rms_norm_triton import rms_norm_forward  # here, for the CPU's PyTorch has no Triton
+
+        rms_norm_forward[(rows,)](given, weight, out, scale, size, eps, BLOCK=_power_of_two(size))
+        return out, x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, handed_on: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return handed_on, None, None
+        x, weight, scale = ctx.saved_tensors
+        return *rms_norm_gradients(gradient, handed_on, x, weight, scale, ctx.needs_input_grad[1]), None
+
+
+def rms_norm_gradients(
+    gradient: Tensor, handed_on: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of x and, where that is needed, of weight. gradient: of the norm; handed_on: of x itself, if it has one.
+
+    x: [..., n], contiguous; scale: [rows], at least in fp32, 1 / sqrt(mean(x^2) + eps) of each.
+    """
+    if not _has_kernel(x, weight):
+        return rms_norm_gradients_ref(gradient, handed_on, x, weight, scale, needs_weight)
+    rows, size = scale.numel(), x.shape[-1]
+    programs = min(rows, _PROGRAMS_A_MULTIPROCESSOR * _multiprocessors(x))
+    dx = torch.empty_like(x)
+    partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+    other = gradient if handed_on is None else handed_on.contiguous()
+    given = gradient.contiguous()
+    if not has_memory(x):
+        torch.ops.parallel3d.rms_norm_pass([given, other, x, weight, scale], [dx, partial])
+    else:
+        from parallel3d.kernels.rms_norm_triton import rms_norm_backward
+
+        rms_norm_backward[(programs,)](
+            given,
+            other,
+            x,
+            weight,
+            scale,
+            dx,
+            partial,
+            rows,
+            size,
+            ADDS=handed_on is not None,
+            BLOCK=_power_of_two(size),
+        )
+    return dx, partial.sum(0).to(weight.dtype) if needs_weight else None
+
+
+def rms_norm_gradients_ref(
+    gradient: Tensor, handed_on: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `rms_norm_gradients`."""
+    factor, given = scale.view(*x.shape[:-1], 1), gradient.to(scale.dtype)
+    normed = x * factor
+    dweight = (given * normed).view(-1, x.shape[-1]).sum(0).to(weight.dtype) if needs_weight else None
+    given = given * weight
+    dx = factor * (given - normed * (given * normed).mean(-1, keepdim=True))
+    return (dx if handed_on is None else dx + handed_on).to(x.dtype), dweight
+
+
+def _multiprocessors(x: Tensor) -> int:
+    if not has_memory(x):
+        return _ASSUMED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,113 @@
+"""silu(gate) * up, of both in one tensor: one pass each way.
+
+torch.compile writes the gradient of the fused projection as a concatenation, which takes twice the time of its bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, library, nn
+from torch.autograd.function import once_differentiable
+
+_BLOCK = 1024
+
+
+def swiglu_ref(gate_up: Tensor) -> Tensor:
+    """gate_up: [..., 2 n], gate before up -> silu(gate) * up, [..., n]. arXiv:2002.05202."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def swiglu_backward_ref(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    """gradient: of the result, [..., n] -> that of gate_up, [..., 2 n]; at least in fp32 inside."""
+    wide = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.to(wide).chunk(2, dim=-1)
+    sigmoid, gradient = gate.sigmoid(), gradient.to(wide)
+    dgate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([dgate, gradient * gate * sigmoid], dim=-1).to(gate_up.dtype)
+
+
+def _forward(gate_up: Tensor) -> Tensor:
+    if not _has_kernel(gate_up):
+        return swiglu_ref(gate_up).contiguous()
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    from parallel3d.kernels.swiglu_triton import swiglu_forward  # here, for the CPU's PyTorch has no Triton
+
+    swiglu_forward[_grid(out)](gate_up.contiguous(), out, out.shape[-1], BLOCK=_BLOCK)
+    return out
+
+
+def _backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    if not _has_kernel(gate_up):
+        return swiglu_backward_ref(gradient, gate_up)
+    out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    from parallel3d.kernels.swiglu_triton import swiglu_backward
+
+    swiglu_backward[_grid(gradient)](gradient.contiguous(), gate_up.contiguous(), out, gradient.shape[-1], BLOCK=_BLOCK)
+    return out
+
+
+# What torch.compile, and a trace on fake tensors, see: one operator each way.
+_swiglu = library.custom_op("parallel3d::swiglu", _forward, mutates_args=())
+_swiglu_backward = library.custom_op("parallel3d::swiglu_backward", _backward, mutates_args=())
+
+
+@_swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@_swiglu_backward.register_fake
+def _(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> Tensor:
+    result: Tensor = torch.ops.parallel3d.swiglu_backward(gradient, *ctx.saved_tensors)
+    return result
+
+
+_swiglu.register_autograd(_gradient, setup_context=_keep)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """The operator without its wrappers, which take the host several times as long as to start the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _forward(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        return _backward(gradient, gate_up)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up: [..., 2 n], gate before up -> silu(gate) * up, [..., n]. Differentiable once. arXiv:2002.05202."""
+    is_plain = type(gate_up) is Tensor or type(gate_up) is nn.Parameter
+    result: Tensor
+    # Who watches by a dispatch mode is shown one operator too.
+    if torch.compiler.is_compiling() or not is_plain or torch._C._len_torch_dispatch_stack():
+        result = torch.ops.parallel3d.swiglu(gate_up)
+    else:
+        result = _SwiGLU.apply(gate_up)
+    return result
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and x.numel() > 0
+
+
+def _grid(rows: Tensor) -> tuple[int, int]:
+    """A program for each row and each block of its columns."""
+    size = rows.shape[-1]
+    return rows.numel() // size, -(-size // _BLOCK)

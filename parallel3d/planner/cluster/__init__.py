@@ -1,0 +1,1 @@
+"""Clusters: their file, its schema, and the graph of devices and links."""

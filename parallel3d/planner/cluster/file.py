@@ -1,0 +1,92 @@
+"""Clusters from what a user says of them: a YAML file, a mapping, or "128x8xH100"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+from parallel3d.config.files import YAML_SUFFIXES, read_mapping
+from parallel3d.errors import ConfigError, nearest
+from parallel3d.planner.cluster.cluster import Cluster, Device
+from parallel3d.planner.cluster.graph import Host, build_cluster
+from parallel3d.planner.cluster.schema import DeviceSpec, GpusSpec, HostSpec, read_spec
+from parallel3d.planner.search.presets import COLLECTIVE_SECONDS, DEVICES, MACHINES, OVERLAP, Catalogue
+
+
+def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
+    """The cluster that a YAML file, a mapping of the same words, or a short form describes.
+
+    Short forms: "8xH100" or "dgx-h100", one host; "128x8xH100", that many with a network card beside each GPU, on rails.
+    The words of a file: cluster_schema.py. Raises ConfigError, with the remedy, for unknown words, quantities that can't
+    be, no GPUs, and GPUs that can't reach each other.
+    """
+    if isinstance(given, Mapping):
+        return _read(given, "cluster")
+    path = Path(given)
+    if path.suffix.lower() in (*YAML_SUFFIXES, ".json") or path.is_file():
+        return _read(read_mapping(path), str(path))
+    return _short_form(str(given).strip())
+
+
+def _short_form(text: str) -> Cluster:
+    many = re.fullmatch(rf"(\d+) *x *(\d+ *x.+|{'|'.join(map(re.escape, MACHINES))})", text, re.IGNORECASE)
+    hosts, kind = (int(many[1]), many[2]) if many else (1, text)
+    if re.fullmatch(r"(\d+) *x.+", MACHINES.get(kind.lower(), kind)) is None:
+        names = [*MACHINES, *(f"8x{name}" for name in DEVICES)]
+        raise ConfigError(
+            f"{text!r} is neither a cluster's file nor a machine; give the path of a YAML, GPUs such as 8xH100, hosts and GPUs "
+            f"such as 16x8xH100, or a name of {', '.join(MACHINES)}.{nearest(text, names)}"
+        )
+    if hosts == 0:
+        raise ConfigError(f"{text!r} has no hosts, and so no GPUs; give one or more, such as 8xH100")
+    counted = {} if hosts == 1 else {"count": hosts}
+    return _read({"name": text, "hosts": [{"name": "host", "machine": kind, **counted}]}, text)
+
+
+def _read(given: Mapping[str, Any], name: str) -> Cluster:
+    spec = read_spec(given, name)
+    try:
+        catalogue = Catalogue()
+        for word, device in spec.devices.items():
+            catalogue.add(_described(word, device, catalogue), device.base)
+        hosts = [host for described in spec.hosts for host in _hosts(described, catalogue)]
+        started = COLLECTIVE_SECONDS if spec.collective_seconds is None else spec.collective_seconds
+        return build_cluster(spec.name or name, hosts, spec, spec.overlap or OVERLAP, started)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _described(name: str, spec: DeviceSpec, catalogue: Catalogue) -> Device:
+    """A device of the file, whose base may be a preset, or one above it."""
+    given = {key: value for key in spec.model_fields_set - {"base"} if (value := getattr(spec, key)) is not None}
+    if "memory" in given:
+        given["memory"] = int(given["memory"])
+    if spec.base is not None:
+        return replace(catalogue.device(spec.base), name=name, **given)
+    needed = [field.name for field in fields(Device) if field.default is MISSING]
+    missing = [name for name in needed if name not in {"name", *given}]
+    if missing:
+        raise ConfigError(
+            f"devices.{name} lacks {', '.join(missing)}; give them, or `base`, a device that is like it otherwise, such as H100"
+        )
+    return Device(name=name, **given)
+
+
+def _hosts(spec: HostSpec, catalogue: Catalogue) -> list[Host]:
+    """The hosts that a description stands for, with what it leaves out as its machine has it."""
+    if spec.machine is not None:
+        said = {key: getattr(spec, key) for key in spec.model_fields_set - {"machine"}}
+        spec = HostSpec.model_validate({**catalogue.machine(spec.machine), **said})
+    if spec.gpus is None:
+        raise ConfigError(f"host {spec.name!r} says nothing of its GPUs; give `machine: 8xH100`, or `gpus`")
+    devices = tuple(found for gpus in spec.gpus for found in [_device_of(gpus, catalogue)] * gpus.count)
+    names = [spec.name] if spec.count is None else [f"{spec.name}{k}" for k in range(spec.count)]
+    return [Host(name, devices, spec) for name in names]
+
+
+def _device_of(gpus: GpusSpec, catalogue: Catalogue) -> Device:
+    found = catalogue.device(gpus.device)
+    return found if gpus.memory is None else replace(found, memory=int(gpus.memory))

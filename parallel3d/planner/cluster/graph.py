@@ -1,0 +1,245 @@
+"""From hosts, switches and links as described to the graph of a cluster."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import networkx as nx
+
+from parallel3d.errors import ConfigError, nearest
+from parallel3d.planner.cluster.cluster import Cluster, Device, Gpu
+from parallel3d.planner.cluster.schema import ClusterSpec, HostSpec, LinkSpec, NicSpec, SwitchSpec, WireSpec
+from parallel3d.planner.search.presets import LATENCY
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host. devices: of its GPUs, by index; spec: how they are wired."""
+
+    name: str
+    devices: tuple[Device, ...]
+    spec: HostSpec
+
+    @cached_property
+    def islands(self) -> tuple[tuple[int, ...], ...]:
+        """GPUs by index, as NVLink joins them; each is in one. Raises ConfigError for indices that can't be."""
+        everyone = range(len(self.devices))
+        if self.spec.nvlink is None:
+            return tuple((k,) for k in everyone)
+        given = self.spec.nvlink.islands or (tuple(everyone),)
+        counts = Counter(index for island in given for index in island)
+        _check_indices(self, counts, "nvlink.islands")
+        if twice := [index for index, count in counts.items() if count > 1]:
+            raise ConfigError(f"host {self.name!r}: nvlink.islands name GPU {twice[0]} twice; name each in one island")
+        return (*given, *((k,) for k in everyone if k not in counts))
+
+    @cached_property
+    def nics(self) -> tuple[tuple[NicSpec, tuple[int, ...]], ...]:
+        """Each network card, and the GPUs that share a PCIe switch with it; none where it hangs at the host's PCIe."""
+        cards = [card for spec in self.spec.nics or () for card in [spec] * spec.count]
+        for card in cards:
+            _check_indices(self, card.gpus or (), "nics.gpus")
+        dealt: dict[int, list[int]] = defaultdict(list)
+        if len(self.islands) == 1 and cards:
+            most = max(len(cards), len(self.devices))
+            for k in range(most):
+                near = dealt[k * len(cards) // most]
+                if (index := k * len(self.devices) // most) not in near:
+                    near.append(index)
+        return tuple((card, tuple(dealt[k]) if card.gpus is None else card.gpus) for k, card in enumerate(cards))
+
+
+def _check_indices(host: Host, indices: Iterable[int], key: str) -> None:
+    size = len(host.devices)
+    for index in indices:
+        if not 0 <= index < size:
+            raise ConfigError(f"host {host.name!r}: {key} name GPU {index} of {size}; the indices are 0 to {size - 1}")
+
+
+def build_cluster(
+    name: str, hosts: Sequence[Host], spec: ClusterSpec, overlap: float, collective_seconds: float
+) -> Cluster:
+    """The cluster of these hosts and of the switches and links of `spec`, the same in whatever order they come.
+
+    Raises ConfigError for no GPUs, names twice or unknown, and GPUs that can't reach each other.
+    """
+    if not any(host.devices for host in hosts):
+        raise ConfigError("there are no GPUs; give hosts some, such as hosts: [{machine: 8xH100}]")
+    twice = [word for word, count in Counter(host.name for host in hosts).items() if count > 1]
+    if twice:
+        raise ConfigError(f"two hosts are called {twice[0]!r}; give each a name of its own, or one of them a `count`")
+    ordered = sorted(hosts, key=lambda host: _natural(host.name))
+    graph: nx.Graph = nx.Graph()
+    for host in ordered:
+        _add_host(graph, host)
+    _add_network(graph, ordered, spec.switches)
+    _add_links(graph, spec.links)
+    _check_reach(graph, ordered)
+    return Cluster(name, _gpus(graph, ordered), graph, overlap, collective_seconds)
+
+
+def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """host2 before host10."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.findall(r"\d+|\D+", name))
+
+
+def _connect(graph: nx.Graph, a: str, b: str, kind: str, wire: WireSpec) -> None:
+    latency = LATENCY[kind] if wire.latency is None else wire.latency
+    graph.add_edge(a, b, bandwidth=wire.bandwidth, latency=latency, kind=kind)
+    if wire.message_bandwidth is not None:
+        graph.edges[a, b]["message_bandwidth"] = wire.message_bandwidth
+
+
+def _add_host(graph: nx.Graph, host: Host) -> None:
+    gpus = [f"{host.name}/gpu{k}" for k in range(len(host.devices))]
+    graph.add_nodes_from(gpus, role="gpu", host=host.name)
+    spec, name = host.spec, host.name
+    for k, island in enumerate(island for island in host.islands if len(island) > 1):
+        assert spec.nvlink is not None
+        graph.add_node(f"{name}/nvlink{k}", role="nvlink", host=name)
+        for index in island:
+            _connect(graph, gpus[index], f"{name}/nvlink{k}", "nvlink", spec.nvlink)
+    root = f"{name}/pcie"
+    if spec.pcie is None and not all(near for _, near in host.nics):
+        raise ConfigError(
+            f"host {name!r} has network cards that are near no GPU, and no pcie to reach them; give pcie: {{bandwidth: 50e9}}, "
+            "or the cards `gpus`"
+        )
+    if spec.pcie is not None and (len(host.islands) > 1 or not all(near for _, near in host.nics)):
+        graph.add_node(root, role="pcie", host=name)
+        for gpu in gpus:
+            _connect(graph, gpu, root, "pcie", spec.pcie)
+    for k, (card, near) in enumerate(host.nics):
+        graph.add_node(f"{name}/nic{k}", role="nic", host=name)
+        # Lanes of which nothing is known don't hold up the card that they are for.
+        lanes = spec.pcie or WireSpec(bandwidth=card.bandwidth)
+        for other in [gpus[index] for index in near] or [root]:
+            _connect(graph, f"{name}/nic{k}", other, "pcie", lanes)
+
+
+def _add_network(graph: nx.Graph, hosts: Sequence[Host], described: Sequence[SwitchSpec]) -> None:
+    """Plug cards into their switches; where none is described, the k-th of each host into rail k, and rails into a spine."""
+    groups = {switch.name: _names(switch) for switch in described}
+    switches = sorted((name for switch in described for name in _names(switch)), key=_natural)
+    if twice := [name for name, count in Counter(switches).items() if count > 1 or name in graph]:
+        raise ConfigError(f"two switches or nodes are called {twice[0]!r}; give each switch a name of its own")
+    graph.add_nodes_from(switches, role="switch", host=None)
+    rails: dict[str, float] = defaultdict(float)
+    for host in hosts:
+        plugged: Counter[str] = Counter()
+        for k, (card, _) in enumerate(host.nics):
+            if not described and (card.switch or host.spec.switch) is None:
+                if len(hosts) > 1:
+                    rails[f"rail{k}"] += card.bandwidth
+                    _connect(graph, f"{host.name}/nic{k}", f"rail{k}", "nic", card)
+                continue
+            name = _switch_of(host, card, groups)
+            group = groups.get(name, (name,))
+            _connect(graph, f"{host.name}/nic{k}", group[plugged[name] % len(group)], "nic", card)
+            plugged[name] += 1
+    for rail, bandwidth in sorted(rails.items(), key=lambda item: _natural(item[0])):
+        graph.add_node(rail, role="switch", host=None)
+        if len(rails) > 1:
+            graph.add_node("spine", role="switch", host=None)
+            _connect(graph, rail, "spine", "network", WireSpec(bandwidth=bandwidth))
+
+
+def _names(switch: SwitchSpec) -> tuple[str, ...]:
+    return (switch.name,) if switch.count is None else tuple(f"{switch.name}{k}" for k in range(switch.count))
+
+
+def _switch_of(host: Host, card: NicSpec, groups: dict[str, tuple[str, ...]]) -> str:
+    """The switch, or group of them, that a card is plugged into."""
+    known = [*groups, *(name for names in groups.values() for name in names)]
+    name = card.switch or host.spec.switch
+    if name is None and len(groups) == 1:
+        return known[0]
+    if name is None:
+        raise ConfigError(
+            f"host {host.name!r} doesn't say its cards' switch; give it `switch`, one of {', '.join(groups)}"
+        )
+    if name not in known:
+        raise ConfigError(
+            f"host {host.name!r} names the unknown switch {name!r};{nearest(name, known)} "
+            + (f"Known are {', '.join(groups)}" if groups else "describe it under `switches`")
+        )
+    return name
+
+
+def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
+    added: dict[tuple[str, str], LinkSpec] = {}
+    for link in links:
+        ends = [_matching(graph, pattern) for pattern in link.between]
+        for a, b in ((a, b) for a in ends[0] for b in ends[1] if a != b):
+            given = {
+                key: value for key in link.model_fields_set - {"between"} if (value := getattr(link, key)) is not None
+            }
+            if graph.has_edge(a, b):
+                graph.edges[a, b].update(given)
+            elif link.bandwidth is None:
+                raise ConfigError(
+                    f"links: there is none between {a!r} and {b!r} to change; give `bandwidth` to add it, or two nodes that "
+                    f"are joined: {a!r} is with {', '.join(list(graph[a])[:4]) or 'none'}"
+                )
+            else:
+                added[min(a, b), max(a, b)] = link
+    # Sorted: paths that are equally good should not depend on the order in which links were given.
+    for a, b in sorted(added):
+        link = added[a, b]
+        assert link.bandwidth is not None
+        wire = WireSpec(**link.model_dump(exclude={"between", "kind"}))
+        _connect(graph, a, b, link.kind or _kind({graph.nodes[a]["role"], graph.nodes[b]["role"]}), wire)
+
+
+def _matching(graph: nx.Graph, pattern: str) -> list[str]:
+    found = [pattern] if pattern in graph else [node for node in graph if fnmatchcase(node, pattern)]
+    if not found:
+        raise ConfigError(
+            f"links name {pattern!r}, which no node is called;{nearest(pattern, graph)} Nodes are "
+            f"{', '.join(list(graph)[:4])}, ..., {list(graph)[-1]}"
+        )
+    return found
+
+
+def _kind(roles: set[str]) -> str:
+    """Of a link between nodes of these roles."""
+    if roles == {"switch"}:
+        return "network"
+    if "nic" in roles:
+        return "nic" if "switch" in roles else "pcie"
+    return "pcie" if "pcie" in roles else "nvlink"
+
+
+def _check_reach(graph: nx.Graph, hosts: Sequence[Host]) -> None:
+    gpus = [f"{host.name}/gpu{k}" for host in hosts for k in range(len(host.devices))]
+    reached = nx.node_connected_component(graph, gpus[0])
+    lost = next((gpu for gpu in gpus if gpu not in reached), None)
+    if lost is None:
+        return
+    if graph.nodes[lost]["host"] == graph.nodes[gpus[0]]["host"]:
+        remedy = "give the host `pcie`, or `nvlink` for all of its GPUs"
+    else:
+        remedy = "give each host `nics` and plug them into one switch, or into switches that `links` join"
+    raise ConfigError(f"{gpus[0]!r} can't reach {lost!r}; {remedy}")
+
+
+def _gpus(graph: nx.Graph, hosts: Sequence[Host]) -> tuple[Gpu, ...]:
+    """In order of hosts and indices, islands numbered in that order: GPUs that paths of NVLink join."""
+    fast: nx.Graph = nx.Graph((a, b) for a, b, link in graph.edges(data=True) if link["kind"] == "nvlink")
+    islands: dict[str, int] = {}
+    number = 0
+    gpus = []
+    for host in hosts:
+        for k, device in enumerate(host.devices):
+            node = f"{host.name}/gpu{k}"
+            if node not in islands:
+                joined = nx.node_connected_component(fast, node) if node in fast else (node,)
+                islands.update(dict.fromkeys(joined, number))
+                number += 1
+            gpus.append(Gpu(node, device, host.name, k, islands[node]))
+    return tuple(gpus)

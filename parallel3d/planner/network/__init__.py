@@ -1,0 +1,1 @@
+"""Time of transfers and collectives over the links of a cluster."""

@@ -1,0 +1,1 @@
+"""Search for the best layout of a model on a cluster."""

@@ -1,0 +1,206 @@
+"""Ways to put ranks on GPUs: all that differ, structured ones, and exchanges in a given one. Each is [ways, ranks] of GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import combinations, islice, product
+from math import gcd
+from typing import NamedTuple
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.planner.network.fabric import Integers
+from parallel3d.planner.network.links import Network
+
+Grid = tuple[int, int, int]  # stages, replicas, slices
+
+_SMALL = 64  # GPUs: in larger clusters of equal hosts a structured way is as good as its exchanges
+_GROWTH = 16  # what the first stage leaves out again may be so many times more than what remains
+_STRUCTURED = 1 << 14  # ranks of all structured ways: bounds the time to compare them
+_LISTED = 1 << 14  # exchanges to choose from
+_FEW = 4  # structured ways of the largest clusters
+
+
+def every_arrangement(network: Network, shape: Grid, most: int) -> Integers | None:
+    """One of each set of arrangements that no time can tell apart; None if they are more than `most`.
+
+    GPUs that could change their names are one kind; so are replicas, and slices, of the layout.
+    """
+    if len(network.cluster.gpus) > _SMALL:
+        return None
+    members = [np.array(kind) for kind in _interchangeable(network)]
+    stages, replicas, slices = shape
+    ways = np.zeros((1, 0), dtype=np.int64)  # kinds of the first ranks' GPUs
+    for rank in range(1, stages * replicas * slices + 1):
+        if len(ways) * len(members) > _GROWTH * most:
+            return None
+        free = [ways[(ways == kind).sum(axis=1) < len(gpus)] for kind, gpus in enumerate(members)]
+        ways = np.concatenate([np.column_stack([w, np.full(len(w), kind)]) for kind, w in enumerate(free)])
+        if rank <= replicas * slices:
+            ways = ways[_canonical(ways, replicas, slices)]
+    if len(ways) > most:
+        return None
+    placed = np.zeros_like(ways)
+    for kind, gpus in enumerate(members):
+        mine = ways == kind
+        placed = np.where(mine, gpus[np.where(mine, np.cumsum(mine, axis=1) - 1, 0)], placed)
+    return placed
+
+
+def _canonical(ways: Integers, replicas: int, slices: int) -> npt.NDArray[np.bool_]:
+    """Of first stages equal up to the order of replicas and of slices at least one: with rows and columns in order."""
+    if ways.shape[1] <= slices:
+        return np.all(np.diff(ways, axis=1) >= 0, axis=1)
+    complete = ways.shape[1] // slices
+    grids = ways[:, : complete * slices].reshape(-1, complete, slices)
+    in_order = _ascending(grids)
+    if complete == replicas:
+        in_order &= _ascending(grids.transpose(0, 2, 1))
+    return in_order
+
+
+def _ascending(grids: Integers) -> npt.NDArray[np.bool_]:
+    base = int(grids.max(initial=0)) + 1
+    keys = np.zeros(grids.shape[:2])
+    for column in range(grids.shape[2]):
+        keys = keys * base + grids[:, :, column]
+    return np.all(np.diff(keys, axis=1) >= 0, axis=1)
+
+
+def _interchangeable(network: Network) -> list[list[int]]:
+    """GPUs that could change places with all they alone are linked to, and nobody would notice; by locality."""
+    graph, gpus, fabric = network.cluster.graph, network.cluster.gpus, network.fabric
+    nodes = {gpu.node for gpu in gpus}
+    kinds: dict[object, list[int]] = {}
+    for gpu in np.argsort(fabric.position).tolist():
+        ends = []
+        for first in graph[gpus[gpu].node]:
+            # Follow what leads nowhere else: a GPU's own card.
+            before, node, way = gpus[gpu].node, first, [_edge(graph, gpus[gpu].node, first)]
+            while node not in nodes and len(graph[node]) == 2:
+                before, node = node, next(other for other in graph[node] if other != before)
+                way.append(_edge(graph, before, node))
+            dead_end = node not in nodes and len(graph[node]) == 1
+            ends.append(("" if dead_end else node, tuple(way)))
+        kinds.setdefault((gpus[gpu].device, frozenset(Counter(ends).items())), []).append(gpu)
+    return list(kinds.values())
+
+
+def _edge(graph: nx.Graph, a: str, b: str) -> tuple[object, ...]:
+    return tuple(sorted(graph.edges[a, b].items()))
+
+
+def structured(network: Network, shape: Grid) -> Integers:
+    """Blocks of GPUs of one island, tiled by a part of each axis; the rest of the axes in turn over blocks.
+
+    Of too many the likeliest: slices within islands, replicas along rails, stages across.
+    """
+    world = int(np.prod(shape))
+    ways: dict[bytes, Integers] = {}
+    nestings = [
+        (order, nesting) for order in _orders(network, shape) for nesting in _nestings(shape, _block(network, order))
+    ]
+    # By their place in their order's list: all orders get their likeliest.
+    for order, nesting in sorted(nestings, key=lambda each: each[1].unlikely):
+        placed = _tiled(order, shape, nesting)
+        ways.setdefault(placed.tobytes(), placed)
+        if len(ways) >= max(_FEW, _STRUCTURED // world):
+            break
+    return np.array(list(ways.values()))
+
+
+class _Nesting(NamedTuple):
+    unlikely: int
+    tile: Grid  # of each axis, how much is in a block
+    axes: tuple[int, ...]  # the rest, the slowest first
+
+
+def _orders(network: Network, shape: Grid) -> list[Integers]:
+    """The GPUs to use, in turn: by locality, and the fast and well connected first; groups of slices within islands lead."""
+    fabric, gpus = network.fabric, network.cluster.gpus
+    speed = np.array([gpu.device.gemm_flops for gpu in gpus])
+    unit_exit = np.array([_exit(network, unit) for unit in range(len(fabric.first_link))])
+    ways = np.lexsort([fabric.position]), np.lexsort([fabric.position, -unit_exit[fabric.unit], -speed])
+    world, slices = int(np.prod(shape)), shape[2]
+    orders: dict[bytes, Integers] = {}
+    for way in ways:
+        runs = np.split(way, np.flatnonzero(np.diff(fabric.island[way])) + 1)
+        if any(len(run) % slices and len(run) > slices for run in runs):
+            whole = [run[: len(run) // slices * slices] for run in runs]
+            runs = whole + [run[len(run) // slices * slices :] for run in runs]
+        order = np.concatenate(runs)[:world]
+        orders.setdefault(order.tobytes(), order)
+    return list(orders.values())
+
+
+def _exit(network: Network, unit: int) -> float:
+    """Bytes a second out of a unit."""
+    fabric = network.fabric
+    ports = fabric.classes[fabric.attachments[fabric.attachment[unit]][0]]
+    return sum(ports.edges[port].edge[1] for port in ports.ports)
+
+
+def _block(network: Network, order: Integers) -> int:
+    """Into how large blocks of one island the order can be cut."""
+    starts = np.flatnonzero(np.diff(network.fabric.island[order], prepend=-1))
+    return gcd(*np.diff(starts, append=len(order)).tolist())
+
+
+def _nestings(shape: Grid, block: int) -> list[_Nesting]:
+    divisors = [[part for part in range(1, size + 1) if size % part == 0 and block % part == 0] for size in shape]
+    tiles = [tile for tile in product(*divisors) if np.prod(tile) == block]
+    # Slices within islands; then neither stages nor replicas mixed with others in one.
+    tiles.sort(key=lambda tile: (-tile[2], min(tile[:2]), -tile[0]))
+    axes = [(0, 1, 2), (1, 0, 2), (0, 2, 1), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+    ways = [(tile, order) for order_pair in (axes[:2], axes[2:]) for tile in tiles for order in order_pair]
+    return [_Nesting(index, (tile[0], tile[1], tile[2]), order) for index, (tile, order) in enumerate(ways)]
+
+
+def _tiled(order: Integers, shape: Grid, nesting: _Nesting) -> Integers:
+    split = [part for size, tile in zip(shape, nesting.tile, strict=True) for part in (size // tile, tile)]
+    ranks = np.arange(len(order)).reshape(split)
+    placed = np.empty_like(order)
+    placed[ranks.transpose(*(2 * axis for axis in nesting.axes), 1, 3, 5).ravel()] = order
+    return placed
+
+
+def exchanges(network: Network, shape: Grid, placed: Integers, most: int) -> Integers:
+    """`placed` with two islands, two slice groups or two GPUs exchanged, or a GPU with an unused one; at most `most` such ways.
+
+    There are none where all GPUs are alike in islands of one size, which the structured ways suit; large clusters have those of
+    unlike GPUs alone.
+    """
+    fabric, gpus = network.fabric, network.cluster.gpus
+    unused = np.setdiff1d(np.arange(len(gpus)), placed)
+    places = np.concatenate([placed, unused[np.argsort(fabric.position[unused])]])
+    alike: dict[object, int] = {}
+    classes = [fabric.attachments[number][0] for number in fabric.attachment[fabric.unit]]
+    kind = np.array([alike.setdefault((g.device, c), len(alike)) for g, c in zip(gpus, classes, strict=True)])
+    sizes = np.unique(fabric.island[placed], return_counts=True)[1]
+    if len(alike) == 1 and (len(gpus) > _SMALL or (sizes == sizes[0]).all()):
+        return np.zeros((0, len(placed)), dtype=np.int64)
+    pairs = list(
+        islice(_pairs(fabric.island[places], kind[places], len(placed), shape[2], len(gpus) > _SMALL), _LISTED)
+    )
+    ways = np.repeat(places[None], min(most, len(pairs)), axis=0)
+    for way, pair in zip(ways, pairs[:: max(1, -(-len(pairs) // max(1, most)))], strict=False):
+        a, b = pair
+        way[a], way[b] = places[b], places[a]
+    return ways[:, : len(placed)]
+
+
+def _pairs(
+    island: Integers, kind: Integers, world: int, slices: int, unlike: bool
+) -> Iterator[tuple[Integers, Integers]]:
+    """Places to exchange: of islands, of slice groups, of GPUs. unlike: only those of different kinds."""
+    in_use = island[:world]
+    islands = [np.flatnonzero(in_use == each) for each in dict.fromkeys(in_use.tolist())]
+    groups = list(np.arange(world).reshape(-1, slices))
+    single = list(np.arange(len(island)).reshape(-1, 1))
+    for blocks in (islands, groups, single) if slices > 1 else (islands, single):
+        for a, b in combinations(blocks, 2):
+            if len(a) == len(b) and a[0] < world and (not unlike or (kind[a] != kind[b]).any()):
+                yield a, b

@@ -1,0 +1,83 @@
+"""Schedule "auto" in a plan: the program that the runtime would find by what it measures, found by what is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parallel3d.config.run_layout import RunLayout, write_run_layout
+from parallel3d.errors import ScheduleError
+from parallel3d.planner.predict.predict import Predictor
+from parallel3d.planner.search.found import Found, find
+from parallel3d.schedule.instructions import Instruction, Op, Program
+from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
+from parallel3d.schedule.plan import Measured, limits, make_plan
+from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
+
+# The named schedule that splits backwards, of each placement that "auto" may have.
+_NAMED = {(1, "loop"): "zb-h1", (2, "v"): "zbv", (2, "loop"): "zb-looped", (4, "loop"): "zb-looped"}
+# Chunks of all stages x micro-batches: a longer search takes longer than all else of a plan.
+_QUICK = 160
+
+
+def is_quick(layout: RunLayout) -> bool:
+    """Whether "auto" is found for the layout's chunks in some tenths of a second."""
+    return layout.stages * (layout.chunks or 1) * (layout.micro_batches or 1) <= _QUICK
+
+
+def with_auto(predictor: Predictor, layout: RunLayout, places: Sequence[int]) -> Found | None:
+    """The layout with schedule "auto" on its chunks, predicted exactly; None for a single stage, chunks that "auto" does not
+    place so, or where a micro-batch does not fit. places: see Predictor.predict.
+    """
+    named = _NAMED.get((layout.chunks or 1, layout.placement or "loop"))
+    if layout.stages == 1 or named is None:
+        return None
+    start = find(predictor, replace(layout, schedule=named, text=""), places, exactly=True, whole=True)
+    try:
+        program = _planned(predictor, start)
+    except ScheduleError:
+        return None
+    made = replace(layout, schedule="auto", text="")
+    made = replace(made, text=write_run_layout(made))
+    outlook = predictor.predict(made, places, exactly=True, bounds=start.outlook.bounds, compute=program)
+    return Found(outlook, predictor.memory(outlook, every=True))
+
+
+def _planned(predictor: Predictor, start: Found) -> Program:
+    """By the times and bytes of a prediction of the same chunks. Raises ScheduleError where a micro-batch does not fit."""
+    outlook = start.outlook
+    placement = outlook.program.placement
+    chunks = predictor.chunk_bytes(outlook)
+    held = tuple(max(1.0, c.saved + c.received + c.loaded) for c in chunks)
+    deferred = tuple(max(1.0, c.deferred) for c in chunks)
+    needed = [max(pair) for pair in zip(held, deferred, strict=True)]
+    wanted, least = limits(placement, needed, DEFAULT_MAX_IN_FLIGHT), limits(placement, needed, 0.0)
+    room = [_room(start, stage, chunks) for stage in range(outlook.layout.stages)]
+    cost = outlook.cost.cost()
+
+    def seconds(op: Op) -> tuple[float, ...]:
+        return tuple(cost(Instruction(op, chunk, 0)) for chunk in range(len(placement)))
+
+    forward, input_gradient = seconds(Op.FORWARD), seconds(Op.BACKWARD_INPUT)
+    weight_gradient, backward = seconds(Op.BACKWARD_WEIGHT), seconds(Op.BACKWARD)
+    sends = {i for rank in outlook.program.instructions for i in rank if i.op is Op.SEND_ACTIVATION}
+    measured = Measured(
+        forward=forward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        backward=backward,
+        transfer=max((cost(i) for i in sends), default=0.0),
+        held=held,
+        deferred=deferred,
+        limit=tuple(max(min(w, r), a) for w, r, a in zip(wanted, room, least, strict=True)),
+    )
+    micro_batches = outlook.layout.micro_batches or 1
+    return make_plan(placement, micro_batches, measured).program(micro_batches)
+
+
+def _room(start: Found, stage: int, chunks: Sequence[ChunkBytes]) -> float:
+    """Bytes of a device that activations may take."""
+    program, memory = start.outlook.program, start.memory[stage]
+    own = {c: chunks[c] for c, s in enumerate(program.placement) if s == stage}
+    activations = max(bytes_in_flight(program, stage, own))
+    return float(memory.capacity - (memory.reserved - memory.allocated) - memory.phases["backward"] + activations)

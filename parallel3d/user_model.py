@@ -1,0 +1,155 @@
+"""A user's model, loss and data, as tools around a training take them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from parallel3d.config import read_source
+from parallel3d.errors import ConfigError, nearest
+from parallel3d.models import DecoderConfig, causal_lm_loss, from_hf
+from parallel3d.rng import seeded, stream_seed
+from parallel3d.specs import Layer, LayerSpec, check_layers
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to check or to plan for.
+
+    layers: as PipelineModule takes them; a class whose constructor declares `context` gets one in a layout, and None in
+    plain PyTorch, where it must be plain. micro_batch(index) -> (inputs, labels), of the index alone. loss_fn: as
+    PipelineModule's; a LayerSpec is built without context in plain PyTorch. config: a path or mapping, to which a layout adds
+    its own keys; without an optimizer it is SGD with momentum.
+    """
+
+    layers: Sequence[Layer]
+    micro_batch: Callable[[int], tuple[Any, Any]]
+    loss_fn: Callable[[Any, Any], Any] | LayerSpec | None = None
+    config: str | Path | Mapping[str, Any] = field(default_factory=dict)
+
+    def given(self) -> dict[str, Any]:
+        """The configuration's keys as they stand. Raises ConfigError for a file that can't be read."""
+        return dict(read_source(self.config)[1])
+
+    def batch(self, index: int, seed: int) -> tuple[Any, Any]:
+        """Micro-batch `index`, its floating-point numbers in the default dtype; what it draws depends on seed and index.
+
+        Raises ConfigError for what is no (inputs, labels).
+        """
+        with seeded(stream_seed(seed, index), torch.device("cpu")):
+            made: Any = self.micro_batch(index)
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            raise ConfigError(f"micro_batch({index}) returned a {type(made).__name__}; return (inputs, labels)")
+        return tree_map(_in_default_dtype, made[0]), tree_map(_in_default_dtype, made[1])
+
+
+def _in_default_dtype(leaf: Any) -> Any:
+    return leaf.to(torch.get_default_dtype()) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def load_subject(target: str, seed: int) -> Subject:
+    """Call the function `script.py:name` or `package.module:name` with torch seeded, and again seed torch.
+
+    target may also be a Hugging Face directory, or its config.json. Every call makes layers of its own. Raises ConfigError,
+    saying what is missing, where there is no such function or it returns neither a Subject nor a mapping with its fields.
+    """
+    if Path(target).name == "config.json" or Path(target).is_dir():
+        torch.manual_seed(seed)
+        return _of_hugging_face(Path(target))
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise ConfigError(
+            f"{target!r} names no function; give script.py:FUNCTION, package.module:FUNCTION or a Hugging Face directory"
+        )
+    module = _import(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"{place} has no function {name!r}.{nearest(name, known)}")
+    torch.manual_seed(seed)
+    try:
+        made = function()
+    except Exception as error:
+        raise ConfigError(f"{target}: {describe(error)}; it is called without arguments") from error
+    subject = _as_subject(made, target)
+    torch.manual_seed(seed)
+    check_layers(subject.layers)
+    return subject
+
+
+def _of_hugging_face(path: Path) -> Subject:
+    """The native decoder of a directory, with its weights, or fresh ones where it has none, on random tokens."""
+    directory = path.parent if path.name == "config.json" else path
+    layers = from_hf(directory, weights=any(directory.glob("*.safetensors")))
+    decoder: DecoderConfig = layers[0].module_args[0]
+    batch, seq = 2, min(64, decoder.max_positions)
+
+    def micro_batch(_: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(decoder.vocab_size, (batch, seq + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    # The model's own dropout, in every layout the same.
+    return Subject(layers, micro_batch, causal_lm_loss, {"rng": {"layout_independent": True}})
+
+
+def describe(error: Exception) -> str:
+    """An exception of a user's code and where it was raised, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _import(place: str) -> ModuleType:
+    is_file = place.endswith(".py")
+    path = Path(place).resolve()
+    if is_file and not path.is_file():
+        raise ConfigError(f"there is no script {place!r} in {os.getcwd()}")
+    folder = str(path.parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # where python itself would look for what a script imports
+    try:
+        return _import_file(path) if is_file else importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{place}: {error}; give a path that ends in .py, or a module on PYTHONPATH") from error
+    except Exception as error:
+        raise ConfigError(f"importing {place}: {describe(error)}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"subject_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _as_subject(made: Any, target: str) -> Subject:
+    if isinstance(made, Subject):
+        return made
+    names = [f.name for f in fields(Subject)]
+    if not isinstance(made, Mapping):
+        raise ConfigError(
+            f"{target} returned a {type(made).__name__}; return a parallel3d.parity.Subject or a dict with {names}"
+        )
+    for key in made:
+        if key not in names:
+            raise ConfigError(f"{target} returned a dict with {key!r}.{nearest(str(key), names)} Its keys are {names}")
+    missing = [name for name in ("layers", "micro_batch") if name not in made]
+    if missing:
+        raise ConfigError(f"{target} returned a dict without {missing}; its keys are {names}")
+    return Subject(**made)
