@@ -252,10 +252,8 @@ def run_steps(engine: Engine, iterator: Iterator[Any] | None, steps: int) -> Run
     return losses, norms, copies(engine.module)
 
 
-def train(layout: Layout, in_place: bool = False, **config: Any) -> Run:
-    """On one rank: the losses, gradient norms and final weights of STEPS steps. in_place: what is received may stay; config:
-    other keys.
-    """
+def train(layout: Layout, **config: Any) -> Run:
+    """On one rank: the losses, gradient norms and final weights of STEPS steps. config: other keys."""
     schedule: Any = layout.schedule
     if schedule in ("written", "split"):
         write = written_schedule if schedule == "written" else split_schedule
@@ -273,7 +271,6 @@ def train(layout: Layout, in_place: bool = False, **config: Any) -> Run:
             "placement": layout.placement,
             "activation_checkpoint_interval": layout.checkpointing,
             "shapes": layout.shapes,
-            "receive_in_place": in_place,
         },
         zero_optimization={
             "stage": int(layout.zero[0]),

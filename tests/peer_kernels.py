@@ -10,7 +10,6 @@ from torch import Tensor
 
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.kernels.all_reduce_kernel import AllReduce, open_all_reduce
-from parallel3d.kernels.all_reduce_norm_kernel import AllReduceNorm, open_all_reduce_norm
 from parallel3d.topology import ProcessTopology
 
 # Sums of at most 8 numbers in fp32 are rounded once.
@@ -31,14 +30,6 @@ def opened(limit_s: float = 60.0) -> tuple[AllReduce, ProcessGroups, torch.devic
     kernel: Any = groups.model.kernels.all_reduce
     assert kernel is not None, "p3d doctor says why"
     return kernel, groups, device
-
-
-def opened_norm(limit_s: float = 60.0) -> tuple[AllReduceNorm, AllReduce, ProcessGroups, torch.device]:
-    sums, groups, device = opened(limit_s)
-    open_all_reduce_norm(groups, True)
-    kernel: Any = groups.model.kernels.all_reduce_norm
-    assert kernel is not None
-    return kernel, sums, groups, device
 
 
 def gathered(x: Tensor) -> list[Tensor]:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallel3d.clock import Clock, clock_of
-from parallel3d.comm.peer.streams import used_by
 from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_activation_checkpointing
 from parallel3d.errors import ExecutionError
 
@@ -183,7 +182,7 @@ class CudaTransfers:
         with torch.cuda.stream(stream):
             host.copy_(tensor, non_blocking=True)
         # The allocator must not give this memory away before the copy has read it.
-        used_by(tensor, stream)
+        tensor.record_stream(stream)
         return Copy(host, stream.record_event())
 
     def to_device(self, copy: Copy, device: torch.device) -> Copy:
@@ -194,7 +193,7 @@ class CudaTransfers:
         with torch.cuda.stream(stream):
             tensor.copy_(copy.tensor, non_blocking=True)
         # A prefetched tensor may be dropped unread.
-        used_by(tensor, stream)
+        tensor.record_stream(stream)
         return Copy(tensor, stream.record_event())
 
     def wait(self, copy: Copy) -> None:

@@ -25,7 +25,6 @@ from parallel3d.comm.obstacles import (
 from parallel3d.comm.peer.streams import copy_obstacle
 from parallel3d.config import Config, load_kernels
 from parallel3d.errors import ConfigError
-from parallel3d.kernels.all_reduce_norm_kernel import SHARES
 from parallel3d.kernels.build import find_library, find_nvcc
 
 _WIDTH = 140  # of the table where there is no terminal
@@ -92,30 +91,16 @@ def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Fin
     triton, kernels, pipeline, tensor = _triton(), config.kernels, config.pipeline, config.tensor_parallel
     messages = [None if pipeline.peer_copies else _OFF_STAGES, *_by_copies(stages, "stages")]
     shards = [None if tensor.copies_shards else _OFF_SHARDS, *_by_copies(slices, "tensor slices")]
-    waits = [_turned_off("message_wait", kernels.message_wait, "the driver's waits"), local_obstacle()]
-    steps = [_turned_off("optimizer_step", kernels.optimizer_step, "torch's step"), local_obstacle()]
+    steps = [_turned_off("optimizer_step", kernels.optimizer_step), local_obstacle()]
     among_slices, among_replicas = _calling(slices, "tensor slices"), _calling(replicas, "replicas")
-    reduces = _turned_off("reduce_scatter", kernels.reduce_scatter, "NCCL")
-    gathers = _turned_off("all_gather", kernels.all_gather, "NCCL")
-    sums = _turned_off("all_reduce", kernels.all_reduce, "NCCL")
-    norms = [
-        _turned_off("all_reduce_norm", kernels.all_reduce_norm, "one kernel after the other"),
-        None if kernels.wants_all_reduce else SHARES,
-    ]
+    reduces = _turned_off("reduce_scatter", kernels.reduce_scatter)
+    sums = _turned_off("all_reduce", kernels.all_reduce)
     return [
-        Finding("send/receive of stages (copies)", "NCCL", _found(*messages), pipeline.receive_in_place),
+        Finding("send/receive of stages (copies)", "NCCL", _found(*messages), False),
         Finding("send/receive of shards (copies)", "NCCL", _found(*shards), tensor.copies_shards),
-        Finding("all_reduce (CUDA)", "NCCL", _found(sums, *among_slices), kernels.wants_all_reduce),
-        Finding(
-            "all_reduce_norm (CUDA)",
-            "one by one",
-            _found(*norms, *among_slices),
-            kernels.wants_all_reduce_norm,
-        ),
-        Finding("message_wait (CUDA)", "the driver", _found(*waits), kernels.wants_message_wait),
-        Finding("reduce_scatter (CUDA)", "NCCL", _found(reduces, *among_replicas), kernels.wants_reduce_scatter),
-        Finding("all_gather (copies)", "NCCL", _found(gathers, *among_replicas), kernels.wants_all_gather),
-        Finding("optimizer_step (CUDA)", "PyTorch", _found(*steps), kernels.wants_optimizer_step),
+        Finding("all_reduce (CUDA)", "NCCL", _found(sums, *among_slices), kernels.all_reduce),
+        Finding("reduce_scatter (CUDA)", "NCCL", _found(reduces, *among_replicas), kernels.reduce_scatter),
+        Finding("optimizer_step (CUDA)", "PyTorch", _found(*steps), kernels.optimizer_step),
         Finding("swiglu (Triton)", "PyTorch", triton, False),
         Finding("rms_norm (Triton)", "PyTorch", triton, False),
     ]
@@ -157,14 +142,8 @@ def _by_copies(ranks: int, noun: str) -> list[Obstacle | None]:
     return [alone, *_among(ranks, noun, copy_obstacle(unset_queues=32), hosts_obstacle)]
 
 
-def _turned_off(kernel: str, value: bool | str, instead: str) -> Obstacle | None:
-    if value is True:
-        return None
-    if value == "auto":
-        why = f'kernels.{kernel} is "auto", which is {instead} until the kernel has been seen to shorten steps'
-    else:
-        why = _TURNED_OFF
-    return Obstacle(why, f"set kernels.{kernel} to true")
+def _turned_off(kernel: str, value: bool) -> Obstacle | None:
+    return None if value else Obstacle("off by default", f"set kernels.{kernel} to true, if steps become shorter")
 
 
 def _triton() -> list[Obstacle]:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.activity import ACTIVITY, Waiting
-from parallel3d.kernels.all_reduce_norm import Normed
 
 # Why torch.compile's graphs break at collectives that autograd follows.
 COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgraph"
@@ -28,22 +27,6 @@ class ReduceKernel(Protocol):
 
     def start(self, x: Tensor) -> Work:
         """Sum x, contiguous, in place, beside the current stream."""
-
-
-class ReduceNormKernel(Protocol):
-    """A kernel of this package that sums over a group, adds a residual and normalizes, of comm/all_reduce_norm_kernel.py."""
-
-    number: int
-
-    def takes(self, residual: Tensor, weight: Tensor) -> bool:
-        """Whether it takes these, and what is summed, which is as the residual; the same on every rank."""
-
-    def start(self, out: Normed, x: Tensor, residual: Tensor, weight: Tensor, eps: float, hidden: bool) -> Work:
-        """out: of RMSNorm by weight of residual + the sum of x, all contiguous, beside the current stream.
-
-        hidden: behind a product that runs meanwhile. Nothing but x may be freed before it is waited for: the memory of
-        activations, recorded on that stream, would be free again only when it has nothing to do.
-        """
 
 
 class ReduceScatterKernel(Protocol):
@@ -85,7 +68,6 @@ class Kernels:
     """What a group's ranks communicate by instead of the backend, once an engine has opened it."""
 
     all_reduce: ReduceKernel | None = None
-    all_reduce_norm: ReduceNormKernel | None = None
     reduce_scatter: ReduceScatterKernel | None = None
     copies: Copies | None = None
 

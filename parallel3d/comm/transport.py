@@ -43,11 +43,8 @@ class Transport(Protocol):
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
         """Post tensors to `stage`; never blocks. The transport keeps them alive until they have left."""
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
-        """Post the receive of the next message of the channel from `stage`, of tensors of these kinds.
-
-        behind: how many more of the channel's are posted before the tensors are gone; None where that isn't known.
-        """
+    def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
+        """Post the receive of the next message of the channel from `stage`, of tensors of these kinds."""
 
     def send_header(self, header: Any, stage: int) -> None:
         """Send a picklable value on the host; never blocks."""
@@ -87,20 +84,17 @@ class _Buffered:
 class DistributedTransport:
     """gloo and NCCL. Under NCCL each channel has its own communicator, so that the directions don't wait for each other.
 
-    peer_copies: where the ranks of each pipeline share a host, tensors travel by peer_copies.py instead of NCCL;
-    waits_by_kernel: see message_wait.py; in_place: see open_peer_copies. gloo tells that a send has left only when it is waited
-    for, so there what was sent is held until `finish`.
+    peer_copies: where the ranks of each pipeline share a host, tensors travel by peer_copies.py instead of NCCL. gloo reports
+    that a send has left only when it is waited for, so there what was sent is held until `finish`.
     """
 
-    def __init__(
-        self, groups: ProcessGroups, peer_copies: bool = True, waits_by_kernel: bool = False, in_place: bool = False
-    ):
+    def __init__(self, groups: ProcessGroups, peer_copies: bool = True):
         self._groups = groups
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._stage = groups.coordinate("pipe")
         self._by_host = False
-        self._copies = open_peer_copies(groups, local_device(), waits_by_kernel, in_place) if peer_copies else None
+        self._copies = open_peer_copies(groups, local_device()) if peer_copies else None
         if groups.backend == "nccl" and groups.pipe.size > 1 and self._copies is None:
             self._open_channels()
 
@@ -136,8 +130,7 @@ class DistributedTransport:
         message = [_bytes(tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
         works: Sequence[Work | None]
         if self._copies is not None and not self._by_host:
-            works = copied = self._copies.send(message, stage)
-            message = [work.data for work in copied]  # which may lie elsewhere
+            works = self._copies.send(message, stage)
         else:
             message = [data.cpu() for data in message] if self._by_host else message
             works = [dist.isend(data, target, group=group, tag=tag) for data in message]
@@ -145,13 +138,13 @@ class DistributedTransport:
             assert work is not None
             self._sent.append((Awaited(work, f"rank {target} to take a message", (target,)), data))
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
+    def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
         """See Transport."""
         source = self._groups.pipe.ranks[stage]
         what, ranks = f"a message of rank {source}", (source,)
         full = [kind for kind in kinds if kind.nbytes]
         if self._copies is not None and not self._by_host:
-            inbound: Iterator[Incoming] = iter(self._copies.receive(full, stage, behind))
+            inbound: Iterator[Incoming] = iter(self._copies.receive(full, stage))
         else:
             inbound = (self._receive_by_backend(kind, stage) for kind in full)
         return [Awaited(next(inbound), what, ranks) if kind.nbytes else _Buffered(DONE, kind.empty()) for kind in kinds]

@@ -51,6 +51,7 @@ _HEADINGS = {
     Support.LATER.value: "Not yet supported: left out, with a warning each",
     Support.REFUSED.value: "Not yet supported: an error, since the results would differ",
     Support.WITHOUT_EFFECT.value: "Without effect: named in one warning, if they ask for something else than is done anyway",
+    Support.REMOVED.value: "Removed: an error",
 }
 
 

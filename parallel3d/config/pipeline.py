@@ -78,11 +78,14 @@ Partition = Annotated[
 class PipelineConfig(Section):
     """How layers become stages, and in which order the stages work; None: as PipelineModule says."""
 
-    known_keys: ClassVar[Mapping[str, KnownKey]] = known(
-        Support.WITHOUT_EFFECT,
-        "no tensor slices share what travels between stages",
-        "pipe_partitioned grad_partitioned",
-    )
+    known_keys: ClassVar[Mapping[str, KnownKey]] = {
+        **known(
+            Support.WITHOUT_EFFECT,
+            "activations between stages are not partitioned over tensor-parallel ranks",
+            "pipe_partitioned grad_partitioned",
+        ),
+        **known(Support.REMOVED, "no training step became faster with it", "receive_in_place"),
+    }
     auto_is_a_value = frozenset({"schedule"})
     unset_by_auto = frozenset({"stages"})
 
@@ -124,12 +127,6 @@ class PipelineConfig(Section):
         description="true or false: whether stages of one host send by copies into each other's memory, else by NCCL",
         json_schema_extra=OWN,
     )
-    receive_in_place: bool = Field(
-        False,
-        description="true or false: whether what comes by peer_copies stays where it came until its backward is through, "
-        "else it is copied out",
-        json_schema_extra=OWN,
-    )
     shapes: Literal["static", "dynamic"] = Field("static", description='"static" or "dynamic"', json_schema_extra=OWN)
     seed_layers: bool | None = Field(None, description="true or false")
 
@@ -162,11 +159,6 @@ class PipelineConfig(Section):
             )
         if self.plan is not None and self.schedule != "auto":
             raise ValueError('plan is the file of schedule "auto"; set schedule to that, or leave plan out')
-        if self.receive_in_place and not self.peer_copies:
-            raise ValueError(
-                "receive_in_place is about what comes by peer_copies, which is false; set that to true, or receive_in_place "
-                "to false"
-            )
         if isinstance(self.schedule, tuple) and self.stages not in (None, len(self.schedule)):
             raise ValueError(
                 f"schedule lists instructions for {len(self.schedule)} stages, but stages is {self.stages}; give one "

@@ -81,7 +81,9 @@ class Review:
             for name in unknown:
                 hint = nearest(str(name), key.keys) or f" Known here: {', '.join(key.keys)}."
                 self.problems.append(f"unknown key '{where}.{name}'.{hint}")
-        if key.asks_nothing(value):
+        if key.support is Support.REMOVED:
+            self.problems.append(f"{where} was removed: {key.reason}; remove the key")
+        elif key.asks_nothing(value):
             self.silent.append(where)
         elif key.support is Support.REFUSED:
             self.problems.append(_explain_refused(where, value, key))

@@ -22,18 +22,19 @@ from pydantic_core import CoreSchema
 
 
 class Support(str, Enum):
-    """What becomes of a key that DeepSpeed documents."""
+    """How a key that no field holds is handled."""
 
     SUPPORTED = "supported"
     DIFFERENT = "supported, with a difference"
     LATER = "not yet supported"  # one warning each: the numbers don't depend on it
     REFUSED = "refused"  # an error: without it the results would differ
     WITHOUT_EFFECT = "without effect"  # one warning that lists them
+    REMOVED = "removed"  # an error, whatever the value: a key of an earlier version of this package
 
 
 @dataclass(frozen=True)
 class KnownKey:
-    """A key of DeepSpeed's that no field holds. reason: what holds here instead, or why it is left out, for the user.
+    """A key of DeepSpeed, or of an earlier version, that no field holds. reason: shown to the user.
 
     same: values that hold here anyway. keys: those of a section, where a typing error is to be found. switch: the key of a
     section that turns it on, with the values that leave it off; a section without its switch is off.

@@ -123,72 +123,31 @@ class AttentionConfig(Section):
 
 def _kernel(choice: str) -> Any:
     """The field of a kernel. choice: what true and false mean."""
-    text = f'{choice}, or "auto", which is false until that has been seen to shorten steps'
-    return Field("auto", description=text, json_schema_extra=OWN)
+    return Field(False, description=f'{choice}, or "auto" for the default', json_schema_extra=OWN)
 
 
 class KernelsConfig(Section):
-    """Which of this package's CUDA kernels run, where they can; `p3d doctor` says where.
+    """The CUDA kernels of this package to use, where the hardware has what they need; `p3d doctor` shows where.
 
-    "auto" leaves the work to NCCL, torch and the driver for now, whatever the hardware: of whole steps only those of two
-    replicas were seen to gain, by optimizer_step (docs/kernels.md).
+    All are off by default: among whole steps, only those of two replicas became faster, with optimizer_step (docs/kernels.md).
     """
 
-    auto_is_a_value = frozenset(
-        {"all_reduce", "all_reduce_norm", "message_wait", "reduce_scatter", "all_gather", "optimizer_step"}
-    )
+    known_keys: ClassVar[Mapping[str, KnownKey]] = {
+        **known(Support.REMOVED, "no training step became faster with it", "all_reduce_norm"),
+        **known(Support.REMOVED, "steps with tensor parallelism became 2.5% slower with it", "message_wait"),
+        **known(Support.REMOVED, "optimizer_step gathers the weights in less time", "all_gather"),
+    }
+    unset_by_auto = frozenset({"all_reduce", "reduce_scatter", "optimizer_step"})
 
-    all_reduce: bool | Literal["auto"] = _kernel(
-        "true, so that tensor slices of one host are summed by a kernel over NVLink, or false for NCCL"
+    all_reduce: bool = _kernel(
+        "true to all-reduce among tensor-parallel ranks of one host by a kernel over NVLink, false for NCCL"
     )
-    all_reduce_norm: bool | Literal["auto"] = _kernel(
-        "true, so that with all_reduce the kernel that sums an attention's output over tensor slices adds the residual and "
-        "normalizes too, or false for one after the other"
+    reduce_scatter: bool = _kernel(
+        "true to reduce-scatter gradients among replicas of one host by a kernel over NVLink, false for NCCL"
     )
-    message_wait: bool | Literal["auto"] = _kernel(
-        "true, so that streams wait for messages of stages and slices of one host by a kernel of one thread, or false for the "
-        "driver's waits"
+    optimizer_step: bool = _kernel(
+        "true to run Adam and AdamW as one kernel that also writes the weights of all replicas of one host, false for torch's"
     )
-    reduce_scatter: bool | Literal["auto"] = _kernel(
-        "true, so that replicas of one host reduce gradients by a kernel over NVLink, or false for NCCL"
-    )
-    all_gather: bool | Literal["auto"] = _kernel(
-        "true, so that copy engines gather the updated weights among replicas of one host, or false for NCCL"
-    )
-    optimizer_step: bool | Literal["auto"] = _kernel(
-        "true, so that a kernel takes the steps of Adam and AdamW in one pass, and writes the weights of all replicas of one "
-        "host unless all_gather does, or false for torch's"
-    )
-
-    @property
-    def wants_all_reduce(self) -> bool:
-        """Whether tensor slices shall be summed by the kernel."""
-        return self.all_reduce is True
-
-    @property
-    def wants_all_reduce_norm(self) -> bool:
-        """Whether the kernel that sums tensor slices shall add residuals and normalize."""
-        return self.all_reduce_norm is True
-
-    @property
-    def wants_message_wait(self) -> bool:
-        """Whether streams shall wait for messages by the kernel."""
-        return self.message_wait is True
-
-    @property
-    def wants_reduce_scatter(self) -> bool:
-        """Whether gradients shall be reduced by the kernel."""
-        return self.reduce_scatter is True
-
-    @property
-    def wants_all_gather(self) -> bool:
-        """Whether weights shall be gathered by copies."""
-        return self.all_gather is True
-
-    @property
-    def wants_optimizer_step(self) -> bool:
-        """Whether Adam and AdamW shall step by the kernel."""
-        return self.optimizer_step is True
 
 
 class ElasticConfig(Section):

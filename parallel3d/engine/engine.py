@@ -90,8 +90,7 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         self._streams = RandomStreams((config.seed, torch_seed), model.device)
         open_slices(self._groups, model.device, config)
         self._standing = Standing(config.gc_freeze and model.device.type == "cuda")
-        ways = config.pipeline.peer_copies, config.kernels.wants_message_wait, config.pipeline.receive_in_place
-        self._set_up_pipeline(transport or DistributedTransport(self._groups, *ways))
+        self._set_up_pipeline(transport or DistributedTransport(self._groups, config.pipeline.peer_copies))
         self._set_up_checkpoints()
         if config.compile.enabled:
             self.compile()

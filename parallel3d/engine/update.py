@@ -86,9 +86,7 @@ class WeightUpdate:
         self.sharded = ShardedOptimizer(
             optimizer, self.reducer.all_buckets(), model.parameters(), config.zero_allow_untested_optimizer
         )
-        self.sharded.kernels = open_update_kernels(
-            optimizer, self.sharded.buckets, groups, model.device, config.kernels
-        )
+        self.sharded.fused = open_update_kernels(optimizer, self.sharded.buckets, groups, model.device, config.kernels)
         self._frozen = model.frozen_infos()
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)

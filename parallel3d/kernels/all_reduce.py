@@ -17,8 +17,6 @@ HALF_BYTES = 32 * 2**20
 MOST_BYTES = 2 * HALF_BYTES
 # Nearly all multiprocessors of an H200: of 32 MiB, half of them take 1.1 times as long.
 MAX_BLOCKS = 128
-# Where a product runs beside the sum: with all, products took a tenth longer.
-BESIDE_BLOCKS = 32
 # The most bytes that every rank reads whole from all peers, rather than summing its part for all.
 _ONE_SHOT_BYTES = {2: 512 * 2**10, 4: 512 * 2**10, 8: 256 * 2**10}
 
@@ -57,11 +55,6 @@ def pieces(size: int, element_bytes: int, world_size: int, threads: int) -> list
 def is_two_shot(num_bytes: int, world_size: int) -> bool:
     """Whether ranks sum slices of such a message for each other."""
     return num_bytes > _ONE_SHOT_BYTES[world_size]
-
-
-def most_blocks(hidden: bool) -> int:
-    """Of a call. hidden: behind a product, whose own multiprocessors it would take."""
-    return BESIDE_BLOCKS if hidden else MAX_BLOCKS
 
 
 def staging_bytes() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
@@ -15,7 +14,7 @@ from parallel3d.comm.environment import DEFAULT_TIMEOUT
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer.peer_calls import PeerCalls, open_kernel
-from parallel3d.comm.peer.streams import Copied, used_by
+from parallel3d.comm.peer.streams import Copied
 from parallel3d.errors import CommunicationError, KernelError
 from parallel3d.kernels.all_reduce import HALF_BYTES, MOST_BYTES, all_reduce_ref, pieces
 from parallel3d.kernels.peers import DTYPES, register
@@ -45,15 +44,11 @@ class AllReduce:
 
     def start(self, x: Tensor) -> Work:
         """See collectives.ReduceKernel."""
-        return self.beside(partial(self.sum_into, x, x), x)
-
-    def beside(self, call: Callable[[], object], x: Tensor) -> Work:
-        """A call that sums x, beside the current stream."""
         self._beside.wait_stream(torch.cuda.current_stream(self.calls.device))
         with torch.cuda.stream(self._beside):
-            call()
+            self.sum_into(x, x)
         # It is summed even if a failure has made everyone here forget the memory.
-        used_by(x, self._beside)
+        x.record_stream(self._beside)
         return Copied(self._beside.record_event(), x)
 
     def sum_into(self, out: Tensor, x: Tensor) -> None:

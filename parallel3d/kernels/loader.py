@@ -20,16 +20,9 @@ _LAUNCH = (_INT, _INT, _POINTER)  # blocks, device, stream
 # name -> (what it returns, what it takes), as csrc/ declares them.
 FUNCTIONS: Mapping[str, tuple[Any, Sequence[Any]]] = {
     "p3d_error": (ctypes.c_char_p, (_INT,)),
-    # word, count, limit, report, device, stream
-    "p3d_await_count": (_INT, (_POINTER, ctypes.c_uint32, ctypes.c_uint64, _POINTER, _INT, _POINTER)),
     "p3d_all_reduce_threads": (_INT, ()),
     # two_shot, dtype, world, rank; input, output, size; ...
     "p3d_all_reduce": (_INT, (_INT,) * 4 + (_POINTER, _POINTER, _LONG) + _STAGING + _LAUNCH),
-    # two_shot, dtype, world, rank; input, residual, weight, hidden, normed, scale; rows, columns, eps, team; ...
-    "p3d_all_reduce_norm": (
-        _INT,
-        (_INT,) * 4 + (_POINTER,) * 6 + (_LONG, _LONG, ctypes.c_float, _INT) + _STAGING + _LAUNCH,
-    ),
     # dtype, wide, world, rank; input, output, squares; stride, size, accumulate; ...
     "p3d_reduce_scatter": (_INT, (_INT,) * 4 + (_POINTER,) * 3 + (_LONG, _LONG, _INT) + _STAGING + _LAUNCH),
     "p3d_adamw_part_bytes": (_INT, ()),

@@ -14,7 +14,7 @@ from parallel3d.comm.environment import DEFAULT_TIMEOUT
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer.peer_calls import PeerCalls, open_kernel
-from parallel3d.comm.peer.streams import Copied, used_by
+from parallel3d.comm.peer.streams import Copied
 from parallel3d.errors import CommunicationError, KernelError
 from parallel3d.kernels.peers import DTYPES, register
 from parallel3d.kernels.reduce_scatter import BESIDE_BLOCKS, HALF_BYTES, MAX_BLOCKS, pieces, reduce_scatter_ref
@@ -51,8 +51,8 @@ class ReduceScatter:
         with torch.cuda.stream(self._beside):
             self._reduce(output, whole, wire, accumulate, squares, BESIDE_BLOCKS)
         # It is reduced even if a failure has made everyone here forget the memory.
-        used_by(whole, self._beside)
-        used_by(output, self._beside)
+        whole.record_stream(self._beside)
+        output.record_stream(self._beside)
         return Copied(self._beside.record_event(), whole)
 
     def reduce_into(

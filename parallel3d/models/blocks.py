@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,10 @@ from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.names import Piece
 from parallel3d.models.huggingface.weights import Weights
 from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, normalized, open_stream
-from parallel3d.models.sliced import Slices, is_identity
+from parallel3d.models.sliced import Slices
 from parallel3d.models.tables import Tables, combined
 from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.linear import column_outputs
-from parallel3d.tensor_parallel.row_norm import has_row_norm, row_rms_norm
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -186,8 +185,6 @@ class Block(_Attends, _FeedsForward):
 
     def _added_and_normed(self, mixed: Tensor, hidden: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
         """(the feed-forward's norm of the hidden states with what attention adds, these)."""
-        if is_identity(self.dropout) and has_row_norm(self.attention_out, self.mlp_norm):
-            return row_rms_norm(self.attention_out, mixed, hidden, cast(nn.RMSNorm, self.mlp_norm))
         return normalized(self.mlp_norm, self._add(hidden, self.attention_out(mixed), length))
 
 

@@ -21,7 +21,6 @@ from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer, same_stream
 from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_behind
-from parallel3d.schedule.keeping import messages_behind
 from parallel3d.zero.reducer import GradientReducer
 
 Place = tuple[int, int]  # (chunk, micro-batch)
@@ -122,7 +121,6 @@ class Executor:
             Op.BACKWARD_INPUT: self._wait_for_gradients,
         }
         self._planned: tuple[Program | None, list[_Task]] = (None, [])
-        self._behind: dict[Instruction, int] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -172,7 +170,7 @@ class Executor:
             # REDUCE_GRADS are launched by the backward they stand behind.
             places = [(k, i) for k, i in enumerate(instructions) if i.op is not Op.REDUCE_GRADS]
             tasks = [_Task(k, i, self._wait.get(i.op), self._method(i, instructions, k)) for k, i in places]
-            self._planned, self._behind = (program, tasks), messages_behind(program, self._module.stage_id)
+            self._planned = program, tasks
         return self._planned[1]
 
     def _method(
@@ -211,7 +209,7 @@ class Executor:
     def _receive_activation(self, i: Instruction) -> None:
         source = i.chunk - 1
         key = self._key(source, i.micro_batch)
-        receipt = self._messages.receive_activation(key, self._stage(source), self._behind.get(i))
+        receipt = self._messages.receive_activation(key, self._stage(source))
         self._arriving[i.chunk, i.micro_batch] = receipt
 
     def _forward(self, i: Instruction) -> None:
@@ -274,7 +272,7 @@ class Executor:
             done = self._in_flight.get(place)
             return done.structure if done is not None else self._messages.known_structure(key)
 
-        receipt = self._messages.receive_gradient(structure, self._stage(i.chunk + 1), self._behind.get(i))
+        receipt = self._messages.receive_gradient(structure, self._stage(i.chunk + 1))
         self._arriving_gradients[place] = receipt
 
     def _wait_for_gradients(self, i: Instruction) -> None:

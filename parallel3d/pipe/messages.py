@@ -122,22 +122,18 @@ class _Structures:
 
 @dataclass(eq=False)
 class Receipt:
-    """A message posted for receipt. While its structure isn't known its tensors can't be, so it waits in its channel.
-
-    behind: see Transport.receive.
-    """
+    """A message posted for receipt. While its structure isn't known its tensors can't be, so it waits in its channel."""
 
     known: Callable[[], Structure | None]
     learn: Callable[[], Structure]
     is_gradient: bool
-    behind: int | None
     structure: Structure | None = None
     incoming: Sequence[Incoming] = ()
 
     def start(self, structure: Structure, transport: Transport, stage: int, device: torch.device) -> None:
         """Post the tensors."""
         self.structure = structure
-        self.incoming = transport.receive(structure.kinds(device, self.is_gradient), stage, self.behind)
+        self.incoming = transport.receive(structure.kinds(device, self.is_gradient), stage)
 
 
 class Messages:
@@ -206,15 +202,15 @@ class Messages:
         self._used = True
         self._transport.send(tensors, stage)
 
-    def receive_activation(self, key: Key, stage: int, behind: int | None = None) -> Receipt:
-        """Post the receipt of a chunk's input, the output of chunk key[0]; pass it to `input_of`. behind: see Transport."""
+    def receive_activation(self, key: Key, stage: int) -> Receipt:
+        """Post the receipt of a chunk's input, the output of chunk key[0]; pass it to `input_of`."""
 
         def learn() -> Structure:
             structure: Structure = self._transport.receive_header(stage)
             self._structures.put(key, structure)
             return structure
 
-        return self._post(Receipt(lambda: self.known_structure(key), learn, False, behind), stage)
+        return self._post(Receipt(lambda: self.known_structure(key), learn, False), stage)
 
     def input_of(self, receipt: Receipt, stage: int) -> tuple[Structure, list[Tensor]]:
         """Structure and tensors of an activation, once they are here. Blocks as Work.wait does."""
@@ -222,7 +218,7 @@ class Messages:
         assert receipt.structure is not None, "a message is here whose structure isn't known"
         return receipt.structure, tensors
 
-    def receive_gradient(self, known: Callable[[], Structure | None], stage: int, behind: int | None = None) -> Receipt:
+    def receive_gradient(self, known: Callable[[], Structure | None], stage: int) -> Receipt:
         """Post the receipt of a chunk's output gradients; `known` gives that output's structure once it exists."""
 
         def learn() -> Structure:
@@ -230,7 +226,7 @@ class Messages:
             assert structure is not None, "a gradient is waited for before its forward ran"
             return structure
 
-        return self._post(Receipt(known, learn, True, behind), stage)
+        return self._post(Receipt(known, learn, True), stage)
 
     def send_gradient(self, gradients: Sequence[Tensor], stage: int) -> None:
         """Send the gradients of a chunk's input, in the order of Structure.gradients, to the stage that made it."""

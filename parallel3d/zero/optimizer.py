@@ -13,7 +13,7 @@ from parallel3d.comm.collectives import Group, Work, all_gather_integers
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket
-from parallel3d.zero.kernels import UpdateKernels
+from parallel3d.zero.fused_adamw import FusedAdamW
 from parallel3d.zero.memory import bytes_of
 
 # An elementwise optimizer updates each element from that element's own history, so that a shard is as good as the whole.
@@ -65,7 +65,7 @@ class ShardedOptimizer:
             _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
             group["params"] = [master for p in group["params"] for master in _masters_of(p, masters)]
-        self.kernels = UpdateKernels()
+        self.fused: FusedAdamW | None = None  # set by who opens the kernel, once the buckets are made
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
         self.launched: Callable[[tuple[int, ...], int, Work], None] = lambda owners, bucket, work: None
@@ -94,7 +94,7 @@ class ShardedOptimizer:
         if overflow is not None:
             optimizer.found_inf = overflow.float()
         self._wait_for_gathers()
-        fused = self.kernels.step
+        fused = self.fused
         ours = [bucket for bucket in self.buckets if fused is not None and fused.takes(bucket)]
         others = [bucket for bucket in self.buckets if bucket not in ours]
         for bucket in self.buckets:
@@ -124,7 +124,7 @@ class ShardedOptimizer:
         """Make the weights of masters that were written into, as a checkpoint's are. Collective over the partitions."""
         for bucket in self.buckets:
             bucket.write_back()
-        for work in [self.kernels.gather(bucket) for bucket in self.buckets if bucket.partition.size > 1]:
+        for work in [bucket.gather() for bucket in self.buckets if bucket.partition.size > 1]:
             work.wait()
 
     def gather(self, chunk: int | None = None) -> None:
@@ -132,7 +132,7 @@ class ShardedOptimizer:
         for number, bucket in enumerate(self.buckets):
             if bucket in self._stale and (chunk is None or chunk in bucket.infos[0].owners):
                 self._stale.remove(bucket)
-                work = self._gathers[bucket] = self.kernels.gather(bucket)
+                work = self._gathers[bucket] = bucket.gather()
                 self.launched(bucket.infos[0].owners, number, work)
 
     def _wait_for_gathers(self) -> None:

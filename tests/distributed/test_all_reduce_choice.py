@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import DONE, Group, Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.kernels.all_reduce_kernel import GatheredSums, open_all_reduce
-from parallel3d.kernels.all_reduce_norm_kernel import open_all_reduce_norm
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from parallel3d.topology import ProcessTopology
 
@@ -84,24 +83,6 @@ def test_on_the_cpu_the_backend_sums_with_one_warning(run_ranks) -> None:
 
 def test_what_was_not_asked_for_warns_of_nothing(run_ranks) -> None:
     assert run_ranks(2, asked, False) == [([], True)] * 2
-
-
-def norms_asked(value: bool) -> tuple[list[str], bool]:
-    groups = ProcessGroups(ProcessTopology(["data", "model"], [1, dist.get_world_size()]))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        open_all_reduce_norm(groups, value)
-    return [str(w.message) for w in caught], groups.model.kernels.all_reduce_norm is None
-
-
-def test_norms_follow_sums_by_torch_with_one_warning_where_no_kernel_sums(run_ranks) -> None:
-    (said, none), *others = run_ranks(2, norms_asked, True)
-    assert none
-    assert others == [([], True)]
-    (line,) = said
-    assert line.startswith("kernels.all_reduce_norm: it shares the memory of the kernel that sums tensor slices")
-    assert "set kernels.all_reduce to true; " in line
-    assert run_ranks(2, norms_asked, False) == [([], True)] * 2
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from collective_counts import Collectives
 from hf_models import VOCAB, load_model, make_model, save_model, token_ids
-from kernel_stand_ins import NormsStandIn
 from ranks import RankError
 from reference import distance
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 import parallel3d
 from parallel3d.engine import Engine
 from parallel3d.models import CausalLMLoss, DecoderConfig, SlicedLogits, decoder, from_hf, save_hf
-from parallel3d.models.blocks import Block
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 STEPS, MICRO_BATCHES, BATCH, SEQ = 3, 2, 2, 9
@@ -90,15 +88,6 @@ def train_directory(
 ) -> Result:
     layers = from_hf(source, dtype=DTYPE, units=units)
     return train_and_export(layers, stages, out, tensor_parallel=tensor_parallel, **settings)
-
-
-def train_with_norms_by_kernel(source: str, stages: int, out: str, **settings: Any) -> tuple[Result, int, int]:
-    """Also the calls in place of the kernel, and the blocks held."""
-    layers = from_hf(source, dtype=DTYPE, units="block")
-    engine = make_engine(layers, stages, tensor_parallel={"size": 2}, **settings)
-    group = engine._groups.model
-    group.kernels.all_reduce_norm = stand_in = NormsStandIn(group)
-    return run_and_export(engine, out), len(stand_in.calls), sum(isinstance(m, Block) for m in engine.module.modules())
 
 
 def train_wrapped(name: str, stages: int, out: str, slices: int, words: dict[str, str]) -> tuple[Result, int]:
@@ -180,27 +169,6 @@ def test_compiled_slices_and_their_loss_train_as_in_transformers(run_ranks, tmp_
 
 
 TRAINED = STEPS * MICRO_BATCHES
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "pipeline", "calls"),
-    [
-        ("llama-tied", 2, {"schedule": "1f1b"}, TRAINED),
-        ("mistral", 2, {"schedule": "zb-h1"}, TRAINED),
-        ("qwen2", 1, {"activation_checkpoint_interval": 1, "schedule": "1f1b"}, 2 * TRAINED),
-        ("llama", 1, {"schedule": "1f1b"}, None),  # of a row layer with a bias
-    ],
-)
-def test_sums_that_a_kernel_normalizes_train_as_in_transformers(
-    run_ranks, tmp_path, name: str, stages: int, pipeline: dict[str, Any], calls: int | None
-):
-    model = in_double(save_model(tmp_path / "in", name))
-    source, out = str(tmp_path / "in"), str(tmp_path / "out")
-    ranks = run_ranks(2 * stages, partial(train_with_norms_by_kernel, pipeline=pipeline), source, stages, out)
-    check_against_transformers(model, [result for result, *_ in ranks], tmp_path / "out", 1e-8)
-    # Besides, of one micro-batch that is evaluated.
-    assert all(called == (0 if calls is None else blocks * (1 + calls)) for _, called, blocks in ranks)
-    assert sum(blocks for *_, blocks in ranks) == 2 * 2
 
 
 def test_a_stage_may_end_between_attention_and_feed_forward(run_ranks, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ from ranks import RankPool
 from reference import Item, Reference
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-
-from parallel3d.comm.peer.buffers import lend
 
 
 def reference_on_gpu(layout: Layout, items: Sequence[Item] | None = None) -> Run:
@@ -58,11 +55,6 @@ def cover(num_gpus: int) -> list[Layout]:
     return all_pairs(num_gpus)
 
 
-def in_place_cover() -> list[Layout]:
-    """Those with stages, and one on each boundary of which a message stays."""
-    return [Layout(pp=2, accumulation=7), *(layout for layout in cover(2) if layout.pp > 1)]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "layout" in metafunc.fixturenames:
         metafunc.parametrize("layout", cover(min(4, max(2, torch.cuda.device_count()))), ids=str)
@@ -71,32 +63,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_losses_norms_and_weights_equal_one_gpu(gpu_pool: RankPool, layout: Layout):
     (wanted,) = gpu_pool.run(1, reference_on_gpu, layout)
     check(gpu_pool.run(layout.pp * layout.dp, train, layout), wanted, layout.dp)
-
-
-def train_in_place(layout: Layout, offload: bool = False) -> tuple[Run, int]:
-    """`train` with messages that stay where they come, and how many did."""
-    with mock.patch("parallel3d.comm.peer.rings.lend", wraps=lend) as lent:
-        run = train(layout, in_place=True, activation_checkpointing={"cpu_checkpointing": offload})
-    return run, lent.call_count
-
-
-def check_in_place(pool: RankPool, layout: Layout, offload: bool = False) -> None:
-    (wanted,) = pool.run(1, reference_on_gpu, layout)
-    runs = pool.run(layout.pp * layout.dp, train_in_place, layout, offload)
-    check([run for run, _ in runs], wanted, layout.dp)
-    # 1F1B's last stage needs no message when the one after the next is posted, whatever the shapes.
-    stays = layout.schedule == "1f1b" and layout.data == "tensor"
-    assert not stays or runs[-1][1] >= (STEPS - 1) * layout.accumulation
-
-
-@pytest.mark.parametrize("in_place_layout", in_place_cover(), ids=str)
-def test_messages_that_stay_where_they_come_change_nothing(gpu_pool: RankPool, in_place_layout: Layout):
-    check_in_place(gpu_pool, in_place_layout)
-
-
-@pytest.mark.parametrize("interval", [1, 2])
-def test_a_message_that_stays_is_read_by_the_stream_that_takes_it_to_the_host(gpu_pool: RankPool, interval: int):
-    check_in_place(gpu_pool, Layout(pp=2, accumulation=7, checkpointing=interval), offload=True)
 
 
 class Shift(nn.Module):
@@ -120,7 +86,7 @@ HANDING_ON = [
 
 
 def train_and_evaluate(layout: Layout, items: Sequence[Item]) -> tuple[Run, list[float]]:
-    """Training in place, and the losses of evaluations of the same micro-batches before each step."""
+    """Training, and the losses of evaluations of the same micro-batches before each step."""
     torch.manual_seed(TORCH_SEED)
     pipeline = {"stages": 2, "schedule": layout.schedule, "num_chunks": layout.chunks, "placement": layout.placement}
     engine = make_engine(
@@ -129,7 +95,7 @@ def train_and_evaluate(layout: Layout, items: Sequence[Item]) -> tuple[Run, list
         optimizer=layout.optimizer,
         accumulation=layout.accumulation,
         clipping=CLIPPING if layout.clipping else 0.0,
-        pipeline={**pipeline, "receive_in_place": True},
+        pipeline=pipeline,
     )
     data = [toy.micro_batch(g, layout.data) for g in range(STEPS * layout.accumulation)]
     evaluated, losses, norms = [], [], []

@@ -35,9 +35,6 @@ ITERATIONS = 10_000
 # The keys that ask for each way to update and gather.
 UPDATES: dict[str, dict[str, bool]] = {
     "torch": {},
-    "copies": {"all_gather": True},
-    "copies, awaited by a kernel": {"all_gather": True, "message_wait": True},
-    "kernel and copies": {"optimizer_step": True, "all_gather": True},
     "kernel": {"optimizer_step": True},
 }
 
@@ -240,7 +237,7 @@ class Sharded:
         optimizer = torch.optim.AdamW(self._grouped(self.parameters), lr=0.01, fused=True)
         self.sharded = ShardedOptimizer(optimizer, self.buckets, self.parameters)
         config = KernelsConfig(**UPDATES[way])
-        self.sharded.kernels = open_update_kernels(optimizer, self.sharded.buckets, self.groups, self.device, config)
+        self.sharded.fused = open_update_kernels(optimizer, self.sharded.buckets, self.groups, self.device, config)
         self.module = nn.ParameterList(self.parameters)
 
     @staticmethod
@@ -287,7 +284,7 @@ def update(way: str, stage: int, gradient_dtype: torch.dtype) -> tuple[list[int]
     found = []
     for number in range(12):
         case.step(number, 3.0 if number % 2 else None, rng.random() < 0.3)
-        if stage == 2 and "kernel" in way.split(" and "):
+        if stage == 2 and way == "kernel":
             assert all(not bucket.gradient_shard.any() for bucket in case.buckets), "not cleared"
         found.append(case.wrong())
     return found, [p.detach().cpu() for p in case.parameters]
@@ -331,9 +328,8 @@ def overflow(way: str) -> list[str]:
     return changed
 
 
-@pytest.mark.parametrize("way", ["kernel and copies", "kernel"])
-def test_an_overflow_changes_nothing(gpu_pool: RankPool, num_gpus: int, way: str):
-    assert gpu_pool.run(2, overflow, way, timeout=60) == [[], []]
+def test_an_overflow_changes_nothing(gpu_pool: RankPool, num_gpus: int):
+    assert gpu_pool.run(2, overflow, "kernel", timeout=60) == [[], []]
 
 
 def many_updates(way: str) -> int:
@@ -362,10 +358,9 @@ def many_updates(way: str) -> int:
     return int(wrong)
 
 
-@pytest.mark.parametrize("way", ["copies", "kernel and copies", "kernel"])
-def test_many_updates_on_ranks_that_are_late(gpu_pool: RankPool, num_gpus: int, way: str):
+def test_many_updates_on_ranks_that_are_late(gpu_pool: RankPool, num_gpus: int):
     world = 4 if num_gpus >= 4 else 2
-    assert gpu_pool.run(world, many_updates, way, timeout=300) == [0] * world
+    assert gpu_pool.run(world, many_updates, "kernel", timeout=300) == [0] * world
 
 
 TRAINING: dict[str, Any] = {
@@ -405,18 +400,10 @@ def train(stage: int, kernels: dict[str, bool], dtypes: dict[str, Any]) -> tuple
     "dtypes", [{}, {"communication_data_type": "bf16"}, {"data_types": {"grad_accum_dtype": "bf16"}}], ids=str
 )
 def test_training_goes_as_with_torch_and_nccl(gpu_pool: RankPool, num_gpus: int, stage: int, dtypes: dict[str, Any]):
-    plain, copied, stepped, all_but_copies, every = (
+    plain, stepped, every = (
         gpu_pool.run(2, train, stage, dict.fromkeys(kernels, True), dtypes, timeout=120)
-        for kernels in (
-            [],
-            ["all_gather"],
-            ["optimizer_step"],
-            ["optimizer_step", "reduce_scatter"],
-            ["optimizer_step", "reduce_scatter", "all_gather"],
-        )
+        for kernels in ([], ["optimizer_step"], ["optimizer_step", "reduce_scatter"])
     )
-    assert copied == plain, "who gathers weights changes no bit"
-    assert every == all_but_copies, "nor who writes them"
     for found in (stepped, every):
         for (losses, norms), (other_losses, other_norms) in zip(found, plain, strict=True):
             assert losses[-1] < 0.5 * losses[0]

@@ -86,8 +86,8 @@ def test_own_command():
     )
     kernels = " ".join(command_of(parse_case("dp4-zero1-fusedstep-reducescatter"), WORK, None))
     assert "--kernels reduce_scatter,optimizer_step" in kernels
-    sliced = " ".join(command_of(parse_case("pp2tp2-zb-h1-sp-shardcopies-compile-cudnn-inplace"), WORK, None))
-    assert "--pp 2 --dp 1 --tp 2 --sequence_parallel --shard_copies --compile --cudnn --receive_in_place " in sliced
+    sliced = " ".join(command_of(parse_case("pp2tp2-zb-h1-sp-shardcopies-compile-cudnn"), WORK, None))
+    assert "--pp 2 --dp 1 --tp 2 --sequence_parallel --shard_copies --compile --cudnn " in sliced
 
 
 def test_how_layers_are_split():

@@ -61,7 +61,7 @@ def test_the_page_has_a_row_for_each_way_beside_the_backends():
 
 def test_the_kernel_counts_as_communication():
     assert category("void (anonymous namespace)::all_reduce<__nv_bfloat16, 4, true>(Call)") == "communication"
-    assert category("void (anonymous namespace)::all_reduce_norm<float, 2, false>(SumNorm)") == "communication"
+    assert category("void (anonymous namespace)::all_reduce<float, 2, false>(Sum)") == "communication"
     assert category("void at::native::reduce_kernel<512, 1>(float)") != "communication"
 
 
@@ -118,7 +118,7 @@ def test_a_host_that_is_never_ahead_is_an_error(monkeypatch: pytest.MonkeyPatch)
         Device([True] * 9).time(monkeypatch, 2)
 
 
-EXCHANGED = ("all_reduce", "all_reduce_norm", "ring", "message")
+EXCHANGED = ("all_reduce", "ring", "message")
 
 
 def test_a_run_on_the_cpu(tmp_path: Path):

@@ -32,7 +32,6 @@ OPTIONS = {
     "cudnn": "attention by cuDNN where it can",
     "sp": "sequence parallelism",
     "shardcopies": "tensor_parallel.peer_copies is true",
-    "inplace": "what stages receive stays where it came",
     "models": "layers of parallel3d.models, as with tensor slices",
     "half": "attention and feed-forward are layers of their own, between which a stage may end",
     "parameters": "layers are split by their parameters",
@@ -46,10 +45,7 @@ OPTIONS = {
 # Options that ask for a kernel of this package -> its key.
 _KERNELS = {
     "allreduce": "all_reduce",
-    "allreducenorm": "all_reduce_norm",
-    "waitkernel": "message_wait",
     "reducescatter": "reduce_scatter",
-    "allgather": "all_gather",
     "fusedstep": "optimizer_step",
 }
 OPTIONS |= {option: f"kernels.{key} is true" for option, key in _KERNELS.items()}
@@ -220,7 +216,6 @@ def _own_arguments(case: Case, work: Workload) -> list[str]:
         shardcopies="--shard_copies",
         compile="--compile",
         cudnn="--cudnn",
-        inplace="--receive_in_place",
         models="--sliced_layers",
         roofline="--roofline",
     )

@@ -3,13 +3,12 @@
 python tools/bench/communication.py --worlds 2,4 --out communication.json
 python tools/bench/communication.py --what ring,products --worlds 2
 
-all_reduce: of tensor slices, by the kernel. all_reduce_norm: that, the residual and RMSNorm behind it, one after the other
-and in one kernel, of rows of the hidden size. ring: every rank sends to the next one, as stages do, by copies, which may
-stay where they come. message: only every other rank does. beside: a product while messages go round. products: of a
-decoder's layers whose sequences the slices share, with the gathering before or the scattering behind them, and alone; by
-collectives, by copies and by PyTorch's symmetric-memory operators. reduce_scatter: of fp32 gradients, which travel in the
-dtype. update: AdamW's step of sharded fp32 masters, with the gathering of the weights, by torch, NCCL, kernels and copies.
-Streams wait for copies by the driver, or by a kernel.
+all_reduce: among tensor-parallel ranks, by the kernel. ring: every rank sends to the next one, as stages do, by copies.
+message: every other rank sends to its neighbour. beside: a matrix product while messages travel round the ring. products:
+the matrix products of a decoder layer with sequence parallelism, with the all-gather before them or the reduce-scatter after
+them, and alone; by collectives, by copies and by PyTorch's symmetric-memory operators. reduce_scatter: fp32 gradients,
+communicated in the dtype. update: AdamW's step of sharded fp32 masters with the all-gather of the weights, by torch, NCCL
+and the kernel.
 
 All are called on the current stream, back to back: 100 times, 10 of very large messages, between two CUDA events, `repeats`
 times, the ways of one message in turn, after as many calls for warm-up. A time is the median over repeats on the slowest
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from exchanges import Way
 
-WHAT = ("all_reduce", "all_reduce_norm", "ring", "message", "beside", "products", "reduce_scatter", "update")
+WHAT = ("all_reduce", "ring", "message", "beside", "products", "reduce_scatter", "update")
 KIB, MIB = 2**10, 2**20
 # 32 MiB are 4096 tokens x 4096 features in bf16.
 SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 1024 * MIB)
@@ -70,7 +69,6 @@ def bus_bandwidth(what: str, num_bytes: int, world: int, seconds: float) -> floa
     summed = 2 * (world - 1) / world
     sent = {
         "all_reduce": summed,
-        "all_reduce_norm": summed,
         "ring": 1.0,
         "message": 1.0,
         "reduce_scatter": summed / 2,

@@ -20,17 +20,12 @@ from parallel3d.comm.peer.buffers import TensorKind
 from parallel3d.comm.peer.peer_copies import PeerCopies, open_peer_copies
 from parallel3d.comm.peer.shard_copies import open_shard_copies
 from parallel3d.kernels.all_reduce_kernel import AllReduce, open_all_reduce
-from parallel3d.kernels.all_reduce_norm import empty_normed
-from parallel3d.kernels.all_reduce_norm_kernel import open_all_reduce_norm
-from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.tensor_parallel.regions import SequenceBorder
 from parallel3d.topology import ProcessTopology
 
-ALONE, KERNEL, COPIES, AWAITED = "alone", "kernel", "copies", "copies, awaited by a kernel"
-STAYING, BOTH, ONE_KERNEL = "copies that stay", "copies that stay, awaited by a kernel", "one kernel"
+ALONE, KERNEL, COPIES = "alone", "kernel", "copies"
 OPERATOR = "PyTorch's operator"
 _BESIDE_BYTES = 32 * 2**20  # at most, of the message that goes round beside a product
-_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -62,35 +57,17 @@ class Exchanges:
         kernel: Any = self._groups.model.kernels.all_reduce
         assert kernel is None or isinstance(kernel, AllReduce)
         self._kernel = kernel
-        open_all_reduce_norm(self._groups, asked=kernel is not None)
-        self._norms: Any = self._groups.model.kernels.all_reduce_norm
-        self._hidden = products[1]
         self._beside: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        by_kernel = kernel is not None
-        self._rings = {
-            name: open_peer_copies(self._stages, self.device, awaited, in_place)
-            for name, awaited, in_place in (
-                (COPIES, False, False),
-                (AWAITED, True, False),
-                (STAYING, False, True),
-                (BOTH, True, True),
-            )
-            if by_kernel or not awaited
-        }
-        self._shards = {COPIES: self._opened(False)} | ({AWAITED: self._opened(True)} if by_kernel else {})
-        self.why_off = "" if by_kernel else str(local_obstacle(self.device) or "see the warning of rank 0")
-
-    def _opened(self, by_kernel: bool) -> Any:
-        open_shard_copies(self._groups, self.device, True, by_kernel)
-        copies, self._groups.model.kernels.copies = self._groups.model.kernels.copies, None
-        return copies
+        self._ring = open_peer_copies(self._stages, self.device)
+        open_shard_copies(self._groups, self.device, True)
+        self._shards, self._groups.model.kernels.copies = self._groups.model.kernels.copies, None
+        self.why_off = "" if kernel is not None else str(local_obstacle(self.device) or "see the warning of rank 0")
 
     def ways(self, what: Sequence[str], sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Way]:
         """Those of some kinds; sizes: bytes of an all-reduce's or a ring's message."""
         for num_bytes in sizes:
             x = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
             yield from self._all_reduces(x) if "all_reduce" in what else ()
-            yield from self._all_reduce_norms(x) if "all_reduce_norm" in what else ()
             yield from self._in_a_ring(x) if "ring" in what else ()
             yield from self._to_a_neighbour(x) if "message" in what else ()
         if "beside" in what:
@@ -102,26 +79,6 @@ class Exchanges:
         yield Way("all_reduce", x.nbytes, self._backend, lambda: dist.all_reduce(x))
         if (kernel := self._kernel) is not None:
             yield Way("all_reduce", x.nbytes, KERNEL, lambda: kernel.sum_into(x, x))
-
-    def _all_reduce_norms(self, x: Tensor) -> Iterator[Way]:
-        """With the residual and RMSNorm behind it, of rows of the hidden size."""
-        x = (
-            x[: x.numel() // self._hidden * self._hidden].view(-1, self._hidden)
-            if x.numel() > self._hidden
-            else x[None]
-        )
-        residual, weight, out = torch.zeros_like(x), torch.ones_like(x[0]), empty_normed(x)
-
-        def then_norm(sum_in_place: Callable[[], object]) -> None:
-            sum_in_place()
-            rms_norm(residual + x, weight, _EPS)
-
-        yield Way("all_reduce_norm", x.nbytes, self._backend, partial(then_norm, lambda: dist.all_reduce(x)))
-        if (kernel := self._kernel) is not None:
-            yield Way("all_reduce_norm", x.nbytes, KERNEL, partial(then_norm, lambda: kernel.sum_into(x, x)))
-        if (norms := self._norms) is not None:
-            call = partial(norms.norm_into, out, x, residual, weight, _EPS)
-            yield Way("all_reduce_norm", x.nbytes, ONE_KERNEL, call)
 
     def _in_a_ring(self, x: Tensor) -> Iterator[Way]:
         """To the next rank, from the one before, at the same time."""
@@ -183,17 +140,16 @@ class Exchanges:
                 yield Way("message", x.nbytes, by, call)
 
     def _receive(self, copies: PeerCopies, like: Tensor, source: int) -> None:
-        """A tensor that is gone when the next one is posted."""
-        for incoming in copies.receive([TensorKind(tuple(like.shape), like.dtype, like.device)], source, behind=0):
+        """One tensor."""
+        for incoming in copies.receive([TensorKind(tuple(like.shape), like.dtype, like.device)], source):
             incoming.wait()
 
     def _by_each(
         self, by_backend: Callable[[], None], by_copies: Callable[[PeerCopies], None]
     ) -> Iterator[tuple[str, Callable[[], None]]]:
         yield self._backend, by_backend
-        for name, copies in self._rings.items():
-            if copies is not None:
-                yield name, partial(by_copies, copies)
+        if self._ring is not None:
+            yield COPIES, partial(by_copies, self._ring)
 
     def _products_of(self, dtype: torch.dtype) -> Iterator[Way]:
         """Of column layers, with the gathering of their input, and of row layers, with the scattering of their output, and
@@ -250,7 +206,7 @@ class Exchanges:
             self._groups.model.kernels.copies = None
 
         calls = {ALONE: alone, self._backend: partial(by, None)}
-        calls |= {way: partial(by, copies) for way, copies in self._shards.items() if copies is not None}
+        calls |= {COPIES: partial(by, self._shards)} if self._shards is not None else {}
         calls |= {OPERATOR: by_operator} if self._kernel is not None else {}
         for way, timed in calls.items():
             yield Way(name, num_bytes, way, timed)

@@ -25,7 +25,7 @@ class Kernel:
 # The first rule that a name matches says what a kernel is: CUDA's kernels, and the operators that stand for them on the CPU.
 _RULES = {
     "waiting": r"wait_signal|wait_value|await_count",
-    "communication": r"^nccl|^Memcpy PtoP|put_signal|write_value|multimem|(one|two)_shot|::all_reduce(_norm)?<|^gloo:",
+    "communication": r"^nccl|^Memcpy PtoP|put_signal|write_value|multimem|(one|two)_shot|::all_reduce<|^gloo:",
     "optimizer": r"multi_tensor_apply|fused_?(adam|adagrad|sgd|lion)|::_foreach",
     "attention": r"flash|fmha|sdpa|attention|mha_|cudnn",
     "GEMM": r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|triton_tem|^aten::(mm|addmm|bmm|baddbmm)$",

@@ -109,7 +109,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulate", choices=["fp32", "bf16"], help="dtype of gradient accumulation")
     parser.add_argument("--communicate", choices=["fp32", "bf16"], help="dtype of gradient reduction")
     parser.add_argument("--reduce_per_micro_batch", choices=["true", "false", "auto"], default="auto")
-    parser.add_argument("--receive_in_place", action="store_true", help="what stages receive stays where it came")
     parser.add_argument("--roofline", action="store_true", help="profile one more step, kernel by kernel")
     parser.add_argument("--kernels", default="", help="keys of kernels that are turned on, separated by commas")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON merged into the configuration")
@@ -141,7 +140,6 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
             "num_chunks": args.chunks,
             "placement": args.placement,
             "partition": _partition(args),
-            "receive_in_place": args.receive_in_place,
         },
     }
     if args.max_in_flight is not None:

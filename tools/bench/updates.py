@@ -26,9 +26,7 @@ _CLIP = 2.0  # what gradients are divided by
 # What updates and what gathers, and the keys that ask for it.
 _UPDATES = {
     "torch, {backend}": {},
-    "torch, copies": {"all_gather": True},
     "kernel, {backend}": {"optimizer_step": True},
-    "kernel, copies": {"optimizer_step": True, "all_gather": True},
     "kernel, all replicas": {"optimizer_step": True},
 }
 
@@ -83,10 +81,10 @@ class Updates:
         buckets = make_buckets(infos, policy, self._groups.data, self._groups.rank)
         sharded = ShardedOptimizer(optimizer, buckets, parameters)
         config = KernelsConfig(**_UPDATES[name])
-        sharded.kernels = open_update_kernels(optimizer, sharded.buckets, self._groups, self._device, config)
-        step = sharded.kernels.step
+        sharded.fused = open_update_kernels(optimizer, sharded.buckets, self._groups, self._device, config)
+        step = sharded.fused
         if step is not None and name == "kernel, {backend}":
-            sharded.kernels.step = step.alone()
+            sharded.fused = step.alone()
         for bucket in buckets:
             bucket.gradient_shard.normal_()
         divisor = torch.tensor(_CLIP, dtype=torch.float64, device=self._device)

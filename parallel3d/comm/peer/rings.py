@@ -4,7 +4,6 @@ A channel is a ring of slots in the receiver's symmetric memory. The sender's st
 copies a piece into it by the copy engine and writes beside it how often it was filled; the receiver's stream waits for
 that, takes the piece, and writes back how often the slot was emptied. Waits and counts are the driver's stream memory
 operations, so compute kernels share the device with nothing, where NCCL's spin on multiprocessors until their message comes.
-A message that fits a slot may stay in it for as long as anything refers to it, instead of being copied out.
 
 The stream that needs a message waits for it, and copies it out of the ring, when it needs it, not one beside it as soon as it
 is expected: streams that wait for long hold up the short waits of others on the device. Only where a message is expected for
@@ -16,17 +15,14 @@ The stages of a pipeline send each other activations so (peer_copies.py), tensor
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from parallel3d.comm.peer.buffers import Loan, TensorKind, lend
 from parallel3d.comm.peer.streams import Stream, Streams
-from parallel3d.errors import CommunicationError
 
 
 @dataclass(frozen=True)
@@ -104,11 +100,6 @@ class Arriving:
         # Until it has left it may come, even if a failure has made everyone else forget the memory.
         self._memory: Tensor | None = memory
 
-    @property
-    def places(self) -> Iterable[Place]:
-        """That it takes."""
-        return (place for place, _, _ in self._parts)
-
     def make_way(self, beside: Stream) -> None:
         """Leave the ring, by a stream that may wait."""
         beside.follow(self._mark)
@@ -131,73 +122,13 @@ class Arriving:
         return memory
 
 
-class _Loans:
-    """The slots of a ring in which tensors lie."""
-
-    def __init__(self, ring: Ring):
-        self._ring = ring
-        self._open: dict[int, tuple[Place, Loan]] = {}  # by the slot's address
-
-    def lend(self, place: Place, kind: TensorKind) -> Tensor:
-        """A tensor in a slot, which keeps the ring's memory."""
-        tensor, loan = lend(place.slot, kind, self._ring)
-        self._open[place.slot] = place, loan
-        return tensor
-
-    def end(self, stream: Stream) -> None:
-        """Give back the slots of tensors that nothing refers to any more; all that used them is on this stream, or marked."""
-        for slot, (place, loan) in list(self._open.items()) if self._open else ():
-            if loan.is_over:
-                for mark in loan.marks:
-                    stream.follow(mark)
-                place.leave(stream)
-                del self._open[slot]
-
-    def keeping(self, places: Iterable[Place]) -> Loan | None:
-        """That must end before a message can come into its places."""
-        for place in places if self._open else ():
-            before, loan = self._open.get(place.slot, (None, None))
-            if before is not None and before.times < place.times:
-                return loan
-        return None
-
-
-class Staying:
-    """A message that is expected, of one piece: `take` lends its slot to a tensor.
-
-    streams: whose current one may use memory as soon as PyTorch gives it, for a message that another makes leave its slot.
-    """
-
-    def __init__(self, first: int, place: Place, kind: TensorKind, loans: _Loans, streams: Streams):
-        self.first, self.places, self.taken = first, (place,), False
-        self._kind, self._loans, self._streams = kind, loans, streams
-        self._moved: Arriving | None = None
-
-    def make_way(self, beside: Stream) -> None:
-        """Leave the ring, by a stream that may wait."""
-        (place,), memory = self.places, self._kind.empty()
-        parts = [(place, memory.data_ptr(), memory.nbytes)]
-        self._moved, self.taken = Arriving(self.first, parts, memory, self._streams.current().mark()), True
-        self._moved.make_way(beside)
-
-    def take(self, stream: Stream) -> Tensor:
-        """The message, for what the stream does from now on; to be called once."""
-        (place,), moved = self.places, self._moved
-        self._moved, self.taken = None, True
-        if moved is not None:
-            return moved.take(stream)
-        place.await_piece(stream)
-        return self._loans.lend(place, self._kind)
-
-
 class Receiver(_End):
     """The end that takes from a ring. beside: a stream for messages that keep others from coming."""
 
     def __init__(self, ring: Ring, beside: Stream):
         super().__init__(ring)
         self._beside = beside
-        self._expected: deque[Arriving | Staying] = deque()
-        self._loans = _Loans(ring)
+        self._expected: deque[Arriving] = deque()
 
     def expect(self, memory: Tensor, posted: Any) -> Arriving:
         """The next message, into memory, contiguous, that is free when the mark `posted` is done."""
@@ -210,31 +141,6 @@ class Receiver(_End):
         else:
             self._expected.append(arriving)
         return arriving
-
-    def expect_to_stay(self, kind: TensorKind, streams: Streams) -> Staying:
-        """The next message, a tensor of at most slot_bytes; streams: see Staying."""
-        self._make_room(1)
-        first = self._count
-        staying = Staying(first, self._next_place(), kind, self._loans, streams)
-        self._expected.append(staying)
-        return staying
-
-    def end_loans(self, stream: Stream) -> None:
-        """Give back the slots of tensors that nothing refers to any more; all that used them is on this stream, or marked."""
-        self._loans.end(stream)
-
-    def prepare(self, message: Arriving | Staying, stream: Stream) -> None:
-        """Before a stream takes a message: raises CommunicationError where it would wait for a slot that is lent, for ever."""
-        self._loans.end(stream)
-        if self._loans.keeping(message.places) is not None:
-            gc.collect()  # of cycles that nobody else refers to
-            self._loans.end(stream)
-        if (loan := self._loans.keeping(message.places)) is not None:
-            raise CommunicationError(
-                f"a message waits for memory that still holds the tensor {loan.kind} which came {len(self._addresses)} "
-                "messages before: something refers to that though its backward is through; let the layer or hook keep a clone "
-                "of what it is given, or set pipeline.receive_in_place to false"
-            )
 
     def next_place(self) -> Place:
         """Of the next message, which takes one slot and is to be left at once."""
@@ -258,17 +164,15 @@ def _int32(count: int) -> int:
 
 
 class Receiving:
-    """A Work: a message of a receiver that comes on the stream which waits for it."""
+    """A Work: a message that the stream which waits for it copies out of its ring."""
 
-    def __init__(self, receiver: Receiver, message: Arriving | Staying, streams: Streams):
-        self._receiver, self._message, self._streams = receiver, message, streams
+    def __init__(self, message: Arriving, streams: Streams):
+        self._message, self._streams = message, streams
 
     def wait(self) -> Tensor:
-        """The tensor, for what the current stream does from now on; to be called once. Raises CommunicationError."""
-        stream = self._streams.current()
-        self._receiver.prepare(self._message, stream)
-        return self._message.take(stream)
+        """The tensor, for what the current stream does from now on; to be called once."""
+        return self._message.take(self._streams.current())
 
     def is_completed(self) -> bool:
-        """Whether it has left its ring, or was lent. (What has come is not known before.)"""
+        """Whether it has left its ring. (Whether it has arrived is not known before.)"""
         return self._message.taken

@@ -12,9 +12,8 @@ from parallel3d.comm.collectives import Awaited, Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer.channels import Channels, open_channels
-from parallel3d.comm.peer.message_wait import MessageWait, open_message_wait
 from parallel3d.comm.peer.rings import Place, Receiver, Receiving, Sender
-from parallel3d.comm.peer.streams import CudaStream, CudaStreams, used_by
+from parallel3d.comm.peer.streams import CudaStream, CudaStreams
 
 # Of all slices: a slot holds a slice's share of 4096 tokens x 4096 features in bf16.
 _WHOLE_BYTES = 32 * 2**20
@@ -52,11 +51,10 @@ class ShardCopies:
         channels: Channels,
         memory_of: Callable[[int], Tensor],
         device: torch.device,
-        waits: MessageWait | None,
     ):
         self.most_bytes = channels.slot_bytes
         self._ranks = ranks
-        self._streams = CudaStreams(device, waits)
+        self._streams = CudaStreams(device)
         self._outgoing, beside = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
         peers = channels.peers[index]
         self._senders = {peer: Sender(channels.ring(index, peer, memory_of)) for peer in peers}
@@ -73,7 +71,7 @@ class ShardCopies:
         """Post x, contiguous and of at most most_bytes, to a peer, by its place in the group."""
         queue = self._outgoing
         self._senders[peer].send(x.data_ptr(), x.nbytes, self._streams.current().mark(), queue)
-        used_by(x, queue.stream)
+        x.record_stream(queue.stream)
 
     def taken(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Taken:
         """The next message of a peer, in its slot, for work on the current stream; the slot is given back after it."""
@@ -92,9 +90,9 @@ class ShardCopies:
 
     def receive(self, out: Tensor, peer: int) -> Work:
         """Post the receipt of a peer's next message into `out`, contiguous."""
-        rank, receiver = self._ranks[peer], self._receivers[peer]
-        message = receiver.expect(out, self._streams.current().mark())
-        return Awaited(Receiving(receiver, message, self._streams), f"a shard of rank {rank}", (rank,))
+        rank = self._ranks[peer]
+        message = self._receivers[peer].expect(out, self._streams.current().mark())
+        return Awaited(Receiving(message, self._streams), f"a shard of rank {rank}", (rank,))
 
 
 def slice_channels(num_slices: int) -> Channels:
@@ -104,10 +102,10 @@ def slice_channels(num_slices: int) -> Channels:
     return Channels(peers, 4 if num_slices == 2 else 2, slot_bytes)
 
 
-def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool, by_kernel: bool = False) -> None:
+def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool) -> None:
     """Let the group of tensor slices exchange shards by copies, if that is asked for and every group of the world can.
 
-    Collective over the world. by_kernel: see open_message_wait.
+    Collective over the world.
     """
     group = groups.model
     group.kernels.copies = None
@@ -116,5 +114,4 @@ def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool, 
     channels = slice_channels(group.size)
     shared = open_channels(groups, "model", channels, device, "tensor slices")
     if not isinstance(shared, Obstacle):
-        waits = open_message_wait(device, by_kernel)
-        group.kernels.copies = ShardCopies(group.ranks, group.index, channels, shared.of, device, waits)
+        group.kernels.copies = ShardCopies(group.ranks, group.index, channels, shared.of, device)

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.obstacles import Obstacle, no_device, no_symmetric_memory
-from parallel3d.comm.peer.buffers import loan_of
-from parallel3d.comm.peer.message_wait import MessageWait
 from parallel3d.errors import CommunicationError
 
 _QUEUES = 16
@@ -93,13 +91,6 @@ def current_handle(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def used_by(tensor: Tensor, stream: torch.cuda.Stream) -> None:
-    """Keep the tensor's memory from being used anew before all that a stream, not the current one, has queued now is done."""
-    tensor.record_stream(stream)
-    if (loan := loan_of(tensor)) is not None:
-        loan.marks.append(CudaMark(stream))
-
-
 def _new_event() -> ctypes.c_void_p:
     event = ctypes.c_void_p()
     _check("cuEventCreate", _driver().cuEventCreate(ctypes.byref(event), _NO_TIMING))
@@ -110,11 +101,10 @@ class CudaStream:
     """A stream of this process's device, with the driver's copies and stream memory operations.
 
     The driver is called directly: a message takes a dozen calls, which through PyTorch cost the host several times as much.
-    waits: by which the stream waits instead of by the driver.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, waits: MessageWait | None = None):
-        self.stream, self._waits = stream, waits
+    def __init__(self, stream: torch.cuda.Stream):
+        self.stream = stream
         self._driver, self._handle = _driver(), stream.cuda_stream
 
     def mark(self) -> CudaMark:
@@ -127,7 +117,7 @@ class CudaStream:
 
     def hold(self, memory: Tensor) -> None:
         """See Stream."""
-        used_by(memory, self.stream)
+        memory.record_stream(self.stream)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """See Stream."""
@@ -135,9 +125,6 @@ class CudaStream:
 
     def wait_for(self, word: int, count: int) -> None:
         """See Stream."""
-        if self._waits is not None:
-            self._waits.wait(self._handle, word, count)
-            return
         wait = self._driver.cuStreamWaitValue32_v2
         _check("cuStreamWaitValue32", wait(self._handle, word, count % 2**32, _GREATER_OR_EQUAL))
 
@@ -149,8 +136,8 @@ class CudaStream:
 def _check(name: str, status: int) -> None:
     if status:
         raise CommunicationError(
-            f"{name} failed with CUDA error {status}; set peer_copies of pipeline and tensor_parallel, and "
-            "kernels.all_gather, to false to send through NCCL"
+            f"{name} failed with CUDA error {status}; set peer_copies of pipeline and tensor_parallel to "
+            "false to send through NCCL"
         )
 
 
@@ -194,8 +181,8 @@ class Copied:
 class CudaStreams:
     """The streams of a device that receive messages, by whichever is the current one."""
 
-    def __init__(self, device: torch.device, waits: MessageWait | None):
-        self._device, self._waits = device, waits
+    def __init__(self, device: torch.device):
+        self._device = device
         self._known: dict[int, CudaStream] = {}
 
     def current(self) -> CudaStream:
@@ -203,7 +190,7 @@ class CudaStreams:
         handle = current_handle(self._device.index)
         known = self._known.get(handle)
         if known is None:
-            known = self._known[handle] = CudaStream(torch.cuda.current_stream(self._device), self._waits)
+            known = self._known[handle] = CudaStream(torch.cuda.current_stream(self._device))
         return known
 
 

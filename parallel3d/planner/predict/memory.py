@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.memory import CONTEXT_BYTES, communicator_bytes
-from parallel3d.comm.peer.peer_copies import ring_bytes
+from parallel3d.comm.peer.peer_copies import pipeline_channels
 from parallel3d.comm.peer.shard_copies import slice_channels
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.costs.layer_profile import LayerProfile
@@ -189,12 +189,11 @@ class MemoryModel:
     def _steps_by_kernel(self) -> bool:
         config = self._model.config
         adam = config.optimizer is not None and config.optimizer.type.lower() in ("adam", "adamw")
-        return adam and self._is_rounded and config.kernels.wants_optimizer_step
+        return adam and self._is_rounded and config.kernels.optimizer_step
 
     def _shares_weights(self, layout: RunLayout) -> bool:
         """Whether weights are in memory that replicas map, which PyTorch's allocator doesn't count."""
-        asked = self._steps_by_kernel or self._model.config.kernels.wants_all_gather
-        return asked and self._is_rounded and bool(layout.zero) and layout.replicas in WORLD_SIZES
+        return self._steps_by_kernel and bool(layout.zero) and layout.replicas in WORLD_SIZES
 
     def _outside(self, layout: RunLayout) -> int:
         """What PyTorch's allocator doesn't hold: the context, and buffers of communication."""
@@ -202,12 +201,12 @@ class MemoryModel:
         communicators = communicator_bytes((stages * replicas * layout.slices, replicas, layout.slices))
         config, buffers = self._model.config, 0
         if stages > 1 and config.pipeline.peer_copies:
-            buffers += ring_bytes(stages, config.pipeline.receive_in_place)
+            buffers += pipeline_channels(stages).num_bytes
         if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
             buffers += slice_channels(layout.slices).num_bytes
-        if config.kernels.wants_all_reduce and layout.slices in WORLD_SIZES:
+        if config.kernels.all_reduce and layout.slices in WORLD_SIZES:
             buffers += all_reduce.staging_bytes()
-        if config.kernels.wants_reduce_scatter and layout.zero and replicas in WORLD_SIZES:
+        if config.kernels.reduce_scatter and layout.zero and replicas in WORLD_SIZES:
             buffers += reduce_scatter.staging_bytes()
         return CONTEXT_BYTES + communicators + buffers
 

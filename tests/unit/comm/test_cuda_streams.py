@@ -6,10 +6,8 @@ import ctypes
 from typing import Any, cast
 
 import pytest
-import torch
 
 from parallel3d.comm.peer import streams
-from parallel3d.comm.peer.buffers import TensorKind, lend
 from parallel3d.errors import CommunicationError
 
 
@@ -82,17 +80,3 @@ def test_a_mark_says_whether_it_is_done_and_what_went_wrong(driver: FakeDriver) 
     driver.pending = 700
     with pytest.raises(CommunicationError, match="cuEventQuery failed with CUDA error 700"):
         mark.query()
-
-
-def test_lent_memory_is_marked_by_the_streams_that_use_it(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PyTorch's allocator, which doesn't own it, keeps nothing."""
-    recorded: list[object] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
-    memory = torch.zeros(4)
-    tensor, loan = lend(memory.data_ptr(), TensorKind((4,), torch.float32, memory.device), memory)
-    stream = FakeStream(8)
-    for used in (tensor, tensor[1:], memory):
-        streams.used_by(used, cast(Any, stream))
-    assert recorded == [stream] * 3
-    assert [mark.stream for mark in loan.marks] == [stream] * 2
-    assert driver.calls == [("record 1", "on 8"), ("record 2", "on 8")]

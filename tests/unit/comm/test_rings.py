@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import weakref
-from collections import deque
 from collections.abc import Sequence
 
 import pytest
 import torch
-from streams import CurrentStream, ThreadStream
+from streams import ThreadStream
 
 from parallel3d.comm.peer import rings
-from parallel3d.comm.peer.buffers import TensorKind, loan_of
 from parallel3d.comm.peer.channels import Channels
 from parallel3d.comm.peer.peer_copies import pipeline_channels
-from parallel3d.comm.peer.rings import Arriving, Receiver, Ring, Sender, Staying
+from parallel3d.comm.peer.rings import Arriving, Receiver, Ring, Sender
 from parallel3d.comm.peer.shard_copies import slice_channels
-from parallel3d.errors import CommunicationError
 
 SLOT = 64
 
@@ -132,160 +128,6 @@ def test_pieces_are_left_in_any_order() -> None:
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
 
 
-def kind(size: int = SLOT) -> TensorKind:
-    return TensorKind((size // 8, 2), torch.float32, torch.device("cpu"))
-
-
-class Stay:
-    """Both ends of a ring whose messages stay, on streams of threads; the `taker` is the one that computes."""
-
-    def __init__(self, num_slots: int):
-        self.sender, self.receiver, (self.outgoing, self.beside) = ring_after(num_slots, 0)
-        self.taker = ThreadStream(3)
-        self.sent: list[torch.Tensor] = []
-
-    def send(self, value: float, size: int = SLOT) -> None:
-        data = torch.full((size // 4,), value)
-        self.sent.append(data)
-        self.sender.send(data.data_ptr(), size, self.outgoing.mark(), self.outgoing)
-
-    def expect(self, size: int = SLOT) -> Staying:
-        self.receiver.end_loans(self.taker)
-        return self.receiver.expect_to_stay(kind(size), CurrentStream(self.taker))
-
-    def take(self, message: Staying) -> torch.Tensor:
-        self.receiver.prepare(message, self.taker)
-        return message.take(self.taker)
-
-    def settle(self) -> None:
-        self.taker.mark().wait(20)
-
-    def close(self) -> None:
-        ended = [stream.close() for stream in (self.outgoing, self.beside, self.taker)]
-        assert all(ended), "a stream stands still"
-
-
-@pytest.mark.parametrize(("num_slots", "held"), [(2, 1), (4, 1), (4, 3), (6, 5)])
-def test_a_message_stays_in_its_slot_until_nothing_refers_to_it(num_slots: int, held: int) -> None:
-    """Others come meanwhile, and none over it, however late the streams are: the last look at it is queued right before it is
-    dropped. Whatever refers to it last may be a view.
-    """
-    ends, rng = Stay(num_slots), random.Random(held)
-    kept: deque[tuple[int, torch.Tensor]] = deque()
-    slots: set[int] = set()
-    seen = torch.full((60, SLOT // 4), -1.0)
-    for number in range(60 + held):
-        if number < 60:
-            message = ends.expect()
-            ends.send(float(number))
-            tensor = ends.take(message)
-            slots.add(tensor.data_ptr())
-            assert loan_of(tensor) is not None
-            kept.append((number, tensor[:] if rng.random() < 0.5 else tensor))
-            del tensor
-        if number >= held:
-            then, view = kept.popleft()
-            if rng.random() < 0.2:
-                ends.taker.pause(2e-3)
-            ends.taker.copy(seen[then].data_ptr(), view.data_ptr(), SLOT)
-            del view
-    ends.close()
-    assert torch.equal(seen, torch.arange(60.0)[:, None].expand_as(seen))
-    assert len(slots) == num_slots
-    assert loan_of(torch.zeros(3)) is None
-
-
-def test_a_slot_is_given_back_when_streams_that_were_told_of_are_past_it() -> None:
-    ends, other = Stay(1), ThreadStream(5)
-    seen = torch.zeros(kind().shape)
-    first = ends.expect()
-    ends.send(1.0)
-    tensor = ends.take(first)
-    ends.settle()
-    other.pause(0.05)
-    other.copy(seen.data_ptr(), tensor.data_ptr(), SLOT)
-    loan = loan_of(tensor)
-    assert loan is not None
-    loan.marks.append(other.mark())
-    del tensor
-    second = ends.expect()
-    ends.send(2.0)
-    tensor = ends.take(second)
-    ends.settle()
-    assert (tensor == 2).all()
-    assert (seen == 1).all()
-    ends.close()
-    assert other.close()
-
-
-def test_what_is_kept_for_too_long_is_an_error_with_the_remedy_and_not_a_stream_that_stands_still() -> None:
-    ends = Stay(2)
-    kept = []
-    for number in range(2):
-        message = ends.expect()
-        ends.send(float(number))
-        kept.append(ends.take(message))
-    message = ends.expect()
-    with pytest.raises(
-        CommunicationError,
-        match=r"the tensor float32 \[8, 2\] which came 2 messages before.*set pipeline.receive_in_place to false",
-    ):
-        ends.take(message)
-    cycle: list[object] = [kept.pop(0)]
-    cycle.append(cycle)
-    del cycle  # garbage that only the collector frees
-    ends.send(7.0)
-    tensor = ends.take(message)
-    ends.settle()
-    assert (tensor == 7).all()
-    assert (kept[0] == 1).all()
-    ends.close()
-
-
-def test_a_tensor_in_a_slot_keeps_the_ring_s_memory_and_nothing_else_does() -> None:
-    """Whether the receiver goes first or with the tensor, in a cycle; and no collector is needed for what is in none."""
-    gc.disable()
-    try:
-        for cyclic in (False, True):
-            ends = Stay(2)
-            memory = weakref.ref(ends.receiver._ring)
-            message = ends.expect()
-            ends.send(3.0)
-            tensor = ends.take(message)
-            ends.close()
-            cycle: list[object] = [tensor, ends.receiver]
-            del message, ends
-            assert memory() is not None
-            if cyclic:
-                cycle.append(cycle)
-                del cycle, tensor
-                gc.collect()
-            else:
-                del cycle
-                assert (tensor == 3).all()
-                assert memory() is not None
-                del tensor
-            assert memory() is None
-    finally:
-        gc.enable()
-
-
-def test_a_message_that_is_to_stay_leaves_the_ring_where_another_needs_its_slot_first() -> None:
-    """Before it is taken: of rings whose messages have more pieces than ever before."""
-    ends = Stay(3)
-    messages = [ends.expect() for _ in range(5)]
-    for number in range(5):
-        ends.send(float(number))
-    for number in (1, 0, 4, 2, 3):
-        tensor = ends.take(messages[number])
-        ends.settle()
-        assert (tensor == number).all()
-        assert (loan_of(tensor) is None) == (number < 2)
-        del tensor
-        ends.receiver.end_loans(ends.taker)
-    ends.close()
-
-
 @pytest.mark.parametrize("num_slices", range(2, 9))
 def test_every_slot_of_slices_is_aligned_for_products(num_slices: int) -> None:
     """However many: 32 MiB are no multiple of 3."""
@@ -300,7 +142,7 @@ def small(channels: Channels) -> Channels:
 
 @pytest.mark.parametrize(
     ("channels", "pairs"),
-    [(small(pipeline_channels(n, kind)), 2 if n == 2 else 2 * n) for n in (2, 3, 4, 7) for kind in (False, True)]
+    [(small(pipeline_channels(n)), 2 if n == 2 else 2 * n) for n in (2, 3, 4, 7)]
     + [(small(slice_channels(n)), n * (n - 1)) for n in (2, 3, 4, 8)],
 )
 def test_channels_share_no_byte(channels: Channels, pairs: int) -> None:

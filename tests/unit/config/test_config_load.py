@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel3d.config import Config, load, load_layout
+from parallel3d.config import Config, KernelsConfig, load, load_layout
 from parallel3d.errors import ConfigError
 
 # Busy machines are slow: time is no part of these properties.
@@ -232,6 +232,28 @@ def test_an_error_names_the_file_and_lists_all_problems(tmp_path):
     assert message.startswith(f"{tmp_path / 'c.json'}: 4 problems\n  - ")
     for path in ("gradient_clipp1ng", "seed is -1", "pipeline.stages is 0", "pipeline.shapes is 'fixed'"):
         assert path in message
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("pipeline.receive_in_place", "no training step became faster"),
+        ("kernels.all_reduce_norm", "no training step became faster"),
+        ("kernels.message_wait", "2.5% slower"),
+        ("kernels.all_gather", "optimizer_step gathers the weights"),
+    ],
+)
+@pytest.mark.parametrize("value", [True, False, "auto"])
+def test_removed_keys_are_errors_with_the_reason(key: str, reason: str, value: object):
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=rf"{key} was removed: .*{reason}.*; remove the key"):
+        load({section: {name: value}})
+
+
+def test_auto_is_the_default_of_kernels():
+    assert load({"kernels": {"all_reduce": "auto", "optimizer_step": True}}).kernels == KernelsConfig(
+        optimizer_step=True
+    )
 
 
 def test_keys_without_effect_are_named_in_one_warning():

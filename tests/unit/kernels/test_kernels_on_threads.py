@@ -65,7 +65,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory, sanitizer: tuple[str, ...
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("kernel", ["all_reduce", "all_reduce_norm", "reduce_scatter"])
+@pytest.mark.parametrize("kernel", ["all_reduce", "reduce_scatter"])
 def test_sums_are_right_bit_by_bit_and_nothing_races(programs: Programs, kernel: str, dtype: str, world: int) -> None:
     """Of random sizes, ways, alignments and numbers of blocks, in place and not; what is computed of sums besides too."""
     assert run(programs(kernel), dtype, world, world, 240 // world) == (0, "ok\n")
@@ -80,16 +80,14 @@ def test_steps_are_those_of_double_precision_and_readers_race_with_none(
     assert run(programs("adamw"), dtype, world, world, BUCKETS_OF_A_STEP * (80 // world)) == (0, "ok\n")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "world"), [("all_reduce", 2), ("all_reduce_norm", 2), ("reduce_scatter", 4), ("adamw", 4)]
-)
+@pytest.mark.parametrize(("kernel", "world"), [("all_reduce", 2), ("reduce_scatter", 4), ("adamw", 4)])
 def test_a_rank_that_never_comes_makes_results_nan_and_is_reported(programs: Programs, kernel: str, world: int) -> None:
     assert run(programs(kernel), "bf16", world, 3, 2 * BUCKETS_OF_A_STEP, "absent") == (0, "ok\n")
 
 
 @pytest.mark.parametrize(
     ("kernel", "seed"),
-    [("all_reduce", 1), ("all_reduce", 3), ("all_reduce_norm", 1), ("all_reduce_norm", 2), ("reduce_scatter", 3)],
+    [("all_reduce", 1), ("all_reduce", 3), ("reduce_scatter", 3)],
 )
 def test_blocks_that_wait_in_vain_leave_alone_what_others_write(programs: Programs, kernel: str, seed: int) -> None:
     """All that is theirs is NaN, and nothing else."""
@@ -114,13 +112,6 @@ BROKEN = {
         "another order of ranks": ("widen(parts[r].values[v])", "widen(parts[World - r].values[v])"),
         "slices without end": ("min(start + slice, vectors)", "vectors"),
     },
-    "all_reduce_norm": {
-        "one half": ("(number % 2) * call.peers.half", "0"),
-        "slices without end": ("place < slice && first + place < call.rows", "first + place < call.rows"),
-        "squares of other rows": ("team_sum(squares, call.team)", "team_sum(squares, kThreads)"),
-        "the mean of whole vectors": ("float(call.columns)", "float(vectors_of_row<T>(call) * Pack<T>::size)"),
-        "the own slice is not handed on": ("r != rank", "r < rank"),
-    },
     "reduce_scatter": {
         "one half": ("(number % 2) * call.peers.half", "0"),
         "another order of ranks": ("widen(parts[k][r].values[v])", "widen(parts[k][World - r].values[v])"),
@@ -139,7 +130,6 @@ BROKEN = {
 # The all-reduce's own rounding to half precision hides orders of ranks.
 KIND = {
     "all_reduce": ("float", "fp32"),
-    "all_reduce_norm": ("float", "fp32"),
     "reduce_scatter": ("__nv_bfloat16", "bf16"),
     "adamw": ("__half", "fp16"),
 }

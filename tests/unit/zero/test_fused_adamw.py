@@ -17,7 +17,6 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.zero import fused_adamw
 from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.fused_adamw import FusedAdamW
-from parallel3d.zero.kernels import UpdateKernels
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.reducer import GradientReducer
@@ -71,7 +70,7 @@ def built(by_kernel: bool, held: slice, dtype: torch.dtype = torch.float32) -> t
     optimizer = torch.optim.AdamW(parameters[held], lr=0.1, fused=True)
     sharded = ShardedOptimizer(optimizer, [bucket], parameters)
     if by_kernel:
-        sharded.kernels = UpdateKernels(FusedAdamW(optimizer, torch.device("cpu")))
+        sharded.fused = FusedAdamW(optimizer, torch.device("cpu"))
     return sharded, bucket
 
 
