@@ -1,14 +1,14 @@
-"""The gradient sink: the one way by which gradients reach their accumulators, at once or deferred.
+"""The gradient sink: adds gradients to their accumulators, at once or deferred, and knows which have arrived.
 
-From autograd they come by hooks; from the layers of split_backward.py as recipes, which the sink can queue.
+Autograd brings them by hooks; the layers of split_backward.py bring them as recipes, which the sink can queue.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,26 +19,43 @@ from torch.utils.hooks import RemovableHandle
 from parallel3d.errors import ExecutionError
 from parallel3d.fake_device import on_cuda
 
-# A tensor to add to, or a function that returns one and whether it holds anything yet: else it is to be overwritten.
-Accumulator = Tensor | Callable[[], tuple[Tensor, bool]]
-Listener = Callable[[nn.Parameter], None]
+# A tensor to add to, or a function that returns one when a gradient arrives.
+Accumulator = Tensor | Callable[[], Tensor]
 
 # torch.mm and addmm(..., out_dtype=): half operands, the product rounded once, into fp32. CUDA only.
 _HAS_MIXED_MM = all("dtype_out" in op.overloads() for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
+class Value(NamedTuple):
+    """A gradient that autograd has computed. gradient: [*parameter.shape], maybe sparse."""
+
+    gradient: Tensor
+
+    def value(self) -> Tensor:
+        """Return the gradient."""
+        return self.gradient
+
+    def add_to(self, accumulator: Tensor) -> None:
+        """accumulator += value."""
+        accumulator.add_(self.gradient)
+
+    def write_to(self, accumulator: Tensor) -> None:
+        """accumulator = value."""
+        accumulator.copy_(self.gradient.to_dense())
+
+
 class Product(NamedTuple):
-    """left^T @ right: of a linear's weight. left: [n, out], right: [n, in]."""
+    """left^T @ right, the gradient of a linear layer's weight. left: [n, out], right: [n, in]."""
 
     left: Tensor
     right: Tensor
 
     def value(self) -> Tensor:
-        """As autograd has it, differentiable."""
+        """Return the product, differentiable, as autograd computes it."""
         return self.left.t().mm(self.right)
 
     def add_to(self, accumulator: Tensor) -> None:
-        """accumulator += value, in one GEMM if it can."""
+        """accumulator += value, in one GEMM if the dtypes allow it."""
         left, right = self.left.t(), self.right
         if left.dtype == right.dtype == accumulator.dtype:
             accumulator.addmm_(left, right)
@@ -59,12 +76,12 @@ class Product(NamedTuple):
 
 
 class RowSum(NamedTuple):
-    """The sum over rows: of a bias. rows: [n, out]."""
+    """The sum over rows, the gradient of a bias. rows: [n, out]."""
 
     rows: Tensor
 
     def value(self) -> Tensor:
-        """As autograd has it, differentiable."""
+        """Return the sum, differentiable, as autograd computes it."""
         return self.rows.sum(0)
 
     def add_to(self, accumulator: Tensor) -> None:
@@ -80,7 +97,7 @@ class RowSum(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """Each row added at its index: of an embedding's weight. rows: [*indices.shape, dim]."""
+    """Each row added at its index, the gradient of an embedding's weight. rows: [*indices.shape, dim]."""
 
     rows: Tensor
     indices: Tensor
@@ -88,7 +105,7 @@ class Scatter(NamedTuple):
     padding_idx: int
 
     def value(self) -> Tensor:
-        """As autograd has it, differentiable."""
+        """Return the gradient, differentiable, as autograd computes it."""
         embedding_dense_backward = torch.ops.aten.embedding_dense_backward
         return embedding_dense_backward(self.rows, self.indices, self.num_embeddings, self.padding_idx, False)
 
@@ -102,8 +119,8 @@ class Scatter(NamedTuple):
         accumulator.copy_(self.value())
 
 
-# A gradient not computed yet.
-Recipe = Product | RowSum | Scatter
+# A gradient to be added to an accumulator; all but Value are not computed yet.
+Recipe = Value | Product | RowSum | Scatter
 
 
 def _multiplies_into(accumulator: Tensor, left: Tensor, right: Tensor) -> bool:
@@ -113,7 +130,7 @@ def _multiplies_into(accumulator: Tensor, left: Tensor, right: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Queued:
-    """One weight gradient in a queue, and the versions that its tensors had then."""
+    """A queued weight gradient, with the version counters that its tensors had then."""
 
     parameter: nn.Parameter
     gradient: Recipe
@@ -148,14 +165,14 @@ class _Hooks:
             # create_graph=True: autograd would leave a new tensor, the sum of the accumulator and the gradient.
             parameter.grad = None
         if not self._came and sink is not None and parameter is not None:
-            sink._completed(parameter)
+            sink._complete(parameter)
 
     def after_accumulation(self, parameter: Tensor) -> None:
         """Runs after autograd has written `.grad`; in some versions of PyTorch, also where it had nothing to write."""
         sink = self.sink()
         if self._came and sink is not None:
             assert isinstance(parameter, nn.Parameter)
-            sink._accumulated(parameter)
+            sink._take_grad(parameter)
 
 
 def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
@@ -165,117 +182,202 @@ def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
 
 
 def _owner(hook: Callable[..., Any]) -> _Hooks | None:
-    """None for a hook of the user's."""
+    """Return the sink's hooks that this is one of, None for a hook of the user's."""
     owner = getattr(hook, "__self__", None)
     return owner if isinstance(owner, _Hooks) else None
 
 
-class GradientSink:
-    """Adds gradients to slices of flat buffers, and says when a parameter has its gradient of a backward.
+@dataclass(eq=False)
+class _Entry:
+    """Ledger entry of one parameter.
 
-    From autograd they come by a hook, once per backward however often the parameter was used; from layers that
-    `make_splittable` has changed, inside `deferring` or `fusing`, they come as products. A parameter with a hook of the
-    user's is neither deferred nor fused: that hook sees its gradient in the backward. look: called with each gradient that
-    autograd brings, and with each accumulator to which a layer has added. is_deferring: inside `deferring`.
+    name: for messages.
+    accumulator: where its gradients are added, or a function that returns that tensor when a gradient arrives.
+    overwrites: the first gradient overwrites the accumulator, the others are added.
+    holds_gradient: the accumulator holds a gradient, so that the next one is added.
+    touched: a gradient has arrived since `open`.
     """
 
-    def __init__(self) -> None:
-        self.look: Callable[[nn.Parameter, Tensor], None] | None = None
-        self._listener: Listener | None = None
-        self._accumulators: dict[nn.Parameter, Accumulator] = {}
-        self._handles: dict[nn.Parameter, list[RemovableHandle]] = {}
-        self._touched: set[nn.Parameter] = set()
+    name: str
+    accumulator: Accumulator
+    overwrites: bool
+    handles: list[RemovableHandle]
+    holds_gradient: bool = False
+    touched: bool = False
+
+
+class GradientSink:
+    """Adds gradients to accumulators and keeps the ledger of which gradients have arrived.
+
+    Gradients come from autograd by a hook, once per backward however often the parameter was used; from layers that
+    `make_splittable` has changed, inside `deferring` or `fusing`, they come as recipes. A parameter with a hook of the
+    user's is neither deferred nor fused: that hook sees its gradient in the backward.
+
+    on_complete: called with a group given to `expecting` when all of its gradients have arrived.
+    on_value: called with each gradient that autograd brings, and with each accumulator to which a layer has added.
+    is_deferring: whether a backward runs inside `deferring`.
+    """
+
+    def __init__(
+        self,
+        on_complete: Callable[[Any], None] | None = None,
+        on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
+    ) -> None:
+        self._on_complete, self._on_value = on_complete, on_value
+        self._ledger: dict[nn.Parameter, _Entry] = {}
+        # The groups to report, in order, each with the parameters whose gradients are still to come...
+        self._missing: dict[Any, set[nn.Parameter]] = {}
+        # ...and the group of each of their parameters.
+        self._group_of: dict[nn.Parameter, Any] = {}
         self._queues: dict[Hashable, deque[_Queued]] = {}
         self.is_deferring = False
-        # What the backward under way does with a weight gradient, instead of returning it to autograd...
+        # What the backward under way does with a weight gradient, instead of returning it to autograd.
         self._take: Callable[[nn.Parameter, Recipe], None] | None = None
-        # ...and the parameters that it leaves incomplete.
-        self._deferred: set[nn.Parameter] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or pickle of a sink is a new one: it takes no parameter, least of all that of a copied layer."""
+        """Make a copy or pickle of a sink a new one: it takes no parameter, least of all that of a copied layer."""
         return GradientSink, ()
 
-    def attach(self, parameter: nn.Parameter, accumulator: Accumulator) -> None:
-        """Gradients of `parameter` (it must require them) are added to `accumulator` from the next `open` on.
+    def attach(
+        self, parameter: nn.Parameter, accumulator: Accumulator, overwrites: bool = False, name: str | None = None
+    ) -> None:
+        """Add the gradients of `parameter` (it must require them) to `accumulator` from the next `open` on.
 
         accumulator: [*parameter.shape] in any floating dtype on its device; or a function, called whenever a gradient
-        arrives, that returns one and whether to add to it (True) or to overwrite it. Attaching again replaces it; a
-        parameter that was another sink's leaves that one.
+            arrives, that returns such a tensor.
+        overwrites: the first gradient after `open`, or after `collect`, overwrites what is in the accumulator, which
+            saves a pass over memory to clear it. Not for a tensor of the parameter's dtype: autograd itself adds there.
+        name: names the parameter in error messages, instead of its shape.
+
+        Attaching again replaces the accumulator; a parameter that was another sink's leaves that one.
         """
         for owner in {_owner(hook) for hook in _hooks(parameter)}:
             sink = owner.sink() if owner is not None else None
             if sink is not None:
                 sink.detach(parameter)
         hooks = _Hooks(self, parameter)
-        self._accumulators[parameter] = accumulator
-        self._handles[parameter] = [
+        handles = [
             parameter.register_hook(hooks.before_accumulation),
             parameter.register_post_accumulate_grad_hook(hooks.after_accumulation),
         ]
+        named = name or f"of shape {list(parameter.shape)}"
+        self._ledger[parameter] = _Entry(named, accumulator, overwrites, handles)
 
     def detach(self, parameter: nn.Parameter) -> None:
         """Leave the gradients of `parameter` to autograd again."""
-        del self._accumulators[parameter]
-        for handle in self._handles.pop(parameter):
+        for handle in self._ledger.pop(parameter).handles:
             handle.remove()
         parameter.grad = None
 
     def open(self) -> None:
-        """Start a batch: nothing touched, nothing queued, and autograd adds in place where it can.
+        """Start a batch: nothing has arrived, nothing is queued, and autograd adds in place where it can.
 
         That is where the accumulator is a tensor of the parameter's dtype: `.grad` is it. (A user's
         `zero_grad(set_to_none=True)` may have dropped it.) Any other `.grad` is None outside of a backward.
         """
-        self._touched.clear()
         self._queues.clear()
-        for parameter, accumulator in self._accumulators.items():
-            parameter.grad = None
+        for parameter, entry in self._ledger.items():
+            entry.touched = entry.holds_gradient = False
+            accumulator = entry.accumulator
             if isinstance(accumulator, Tensor) and accumulator.dtype == parameter.dtype:
                 parameter.grad = accumulator
-
-    def listen(self, listener: Listener | None) -> None:
-        """Call `listener` with each parameter that a backward or `run_deferred` has completed; None to stop.
-
-        Inside `deferring`, a parameter with anything queued is not complete: `run_deferred` says so, once. A parameter
-        that the graph reached without giving it a gradient is complete too; one that it did not reach is not heard of.
-        """
-        self._listener = listener
+            else:
+                parameter.grad = None
 
     def touched(self) -> set[nn.Parameter]:
-        """The parameters to whose accumulators anything was added since `open`."""
-        return set(self._touched)
+        """Return the parameters to whose accumulators anything was added since `open`."""
+        return {parameter for parameter, entry in self._ledger.items() if entry.touched}
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """accumulator += gradient, in the accumulator's dtype. gradient: [*parameter.shape]."""
-        self._touched.add(parameter)
-        accumulator, adds = self._accumulator(parameter)
-        if adds:
-            accumulator.add_(gradient)
-        else:
-            accumulator.copy_(gradient.to_dense())
+    def collect(self, parameters: Sequence[nn.Parameter], keep: bool) -> set[int]:
+        """Return which of these parameters' accumulators hold a gradient, by index; the others' contents are undefined.
 
-    def add_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """accumulator += left^T @ right, in one GEMM if it can. left: [n, out], right: [n, in].
-
-        Half operands into fp32 are multiplied and added in fp32 on CUDA; elsewhere the product is rounded to half first,
-        as autograd does.
+        keep: later gradients are added to all of them, which the caller has cleared where undefined; else overwritten.
         """
-        self._add(parameter, Product(left, right))
+        entries = [self._ledger[parameter] for parameter in parameters]
+        held = {k for k, entry in enumerate(entries) if entry.holds_gradient}
+        for entry in entries:
+            entry.holds_gradient = keep
+        return held
 
-    def _add(self, parameter: nn.Parameter, gradient: Recipe) -> None:
-        self._touched.add(parameter)
-        accumulator, adds = self._accumulator(parameter)
-        if adds:
-            gradient.add_to(accumulator)
-        else:
+    @contextmanager
+    def expecting(self, groups: Mapping[Any, Sequence[nn.Parameter]], place: Hashable = None) -> Iterator[None]:
+        """Report these groups in order, each as soon as the backward run inside has brought all of its gradients.
+
+        Groups that still miss one at the end (the graph did not reach the parameter) are reported then.
+
+        groups: what `on_complete` is called with -> its parameters.
+        place: wait for no more than the gradients queued there; by default for those of all parameters.
+
+        Raises ExecutionError if a parameter gets another gradient after its group was reported.
+        """
+        queued = None if place is None else self.pending(place)
+        for group, parameters in groups.items():
+            self._missing[group] = set(parameters) if queued is None else queued.intersection(parameters)
+            self._group_of.update(dict.fromkeys(parameters, group))
+        try:
+            self._report()
+            yield
+            for missing in self._missing.values():
+                missing.clear()
+            self._report()
+        finally:
+            self._missing.clear()
+            self._group_of.clear()
+
+    def _report(self) -> None:
+        """Report the first groups as long as nothing is missing in them."""
+        while self._missing:
+            group = next(iter(self._missing))
+            if self._missing[group]:
+                return
+            del self._missing[group]
+            if self._on_complete is not None:
+                self._on_complete(group)
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        """Note that the backward under way has brought the whole gradient of a parameter, or found that there is none."""
+        group = self._group_of.get(parameter)
+        if group is None:
+            return
+        missing = self._missing.get(group)
+        if missing is None:
+            # A backward inside the backward, as of a reentrant checkpoint, ends the parameter's gradient each time.
+            raise ExecutionError(
+                f"parameter {self._ledger[parameter].name} got another gradient after the reduction of its gradient had "
+                "started: it is used in several regions with a backward of their own; checkpoint them with "
+                "use_reentrant=False, as parallel3d.checkpointing.checkpoint does"
+            )
+        missing.discard(parameter)
+        if not missing:
+            self._report()
+
+    def add(self, parameter: nn.Parameter, gradient: Recipe) -> None:
+        """accumulator += gradient, or accumulator = gradient where it is overwritten, in the accumulator's dtype."""
+        accumulator = self._accumulate(self._ledger[parameter], gradient)
+        if self._on_value is not None:
+            self._on_value(parameter, accumulator)
+
+    @staticmethod
+    def _accumulate(entry: _Entry, gradient: Recipe) -> Tensor:
+        accumulator = entry.accumulator if isinstance(entry.accumulator, Tensor) else entry.accumulator()
+        if entry.overwrites and not entry.holds_gradient:
             gradient.write_to(accumulator)
-        if self.look is not None:
-            self.look(parameter, accumulator)
+        else:
+            gradient.add_to(accumulator)
+        entry.touched = entry.holds_gradient = True
+        return accumulator
 
-    def _accumulator(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        accumulator = self._accumulators[parameter]
-        return (accumulator, True) if isinstance(accumulator, Tensor) else accumulator()
+    def _take_grad(self, parameter: nn.Parameter) -> None:
+        """Add what autograd has left in the `.grad` of a parameter, unless that is the accumulator itself."""
+        entry, gradient = self._ledger[parameter], parameter.grad
+        entry.touched = True
+        if gradient is not None:
+            if self._on_value is not None:
+                self._on_value(parameter, gradient)
+            if gradient is not entry.accumulator:
+                parameter.grad = None
+                self._accumulate(entry, Value(gradient.detach()))
+        self._complete(parameter)
 
     @contextmanager
     def deferring(self, place: Hashable) -> Iterator[None]:
@@ -283,28 +385,26 @@ class GradientSink:
 
         A queued item keeps the layer's input and the gradient of its output, nothing else.
         """
+        assert not self._missing, "a BACKWARD_INPUT completes no gradient"
         queue = self._queues.setdefault(place, deque())
-        self._deferred = {item.parameter for item in queue}
-        self.is_deferring = True
 
         def enqueue(parameter: nn.Parameter, gradient: Recipe) -> None:
-            self._deferred.add(parameter)
             queue.append(_Queued(parameter, gradient, _versions(gradient)))
 
+        self.is_deferring = True
         try:
             with self._taking(enqueue):
                 yield
         finally:
             self.is_deferring = False
 
-    @contextmanager
-    def fusing(self) -> Iterator[None]:
+    def fusing(self) -> AbstractContextManager[None]:
         """For a BACKWARD: splittable layers add their weight gradients to the accumulators at once, past autograd.
 
-        That saves autograd's copy and addition; a product of halves is not rounded to half on its way (`add_product`).
+        That saves autograd's copy and addition. Half operands into fp32 are multiplied and added in fp32 on CUDA;
+        elsewhere the product is rounded to half first, as autograd does.
         """
-        with self._taking(self._add):
-            yield
+        return self._taking(self.add)
 
     @contextmanager
     def _taking(self, take: Callable[[nn.Parameter, Recipe], None]) -> Iterator[None]:
@@ -314,18 +414,17 @@ class GradientSink:
             yield
         finally:
             self._take = None
-            self._deferred = set()
 
     def pending(self, place: Hashable) -> set[nn.Parameter]:
-        """The parameters that have gradients queued under `place`."""
+        """Return the parameters that have gradients queued under `place`."""
         return {item.parameter for item in self._queues.get(place, ())}
 
     @torch.no_grad()
     def run_deferred(self, place: Hashable) -> None:
         """BACKWARD_WEIGHT: run what is queued under `place` in order, and free the tensors of each item after it.
 
-        The listener hears of a parameter after its last item. Runs on the current stream, which must be that of the
-        forward. Raises ExecutionError if a tensor was modified in place since it was queued.
+        A parameter is complete after its last item. Runs on the current stream, which must be that of the forward.
+        Raises ExecutionError if a tensor was modified in place since it was queued.
         """
         queue = self._queues.pop(place, deque())
         left = Counter(item.parameter for item in queue)
@@ -333,26 +432,26 @@ class GradientSink:
             parameter = self._run(place, queue.popleft())
             left[parameter] -= 1
             if not left[parameter]:
-                self._completed(parameter)
+                self._complete(parameter)
 
     def _run(self, place: Hashable, item: _Queued) -> nn.Parameter:
         item.check(place)
-        self._add(item.parameter, item.gradient)
+        self.add(item.parameter, item.gradient)
         return item.parameter
 
     def takes(self, parameter: Tensor) -> bool:
         """Whether gradients of `parameter` come here."""
-        return parameter in self._accumulators
+        return parameter in self._ledger
 
     def route(self, parameter: nn.Parameter | None, edge: Any, gradient: Recipe) -> Tensor | None:
-        """In a layer's backward: the value of the gradient of its parameter if autograd has to handle it, else None.
+        """In a layer's backward: take the gradient of its parameter, or return its value if autograd has to handle it.
 
         edge: (node, index) from the layer's backward to the parameter's.
         """
         if (
             self._take is None
             or torch.is_grad_enabled()  # create_graph=True: a gradient to differentiate
-            or parameter not in self._accumulators
+            or parameter not in self._ledger
             or any(_owner(hook) is None for hook in _hooks(parameter))
             or not _accumulates(edge[0])
         ):
@@ -360,24 +459,9 @@ class GradientSink:
         self._take(parameter, gradient)
         return None
 
-    def _accumulated(self, parameter: nn.Parameter) -> None:
-        """The gradient that autograd had for `parameter` is in its `.grad`."""
-        gradient = parameter.grad
-        self._touched.add(parameter)
-        if gradient is not None and self.look is not None:
-            self.look(parameter, gradient)
-        if gradient is not None and gradient is not self._accumulators[parameter]:
-            parameter.grad = None
-            self.add(parameter, gradient.detach())
-        self._completed(parameter)
-
-    def _completed(self, parameter: nn.Parameter) -> None:
-        if self._listener is not None and parameter not in self._deferred:
-            self._listener(parameter)
-
 
 def _accumulates(node: Any) -> bool:
-    """Whether the backward under way writes the `.grad` of the leaf behind this node: not in torch.autograd.grad."""
+    """Whether the backward under way writes the `.grad` of this node's leaf: torch.autograd.grad does not."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad with respect to this very leaf

@@ -99,9 +99,7 @@ class _SplitRuler(Profiler):
         for parameter, dtype in zip(parameters, built, strict=True):
             if parameter.requires_grad:
                 accumulator = torch.zeros_like(parameter, dtype=self._policy.accumulator_dtype(dtype))
-                # Where autograd itself can't add, as in training.
-                own = accumulator.dtype == parameter.dtype
-                sink.attach(parameter, accumulator if own else partial(_to_add_to, accumulator))
+                sink.attach(parameter, accumulator)
         return sink
 
     @staticmethod
@@ -110,7 +108,3 @@ class _SplitRuler(Profiler):
         with sink.deferring(pass_):
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-
-
-def _to_add_to(accumulator: Tensor) -> tuple[Tensor, bool]:
-    return accumulator, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -184,8 +184,7 @@ class SlicedTraces:
         for parameter, (_, built) in zip(parameters, parts.parameters, strict=True):
             dtype = policy.accumulator_dtype(built.dtype)
             accumulator = torch.empty(parameter.shape, dtype=dtype)
-            # Where autograd itself can't add, as in GradientReducer.
-            sink.attach(parameter, accumulator if dtype == parameter.dtype else partial(_to_add_to, accumulator))
+            sink.attach(parameter, accumulator)
             found.append(accumulator)
         return found
 
@@ -216,10 +215,6 @@ class SlicedTraces:
 def _tied_bytes(layer: TiedLayerSpec, parts: _Parts) -> int:
     tied = [p for n, p in parts.parameters for a in layer.tied_weight_attr if n == a or n.startswith(a + ".")]
     return sum(parameter.nbytes for parameter in tied)
-
-
-def _to_add_to(accumulator: Tensor) -> tuple[Tensor, bool]:
-    return accumulator, True
 
 
 def _made(

@@ -83,7 +83,12 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         self._checkpointer = Checkpointer(config.activation_checkpointing)
         model.use_checkpointer(self._checkpointer)
         self._precision = make_precision(config)
-        self._update = WeightUpdate(model, optimizer, config, self._precision)
+        numerics = None
+        if config.check_numerics:
+            check_gradients = not self._precision.checks_overflow
+            numerics = NumericsCheck(model, check_gradients, lambda: self._calls.num_backwards)
+        on_value = numerics.gradient if numerics is not None and numerics.checks_gradients else None
+        self._update = WeightUpdate(model, optimizer, config, self._precision, self._monitor.launched, on_value)
         self._calls = StepByCalls(model, self.module, self._update, self._precision)
         # Of the first rank, so that scripts which seed each rank differently draw the same in every layout.
         torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
@@ -95,17 +100,14 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         if config.compile.enabled:
             self.compile()
         self._attribution = Attribution(self, model.groups, config.failures, self._programs.weakly(), model.device)
-        if config.check_numerics:
-            check = NumericsCheck(
-                model, self._update.reducer.sink, not self._precision.checks_overflow, lambda: self._calls.num_backwards
-            )
-            self._executor.look_at_loss = self._calls.look_at_loss = check.loss
+        if numerics is not None:
+            numerics.watch_layers()
+            self._executor.look_at_loss = self._calls.look_at_loss = numerics.loss
         if config.dump_state:
             dump_state(self.config, self._batch_sizes, model, self._update, self._program())
 
     def _set_up_pipeline(self, transport: Transport) -> None:
         model, config, update = self._model, self.config, self._update
-        update.on_launch(self._monitor.launched)
         everyone = all_gather_object(update.reducer.num_buckets(), self._groups.control)
         # Of this rank's pipeline: slices of unlike sizes may be cut in other numbers of buckets.
         num_buckets = {owners: n for rank in self._groups.pipe.ranks for owners, n in everyone[rank].items()}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Work, all_gather_integers, all_gather_object, all_reduce
 from parallel3d.comm.groups import ProcessGroups
@@ -62,10 +62,20 @@ class WeightUpdate:
     """This rank's part of the model's gradients, masters and optimizer: flat buckets, into which the parameters move.
 
     grad_norm: of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all.
+    on_launch: called with each GATHER_PARAMS and REDUCE_GRADS that has just been launched, of one bucket, and its work.
+    on_value: called with each gradient, see GradientSink.
     before_step: called when the gradients in the buckets are reduced, still gradient_scale times those of the mean loss.
     """
 
-    def __init__(self, model: PipelineModule, optimizer: torch.optim.Optimizer, config: Config, precision: Precision):
+    def __init__(
+        self,
+        model: PipelineModule,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        precision: Precision,
+        on_launch: Callable[[Instruction, Work], None],
+        on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
+    ):
         infos, groups = model.parameter_infos(), model.groups
         self._model, self._groups = model, groups
         self._clipping = config.gradient_clipping
@@ -77,20 +87,31 @@ class WeightUpdate:
         check_precision(infos, self.policy)
         first_slice = groups.coordinate("model") == 0
         self.reducer = GradientReducer(
-            infos, self.policy, groups.rank, groups.data, model.replica_groups, is_first_slice=first_slice
+            infos,
+            self.policy,
+            groups.rank,
+            groups.data,
+            model.replica_groups,
+            is_first_slice=first_slice,
+            on_launch=on_launch,
+            on_value=on_value,
         )
         if precision.weights is not None:
             # Not `to`, which would drop the imaginary part of complex buffers.
             cast = model.half if precision.weights is torch.float16 else model.bfloat16
             cast()
         self.sharded = ShardedOptimizer(
-            optimizer, self.reducer.all_buckets(), model.parameters(), config.zero_allow_untested_optimizer
+            optimizer,
+            self.reducer.all_buckets(),
+            model.parameters(),
+            config.zero_allow_untested_optimizer,
+            on_gather=self._gather_reporter(on_launch),
         )
         self.sharded.fused = open_update_kernels(optimizer, self.sharded.buckets, groups, model.device, config.kernels)
         self._frozen = model.frozen_infos()
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)
-        model.wait_for_weights = self.sharded.wait_for_module
+        model.use_waiter(self.sharded.wait_for_module)
         self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._checks_overflow = precision.checks_overflow
         self.before_step: Callable[[], None] = lambda: None
@@ -100,14 +121,14 @@ class WeightUpdate:
         self._counted = False
         self.skipped_steps = 0
 
-    def on_launch(self, call: Callable[[Instruction, Work], None]) -> None:
-        """Call it with each GATHER_PARAMS and REDUCE_GRADS that has just been launched, of one bucket, and its work."""
-
-        def gathered(owners: tuple[int, ...], bucket: int, work: Work) -> None:
+    def _gather_reporter(
+        self, on_launch: Callable[[Instruction, Work], None]
+    ) -> Callable[[tuple[int, ...], int, Work], None]:
+        def report(owners: tuple[int, ...], bucket: int, work: Work) -> None:
             first = next(c for c in owners if self._model.placement[c] == self._model.stage_id)
-            call(Instruction(Op.GATHER_PARAMS, first, 0, bucket), work)
+            on_launch(Instruction(Op.GATHER_PARAMS, first, 0, bucket), work)
 
-        self.reducer.launched, self.sharded.launched = call, gathered
+        return report
 
     @property
     def loss_scale(self) -> float:
@@ -144,7 +165,7 @@ class WeightUpdate:
         assert self.grad_norm is not None
         self.before_step()
         finite = torch.isfinite(self.grad_norm) if self._checks_overflow else None
-        untouched, counted = self._agreement.reach(self.reducer.touched(), self._counted)
+        untouched, counted = self._agreement.reach(self.reducer.sink.touched(), self._counted)
         divisor = self._divisor(self.grad_norm, finite, counted)
         overflow = False
         if self.sharded.takes_scale():

@@ -201,6 +201,10 @@ class PipelineModule(nn.Module):
             groups[owners] = self.groups.across_stages(stages) if len(stages) > 1 else self.groups.alone()
         return groups
 
+    def use_waiter(self, wait_for_weights: Callable[[nn.Module], None]) -> None:
+        """Call `wait_for_weights` with a module before its weights are read: they may still be gathered."""
+        self.wait_for_weights = wait_for_weights
+
     def parameter_infos(self) -> list[ParameterInfo]:
         """This rank's trainable parameters, in the order of the layers, each once."""
         self.wait_for_weights(self)

@@ -10,31 +10,39 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.activity import ACTIVITY, PHASE, Phase
-from parallel3d.autograd.sink import GradientSink
 from parallel3d.errors import NumericsError
 from parallel3d.pipe.module import PipelineModule
 
 
 class NumericsCheck:
-    """Looks at what layers and the modules inside return, at losses, at activations' gradients and at parameters'.
+    """Checks the outputs of layers and of the modules inside, losses, and the gradients of activations and parameters.
 
-    A NaN counts everywhere, an inf in what a gradient flows through: masks are made of others. Each look waits for the
-    device. gradients: whether to look at them; a loss scale finds out by overflows how far it can go. micro_batch: which
-    one the script is at, where it calls the engine itself.
+    A NaN counts everywhere, an inf in what a gradient flows through: masks are made of others. Each check waits for the
+    device.
+
+    checks_gradients: whether to check gradients; with a loss scale, overflows are how its limit is found.
+    micro_batch: returns the micro-batch that the script is at, where it calls the engine itself.
     """
 
-    def __init__(self, model: PipelineModule, sink: GradientSink, gradients: bool, micro_batch: Callable[[], int]):
-        self._gradients = gradients
+    def __init__(self, model: PipelineModule, checks_gradients: bool, micro_batch: Callable[[], int]):
+        self.checks_gradients = checks_gradients
+        self._model = model
         self._place = f"rank {model.groups.rank}, stage {model.stage_id}"
         self._micro_batch = micro_batch
+        self._names = {info.parameter: info.name for info in model.parameter_infos()}
+
+    def watch_layers(self) -> None:
+        """Check what layers and modules return from now on, and its gradients."""
+        model = self._model
         for key, layer in model.layers.items():
             for name, module in layer.named_modules():
                 title = f"{model.global_name(int(key), name).rstrip('.')} ({type(module).__name__})".strip()
                 module.register_forward_hook(partial(self._hook, title))
         model.watch_layers(self._watched)
-        if gradients:
-            names = {info.parameter: info.name for info in model.parameter_infos()}
-            sink.look = lambda parameter, gradient: self._look(f"the gradient of {names[parameter]}", gradient)
+
+    def gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Check the gradient of a parameter."""
+        self._look(f"the gradient of {self._names[parameter]}", gradient)
 
     def _watched(self, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run(x: Any) -> Any:
@@ -52,11 +60,11 @@ class NumericsCheck:
             if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
             self._look(f"what {name} returned", leaf, nan_alone=not leaf.requires_grad)
-            if self._gradients and leaf.requires_grad:
+            if self.checks_gradients and leaf.requires_grad:
                 leaf.register_hook(partial(self._look, f"the gradient of what {name} returned"))
 
     def loss(self, loss: Tensor) -> None:
-        """Look at a micro-batch's loss."""
+        """Check a micro-batch's loss."""
         self._look("the loss", loss)
 
     def _look(self, what: str, tensor: Tensor, nan_alone: bool = False) -> None:

@@ -82,6 +82,7 @@ class Bucket:
         self, infos: Sequence[ParameterInfo], layout: BucketLayout, policy: ZeroPolicy, partition: Group, rank: int
     ):
         self.infos = tuple(infos[layout.first : layout.first + len(layout.offsets)])
+        self.parameters = tuple(info.parameter for info in self.infos)
         self.offsets = layout.offsets
         self.sizes = tuple(info.parameter.numel() for info in self.infos)
         self.numel = layout.numel
@@ -163,9 +164,9 @@ class Bucket:
         return pieces
 
     @property
-    def is_autograds(self) -> bool:
-        """Whether autograd itself can add to the accumulator, since it is held in the weights' dtype."""
-        return self.gradients is not None and self.gradient_dtype == self.infos[0].parameter.dtype
+    def autograd_adds(self) -> bool:
+        """Whether autograd itself adds to the accumulators, which have the weights' dtype."""
+        return self.gradients is not None and self.gradient_dtype == self.parameters[0].dtype
 
     @property
     def has_own_master(self) -> bool:

@@ -42,7 +42,7 @@ class ShardedOptimizer:
     """Makes a torch optimizer update this rank's pieces instead of the parameters it was made for.
 
     Its parameter groups keep their settings, and a parameter's pieces stay in its group; so learning-rate schedules and
-    the user's handles go on working. launched: called with the owners and the number of each bucket whose gather has just
+    the user's handles go on working. on_gather: called with the owners and the number of each bucket whose gather has just
     been launched, and its work. Raises ConfigError for an optimizer that shards would change, unless allow_untested, and for
     parameters that aren't the model's.
     """
@@ -53,6 +53,7 @@ class ShardedOptimizer:
         buckets: Iterable[Bucket],
         model_parameters: Iterable[nn.Parameter],
         allow_untested: bool = False,
+        on_gather: Callable[[tuple[int, ...], int, Work], None] | None = None,
     ):
         self.optimizer = optimizer
         # Built from the last layer on; needed by the next forward from the first on.
@@ -68,7 +69,7 @@ class ShardedOptimizer:
         self.fused: FusedAdamW | None = None  # set by who opens the kernel, once the buckets are made
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
-        self.launched: Callable[[tuple[int, ...], int, Work], None] = lambda owners, bucket, work: None
+        self._on_gather = on_gather
         self._bucket_of = {info.parameter: bucket for bucket in self.buckets for info in bucket.infos}
 
     def state_bytes(self) -> int:
@@ -133,7 +134,8 @@ class ShardedOptimizer:
             if bucket in self._stale and (chunk is None or chunk in bucket.infos[0].owners):
                 self._stale.remove(bucket)
                 work = self._gathers[bucket] = bucket.gather()
-                self.launched(bucket.infos[0].owners, number, work)
+                if self._on_gather is not None:
+                    self._on_gather(bucket.infos[0].owners, number, work)
 
     def _wait_for_gathers(self) -> None:
         """Of weights that nobody has used since."""

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, reduce_scatter_into
-from parallel3d.errors import ConfigError, ExecutionError
+from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.zero.buckets import Bucket, by_owners, make_buckets
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.transient import TransientBuffers
 
 AllReduce = Callable[[Tensor, Group], Work]
 ReduceScatter = Callable[[Tensor, Tensor, Group], Work]
@@ -46,13 +45,52 @@ class _Reduction:
         return self.done
 
 
-class GradientReducer:
-    """Accumulators of all parameters of this rank, reduced bucket by bucket to the rank that updates each part.
+class TransientBuffers:
+    """Flat buffers that gradients pass through, reused as soon as the reduction that reads them is done.
 
-    parameters: in the order of the layers; data_group: the ranks that hold the same parameters; replica_groups: owners
-    (see ParameterInfo) -> the ranks that hold a copy of those parameters; is_first_slice: whether this rank answers for what
-    tensor slices hold in common. sink: by which gradients come. launched: called with each REDUCE_GRADS that has just been
-    launched, and its work. Raises ConfigError for half-precision weights without masters.
+    Each has the size of the largest bucket. Two suffice where gradients arrive bucket by bucket: one fills while the other
+    is reduced.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._free: list[Tensor] = []
+        self._leaving: deque[tuple[Tensor, Work]] = deque()
+        self._filling = 0
+
+    def acquire(self) -> Tensor:
+        """Return a buffer to overwrite, [numel]; wait for the oldest reduction rather than allocate a third."""
+        if not self._free and self._leaving and len(self._leaving) + self._filling >= 2:
+            buffer, work = self._leaving.popleft()
+            work.wait()
+            self._free.append(buffer)
+        self._filling += 1
+        if self._free:
+            return self._free.pop()
+        return torch.empty(self._numel, dtype=self._dtype, device=self._device)
+
+    def release(self, buffer: Tensor, work: Work) -> None:
+        """Give a buffer back that `work` still reads."""
+        self._filling -= 1
+        self._leaving.append((buffer, work))
+
+    def nbytes(self) -> int:
+        """Return the bytes held now, filling buffers included."""
+        count = len(self._free) + len(self._leaving) + self._filling
+        return count * self._numel * self._dtype.itemsize
+
+
+class GradientReducer:
+    """Accumulators of all parameters of this rank, reduced bucket by bucket to the rank that updates each shard.
+
+    parameters: in the order of the layers.
+    data_group: the ranks that hold the same parameters.
+    replica_groups: owners (see ParameterInfo) -> the ranks that hold a copy of those parameters.
+    is_first_slice: whether this rank counts, in the norm, the parameters that all tensor-parallel ranks hold.
+    on_launch: called with each REDUCE_GRADS that has just been launched, and its work.
+    on_value: called with each gradient, see GradientSink.
+
+    sink: brings the gradients, and knows which have arrived.
     """
 
     def __init__(
@@ -63,6 +101,8 @@ class GradientReducer:
         data_group: Group,
         replica_groups: Mapping[tuple[int, ...], Group],
         is_first_slice: bool = True,
+        on_launch: Callable[[Instruction, Work], None] | None = None,
+        on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
         all_reduce: AllReduce = all_reduce,
         reduce_scatter: ReduceScatter = reduce_scatter_into,
     ):
@@ -73,62 +113,53 @@ class GradientReducer:
         self._partition = data_group if policy.stage > 0 else Group((rank,), None)
         self._is_first_slice = is_first_slice
         self._is_first_replica = data_group.ranks[0] == rank
-        self.sink = GradientSink()
-        self.launched: Callable[[Instruction, Work], None] = lambda instruction, work: None
+        self._on_launch = on_launch
+        self.sink = GradientSink(self._launch_instruction, on_value)
         self.buckets = {o: make_buckets(i, policy, self._partition, rank) for o, i in by_owners(parameters).items()}
-        self._bucket_of = {info.parameter: b for b in self.all_buckets() for info in b.infos}
+        self._transient: dict[torch.dtype, TransientBuffers] = {}
+        # The transient buffers of the buckets whose gradients are not reduced yet.
+        self._filling: dict[Bucket, Tensor] = {}
         self._attach()
-        self._missing: dict[Bucket, set[nn.Parameter]] = {}
-        self._to_launch: deque[Bucket] = deque()
-        self._instructions: dict[Bucket, Instruction] = {}
         self._reductions: dict[Bucket, _Reduction] = {}
-        # What adds up to a shard's sum of squares, where the reduction has found it on its way.
+        # Partial sums of a shard's squares, where the reduction computes them on its way.
         self._squares: dict[Bucket, Tensor] = {}
 
     def _attach(self) -> None:
-        """Tell the sink where gradients go: into the bucket's accumulator, or the transient one it has at the time.
+        """Give the sink the accumulators: views of the bucket's buffer, or of the transient one it has at the time.
 
         The first gradient overwrites, which saves a pass over the memory to clear it; but not where the accumulator has
         the weights' dtype: there autograd itself adds.
         """
         transient = [b for b in self.all_buckets() if b.gradients is None]
-        self._transient: dict[torch.dtype, TransientBuffers] = {}
         for dtype in {b.gradient_dtype for b in transient}:
             numel = max(b.numel for b in transient if b.gradient_dtype == dtype)
             self._transient[dtype] = TransientBuffers(numel, dtype, transient[0].device)
-        # The buckets that hold gradients not reduced yet: where, and of which parameters.
-        self._filling: dict[Bucket, tuple[Tensor, set[int]]] = {}
         for bucket in self.all_buckets():
             for k, info in enumerate(bucket.infos):
-                part = None if bucket.gradients is None else bucket.view(bucket.gradients, k)
-                if part is not None and bucket.is_autograds:
-                    self.sink.attach(info.parameter, part)
+                if bucket.gradients is None:
+                    self.sink.attach(info.parameter, partial(self._transient_view, bucket, k), True, info.name)
                 else:
-                    self.sink.attach(info.parameter, partial(self._accumulator, bucket, k, part))
+                    view = bucket.view(bucket.gradients, k)
+                    self.sink.attach(info.parameter, view, not bucket.autograd_adds, info.name)
 
-    def _accumulator(self, bucket: Bucket, k: int, part: Tensor | None) -> tuple[Tensor, bool]:
-        """Parameter k's part of the buffer that the bucket fills, and whether a gradient is in it already.
+    def _transient_view(self, bucket: Bucket, k: int) -> Tensor:
+        return bucket.view(self._buffer(bucket), k)
 
-        part: that part, where the buffer is always the same.
-        """
-        flat, written = self._fill(bucket)
-        adds = k in written
-        written.add(k)
-        return bucket.view(flat, k) if part is None else part, adds
-
-    def _fill(self, bucket: Bucket) -> tuple[Tensor, set[int]]:
+    def _buffer(self, bucket: Bucket) -> Tensor:
+        """Return the flat buffer, [numel] or more, that the bucket's gradients are added to now."""
+        if bucket.gradients is not None:
+            return bucket.gradients
         if bucket not in self._filling:
-            held = bucket.gradients
-            self._filling[bucket] = (self._transient[bucket.gradient_dtype].acquire() if held is None else held, set())
+            self._filling[bucket] = self._transient[bucket.gradient_dtype].acquire()
         return self._filling[bucket]
 
     def all_buckets(self) -> Iterator[Bucket]:
-        """Every bucket of this rank, those of the last layers first."""
+        """Iterate over every bucket of this rank, those of the last layers first."""
         for buckets in self.buckets.values():
             yield from buckets
 
     def num_buckets(self) -> dict[tuple[int, ...], int]:
-        """owners -> number of buckets; a chunk's own parameters have the owners (chunk,)."""
+        """Return owners -> number of buckets; a chunk's own parameters have the owners (chunk,)."""
         return {owners: len(buckets) for owners, buckets in self.buckets.items()}
 
     def split_backward(self, module: nn.Module) -> None:
@@ -136,108 +167,63 @@ class GradientReducer:
         make_splittable(module, self.sink)
 
     def start_step(self) -> None:
-        """Empty the accumulators for the next batch, whatever a batch that failed has left."""
+        """Empty the accumulators for the next batch, also after a batch that failed."""
         # Before anything is cleared: what a reduction under way writes into belongs to it until it is waited for.
         self.finish_step()
-        self._to_launch.clear()
-        self._missing.clear()
-        for bucket, (flat, _) in self._filling.items():
-            if bucket.gradients is None:  # left by a batch that failed
-                self._transient[bucket.gradient_dtype].release(flat, DONE)
+        for bucket, flat in self._filling.items():  # left by a batch that failed
+            self._transient[bucket.gradient_dtype].release(flat, DONE)
         self._filling.clear()
         for bucket in self.all_buckets():
             if bucket.gradients is None:
                 if not bucket.is_cleared:
                     bucket.gradient_shard.zero_()
-            elif bucket.is_autograds:
+            elif bucket.autograd_adds:
                 bucket.gradients.zero_()
         self.sink.open()
 
     @contextmanager
     def backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
-        """For a whole backward run inside: launches these REDUCE_GRADS as their buckets fill.
+        """Run a BACKWARD inside; launches these REDUCE_GRADS in order, each as soon as its bucket is full.
 
         Half-precision weight gradients go straight into wider accumulators, where split_backward has made that possible:
         autograd would write, read and add them once more.
         """
-        with self.launching(reduces), self.sink.fusing() if self._policy.weight_dtype else nullcontext():
+        with self._launching(reduces), self.sink.fusing() if self._policy.weight_dtype else nullcontext():
             yield
 
     def backward_input(self, place: Hashable) -> AbstractContextManager[None]:
-        """Weight gradients of the backward run inside are left for `backward_weight(place)`."""
+        """Run a BACKWARD_INPUT inside; its weight gradients are left for `backward_weight(place)`."""
         return self.sink.deferring(place)
 
     def backward_weight(self, place: Hashable, reduces: Sequence[Instruction]) -> None:
         """Compute the weight gradients left at `place`, launching these REDUCE_GRADS as their buckets fill."""
-        with self.launching(reduces, self.sink.pending(place)):
+        with self._launching(reduces, place):
             self.sink.run_deferred(place)
 
-    def launching(
-        self, reduces: Sequence[Instruction], pending: set[nn.Parameter] | None = None
-    ) -> AbstractContextManager[None]:
-        """Launch these REDUCE_GRADS in order, each as soon as what runs inside has filled its bucket.
+    def _launching(self, reduces: Sequence[Instruction], place: Hashable = None) -> AbstractContextManager[None]:
+        if not reduces:
+            return nullcontext()
+        return self.sink.expecting({i: self._bucket(i).parameters for i in reduces}, place)
 
-        pending: the parameters whose gradients are still to come, all by default. What is still missing one at the end
-        (parameters that the graph didn't reach) is launched then.
-        """
-        return self._launching(reduces, pending) if reduces else nullcontext()
+    def _bucket(self, i: Instruction) -> Bucket:
+        assert i.bucket is not None
+        return self.buckets[(i.chunk,)][i.bucket]
 
-    @contextmanager
-    def _launching(self, reduces: Sequence[Instruction], pending: set[nn.Parameter] | None) -> Iterator[None]:
-        assert all(i.bucket is not None for i in reduces)
-        buckets = [self.buckets[(i.chunk,)][i.bucket or 0] for i in reduces]
-        self._to_launch.extend(buckets)
-        self._instructions.update(zip(buckets, reduces, strict=True))
-        for bucket in buckets:
-            parameters = {info.parameter for info in bucket.infos}
-            self._missing[bucket] = parameters if pending is None else parameters & pending
-        self._launch_full()
-        self.sink.listen(self._accumulated)
-        try:
-            yield
-        finally:
-            self.sink.listen(None)
-        while self._to_launch:
-            self._launch_next()
-        self._missing.clear()
-
-    def _accumulated(self, parameter: nn.Parameter) -> None:
-        bucket = self._bucket_of[parameter]
-        missing = self._missing.get(bucket)
-        if missing is None:
-            return
-        if parameter not in missing and bucket not in self._to_launch:
-            # A backward inside the backward, as of a reentrant checkpoint, ends the parameter's gradient each time.
-            name = next(info.name for info in bucket.infos if info.parameter is parameter)
-            raise ExecutionError(
-                f"parameter {name} got another gradient when its sum over the replicas was already under way: it is "
-                "used in several regions with a backward of their own; checkpoint them with use_reentrant=False, as "
-                "parallel3d.autograd.recomputation.checkpoint does"
-            )
-        missing.discard(parameter)
-        self._launch_full()
-
-    def _launch_full(self) -> None:
-        while self._to_launch and not self._missing[self._to_launch[0]]:
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        bucket = self._to_launch.popleft()
+    def _launch_instruction(self, i: Instruction) -> None:
+        bucket = self._bucket(i)
         self._launch(bucket)
-        self.launched(self._instructions[bucket], self._reductions[bucket].work)
+        if self._on_launch is not None:
+            self._on_launch(i, self._reductions[bucket].work)
 
     def _launch(self, bucket: Bucket) -> None:
+        """Start to reduce what the bucket's accumulators hold; other ranks may have gradients that are missing here."""
         before = self._reductions.pop(bucket, None)
         if before is not None:
             before.wait()
-        if bucket.gradients is not None and bucket.is_autograds:
-            self._reductions[bucket] = self._reduce(bucket, bucket.gradients, accumulate=False)
-            return
-        # Where nothing arrived here, other ranks may still have something to add.
-        flat, written = self._fill(bucket)
-        bucket.clear_all_but(flat, written)
-        if bucket.gradients is not None:
-            written.update(range(len(bucket.infos)))
+        flat, transient = self._buffer(bucket), bucket.gradients is None
+        if not bucket.autograd_adds:
+            bucket.clear_all_but(flat, self.sink.collect(bucket.parameters, keep=not transient))
+        if not transient:
             self._reductions[bucket] = self._reduce(bucket, flat, accumulate=False)
             return
         del self._filling[bucket]
@@ -297,10 +283,6 @@ class GradientReducer:
             work.wait()
         for bucket in partial:
             bucket.is_cleared = False  # of a batch that failed, other slices may have reduced something
-
-    def touched(self) -> set[nn.Parameter]:
-        """The parameters that got a gradient on this rank since start_step."""
-        return self.sink.touched()
 
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool], device: torch.device) -> Tensor:
         """Squared 2-norm of the gradients this rank answers for, in float64, shape []: all ranks' add up to the model's.

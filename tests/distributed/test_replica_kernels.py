@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import parallel3d
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
 from parallel3d.kernels.reduce_scatter_kernel import GatheredReductions
+from parallel3d.monitor.steps import StepMonitor
 from parallel3d.pipe import PipelineModule
 from parallel3d.schedule.instructions import Instruction
 
@@ -84,15 +86,14 @@ def train(stage: int, communication: str, kernels: dict[str, bool], stand_in: bo
         "steps_per_print": None,
     }
     model = PipelineModule(list(copy.deepcopy(net())), num_stages=1, loss_fn=nn.functional.mse_loss)
-    with warnings.catch_warnings(record=True) as caught:
+
+    def check_launched(monitor: StepMonitor, instruction: Instruction, work: Work) -> None:
+        assert isinstance(work, Awaited), "timelines and measurements would lack it"
+
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(StepMonitor, "launched", check_launched):
         warnings.simplefilter("always")
         engine, *_ = parallel3d.initialize(model=model, config=config)
     calls: list[tuple[bool, bool]] = []
-
-    def launched(instruction: Instruction, work: Work) -> None:
-        assert isinstance(work, Awaited), "timelines and measurements would lack it"
-
-    engine._update.reducer.launched = launched
     if stand_in:
         group = engine._groups.data
         group.kernels.reduce_scatter = standing_in = StandIn(group)

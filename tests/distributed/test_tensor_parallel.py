@@ -228,7 +228,7 @@ def backward_mode(model: nn.Module, mode: str) -> Iterator[dict[nn.Parameter, Te
     sink = GradientSink()
     gradients = {p: torch.zeros_like(p).detach() for p in model.parameters()}
     for p, gradient in gradients.items():
-        sink.attach(p, partial(lambda g: (g, True), gradient))
+        sink.attach(p, partial(lambda g: g, gradient))
     make_splittable(model, sink)
     sink.open()
     with {"whole": nullcontext, "fused": sink.fusing, "deferred": partial(sink.deferring, 0)}[mode]():

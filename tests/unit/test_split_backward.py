@@ -6,8 +6,8 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.sink import GradientSink, Product, Value
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.errors import ExecutionError
 
@@ -240,21 +240,35 @@ class Run:
     """A model on a sink whose accumulators start at zero, or, transient, at NaN and are overwritten first."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, transient: bool = False):
-        self.model, self.sink = model, GradientSink()
+        self.model, self.sink = model, GradientSink(on_complete=self._note)
         self.names = {p: name for name, p in model.named_parameters()}
         self.gradients = {p: torch.zeros_like(p, dtype=dtype).detach() for p in self.names if p.requires_grad}
         for p, gradient in self.gradients.items():
-            self.sink.attach(p, partial(self._overwritten, p) if transient else gradient)
-        self._written: set[nn.Parameter] = set()
+            self.sink.attach(p, partial(self._transient, p) if transient else gradient, overwrites=transient)
+        self._arrived: set[nn.Parameter] = set()
         make_splittable(model, self.sink)
+        # What the sink has reported, and the accumulators at that time.
         self.completed: list[str] = []
-        self.sink.listen(lambda p: self.completed.append(self.names[p]))
+        self.at_completion: dict[str, Tensor] = {}
+        self.on_report: Callable[[Any], object] | None = None
         self.sink.open()
 
-    def _overwritten(self, p: nn.Parameter) -> tuple[Tensor, bool]:
-        adds = p in self._written
-        self._written.add(p)
-        return self.gradients[p] if adds else self.gradients[p].fill_(torch.nan), adds
+    def _transient(self, p: nn.Parameter) -> Tensor:
+        if p not in self._arrived:
+            self.gradients[p].fill_(torch.nan)
+        self._arrived.add(p)
+        return self.gradients[p]
+
+    def _note(self, p: Any) -> None:
+        if self.on_report is not None:
+            self.on_report(p)
+            return
+        self.completed.append(self.names[p])
+        self.at_completion[self.names[p]] = self.gradients[p].clone()
+
+    def expecting(self, names: Iterable[str], place: Any = None) -> AbstractContextManager[None]:
+        """Reports each of these parameters by itself."""
+        return self.sink.expecting({p: [p] for p, name in self.names.items() if name in set(names)}, place)
 
     def backward(self, mode: str, place: Any, y: Tensor, dy: Tensor | None = None, create_graph: bool = False) -> None:
         contexts = {"whole": nullcontext, "fused": self.sink.fusing, "deferred": partial(self.sink.deferring, place)}
@@ -314,16 +328,54 @@ def test_gradients_equal_autograd(name: str, mode: str, transient: bool) -> None
         dy = torch.randn_like(y)
         expected.backward(dy)
         run.completed.clear()
-        run.backward(mode, micro_batch, y, dy)
-        torch.testing.assert_close(mine.grad, theirs.grad, **EXACT)
+        reached = {name for name, p in reference.named_parameters() if p.grad is not None}
         if mode == "deferred":
-            assert run.pending(micro_batch) == expand(run.model, case.deferred)
-            assert not run.pending(micro_batch) & set(run.completed)
-        run.sink.run_deferred(micro_batch)
+            run.backward(mode, micro_batch, y, dy)
+            reached = run.pending(micro_batch)
+            assert reached == expand(run.model, case.deferred)
+            with run.expecting(reached, micro_batch):
+                run.sink.run_deferred(micro_batch)
+                assert sorted(run.completed) == sorted(reached), "each once, before the end"
+        else:
+            with run.expecting(reached):
+                run.backward(mode, micro_batch, y, dy)
+                assert sorted(run.completed) == sorted(reached), "each once, before the end"
+        torch.testing.assert_close(mine.grad, theirs.grad, **EXACT)
         assert not run.pending(micro_batch)
-        assert len(run.completed) == len(set(run.completed))
-        assert run.touched() <= set(run.completed)
+        for name, p in run.model.named_parameters():
+            assert name not in reached or torch.equal(run.at_completion[name], run.gradients[p])
     run.check(reference)
+
+
+@pytest.mark.parametrize("mode", ["whole", "fused"])
+def test_groups_are_reported_in_the_order_given(mode: str) -> None:
+    """Whichever fills first; one that the graph doesn't reach in the end, and what comes after it then."""
+    model = nn.ModuleList([linear(), linear(), linear()])
+    run = Run(model)
+    reports: list[str] = []
+    run.on_report = reports.append
+    last, first, unused = (list(layer.parameters()) for layer in (model[1], model[0], model[2]))
+
+    def backward(*groups: str) -> list[str]:
+        reports.clear()
+        named = {"last": last, "first": first, "unused": unused}
+        with run.sink.expecting({name: named[name] for name in groups}):
+            run.backward(mode, 0, model[1](model[0](torch.ones(WIDTH))))
+            inside = list(reports)
+        assert reports == list(groups)
+        return inside
+
+    assert backward("last", "first") == ["last", "first"]
+    assert backward("first", "last") == ["first", "last"]
+    assert backward("last", "unused", "first") == ["last"]
+
+
+def test_a_gradient_after_its_group_was_reported_is_an_error() -> None:
+    run, y = Run(linear()), torch.ones(WIDTH)
+    with run.expecting(["weight"]):
+        run.backward("whole", 0, run.model(y))
+        with pytest.raises(ExecutionError, match=r"\[6, 6\] got another gradient"):
+            run.backward("whole", 0, run.model(y))
 
 
 def accumulate(reference: nn.Module, inputs: list[Tensor]) -> None:
@@ -351,13 +403,12 @@ def test_a_completed_parameter_has_its_whole_gradient() -> None:
     case = CASES["tied embedding"]
     run, reference, ids = Run(build(case)), build(case), double_input(case)
     accumulate(reference, [ids])
-    seen: dict[str, Tensor] = {}
-    run.sink.listen(lambda p: seen.update({run.names[p]: run.gradients[p].clone()}))
     run.backward("deferred", 0, run.model(ids))
-    assert not seen
-    run.sink.run_deferred(0)
+    assert not run.completed
+    with run.expecting(run.names.values(), 0):
+        run.sink.run_deferred(0)
     for name, p in reference.named_parameters():
-        torch.testing.assert_close(seen[name], p.grad, **EXACT)
+        torch.testing.assert_close(run.at_completion[name], p.grad, **EXACT)
 
 
 def test_a_new_batch_drops_what_was_queued_and_touched() -> None:
@@ -405,8 +456,10 @@ def test_a_queue_keeps_only_inputs_and_output_gradients() -> None:
     del x
     assert alive() == {"x", "dy0", "y2", "dy3"}
     left: list[set[str]] = []
-    run.sink.listen(lambda p: left.append(alive()))
-    run.sink.run_deferred(0)
+    order = [model[3].weight, model[3].bias, model[0].weight, model[0].bias]
+    run.on_report = lambda _: left.append(alive())
+    with run.sink.expecting({p: [p] for p in order}, 0):
+        run.sink.run_deferred(0)
     assert left == [{"x", "dy0", "dy3"}, {"x", "dy0"}, {"dy0"}, set()], "3.weight, 3.bias, 0.weight, 0.bias"
 
 
@@ -478,12 +531,12 @@ def test_accumulators_may_be_narrower_than_the_parameters() -> None:
         run.check(reference, rtol=1e-5, atol=1e-5)
 
 
-def test_add_and_add_product() -> None:
+def test_values_and_products_are_added() -> None:
     layer = linear().double()
     run = Run(layer, torch.float64)
     left, right = torch.randn(2, 3, WIDTH, dtype=torch.float64)
-    run.sink.add(layer.weight, left.t() @ right)
-    run.sink.add_product(layer.weight, left, right)
+    run.sink.add(layer.weight, Value(left.t() @ right))
+    run.sink.add(layer.weight, Product(left, right))
     torch.testing.assert_close(run.gradients[layer.weight], 2 * left.t() @ right, **EXACT)
     assert run.touched() == {"weight"}
     assert not run.completed
