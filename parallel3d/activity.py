@@ -1,7 +1,7 @@
-"""What this process is doing, noted at next to no cost, so that a watchdog, its own or a neighbour's, can read it.
+"""The current activity of a process: written by its main thread at almost no cost, read by watchdogs.
 
-A process does one thing at a time, so there is one `ACTIVITY` for it, as there is one set of signal handlers. What lies in
-its slots is shared with the other processes of the host: it can be read even of one that is stopped, stuck or dead.
+The process groups own one `Activity` and pass it on. Its slots can lie in memory that the processes of a host share, so that
+they are readable even when this process is stopped, stuck or dead.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from threading import get_ident, main_thread
-
-from parallel3d.schedule.instructions import Program
 
 
 class Phase(IntEnum):
@@ -28,8 +26,13 @@ class Phase(IntEnum):
     SAVING = 8
     UNWATCHED = 9
 
+    @property
+    def description(self) -> str:
+        """The phase as a verdict prints it."""
+        return _DESCRIPTIONS[self]
 
-NAMES = {
+
+_DESCRIPTIONS = {
     Phase.SETUP: "set-up",
     Phase.USER: "user code between steps",
     Phase.LOADING: "loading data",
@@ -41,9 +44,8 @@ NAMES = {
     Phase.SAVING: "a save",
     Phase.UNWATCHED: "an unwatched region",
 }
-"""As a verdict prints them."""
 
-# Places of the slots.
+# Indices of the slots.
 PHASE, PROGRAM, POSITION, BATCH, STEADY, EVALUATES, UNTIMED = range(7)
 SLOT_BYTES = 8 * 7
 
@@ -51,35 +53,31 @@ _MAIN_THREAD = main_thread().ident
 
 
 class Waiting:
-    """What a process waits for: `what`, in words, of the ranks `ranks`, itself among them in a collective.
+    """A wait of the host: `what` in words, and `ranks` that it depends on (all members, in a collective).
 
-    Noted for the time of a `with` block; after an exception inside it stays noted, for it says where that came from.
+    As a context manager it notes the wait in the activity for the time of the block. After an exception the note stays: it
+    says where the exception came from.
     """
 
-    __slots__ = ("ranks", "what")
+    __slots__ = ("activity", "ranks", "what")
 
-    def __init__(self, what: str, ranks: tuple[int, ...]):
-        self.what, self.ranks = what, ranks
+    def __init__(self, activity: Activity, what: str, ranks: tuple[int, ...]):
+        self.activity, self.what, self.ranks = activity, what, ranks
 
     def __enter__(self) -> None:
-        ACTIVITY.note(self)
+        self.activity.note(self)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            ACTIVITY.note(None)
-
-
-def program_code(num_micro_batches: int, training: bool) -> int:
-    """What names a program of an engine in a slot; 0 is none."""
-    return 2 * num_micro_batches + training
+            self.activity.note(None)
 
 
 class Activity:
-    """The main thread writes, one store for each instruction; watchdogs read.
+    """Activity of one process. The main thread writes, with one store per instruction; watchdogs read.
 
-    slots: int64 each: the Phase, the program's code, the place in this stage's list, batches begun so far, whether one has
-    been trained, whether the model is evaluated, and how many regions that may take their time are open. wait: what the
-    host is blocked in, None when it works.
+    - slots: int64 each: the Phase, the program's code, the position in this stage's list, the number of batches begun,
+      whether a batch has been trained, whether the model is being evaluated, and the number of open untimed regions.
+    - wait: what the host is blocked in, or None while it works.
     """
 
     def __init__(self) -> None:
@@ -87,37 +85,37 @@ class Activity:
         self.wait: Waiting | None = None
 
     def share(self, memory: memoryview) -> None:
-        """Write into `memory`, SLOT_BYTES long, from now on; what is noted goes along."""
+        """Move the slots, with their values, into `memory`, SLOT_BYTES long."""
         shared = memory.cast("q")
         shared[:] = self.slots
         self.slots = shared
 
     def note(self, wait: Waiting | None) -> None:
-        """What the main thread waits for, or that it no longer does. Of others, such as one that saves, nothing is noted."""
+        """Record what the main thread waits for, or None. Calls from other threads, such as one that saves, do nothing."""
         if get_ident() == _MAIN_THREAD:
             self.wait = wait
 
     def enter(self, phase: Phase) -> None:
-        """Begin something else."""
+        """Begin a phase."""
         self.slots[PHASE] = phase
 
     def reset(self) -> None:
-        """A new engine: its first batch may take its time."""
+        """Start over for a new engine, whose first batch is untimed again."""
         self.wait = None
         self.slots[STEADY] = self.slots[EVALUATES] = self.slots[UNTIMED] = 0
         self.slots[PHASE] = Phase.SETUP
 
-    def start_program(self, program: Program, training: bool) -> memoryview:
-        """A batch's list begins: note its POSITION in the slots returned."""
+    def start_program(self, num_micro_batches: int, training: bool) -> memoryview:
+        """Begin a batch; the caller writes the POSITION of each instruction into the returned slots."""
         slots = self.slots
-        slots[POSITION], slots[PROGRAM] = 0, program_code(program.num_micro_batches, training)
+        slots[POSITION], slots[PROGRAM] = 0, 2 * num_micro_batches + training
         slots[BATCH] += 1
         slots[PHASE] = Phase.PROGRAM
         return slots
 
     @contextmanager
     def untimed(self, phase: Phase) -> Iterator[None]:
-        """`phase` for the time of a `with` block, which may take as long as it likes; an exception leaves it noted."""
+        """Enter `phase` for the time of the block, which no timeout limits. After an exception the phase stays noted."""
         before = self.slots[PHASE]
         self.slots[PHASE] = phase
         self.slots[UNTIMED] += 1
@@ -128,10 +126,12 @@ class Activity:
         self.slots[PHASE] = before
 
 
+def program_of(slots: memoryview) -> tuple[int, bool]:
+    """Return (number of micro-batches, whether it trains) of the program that the slots name."""
+    num_micro_batches, training = divmod(slots[PROGRAM], 2)
+    return num_micro_batches, bool(training)
+
+
 def is_untimed(slots: memoryview) -> bool:
-    """Whether a process with these slots may take as long as it likes: in a first batch, too, it has much to prepare."""
+    """Return whether no timeout applies to a process with these slots, as in its first batch, which has much to prepare."""
     return bool(not slots[STEADY] or slots[EVALUATES] or slots[UNTIMED])
-
-
-ACTIVITY = Activity()
-"""This process's."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +24,7 @@ def slices() -> ProcessGroups:
 
 def opened(limit_s: float = 60.0) -> tuple[AllReduce, ProcessGroups, torch.device]:
     groups, device = slices(), torch.device("cuda", torch.cuda.current_device())
-    open_all_reduce(groups, device, True, limit_s)
-    kernel: Any = groups.model.kernels.all_reduce
+    kernel = open_all_reduce(groups, device, limit_s)
     assert kernel is not None, "p3d doctor says why"
     return kernel, groups, device
 

@@ -81,9 +81,9 @@ class TimedTransport(DistributedTransport):
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
         super().send([*tensors, torch.tensor([CLOCK.now], dtype=torch.float64)], stage)
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
+    def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
         stamp = TensorKind((1,), torch.float64, torch.device("cpu"))
-        *others, last, stamped = super().receive([*kinds, stamp], stage, behind)
+        *others, last, stamped = super().receive([*kinds, stamp], stage)
         return [*others, _Arrival(last, stamped)]
 
 

@@ -11,74 +11,87 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.activity import ACTIVITY, Waiting
+from parallel3d.activity import Activity, Waiting
 
 # Why torch.compile's graphs break at collectives that autograd follows.
 COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgraph"
 
 
-class ReduceKernel(Protocol):
-    """A kernel of this package that sums over a group, of comm/all_reduce_kernel.py."""
+class AllReduceKernel(Protocol):
+    """Implementation of the all-reduce of a group by a kernel of this package."""
 
-    number: int
+    number: int  # names the kernel to torch's operators, see kernels/peers.py
 
     def takes(self, x: Tensor) -> bool:
-        """Whether it sums such tensors."""
+        """Return whether it sums tensors like `x`; the same on every rank."""
 
     def start(self, x: Tensor) -> Work:
-        """Sum x, contiguous, in place, beside the current stream."""
+        """Start to sum `x`, contiguous, in place, on another stream than the current one."""
 
 
 class ReduceScatterKernel(Protocol):
-    """A kernel of this package that reduces gradients over a group, of comm/reduce_scatter_kernel.py."""
+    """Implementation of the reduction of gradients over a group by a kernel of this package."""
 
     def takes(self, whole: Tensor, output: Tensor, wire: torch.dtype) -> bool:
-        """Whether it reduces such tensors."""
+        """Return whether it reduces tensors like these; the same on every rank."""
 
     def squares_size(self, numel: int, wire: torch.dtype) -> int:
-        """Of the float64 tensor that gets a shard's sums of squares."""
+        """Return the length of the float64 tensor `squares` for a shard of `numel` elements."""
 
     def start(self, output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None) -> Work:
-        """output [n] (+)= the sum of every rank's part of whole [ranks * n], beside the current stream.
+        """Start output [n] (+)= the sum of every rank's part of whole [ranks * n], on another stream than the current one.
 
-        wire: in which parts travel; squares: gets what sums up to the results' squares.
+        - wire: the dtype in which parts travel.
+        - squares: receives numbers whose sum is the sum of the results' squares.
         """
 
 
-class Copies(Protocol):
-    """Messages between the ranks of a group that take no multiprocessor, of comm/shard_copies.py."""
+class ShardMessages(Protocol):
+    """Messages between the ranks of a group that occupy no multiprocessor."""
 
     most_bytes: int
 
     def takes(self, x: Tensor) -> bool:
-        """Whether such tensors can be sent."""
+        """Return whether tensors like `x` can be sent; the same on every rank."""
 
     def send(self, x: Tensor, peer: int) -> None:
-        """Post x, contiguous and of at most most_bytes, to a peer, by its place in the group."""
+        """Post x, contiguous and of at most most_bytes, to a peer, given by its index in the group."""
 
     def taken(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> AbstractContextManager[Tensor]:
-        """The next message of a peer, for work on the current stream, until which it is the peer's again."""
+        """Open a peer's next message in place for work on the current stream; on exit its memory is the peer's again."""
 
     def receive(self, out: Tensor, peer: int) -> Work:
         """Post the receipt of a peer's next message into `out`, contiguous."""
 
 
-@dataclass
-class Kernels:
-    """What a group's ranks communicate by instead of the backend, once an engine has opened it."""
-
-    all_reduce: ReduceKernel | None = None
-    reduce_scatter: ReduceScatterKernel | None = None
-    copies: Copies | None = None
-
-
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Group:
-    """Global ranks that communicate, in group order; `handle` is None for a group of one."""
+    """Communicator of global ranks, in group order.
+
+    - handle: torch's process group; None for a group of one.
+    - activity: records what this process waits for.
+    - all_reduce_kernel, reduce_scatter_kernel, shard_messages: what communicates instead of the backend, where an engine has
+      opened it for this group (the `use_` methods).
+    """
 
     ranks: tuple[int, ...]
     handle: dist.ProcessGroup | None
-    kernels: Kernels = field(default_factory=Kernels, compare=False, repr=False, kw_only=True)
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False, kw_only=True)
+    all_reduce_kernel: AllReduceKernel | None = field(default=None, init=False, compare=False, repr=False)
+    reduce_scatter_kernel: ReduceScatterKernel | None = field(default=None, init=False, compare=False, repr=False)
+    shard_messages: ShardMessages | None = field(default=None, init=False, compare=False, repr=False)
+
+    def use_all_reduce(self, kernel: AllReduceKernel | None) -> None:
+        """All-reduce by this kernel from now on; None: by the backend. The same on every rank."""
+        self.all_reduce_kernel = kernel
+
+    def use_reduce_scatter(self, kernel: ReduceScatterKernel | None) -> None:
+        """Reduce gradients by this kernel from now on; None: by the backend. The same on every rank."""
+        self.reduce_scatter_kernel = kernel
+
+    def use_shard_messages(self, messages: ShardMessages | None) -> None:
+        """Exchange shards by these messages from now on; None: by collectives. The same on every rank."""
+        self.shard_messages = messages
 
     @property
     def size(self) -> int:
@@ -87,27 +100,32 @@ class Group:
 
     @property
     def index(self) -> int:
-        """This process's place in the group."""
+        """Index of this process in the group."""
         return 0 if self.handle is None else dist.get_rank(self.handle)
 
+    def waiting(self, what: str, ranks: tuple[int, ...] | None = None) -> Waiting:
+        """Return a wait to note: `what` in words, for `ranks` (default: all of the group)."""
+        return Waiting(self.activity, what, self.ranks if ranks is None else ranks)
+
     def __deepcopy__(self, memo: Any) -> Group:
-        """The same group: a copy of a layer communicates with the same ranks."""
+        """Return this group: a copy of a layer communicates with the same ranks."""
         return self
 
 
-@dataclass(frozen=True)
 class ImaginedGroup(Group):
-    """Ranks that aren't there, of which this process stands for the first: for traces on tensors without values.
+    """Group of ranks that do not exist, of which this process plays the first: for traces on tensors without values.
 
-    Nothing is communicated, and results have any values. note(kind, nbytes) hears of each all_reduce, all_gather and
-    reduce_scatter, with the bytes of the whole tensor, and what it returns of when it is waited for.
+    Nothing is communicated and results have any values. Each all_reduce, all_gather and reduce_scatter calls
+    note(kind, bytes of the whole tensor), whose result is the collective's Work.
     """
 
-    note: Callable[[str, int], Work]
+    def __init__(self, size: int, note: Callable[[str, int], Work]):
+        super().__init__(tuple(range(size)), None)
+        self.note = note
 
 
 def _imagined(group: Group, kind: str, whole: Tensor) -> Work | None:
-    """Of an imagined group, which hears of this collective, all that there is to wait for."""
+    """Report a collective to an imagined group and return its Work; None for a real group."""
     return group.note(kind, whole.nbytes) if isinstance(group, ImaginedGroup) else None
 
 
@@ -115,10 +133,10 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> Any:
-        """CPU: block until done. CUDA: make the current stream wait, not the host."""
+        """CPU: block until it is done. CUDA: make the current stream wait, not the host."""
 
     def is_completed(self) -> bool:
-        """Whether it is done, without waiting."""
+        """Return whether it is done, without waiting."""
 
 
 class _Done:
@@ -133,30 +151,31 @@ DONE: Work = _Done()
 
 
 class Awaited:
-    """A Work whose waiting is noted as this process's activity: `what`, of `ranks`."""
+    """A Work that notes the process's activity while the process waits for it."""
 
-    __slots__ = ("_noted", "_work")
+    __slots__ = ("_waiting", "_work")
 
-    def __init__(self, work: Work, what: str, ranks: tuple[int, ...]):
-        # Noted is not this object: what is noted may outlive the work, and its tensors should not.
-        self._work, self._noted = work, Waiting(what, ranks)
+    def __init__(self, work: Work, waiting: Waiting):
+        # A separate object is noted, not this one: the note may outlive the work, and must not keep its tensors alive.
+        self._work, self._waiting = work, waiting
 
     def is_completed(self) -> bool:
-        """See Work."""
+        """Return whether the work is done, without waiting."""
         return self._work.is_completed()
 
     def wait(self) -> Any:
-        """See Work."""
-        ACTIVITY.note(self._noted)  # left there by an exception: it says where that came from
+        """Wait as the work does."""
+        activity = self._waiting.activity
+        activity.note(self._waiting)  # left there by an exception: it says where that came from
         result = self._work.wait()
-        ACTIVITY.note(None)
+        activity.note(None)
         return result
 
     def when_done(self, call: Callable[[], object], beside: torch.cuda.Stream | None) -> None:
-        """Run `call` when the work is done, and never where the backend doesn't tell, as of gloo's reduce-scatter.
+        """Run `call` when the work is done; never, where the backend has no future, as gloo's reduce-scatter.
 
-        beside: a stream for nothing else, on CUDA: `call` runs at once, with this as the current stream, behind the work. On
-        the CPU it runs in another thread. Nothing waits, and the work is to be waited for all the same.
+        On CUDA, `beside` is a stream used for nothing else: `call` runs now, with `beside` as the current stream after the
+        work. On the CPU, `call` runs in another thread. Nothing blocks here; the caller must still wait for the work.
         """
         if beside is not None:
             with torch.cuda.stream(beside):
@@ -187,7 +206,7 @@ def _all_reduce(tensor: Tensor, group: Group, op: Any) -> Work:
         return DONE
     work = dist.all_reduce(tensor, op=op, group=group.handle, async_op=True)
     assert work is not None
-    return Awaited(work, "an all-reduce", group.ranks)
+    return Awaited(work, group.waiting("an all-reduce"))
 
 
 # torch 2.13 renames these two and deprecates the old names.
@@ -205,7 +224,7 @@ def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
         return DONE
     work = _reduce_scatter(shard, whole, group=group.handle, async_op=True)
     assert work is not None
-    return Awaited(work, "a reduce-scatter", group.ranks)
+    return Awaited(work, group.waiting("a reduce-scatter"))
 
 
 def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
@@ -218,13 +237,13 @@ def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
         return DONE
     work = _all_gather(whole, shard, group=group.handle, async_op=True)
     assert work is not None
-    return Awaited(work, "an all-gather", group.ranks)
+    return Awaited(work, group.waiting("an all-gather"))
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:
     """Copy `tensor` from global rank `source` to the group, in place."""
     if group.handle is not None:
-        with Waiting("a broadcast", group.ranks):
+        with group.waiting("a broadcast"):
             dist.broadcast(tensor, source, group=group.handle)
 
 
@@ -234,7 +253,7 @@ def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:
         return [values]
     mine = torch.tensor(values, dtype=torch.int64)
     gathered = [torch.empty_like(mine) for _ in group.ranks]
-    with Waiting("an agreement", group.ranks):
+    with group.waiting("an agreement"):
         dist.all_gather(gathered, mine, group=group.handle)
     return [t.tolist() for t in gathered]
 
@@ -249,7 +268,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     if group.handle is None:
         return [value]
     gathered: list[Any] = [None] * group.size
-    with Waiting("an exchange", group.ranks):
+    with group.waiting("an exchange"):
         dist.all_gather_object(gathered, value, group=group.handle)
     return gathered
 
@@ -257,13 +276,13 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
 def send_bytes(tensor: Tensor, rank: int, group: Group) -> None:
     """Send a tensor's bytes to a global rank, from the host, over a CPU group; for export, not for a step."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    with Waiting(f"rank {rank} to take a message", (rank,)):
+    with group.waiting(f"rank {rank} to take a message", (rank,)):
         dist.send(data, rank, group=group.handle)
 
 
 def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Group) -> Tensor:
     """A tensor, on the host, whose bytes a global rank sends over a CPU group."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    with Waiting(f"a message of rank {rank}", (rank,)):
+    with group.waiting(f"a message of rank {rank}", (rank,)):
         dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle)
     return tensor

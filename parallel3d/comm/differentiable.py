@@ -46,7 +46,7 @@ def start_all_reduce(x: Tensor, group: Group, hidden: bool = False) -> Started:
 
     hidden: behind a product that runs meanwhile, which the backend's few multiprocessors slow down less than a kernel's many.
     """
-    kernel = None if hidden else group.kernels.all_reduce
+    kernel = None if hidden else group.all_reduce_kernel
     if kernel is not None and kernel.takes(x):
         work = kernel.start(x)
     else:
@@ -56,7 +56,7 @@ def start_all_reduce(x: Tensor, group: Group, hidden: bool = False) -> Started:
 
 def _sum(x: Tensor, group: Group, in_place: bool) -> Tensor:
     """The sum over the group, at once, in the memory of `x` or not."""
-    kernel = group.kernels.all_reduce
+    kernel = group.all_reduce_kernel
     if kernel is None or not kernel.takes(x):
         # A gradient that arrives here may be another consumer's too.
         return start_all_reduce(x if in_place else x.clone(memory_format=torch.contiguous_format), group)()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
+from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group, ImaginedGroup, Work
 from parallel3d.comm.environment import init_distributed
 from parallel3d.errors import TopologyError
@@ -16,7 +17,8 @@ from parallel3d.topology import ProcessTopology
 class ProcessGroups:
     """The groups this rank belongs to. Every rank must build them from the same topology at the same place.
 
-    world: all ranks; control: all ranks, on the CPU, for the few integers that ranks agree on before a batch.
+    world: all ranks; control: all ranks, on the CPU, for the few integers that ranks agree on before a batch; activity: what
+    this process does, of all its groups.
     Raises TopologyError when the topology is not one of this world.
     """
 
@@ -31,10 +33,11 @@ class ProcessGroups:
                 f"the topology {sizes} = {topology.world_size()} ranks does not fit a world of {world_size}; "
                 f"start {topology.world_size()} processes or change the axes"
             )
+        self.activity = Activity()
         everyone = tuple(range(world_size))
         alone = world_size == 1
-        self.world = Group(everyone, None if alone else dist.group.WORLD)
-        self.control = Group(everyone, None if alone else dist.new_group(backend="gloo"))
+        self.world = Group(everyone, None if alone else dist.group.WORLD, activity=self.activity)
+        self.control = Group(everyone, None if alone else dist.new_group(backend="gloo"), activity=self.activity)
         self.pipe = self._axis("pipe")
         self.data = self._axis("data")
         self.model = self._axis("model")
@@ -71,12 +74,12 @@ class ProcessGroups:
                 continue
             handle = dist.new_group(list(ranks), pg_options=options)
             if self.rank in ranks:
-                mine = Group(ranks, handle)
+                mine = Group(ranks, handle, activity=self.activity)
         return mine
 
     def alone(self) -> Group:
         """The group of this rank alone."""
-        return Group((self.rank,), None)
+        return Group((self.rank,), None, activity=self.activity)
 
     def unsliced(self) -> ProcessGroups:
         """These groups for layers that are built whole, by this rank alone: its slice group has one rank."""
@@ -93,8 +96,9 @@ class ProcessGroups:
         groups = cls.__new__(cls)
         groups.topology = ProcessTopology(["pipe", "data", "model"], [1, 1, num_slices])
         groups.rank = 0
+        groups.activity = Activity()
         groups.pipe = groups.data = alone = Group((0,), None)
-        groups.model = ImaginedGroup(tuple(range(num_slices)), None, note) if num_slices > 1 else alone
+        groups.model = ImaginedGroup(num_slices, note) if num_slices > 1 else alone
         groups.world = groups.control = groups.model
         return groups
 

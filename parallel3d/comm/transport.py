@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.activity import Waiting
 from parallel3d.comm.collectives import DONE, Awaited, Work
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
@@ -136,18 +135,20 @@ class DistributedTransport:
             works = [dist.isend(data, target, group=group, tag=tag) for data in message]
         for work, data in zip(works, message, strict=True):
             assert work is not None
-            self._sent.append((Awaited(work, f"rank {target} to take a message", (target,)), data))
+            self._sent.append(
+                (Awaited(work, self._groups.pipe.waiting(f"rank {target} to take a message", (target,))), data)
+            )
 
     def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
         """See Transport."""
         source = self._groups.pipe.ranks[stage]
-        what, ranks = f"a message of rank {source}", (source,)
+        waiting = self._groups.pipe.waiting(f"a message of rank {source}", (source,))
         full = [kind for kind in kinds if kind.nbytes]
         if self._copies is not None and not self._by_host:
             inbound: Iterator[Incoming] = iter(self._copies.receive(full, stage))
         else:
             inbound = (self._receive_by_backend(kind, stage) for kind in full)
-        return [Awaited(next(inbound), what, ranks) if kind.nbytes else _Buffered(DONE, kind.empty()) for kind in kinds]
+        return [Awaited(next(inbound), waiting) if kind.nbytes else _Buffered(DONE, kind.empty()) for kind in kinds]
 
     def _receive_by_backend(self, kind: TensorKind, stage: int) -> _Buffered:
         source, buffer = self._groups.pipe.ranks[stage], kind.empty()
@@ -172,16 +173,18 @@ class DistributedTransport:
         for data in (torch.tensor([payload.numel()]), payload):
             work = dist.isend(data, target, group=self._groups.control.handle, tag=_HEADER_TAG)
             assert work is not None
-            self._sent.append((Awaited(work, f"rank {target} to take a message", (target,)), data))
+            self._sent.append(
+                (Awaited(work, self._groups.pipe.waiting(f"rank {target} to take a message", (target,))), data)
+            )
 
     def receive_header(self, stage: int) -> Any:
         """See Transport."""
-        source, group = self._groups.pipe.ranks[stage], self._groups.control.handle
+        source, group = self._groups.pipe.ranks[stage], self._groups.control
         size = torch.zeros(1, dtype=torch.int64)
-        with Waiting(f"a message of rank {source}", (source,)):
-            dist.recv(size, source, group=group, tag=_HEADER_TAG)
+        with group.waiting(f"a message of rank {source}", (source,)):
+            dist.recv(size, source, group=group.handle, tag=_HEADER_TAG)
             payload = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(payload, source, group=group, tag=_HEADER_TAG)
+            dist.recv(payload, source, group=group.handle, tag=_HEADER_TAG)
         return pickle.loads(payload.numpy().tobytes())
 
     def finish(self) -> None:

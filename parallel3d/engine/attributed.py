@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from parallel3d.activity import ACTIVITY, EVALUATES, PHASE, Phase
+from parallel3d.activity import EVALUATES, PHASE, Phase
+from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import PeerError
 from parallel3d.failures.process import Attribution
 from parallel3d.failures.watchdog import follows
@@ -16,6 +17,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 E = TypeVar("E", bound="Attributed")
 
+
+class _HasGroups(Protocol):
+    _groups: ProcessGroups
+
+
+G = TypeVar("G", bound=_HasGroups)
+
 # Where an exception on one rank leaves the others waiting. Before, all agree on it; in single calls the script may recover.
 _TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP})
 
@@ -23,11 +31,12 @@ _TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP})
 class Attributed:
     """The part of an engine that knows of failures."""
 
+    _groups: ProcessGroups
     _attribution: Attribution
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Inside, this rank may take as long as it likes, while others wait for it: failures.timeout_s doesn't count."""
-        return ACTIVITY.untimed(Phase.UNWATCHED)
+        return self._groups.activity.untimed(Phase.UNWATCHED)
 
 
 def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Callable[Concatenate[E, P], R]]:
@@ -39,15 +48,16 @@ def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Calla
     def decorate(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
         @functools.wraps(method)
         def run(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            ACTIVITY.wait = None
-            ACTIVITY.enter(phase)
+            activity = self._groups.activity
+            activity.wait = None
+            activity.enter(phase)
             if phase is not Phase.CALL:  # in calls, engine.eval() says it
-                ACTIVITY.slots[EVALUATES] = phase is Phase.EVALUATING
+                activity.slots[EVALUATES] = phase is Phase.EVALUATING
             try:
                 result = method(self, *args, **kwargs)
             except Exception as error:
                 lost = follows(error) and not isinstance(error, PeerError)
-                if lost or ACTIVITY.slots[PHASE] in _TOGETHER:
+                if lost or activity.slots[PHASE] in _TOGETHER:
                     self._attribution.failed(error)
                 raise
             self._attribution.done()
@@ -56,3 +66,14 @@ def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Calla
         return run
 
     return decorate
+
+
+def untimed(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
+    """Decorate an engine method that saves or loads: failures.timeout_s does not apply while it runs."""
+
+    @functools.wraps(method)
+    def run(self: G, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._groups.activity.untimed(Phase.SAVING):
+            return method(self, *args, **kwargs)
+
+    return run

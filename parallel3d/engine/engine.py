@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.activity import ACTIVITY, EVALUATES, STEADY, Phase
+from parallel3d.activity import EVALUATES, STEADY, Phase
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.groups import PipelineParallelGrid
@@ -168,11 +168,11 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         lr_kwargs: what the learning-rate schedule's `step` takes.
         """
         self._monitor.computed()
-        ACTIVITY.enter(Phase.REDUCING)
+        self._groups.activity.enter(Phase.REDUCING)
         self._update.reducer.finish_step()
         self._monitor.reduced()
         loss = self._update.reduce_scalars(own_loss)
-        ACTIVITY.enter(Phase.STEP)
+        self._groups.activity.enter(Phase.STEP)
         profile = self._memory_profile if self._memory_next else None
         with profile.step.running() if profile is not None else nullcontext():
             taken = self._update.step(self.global_steps + 1)
@@ -188,7 +188,7 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         self._report(loss)
         self._record_run()
         self._standing.after_step()
-        ACTIVITY.slots[STEADY] = 1
+        self._groups.activity.slots[STEADY] = 1
         return loss
 
     @attributed(Phase.EVALUATING)
@@ -369,7 +369,7 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
     def train(self, mode: bool = True) -> Engine:
         """As torch's, for the module."""
         self._model.train(mode)
-        ACTIVITY.slots[EVALUATES] = not mode
+        self._groups.activity.slots[EVALUATES] = not mode
         return self
 
     def eval(self) -> Engine:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.activity import ACTIVITY, Phase
 from parallel3d.checkpoint.directory import complete_checkpoints
 from parallel3d.checkpoint.export import write_one_file
 from parallel3d.checkpoint.files import SINGLE
@@ -27,6 +26,7 @@ from parallel3d.checkpoint.save import Contents, Meeting, Saver
 from parallel3d.checkpoint.values import encode
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
+from parallel3d.engine.attributed import untimed
 from parallel3d.engine.calls import StepByCalls
 from parallel3d.engine.contents import Json, ReplicaState, layout_of, parts_of_engine
 from parallel3d.engine.loading import BatchLoader
@@ -64,7 +64,7 @@ class Saving:
         self._saver = Saver(self._meeting, self.config.checkpoint)
         self._replica_state = ReplicaState(self._model)
 
-    @ACTIVITY.untimed(Phase.SAVING)
+    @untimed
     def save_checkpoint(
         self,
         save_dir: Location,
@@ -101,7 +101,7 @@ class Saving:
         self._saver.save(place, name, save_latest, collect, self._summarize)
         return True
 
-    @ACTIVITY.untimed(Phase.SAVING)
+    @untimed
     def save_16bit_model(
         self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -132,7 +132,7 @@ class Saving:
         self._meeting.attempt("save_16bit_model", assemble, lambda values: [None] * len(values))
         return True
 
-    @ACTIVITY.untimed(Phase.SAVING)
+    @untimed
     def wait_for_checkpoint(self) -> None:
         """Return when what checkpoint.async_save was to write is on the disk. Raises CheckpointError if it failed."""
         self._saver.wait()
@@ -175,7 +175,7 @@ class Saving:
         state = {**everyone[0]["shared"], "optimizer": optimizer, "left_out": left_out, "huggingface": huggingface}
         return state, [own["rank"] for own in everyone]
 
-    @ACTIVITY.untimed(Phase.SAVING)
+    @untimed
     def load_checkpoint(
         self,
         load_dir: Location,

@@ -7,7 +7,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 
-from parallel3d.activity import ACTIVITY, BATCH, NAMES, PHASE, POSITION, PROGRAM, SLOT_BYTES, Phase, is_untimed
+from parallel3d.activity import BATCH, PHASE, POSITION, SLOT_BYTES, Activity, Phase, is_untimed, program_of
 from parallel3d.comm.collectives import Group, all_gather_object
 from parallel3d.failures.verdict import Place
 from parallel3d.schedule.instructions import Program
@@ -17,16 +17,16 @@ ProgramOf = Callable[[int, bool], Program | None]
 
 
 class Neighbours:
-    """The slots of ACTIVITY of every rank on this host, mapped from a file that nobody can see any more.
+    """The activity slots of every rank on this host, mapped from a file that nobody can see any more.
 
     hosts: every rank's. Collective over `control`, all ranks.
     """
 
-    def __init__(self, control: Group):
+    def __init__(self, control: Group, activity: Activity):
         host = socket.gethostname()
         with tempfile.NamedTemporaryFile(prefix="parallel3d_activity_") as file:
             file.truncate(SLOT_BYTES)
-            ACTIVITY.share(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)))
+            activity.share(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)))
             everyone = all_gather_object((host, file.name), control)
             self.hosts = [other for other, _ in everyone]
             self._slots: dict[int, memoryview] = {}
@@ -36,10 +36,10 @@ class Neighbours:
                     self._slots[rank] = slots
             all_gather_object(None, control)  # they all have it open: the file may go
 
-    def place(self, rank: int, stage: int, program_of: ProgramOf) -> Place | None:
+    def place(self, rank: int, stage: int, find_program: ProgramOf) -> Place | None:
         """Where that rank is; None for one of another host."""
         slots = self._slots.get(rank)
-        return None if slots is None else place_in(slots, stage, program_of)
+        return None if slots is None else place_in(slots, stage, find_program)
 
     @property
     def ranks(self) -> list[int]:
@@ -55,14 +55,14 @@ def _mapped(name: str) -> memoryview | None:
         return None
 
 
-def place_in(slots: memoryview, stage: int, program_of: ProgramOf) -> Place:
+def place_in(slots: memoryview, stage: int, find_program: ProgramOf) -> Place:
     """Where a rank of that stage with these slots is."""
     phase = Phase(slots[PHASE])
-    place = Place(NAMES[phase], slots[BATCH], is_untimed(slots))
+    place = Place(phase.description, slots[BATCH], is_untimed(slots))
     if phase is not Phase.PROGRAM:
         return place
-    num_micro_batches, training = divmod(slots[PROGRAM], 2)
-    program, position = program_of(num_micro_batches, bool(training)), slots[POSITION]
+    key = program_of(slots)
+    program, position = find_program(*key), slots[POSITION]
     if program is None or position >= len(program.instructions[stage]):
         return place
     i = program.instructions[stage][position]
@@ -74,5 +74,5 @@ def place_in(slots: memoryview, stage: int, program_of: ProgramOf) -> Place:
         i.chunk,
         i.micro_batch,
         position,
-        (num_micro_batches, bool(training)),
+        key,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.activity import ACTIVITY, EVALUATES, SLOT_BYTES, Phase
+from parallel3d.activity import EVALUATES, SLOT_BYTES, Phase
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.store import failure_store
@@ -62,15 +62,24 @@ class Attribution:
         self._rank = groups.rank
         self._watchdog: Watchdog | None = None
         self._told: BaseException | None = None
-        ACTIVITY.reset()
+        self.activity = groups.activity
+        self.activity.reset()
         if groups.world.size == 1:
             return
         run = all_gather_object(uuid.uuid4().hex, groups.control)[0]
-        neighbours = Neighbours(groups.control)
+        neighbours = Neighbours(groups.control, self.activity)
         stages = [groups.coordinate("pipe", rank) for rank in groups.world.ranks]
         board = Board(failure_store(), run, groups.rank, groups.world.size)
         self._watchdog = Watchdog(
-            board, neighbours, groups.rank, stages, program_of, settings, self.device_mark.is_ahead, _PROCESS.signals
+            board,
+            neighbours,
+            self.activity,
+            groups.rank,
+            stages,
+            program_of,
+            settings,
+            self.device_mark.is_ahead,
+            _PROCESS.signals,
         )
         weakref.finalize(owner, self._watchdog.close)
         _PROCESS.take(self)
@@ -91,7 +100,7 @@ class Attribution:
 
     def done(self) -> None:
         """A call is over: what comes is the script's own."""
-        ACTIVITY.enter(Phase.EVALUATING if ACTIVITY.slots[EVALUATES] else Phase.USER)
+        self.activity.enter(Phase.EVALUATING if self.activity.slots[EVALUATES] else Phase.USER)
         self.device_mark.set()
 
     def failed(self, error: BaseException) -> None:
@@ -177,9 +186,10 @@ class _Process:
 
     def _forget(self) -> None:
         """A forked child, such as a loader's worker, has no watchdog: signals are its own affair."""
+        if self._attribution is not None:
+            self._attribution.activity.share(memoryview(bytearray(SLOT_BYTES)))
         self._attribution, self._reader = None, -1
         signal.set_wakeup_fd(-1)
-        ACTIVITY.share(memoryview(bytearray(SLOT_BYTES)))
         if signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from parallel3d.activity import ACTIVITY, BATCH, PHASE, Phase, is_untimed
+from parallel3d.activity import BATCH, PHASE, Activity, Phase, is_untimed
 from parallel3d.comm.store import follows_from_peer
 from parallel3d.config import FailuresConfig
 from parallel3d.errors import ExecutionError, PeerError
@@ -52,7 +52,7 @@ class _Incident:
 
 
 class Watchdog:
-    """Watches ACTIVITY of this process for `failures.timeout_s`, and the board for incidents that others open.
+    """Watches the activity of this process for `failures.timeout_s`, and the board for incidents that others open.
 
     stages: of every rank; program_of: see Neighbours; device_is_busy: with batches that the host has done; signals: the
     numbers of those that came since it was last called. `close` ends it.
@@ -62,6 +62,7 @@ class Watchdog:
         self,
         board: Board,
         neighbours: Neighbours,
+        activity: Activity,
         rank: int,
         stages: list[int],
         program_of: ProgramOf,
@@ -69,7 +70,7 @@ class Watchdog:
         device_is_busy: Callable[[], bool],
         signals: Callable[[], bytes],
     ):
-        self._board, self._neighbours = board, neighbours
+        self._board, self._neighbours, self._activity = board, neighbours, activity
         self._rank, self._stages, self._program_of = rank, stages, program_of
         self._settings = settings
         self._device_is_busy, self._signals = device_is_busy, signals
@@ -124,7 +125,7 @@ class Watchdog:
             self._read_signals()
             if self._closed:
                 return
-            if self._signal is not None and self._judged_at == ACTIVITY.slots[BATCH]:
+            if self._signal is not None and self._judged_at == self._activity.slots[BATCH]:
                 self._end_as_asked()
             due = self._failure is not None or self._signal is not None or self._is_late()
             if due or self._board.is_open(self._incident):
@@ -138,12 +139,12 @@ class Watchdog:
     def _is_late(self) -> bool:
         """Whether this rank has been waiting for so long that somebody must be late."""
         now, timeout = time.monotonic(), self._settings.timeout_s
-        stamp = (bytes(ACTIVITY.slots), ACTIVITY.wait)
+        stamp = (bytes(self._activity.slots), self._activity.wait)
         if stamp != self._stamp:
             self._stamp, self._since = stamp, now
-        if not timeout or now < max(self._since + timeout, self._not_before) or is_untimed(ACTIVITY.slots):
+        if not timeout or now < max(self._since + timeout, self._not_before) or is_untimed(self._activity.slots):
             return False
-        return ACTIVITY.wait is not None or self._device_is_busy()
+        return self._activity.wait is not None or self._device_is_busy()
 
     def _settle(self, opened: bool) -> None:
         incident = _Incident(self._incident, self._report())
@@ -190,8 +191,8 @@ class Watchdog:
 
     def _report(self) -> Report:
         failure, now = self._failure, time.monotonic()
-        wait = ACTIVITY.wait
-        place = place_in(ACTIVITY.slots, self._stages[self._rank], self._program_of)
+        wait = self._activity.wait
+        place = place_in(self._activity.slots, self._stages[self._rank], self._program_of)
         report = Report(
             self._rank,
             self._stages[self._rank],
@@ -203,7 +204,7 @@ class Watchdog:
         )
         if wait is not None:
             report = replace(report, waits=wait.what, waits_for=tuple(r for r in wait.ranks if r != self._rank))
-        elif self._device_is_busy() and ACTIVITY.slots[PHASE] != Phase.PROGRAM:
+        elif self._device_is_busy() and self._activity.slots[PHASE] != Phase.PROGRAM:
             others = tuple(r for r in range(len(self._stages)) if r != self._rank)
             report = replace(report, waits="its device, busy with the last batch", waits_for=others)
         if failure is not None:
@@ -244,7 +245,7 @@ class Watchdog:
             self._wake.wait(POLL_S)
             self._wake.clear()
             self._read_signals()
-        self._judged_at = ACTIVITY.slots[BATCH]
+        self._judged_at = self._activity.slots[BATCH]
         if self._failure is not None:
             self._release(verdict)
         elif not self._closed:

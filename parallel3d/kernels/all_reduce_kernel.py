@@ -107,19 +107,18 @@ class GatheredSums:
 def open_all_reduce(
     groups: ProcessGroups,
     device: torch.device,
-    asked: bool,
     limit_s: float = DEFAULT_TIMEOUT.total_seconds(),
-) -> None:
-    """Let the group of tensor slices sum by the kernel, if that is asked for and every group of the world can.
+) -> AllReduce | None:
+    """Open the kernel for this rank's group; None unless every group of the world can have it.
 
-    One warning says why what was asked for is not to be had. Collective over the world. limit_s: how long a kernel waits for
+    One warning says why it is not available. Collective over the world. limit_s: how long a kernel waits for
     a peer.
     """
-    groups.model.kernels.all_reduce = None
-    if not asked or groups.model.size == 1:
-        return
+    if groups.model.size == 1:
+        return None
     found = open_kernel(groups, "model", device, "all_reduce", 2 * HALF_BYTES, AllReduce, limit_s, "tensor slices")
     if not isinstance(found, Obstacle):
-        groups.model.kernels.all_reduce = found
-    elif groups.rank == 0:
+        return found
+    if groups.rank == 0:
         warnings.warn(f"kernels.all_reduce: {found}; {groups.backend} sums tensor slices instead", stacklevel=2)
+    return None

@@ -138,18 +138,18 @@ class GatheredReductions:
 
 
 def open_reduce_scatter(
-    groups: ProcessGroups, device: torch.device, asked: bool, limit_s: float = DEFAULT_TIMEOUT.total_seconds()
-) -> None:
-    """Let replicas reduce gradients by the kernel, if that is asked for and every group of the world can.
+    groups: ProcessGroups, device: torch.device, limit_s: float = DEFAULT_TIMEOUT.total_seconds()
+) -> ReduceScatter | None:
+    """Open the kernel for this rank's group; None unless every group of the world can have it.
 
-    One warning says why what was asked for is not to be had. Collective over the world. limit_s: how long a kernel waits for
+    One warning says why it is not available. Collective over the world. limit_s: how long a kernel waits for
     a peer.
     """
-    groups.data.kernels.reduce_scatter = None
-    if not asked or groups.data.size == 1:
-        return
+    if groups.data.size == 1:
+        return None
     found = open_kernel(groups, "data", device, "reduce_scatter", 2 * HALF_BYTES, ReduceScatter, limit_s, "replicas")
     if not isinstance(found, Obstacle):
-        groups.data.kernels.reduce_scatter = found
-    elif groups.rank == 0:
+        return found
+    if groups.rank == 0:
         warnings.warn(f"kernels.reduce_scatter: {found}; {groups.backend} reduces gradients instead", stacklevel=2)
+    return None

@@ -15,5 +15,6 @@ def open_slices(groups: ProcessGroups, device: torch.device, config: Config) -> 
 
     Collective over the world.
     """
-    open_all_reduce(groups, device, config.kernels.all_reduce)
-    open_shard_copies(groups, device, config.tensor_parallel.copies_shards)
+    group = groups.model
+    group.use_all_reduce(open_all_reduce(groups, device) if config.kernels.all_reduce else None)
+    group.use_shard_messages(open_shard_copies(groups, device) if config.tensor_parallel.copies_shards else None)

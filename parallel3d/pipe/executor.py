@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from parallel3d.activity import ACTIVITY, POSITION
+from parallel3d.activity import POSITION
 from parallel3d.autograd.entry import Entry
 from parallel3d.errors import execution_error
 from parallel3d.optim.precision import Precision
@@ -143,7 +143,7 @@ class Executor:
         """
         self._batch, self._result, self._owners = batch, BatchResult(), owners
         tasks = self._plan(program)
-        now = ACTIVITY.start_program(program, batch.training)
+        now = self._module.groups.activity.start_program(program.num_micro_batches, batch.training)
         self._messages.begin(batch.signatures, batch.training)
         try:
             with torch.set_grad_enabled(batch.training):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.activity import ACTIVITY, PHASE, Phase
+from parallel3d.activity import PHASE, Phase
 from parallel3d.errors import NumericsError
 from parallel3d.pipe.module import PipelineModule
 
@@ -77,5 +77,9 @@ class NumericsCheck:
         kind = "NaN" if bool(values.isnan().any()) else "inf"
         amount = f"{count} of {values.numel()} values, the first at {wrong.nonzero()[0].tolist()}"
         # In a schedule, what runs the instruction says where that was.
-        place = "" if ACTIVITY.slots[PHASE] == Phase.PROGRAM else f"{self._place}, micro-batch {self._micro_batch()}: "
+        place = (
+            ""
+            if self._model.groups.activity.slots[PHASE] == Phase.PROGRAM
+            else f"{self._place}, micro-batch {self._micro_batch()}: "
+        )
         raise NumericsError(f"{place}{kind} in {what} ({amount}), the first that check_numerics found")

@@ -233,7 +233,7 @@ class SequenceBorder(Border):
 
         shard: rows of each rank.
         """
-        copies, whole = self.group.kernels.copies, shard * self.group.size
+        copies, whole = self.group.shard_messages, shard * self.group.size
         if copies is None or torch.is_grad_enabled() or not copies.takes(x):
             return None
         return ShardProducts(self.group, copies) if shard >= ROWS_FROM and self.length in (None, whole) else None

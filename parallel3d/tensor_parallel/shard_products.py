@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.autograd.split_backward import Factors, Pair, multiply, rows_of
-from parallel3d.comm.collectives import Copies, Group
+from parallel3d.comm.collectives import Group, ShardMessages
 from parallel3d.comm.differentiable import Started
 
 # A sample's shard as the messages that it takes: [samples * size][messages] of rows, [rows, features].
@@ -31,7 +31,7 @@ class ShardProducts:
     """
 
     group: Group
-    copies: Copies
+    copies: ShardMessages
 
     def start_gather(self, x: Tensor) -> Started:
         """[..., shard, features] -> [..., seq, features], every rank's."""

@@ -36,7 +36,7 @@ def open_update_kernels(
     if reduces and groups.data.size > 1 and not partitioned:
         unsharded = Obstacle("nothing is partitioned", "set zero_optimization.stage to 1 or 2")
         _warn(groups, "reduce_scatter", unsharded, f"{groups.backend} reduces gradients instead")
-    open_reduce_scatter(groups, device, reduces and partitioned)
+    groups.data.use_reduce_scatter(open_reduce_scatter(groups, device) if reduces and partitioned else None)
     if not steps:
         return None
     obstacle = local_obstacle(device) or optimizer_obstacle(optimizer) or _master_obstacle(buckets)

@@ -235,11 +235,11 @@ class GradientReducer:
         """Sum `flat` over data parallelism into the bucket's shard, onto what is there if `accumulate`."""
         bucket.is_cleared = False
         shard, dtype = bucket.gradient_shard, self._policy.communication_dtype or flat.dtype
-        kernel = self._data_group.kernels.reduce_scatter if self._partition.size > 1 else None
+        kernel = self._data_group.reduce_scatter_kernel if self._partition.size > 1 else None
         if kernel is not None and kernel.takes(flat, shard, dtype):
             squares = self._squares_of(bucket, kernel.squares_size(shard.numel(), dtype))
             work = kernel.start(shard, flat, dtype, accumulate, squares)
-            return _Reduction(Awaited(work, "a reduce-scatter", self._data_group.ranks))
+            return _Reduction(Awaited(work, self._data_group.waiting("a reduce-scatter")))
         if dtype != flat.dtype:
             sent = flat.to(dtype)
             part = sent[bucket.shard]

@@ -50,7 +50,8 @@ def train(group: Group, dtype: torch.dtype) -> list[Tensor]:
 def with_and_without() -> tuple[list[str], list[str], bool]:
     group = Group(tuple(range(dist.get_world_size())), dist.group.WORLD)
     plain = train(group, torch.float32)
-    group.kernels.all_reduce = stand_in = StandIn(group)
+    stand_in = StandIn(group)
+    group.use_all_reduce(stand_in)
     same = all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(plain, train(group, torch.float32), strict=True))
     used, stand_in.calls = stand_in.calls, []
     train(group, torch.float64)
@@ -64,25 +65,21 @@ def test_layers_use_a_groups_kernel_for_what_it_takes(run_ranks) -> None:
         assert for_float64 == []
 
 
-def asked(value: bool) -> tuple[list[str], bool]:
+def opened_on_cpu() -> tuple[list[str], bool]:
     groups = ProcessGroups(ProcessTopology(["data", "model"], [1, dist.get_world_size()]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        open_all_reduce(groups, torch.device("cpu"), value)
-    return [str(w.message) for w in caught], groups.model.kernels.all_reduce is None
+        kernel = open_all_reduce(groups, torch.device("cpu"))
+    return [str(w.message) for w in caught], kernel is None
 
 
 def test_on_the_cpu_the_backend_sums_with_one_warning(run_ranks) -> None:
-    (said, none), *others = run_ranks(2, asked, True)
+    (said, none), *others = run_ranks(2, opened_on_cpu)
     assert none
     assert others == [([], True)]
     (line,) = said
     assert line.startswith("kernels.all_reduce: ")
     assert "gloo sums tensor slices instead" in line
-
-
-def test_what_was_not_asked_for_warns_of_nothing(run_ranks) -> None:
-    assert run_ranks(2, asked, False) == [([], True)] * 2
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -97,7 +94,8 @@ def sums(requires_grad: bool) -> tuple[list[str], list[float], list[float]]:
     from parallel3d.comm.differentiable import reduce_from_region, reduce_from_region_
 
     group = Group(tuple(range(dist.get_world_size())), dist.group.WORLD)
-    group.kernels.all_reduce = stand_in = StandIn(group)
+    stand_in = StandIn(group)
+    group.use_all_reduce(stand_in)
     x = torch.tensor([1.0, 2.0], requires_grad=requires_grad)
     total = reduce_from_region(x, group)
     own = x * 1

@@ -96,7 +96,8 @@ def train(stage: int, communication: str, kernels: dict[str, bool], stand_in: bo
     calls: list[tuple[bool, bool]] = []
     if stand_in:
         group = engine._groups.data
-        group.kernels.reduce_scatter = standing_in = StandIn(group)
+        standing_in = StandIn(group)
+        group.use_reduce_scatter(standing_in)
         calls = standing_in.calls
     batches = iter(data(dist.get_rank()))
     losses, norms = [], []

@@ -333,14 +333,15 @@ def check_copies() -> None:
         for samples, most_rows in ((1, 4), (3, 3)):
             model, reference = build(make, layers), build(make, plain)
             x = torch.randn(samples, seq, HIDDEN, dtype=torch.float64)
-            group.kernels.copies = messages = ShardMessages(group, most_rows * HIDDEN * x.itemsize)
+            messages = ShardMessages(group, most_rows * HIDDEN * x.itemsize)
+            group.use_shard_messages(messages)
             try:
                 with mock.patch.object(regions, "ROWS_FROM", 1):
                     compare(
                         model, reference, lambda m, x, model=model: run_whole(m, x, layers if m is model else plain), x
                     )
             finally:
-                group.kernels.copies = None
+                group.use_shard_messages(None)
             messages.finish()
             # Each of two layers gathers and scatters forward and backward, and the first gathers its input once more.
             pieces = -(-4 // most_rows) * samples * (group.size - 1)

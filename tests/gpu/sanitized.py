@@ -40,8 +40,7 @@ def main() -> None:
 def sums(device: torch.device) -> None:
     """All-reduces, one-shot and two-shot."""
     groups = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [1, 1, dist.get_world_size()]))
-    open_all_reduce(groups, device, True)
-    kernel: Any = groups.model.kernels.all_reduce
+    kernel: Any = open_all_reduce(groups, device)
     for dtype in DTYPES:
         for size in SIZES:
             x = torch.ones(size, dtype=dtype, device=device)
@@ -52,8 +51,7 @@ def sums(device: torch.device) -> None:
 def reductions(device: torch.device) -> None:
     """Reduce-scatters, of fp32 and of what travels."""
     groups = replicas()
-    open_reduce_scatter(groups, device, True)
-    kernel: Any = groups.data.kernels.reduce_scatter
+    kernel: Any = open_reduce_scatter(groups, device)
     for wire in DTYPES:
         for size in SIZES:
             for dtype in {torch.float32, wire}:

@@ -149,8 +149,10 @@ def test_a_peer_that_dies_ends_the_wait(gpu_pool: RankPool, num_gpus: int):
 
 def train(asked: bool) -> list[Tensor]:
     groups, device = slices(), torch.device("cuda", torch.cuda.current_device())
-    open_all_reduce(groups, device, asked)
-    assert (groups.model.kernels.all_reduce is not None) == asked
+    if asked:
+        kernel = open_all_reduce(groups, device)
+        assert kernel is not None
+        groups.model.use_all_reduce(kernel)
     torch.manual_seed(1)
     group = groups.model
     layers = nn.Sequential(

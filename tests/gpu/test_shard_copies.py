@@ -26,9 +26,9 @@ HIDDEN, FFN, SHARD = 256, 1024, 768
 def opened(asked: bool) -> tuple[Any, ProcessGroups, torch.device]:
     size, device = dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
     groups = ProcessGroups(ProcessTopology(["data", "model"], [1, size]))
-    open_shard_copies(groups, device, asked)
-    copies: Any = groups.model.kernels.copies
+    copies: Any = open_shard_copies(groups, device) if asked else None
     assert isinstance(copies, ShardCopies) == asked
+    groups.model.use_shard_messages(copies)
     return copies, groups, device
 
 

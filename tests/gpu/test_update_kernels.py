@@ -46,8 +46,7 @@ def replicas() -> tuple[ProcessGroups, torch.device]:
 
 def opened(limit_s: float = 60.0) -> tuple[ReduceScatter, ProcessGroups, torch.device]:
     groups, device = replicas()
-    open_reduce_scatter(groups, device, True, limit_s)
-    kernel: Any = groups.data.kernels.reduce_scatter
+    kernel = open_reduce_scatter(groups, device, limit_s)
     assert kernel is not None, "p3d doctor says why"
     return kernel, groups, device
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from parallel3d.activity import Activity
 from parallel3d.config import FailuresConfig
 from parallel3d.failures.watchdog import Watchdog
 
@@ -35,7 +36,9 @@ def test_a_script_that_ends_waits_for_the_thread_that_asks_the_store(closed_befo
     """It would come back into a Python that has ended, which aborts the process."""
     board: Any = SlowBoard()
     nobody: Any = cast(Any, None)
-    watchdog = Watchdog(board, nobody, 0, [0], nobody, FailuresConfig(timeout_s=0), lambda: False, lambda: b"")
+    watchdog = Watchdog(
+        board, nobody, Activity(), 0, [0], nobody, FailuresConfig(timeout_s=0), lambda: False, lambda: b""
+    )
     assert board.asked.wait(10)
     if closed_before:
         watchdog.close()

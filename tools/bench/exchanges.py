@@ -19,7 +19,7 @@ from parallel3d.comm.obstacles import local_obstacle
 from parallel3d.comm.peer.buffers import TensorKind
 from parallel3d.comm.peer.peer_copies import PeerCopies, open_peer_copies
 from parallel3d.comm.peer.shard_copies import open_shard_copies
-from parallel3d.kernels.all_reduce_kernel import AllReduce, open_all_reduce
+from parallel3d.kernels.all_reduce_kernel import open_all_reduce
 from parallel3d.tensor_parallel.regions import SequenceBorder
 from parallel3d.topology import ProcessTopology
 
@@ -53,14 +53,12 @@ class Exchanges:
         self._backend = str(dist.get_backend())
         self._groups = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [1, 1, self._world]))
         self._stages = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [self._world, 1, 1]))
-        open_all_reduce(self._groups, self.device, asked=True)
-        kernel: Any = self._groups.model.kernels.all_reduce
-        assert kernel is None or isinstance(kernel, AllReduce)
-        self._kernel = kernel
+        kernel = open_all_reduce(self._groups, self.device)
+        self._groups.model.use_all_reduce(kernel)
+        self._kernel: Any = kernel
         self._beside: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._ring = open_peer_copies(self._stages, self.device)
-        open_shard_copies(self._groups, self.device, True)
-        self._shards, self._groups.model.kernels.copies = self._groups.model.kernels.copies, None
+        self._shards = open_shard_copies(self._groups, self.device)
         self.why_off = "" if kernel is not None else str(local_obstacle(self.device) or "see the warning of rank 0")
 
     def ways(self, what: Sequence[str], sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Way]:
@@ -200,10 +198,10 @@ class Exchanges:
         """Without communication, by the backend, by copies, and by PyTorch's operator."""
 
         def by(copies: Any) -> None:
-            self._groups.model.kernels.copies = copies
+            self._groups.model.use_shard_messages(copies)
             with torch.no_grad():
                 call()
-            self._groups.model.kernels.copies = None
+            self._groups.model.use_shard_messages(None)
 
         calls = {ALONE: alone, self._backend: partial(by, None)}
         calls |= {COPIES: partial(by, self._shards)} if self._shards is not None else {}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from parallel3d.comm.collectives import Awaited, Work
+from parallel3d.comm.collectives import Awaited, Group, Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.obstacles import Obstacle
 from parallel3d.comm.peer.channels import Channels, open_channels
@@ -44,16 +44,9 @@ class ShardCopies:
     All are sent by one stream, one after the other, for one copy alone takes what NVLink gives.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        index: int,
-        channels: Channels,
-        memory_of: Callable[[int], Tensor],
-        device: torch.device,
-    ):
+    def __init__(self, group: Group, channels: Channels, memory_of: Callable[[int], Tensor], device: torch.device):
         self.most_bytes = channels.slot_bytes
-        self._ranks = ranks
+        self._group, index = group, group.index
         self._streams = CudaStreams(device)
         self._outgoing, beside = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
         peers = channels.peers[index]
@@ -90,9 +83,9 @@ class ShardCopies:
 
     def receive(self, out: Tensor, peer: int) -> Work:
         """Post the receipt of a peer's next message into `out`, contiguous."""
-        rank = self._ranks[peer]
+        rank = self._group.ranks[peer]
         message = self._receivers[peer].expect(out, self._streams.current().mark())
-        return Awaited(Receiving(message, self._streams), f"a shard of rank {rank}", (rank,))
+        return Awaited(Receiving(message, self._streams), self._group.waiting(f"a shard of rank {rank}", (rank,)))
 
 
 def slice_channels(num_slices: int) -> Channels:
@@ -102,16 +95,14 @@ def slice_channels(num_slices: int) -> Channels:
     return Channels(peers, 4 if num_slices == 2 else 2, slot_bytes)
 
 
-def open_shard_copies(groups: ProcessGroups, device: torch.device, asked: bool) -> None:
-    """Let the group of tensor slices exchange shards by copies, if that is asked for and every group of the world can.
+def open_shard_copies(groups: ProcessGroups, device: torch.device) -> ShardCopies | None:
+    """Open copies between the tensor-parallel ranks of this rank's group; None unless every group of the world can have them.
 
     Collective over the world.
     """
     group = groups.model
-    group.kernels.copies = None
-    if not asked or group.size == 1:
-        return
+    if group.size == 1:
+        return None
     channels = slice_channels(group.size)
     shared = open_channels(groups, "model", channels, device, "tensor slices")
-    if not isinstance(shared, Obstacle):
-        group.kernels.copies = ShardCopies(group.ranks, group.index, channels, shared.of, device)
+    return None if isinstance(shared, Obstacle) else ShardCopies(group, channels, shared.of, device)

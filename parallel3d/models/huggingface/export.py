@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from parallel3d.activity import ACTIVITY, Phase
+from parallel3d.activity import Phase
 from parallel3d.checkpoint.files import MAX_FILE_BYTES, Target, Writing, check_empty, dtype_of
 from parallel3d.checkpoint.stored import LayerNames, Stored
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
@@ -43,7 +43,6 @@ class Piece:
     slicing: Slicing | None
 
 
-@ACTIVITY.untimed(Phase.SAVING)
 def save_hf(
     engine: Trained | PipelineModule,
     directory: str | Path,
@@ -63,7 +62,18 @@ def save_hf(
         raise CheckpointError(
             f"a {type(module).__name__} is no PipelineModule of from_hf's layers; save it by its own save_pretrained"
         )
-    directory = Path(directory)
+    with module.groups.activity.untimed(Phase.SAVING):
+        _save(engine, module, Path(directory), dtype, masters, max_file_bytes)
+
+
+def _save(
+    engine: Trained | PipelineModule,
+    module: PipelineModule,
+    directory: Path,
+    dtype: torch.dtype | None,
+    masters: bool,
+    max_file_bytes: int,
+) -> None:
     values: Mapping[nn.Parameter, Tensor] = {}
     if masters and not isinstance(engine, PipelineModule):
         values = engine.master_weights()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallel3d.clock import HostClock
-from parallel3d.comm.collectives import Awaited
+from parallel3d.comm.collectives import Awaited, Group
 from parallel3d.monitor.measured import traffic_times
 from parallel3d.monitor.timers import StepRecord, StepRecorder
 from parallel3d.schedule.instructions import Instruction, Op
@@ -69,7 +69,7 @@ def test_gathers_are_recorded_apart_and_all_or_none_of_them(ended: int, recorded
     for text, work in zip(("RED0@0#0", "AG", "AG"), works, strict=True):
         bucket = works.index(work) - 1
         i = Instruction(Op.GATHER_PARAMS, 0, 0, bucket) if text == "AG" else Instruction.parse(text)
-        recorder.launched(i, Awaited(work, "", ()))
+        recorder.launched(i, Awaited(work, Group((0,), None).waiting("")))
     for work in works[: 1 + ended]:
         for call in work.calls:
             call(None)

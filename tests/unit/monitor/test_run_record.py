@@ -9,7 +9,7 @@ import pytest
 from records import make_record
 
 from parallel3d.clock import HostClock
-from parallel3d.comm.collectives import DONE, Awaited, Work
+from parallel3d.comm.collectives import DONE, Awaited, Group, Work
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.measured import reduction_times, transfer_time, transfer_times
 from parallel3d.monitor.run_record import Timing, find_run_records, kind_name, read_run_record
@@ -81,7 +81,7 @@ class _OnHost:
 
 def test_reductions_are_recorded_where_the_backend_tells_when_they_are_done():
     future = _Future()
-    works: list[Work] = [Awaited(_OnHost(future), "", ()), Awaited(_OnHost(None), "", ()), DONE]
+    works: list[Work] = [*(Awaited(_OnHost(f), Group((0,), None).waiting("")) for f in (future, None)), DONE]
     recorder = StepRecorder(0, HostClock())
     before = time.monotonic()
     for bucket, work in enumerate(works):
