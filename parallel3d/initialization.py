@@ -18,8 +18,7 @@ from parallel3d.engine import Engine
 from parallel3d.errors import ConfigError
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.data import RepeatingLoader, make_loader
-from parallel3d.pipe.module import PipelineModule
-from parallel3d.pipe.whole import WholeModel
+from parallel3d.pipe.module import PipelineModule, SingleStageModule
 
 # Parameters, or groups of them: mappings {"params": [...], "lr": ...} as torch's optimizers take them.
 Parameters = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
@@ -58,7 +57,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a PipelineModule")
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
-    pipeline = model if isinstance(model, PipelineModule) else WholeModel(model)
+    pipeline = model if isinstance(model, PipelineModule) else SingleStageModule(model)
     _check_module(pipeline, settings)
     sizes = _batch_sizes(pipeline, settings)
     parameters = _trainable(model_parameters if model_parameters is not None else model.parameters())
@@ -115,7 +114,7 @@ def _check_module(model: PipelineModule, config: Config) -> None:
         "seed_layers": (config.pipeline.seed_layers, own.seed_layers),
     }
     what, remedy = "the PipelineModule was built with", "pass the same config= to PipelineModule"
-    if isinstance(model, WholeModel):
+    if isinstance(model, SingleStageModule):
         what, remedy = (
             f"the model is a {type(model.model).__name__}, for which it is",
             "build a PipelineModule of its layers",
@@ -133,7 +132,7 @@ def _check_module(model: PipelineModule, config: Config) -> None:
 def _check_slices(model: PipelineModule, config: Config) -> None:
     wanted, built, own = config.tensor_parallel, model.groups.model.size, model.settings
     if wanted.size not in (None, built) or wanted.sequence_parallel != own.sequence_parallel:
-        if isinstance(model, WholeModel):
+        if isinstance(model, SingleStageModule):
             raise ConfigError(
                 f"tensor_parallel asks for size {wanted.size}, but the model is a {type(model.model).__name__}, which is whole "
                 "on every rank; build a PipelineModule of sliced layers, as parallelize makes them, or drop the key"

@@ -22,7 +22,6 @@ from parallel3d.engine.calls import StepByCalls, check_metrics
 from parallel3d.engine.compiling import Compiling
 from parallel3d.engine.feeding import Feeding
 from parallel3d.engine.garbage import Standing
-from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.planning import AutoSchedule
 from parallel3d.engine.recording import Recording
 from parallel3d.engine.report import dump_state
@@ -34,12 +33,12 @@ from parallel3d.kernels.slices import open_slices
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
 from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.optim.precision import make_precision
+from parallel3d.pipe.batch import BatchLoader
 from parallel3d.pipe.executor import Batch, BatchResult, Executor, both, no_record
 from parallel3d.pipe.messages import Messages
-from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.module import PipelineModule, SingleStageModule
 from parallel3d.pipe.numerics import NumericsCheck
 from parallel3d.pipe.programs import Programs
-from parallel3d.pipe.whole import WholeModel
 from parallel3d.rng import EnterLayer, RandomStreams, same_stream
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.plan import Plan
@@ -63,7 +62,7 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         data_iterator: Iterator[Any] | None = None,
         transport: Transport | None = None,
     ):
-        self.module: nn.Module = model.model if isinstance(model, WholeModel) else model
+        self.module: nn.Module = model.model if isinstance(model, SingleStageModule) else model
         self.config = config
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -87,6 +86,7 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         if config.check_numerics:
             check_gradients = not self._precision.checks_overflow
             numerics = NumericsCheck(model, check_gradients, lambda: self._calls.num_backwards)
+        self._on_loss = numerics.loss if numerics is not None else None
         on_value = numerics.gradient if numerics is not None and numerics.checks_gradients else None
         self._update = WeightUpdate(model, optimizer, config, self._precision, self._monitor.launched, on_value)
         self._calls = StepByCalls(model, self.module, self._update, self._precision)
@@ -102,7 +102,7 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         self._attribution = Attribution(self, model.groups, config.failures, self._programs.weakly(), model.device)
         if numerics is not None:
             numerics.watch_layers()
-            self._executor.look_at_loss = self._calls.look_at_loss = numerics.loss
+            self._calls.look_at_loss = numerics.loss
         if config.dump_state:
             dump_state(self.config, self._batch_sizes, model, self._update, self._program())
 
@@ -117,7 +117,9 @@ class Engine(Answers, Attributed, Feeding, Recording, Saving, Compiling):
         )
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
         self._messages = Messages(transport, model.device, dynamic)
-        self._executor = Executor(model, self._messages, update.reducer, update.sharded.gather, self._precision)
+        self._executor = Executor(
+            model, self._messages, update.reducer, update.sharded.gather, self._precision, self._on_loss
+        )
         self._auto: AutoSchedule | None = None
         if config.pipeline.schedule == "auto":
             self._auto = AutoSchedule(model, self._programs, config.pipeline, self._monitor)

@@ -8,8 +8,8 @@ from typing import Any
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import BatchSizes, resolve_batch
 from parallel3d.engine.calls import StepByCalls
-from parallel3d.engine.loading import BatchLoader
 from parallel3d.errors import ConfigError
+from parallel3d.pipe.batch import BatchLoader
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 

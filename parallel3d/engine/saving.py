@@ -29,10 +29,10 @@ from parallel3d.config import Config
 from parallel3d.engine.attributed import untimed
 from parallel3d.engine.calls import StepByCalls
 from parallel3d.engine.contents import Json, ReplicaState, layout_of, parts_of_engine
-from parallel3d.engine.loading import BatchLoader
 from parallel3d.engine.restoring import Loading
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError
+from parallel3d.pipe.batch import BatchLoader
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states

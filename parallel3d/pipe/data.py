@@ -1,4 +1,4 @@
-"""Data: loaders whose order no layout changes, and the micro-batches of one step."""
+"""Data loaders whose order of samples does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from parallel3d.errors import DataError
 
 
 class RepeatingLoader:
-    """Iterates over a loader again and again: starts it anew when it ends. Raises DataError for a loader with no batch."""
+    """Iterator over a loader that starts the loader again when it ends. Raises DataError for a loader without a batch."""
 
     def __init__(self, loader: Iterable[Any]):
         self.loader = loader
         self._start()
 
     def _start(self) -> None:
-        self._iterator, self._taken = iter(self.loader), 0
+        self._iterator, self._num_taken = iter(self.loader), 0
 
     def __iter__(self) -> RepeatingLoader:
         return self
@@ -36,31 +35,31 @@ class RepeatingLoader:
             raise DataError("the loader yields nothing; give it data, or a batch size it can fill") from None
 
     def _take(self) -> Any:
-        if self._taken == 0:
-            self._generator = torch.get_rng_state()  # torch's samplers draw the order of a pass at its first batch
+        if self._num_taken == 0:
+            self._generator = torch.get_rng_state()  # torch's samplers draw the order of an epoch at its first batch
         batch = next(self._iterator)
-        self._taken += 1
+        self._num_taken += 1
         return batch
 
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
-        """The position, `unused` micro-batches before what was taken. It holds a tensor."""
+        """Return the position `unused` micro-batches before the last that was taken. The state holds a tensor."""
         sampler = _resumable_sampler(self.loader)
         if sampler is not None:
             return {"sampler": sampler.state_dict(unused)}
-        taken = max(0, self._taken - unused)
+        taken = max(0, self._num_taken - unused)
         epoch = getattr(getattr(self.loader, "sampler", None), "epoch", None)
         return {"taken": taken, "epoch": epoch, "generator": self._generator if taken else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a position. A loader whose sampler has no position takes the batches before it, and drops them.
+        """Continue at a position. With a loader whose sampler has no position, the batches before it are read and dropped.
 
-        It must deal them in the same order: a sampler is given the epoch that it had, as by `set_epoch`, and one that draws
-        from torch's generator draws what it did. Raises DataError for what a loader of another kind has saved.
+        Such a loader must yield batches in the same order as before: its sampler gets the epoch that it had, by
+        `set_epoch`, and torch's generator the state that it had. Raises DataError if a loader of another kind was saved.
         """
         resumable = _resumable_sampler(self.loader)
         if (resumable is not None) != ("sampler" in state):
             raise DataError(
-                "the data position was saved of a loader of another kind; let initialize make both, or neither"
+                "the data position was saved from a loader of another kind; let initialize make both, or neither"
             )
         if resumable is not None:
             resumable.load_state_dict(state["sampler"])
@@ -81,11 +80,12 @@ def _resumable_sampler(loader: Any) -> MicroBatchSampler | None:
 
 
 class MicroBatchSampler(Sampler[list[int]]):
-    """Deals samples by global micro-batch: the g-th `micro_batch_size` of the epoch's order go to replica g mod dp.
+    """Batch sampler that deals samples by global micro-batch.
 
-    An epoch is a whole number of steps, of num_micro_batches on each replica: the last is filled from the epoch's start
-    (`drop_last`: left out). So every step sees the same samples for every number of replicas, given the same global
-    batch. Raises DataError when `drop_last` leaves nothing.
+    The g-th `micro_batch_size` samples of the epoch's order go to replica g mod num_replicas. An epoch is a whole number of
+    steps, each of num_micro_batches on each replica; the last step is filled with samples from the epoch's start, or left
+    out with `drop_last`. So, with the same global batch, every step sees the same samples for every number of replicas.
+    Raises DataError when `drop_last` leaves no step.
     """
 
     def __init__(
@@ -110,30 +110,29 @@ class MicroBatchSampler(Sampler[list[int]]):
         self._num_samples, self._micro_batch_size = num_samples, micro_batch_size
         self._replica, self._num_replicas, self._length = replica, num_replicas, steps * num_micro_batches
         self._shuffle, self._seed = shuffle, seed
-        self.epoch = 0  # of the next pass
-        self._epoch, self._dealt = (
-            0,
-            0,
-        )  # of the last micro-batch that was dealt: the pass, and how many that makes of it
-        self._loaded, self._jumps = False, 0
+        self.epoch = 0  # the next iterator's
+        # The epoch of the last micro-batch that was dealt, and the number dealt of that epoch.
+        self._epoch = self._dealt = 0
+        # Whether the next iterator starts at a loaded position, and the number of positions loaded so far.
+        self._loaded, self._num_loads = False, 0
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The epoch's micro-batches of this replica; the next call is the next epoch, in its own order.
+        """Yield this replica's micro-batches of an epoch; the next call yields the next epoch, in an order of its own.
 
-        Where a position was loaded, it goes on from there; so does one that is under way.
+        After `load_state_dict` it starts at the loaded position, and an iterator in use continues there.
         """
-        (epoch, dealt), jumps = self._next_start(), self._jumps
+        (epoch, dealt), num_loads = self._next_start(), self._num_loads
         order = self._order(epoch)
         while dealt < self._length:
             start = (dealt * self._num_replicas + self._replica) * self._micro_batch_size
             dealt += 1
             self._epoch, self._dealt = epoch, dealt
             yield [order[j % self._num_samples] for j in range(start, start + self._micro_batch_size)]
-            if jumps != self._jumps:
-                (epoch, dealt), jumps = self._next_start(), self._jumps
+            if num_loads != self._num_loads:
+                (epoch, dealt), num_loads = self._next_start(), self._num_loads
                 order = self._order(epoch)
 
     def _next_start(self) -> tuple[int, int]:
@@ -148,20 +147,23 @@ class MicroBatchSampler(Sampler[list[int]]):
         return torch.randperm(self._num_samples, generator=generator).tolist()
 
     def state_dict(self, unused: int = 0) -> dict[str, int]:
-        """The position of the last iterator, over all replicas, in samples; `unused`: micro-batches that were not used yet."""
-        passed, dealt = divmod(self._epoch * self._length + self._dealt - unused, self._length)
+        """Return the position of the last iterator, in samples over all replicas.
+
+        unused: the number of micro-batches that were dealt and not used yet; the position is before them.
+        """
+        epoch, dealt = divmod(self._epoch * self._length + self._dealt - unused, self._length)
         samples = dealt * self._num_replicas * self._micro_batch_size
-        return {"epoch": passed, "samples": samples, "num_samples": self._num_samples, "seed": self._seed}
+        return {"epoch": epoch, "samples": samples, "num_samples": self._num_samples, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on at a position, of any number of replicas and size of micro-batches; iterators under way go on there too.
+        """Continue at a position, saved with any number of replicas and any micro-batch size; iterators in use do too.
 
-        Raises DataError where no micro-batch begins there, or the data is other data.
+        Raises DataError where no micro-batch begins at that position, or the data have another number of samples.
         """
         if state["num_samples"] != self._num_samples:
             raise DataError(
-                f"the data position was saved of {state['num_samples']} samples, and there are {self._num_samples}; give the "
-                "same training_data, or load with load_module_only=True and begin anew"
+                f"the data position was saved with {state['num_samples']} samples, and there are {self._num_samples}; give the "
+                "same training_data, or load with load_module_only=True and start again"
             )
         step = self._num_replicas * self._micro_batch_size
         if state["samples"] % step:
@@ -170,7 +172,7 @@ class MicroBatchSampler(Sampler[list[int]]):
                 f"{self._num_replicas} replicas x {self._micro_batch_size} samples begin; keep train_batch_size as it was"
             )
         self._seed, self._epoch, self._dealt = state["seed"], state["epoch"], state["samples"] // step
-        self.epoch, self._loaded, self._jumps = self._epoch, True, self._jumps + 1
+        self.epoch, self._loaded, self._num_loads = self._epoch, True, self._num_loads + 1
 
 
 def make_loader(
@@ -184,7 +186,7 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     pin_memory: bool,
 ) -> DataLoader[Any]:
-    """The loader that `initialize` makes from `training_data`: this replica's micro-batches, reshuffled each epoch."""
+    """Make the loader of `initialize(training_data=dataset)`: this replica's micro-batches, shuffled in each epoch."""
     if not isinstance(dataset, Sized):
         raise DataError(f"training_data {type(dataset).__name__} has no length; pass your own iterator to train_batch")
     size = len(cast(Sized, dataset))
@@ -192,67 +194,3 @@ def make_loader(
         size, micro_batch_size, replica, num_replicas, num_micro_batches, seed=seed, drop_last=drop_last
     )
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn, pin_memory=pin_memory)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`, without the host waiting for what the device has to do before."""
-    if (
-        device.type == "cuda"
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.is_pinned()
-    ):
-        # CUDA copies from pageable memory when the stream is there, and the host waits; pinned memory is cached.
-        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor.to(device, non_blocking=True)
-
-
-class MicroBatchSource:
-    """Takes micro-batches from the iterators that a user hands to train_batch, and keeps those that a batch left over."""
-
-    def __init__(self) -> None:
-        self._left: list[tuple[Iterator[Any], list[Any]]] = []
-
-    def take(self, iterator: Iterator[Any], most: int) -> list[Any]:
-        """The next micro-batches of `iterator`, at most `most`; fewer when it ends. Raises DataError for no iterator.
-
-        What the iterator raises is passed on; the micro-batches before it are not lost.
-        """
-        if not hasattr(iterator, "__next__"):
-            raise DataError(
-                f"data_iter is a {type(iterator).__name__}, which starts anew at each batch; pass an iterator: "
-                "iter(loader), or RepeatingLoader(loader) to go on over epochs"
-            )
-        kept = self._keep(iterator)
-        taken = kept[:most]
-        self.give_back(iterator, kept[most:])
-        try:
-            while len(taken) < most:
-                taken.append(next(iterator))
-        except StopIteration:
-            pass
-        except BaseException:
-            self.give_back(iterator, taken)
-            raise
-        return taken
-
-    def give_back(self, iterator: Iterator[Any], micro_batches: list[Any]) -> None:
-        """Keep what a batch could not use, because another rank had fewer or failed, for the next `take`."""
-        left = [*micro_batches, *self._keep(iterator)]
-        if left:
-            self._left.append((iterator, left))
-
-    def num_left(self, iterator: Iterator[Any]) -> int:
-        """How many micro-batches of `iterator` are kept."""
-        return sum(len(micro_batches) for owner, micro_batches in self._left if owner is iterator)
-
-    def forget(self, iterator: Iterator[Any]) -> None:
-        """Drop what is kept of `iterator`, which goes on elsewhere."""
-        self._keep(iterator)
-
-    def _keep(self, iterator: Iterator[Any]) -> list[Any]:
-        for k, (owner, micro_batches) in enumerate(self._left):
-            if owner is iterator:
-                del self._left[k]
-                return micro_batches
-        return []

@@ -1,4 +1,4 @@
-"""Runs a rank's list of instructions: one small method for each."""
+"""Executor: runs a rank's list of instructions, with one small method for each kind."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from parallel3d.activity import POSITION
 from parallel3d.autograd.entry import Entry
 from parallel3d.errors import execution_error
 from parallel3d.optim.precision import Precision
-from parallel3d.pipe.data import to_device
-from parallel3d.pipe.messages import Messages, Receipt, Structure, describe
+from parallel3d.pipe.messages import Messages, Receipt
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer, same_stream
 from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_behind
+from parallel3d.structures import Structure, describe
 from parallel3d.zero.reducer import GradientReducer
 
-Place = tuple[int, int]  # (chunk, micro-batch)
+# A micro-batch on a chunk: (chunk, micro-batch)
+Cell = tuple[int, int]
+# Makes a context that is entered around an instruction
 Recorder = Callable[[Instruction], AbstractContextManager[None]]
 _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The micro-batches of one step, as this rank sees them.
+    """The micro-batches of one step on this rank.
 
-    micro_batches: (inputs, labels) each, empty on a rank that holds neither the first nor the last chunk; signatures:
-    one a micro-batch, the same on all ranks of the pipeline; loss_weight: of one micro-batch in the batch's mean;
-    loss_scale: of the gradients; streams: the random stream of each micro-batch's layers, empty in evaluation.
+    - micro_batches: (inputs, labels) of each; empty on a rank that holds neither the first nor the last chunk.
+    - signatures: one for each micro-batch, the same on all ranks of the pipeline.
+    - loss_weight: the weight of one micro-batch in the batch's mean. loss_scale: the factor of all gradients.
+    - streams: for each micro-batch, the function that enters the random stream of a layer; empty in evaluation.
     """
 
     micro_batches: Sequence[tuple[Any, Any]]
@@ -49,9 +52,10 @@ class Batch:
 
 @dataclass
 class BatchResult:
-    """On the stage of the last chunk: each micro-batch's loss, detached, and output where asked for; else empty.
+    """Results by micro-batch, on the stage of the last chunk; empty elsewhere.
 
-    counts: where the loss function returned (sum, count), these counts.
+    - losses: detached. outputs: where Batch.keep_outputs is set.
+    - counts: the counts, where the loss function returned (sum, count).
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -61,7 +65,11 @@ class BatchResult:
 
 @dataclass
 class _InFlight:
-    """What a forward leaves for its backward: where its inputs' gradients arrive, outputs that give one."""
+    """State saved by a forward for its backward.
+
+    - entry: receives the gradients of the inputs; None on the first chunk.
+    - outputs: the tensors that require grad. structure: that of the output; None on the last chunk.
+    """
 
     entry: Entry | None
     outputs: list[Tensor]
@@ -69,7 +77,7 @@ class _InFlight:
 
 
 class _Task(NamedTuple):
-    """What is done at one position of a list, settled before it first runs: what to wait for, then what to run."""
+    """An instruction at its position in the list, with the methods that wait for its inputs and that run it."""
 
     position: int
     instruction: Instruction
@@ -78,10 +86,11 @@ class _Task(NamedTuple):
 
 
 class Executor:
-    """Holds the activations and gradients in flight of one batch, and nothing between batches.
+    """Runs batches by this rank's list of instructions. It holds one batch's activations and gradients in flight.
 
-    gather: starts to gather a chunk's weights; precision: its weights' dtype is that of the model's floating-point inputs.
-    look_at_loss: called with each micro-batch's.
+    - gather: launches the gather of a chunk's weights.
+    - precision: floating-point inputs of the model are cast to the dtype of its weights.
+    - on_loss: called with the loss of each micro-batch.
     """
 
     def __init__(
@@ -91,13 +100,14 @@ class Executor:
         reducer: GradientReducer,
         gather: Callable[[int], None],
         precision: Precision,
+        on_loss: Callable[[Tensor], None] | None = None,
     ):
         self._module = module
         self._messages = messages
         self._reducer = reducer
         self._gather = gather
         self._precision = precision
-        self.look_at_loss: Callable[[Tensor], None] = lambda loss: None
+        self._on_loss = on_loss
         self._last_chunk = len(module.placement) - 1
         self._run: dict[Op, Callable[[Instruction], None]] = {
             Op.LOAD_MICRO_BATCH: self._load_micro_batch,
@@ -114,35 +124,39 @@ class Executor:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
         }
-        # What an instruction waits for is no part of the time it takes.
+        # Waiting is timed apart from running.
         self._wait: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._wait_for_inputs,
             Op.BACKWARD: self._wait_for_gradients,
             Op.BACKWARD_INPUT: self._wait_for_gradients,
         }
-        self._planned: tuple[Program | None, list[_Task]] = (None, [])
+        self._task_list: tuple[Program | None, list[_Task]] = (None, [])
         self._clear()
 
     def _clear(self) -> None:
-        self._inputs: dict[Place, Any] = {}
-        self._entries: dict[Place, Entry] = {}
+        """Forget everything in flight."""
+        self._inputs: dict[Cell, Any] = {}
+        self._entries: dict[Cell, Entry] = {}
         self._labels: dict[int, Any] = {}
-        self._arriving: dict[Place, Receipt] = {}
-        self._outputs: dict[Place, tuple[Structure, list[Tensor]]] = {}
-        self._in_flight: dict[Place, _InFlight] = {}
-        self._arriving_gradients: dict[Place, Receipt] = {}
-        self._gradients: dict[Place, list[Tensor]] = {}
+        self._arriving: dict[Cell, Receipt] = {}
+        self._outputs: dict[Cell, tuple[Structure, list[Tensor]]] = {}
+        self._in_flight: dict[Cell, _InFlight] = {}
+        self._arriving_gradients: dict[Cell, Receipt] = {}
+        self._gradients: dict[Cell, list[Tensor]] = {}
 
     def run(
         self, program: Program, owners: Sequence[tuple[int, ...]], batch: Batch, record: Recorder, wait: Recorder
     ) -> BatchResult:
-        """Run this rank's list. owners: of each REDUCE_REPLICAS bucket; record: wraps each instruction; wait: its wait.
+        """Run this rank's list.
 
-        Raises ExecutionError, in one line with rank, stage, micro-batch and instruction, from whatever was raised, and of
-        that type too.
+        - owners: the owners of each REDUCE_REPLICAS bucket.
+        - record: wraps the run of each instruction; wait: wraps the wait for its inputs.
+
+        Raises ExecutionError, which is also of the type of the exception that caused it, with one line that names rank,
+        stage, micro-batch and instruction.
         """
         self._batch, self._result, self._owners = batch, BatchResult(), owners
-        tasks = self._plan(program)
+        tasks = self._tasks(program)
         now = self._module.groups.activity.start_program(program.num_micro_batches, batch.training)
         self._messages.begin(batch.signatures, batch.training)
         try:
@@ -156,22 +170,25 @@ class Executor:
                         run(i)
         except Exception as error:
             self._clear()
-            self._messages.break_off()
+            self._messages.abort()
             failed = program.instructions[self._module.stage_id][now[POSITION]]
             raise execution_error(self._explain(failed, error), error) from error
         self._messages.finish()
         self._clear()
         return self._result
 
-    def _plan(self, program: Program) -> list[_Task]:
-        """This rank's list, settled once for as long as the program stays the same."""
-        if self._planned[0] is not program:
+    def _tasks(self, program: Program) -> list[_Task]:
+        """Return this rank's tasks, made once for as long as the program stays the same."""
+        if self._task_list[0] is not program:
             instructions = program.instructions[self._module.stage_id]
-            # REDUCE_GRADS are launched by the backward they stand behind.
-            places = [(k, i) for k, i in enumerate(instructions) if i.op is not Op.REDUCE_GRADS]
-            tasks = [_Task(k, i, self._wait.get(i.op), self._method(i, instructions, k)) for k, i in places]
-            self._planned = program, tasks
-        return self._planned[1]
+            # A REDUCE_GRADS is launched by the backward before it.
+            tasks = [
+                _Task(k, i, self._wait.get(i.op), self._method(i, instructions, k))
+                for k, i in enumerate(instructions)
+                if i.op is not Op.REDUCE_GRADS
+            ]
+            self._task_list = program, tasks
+        return self._task_list[1]
 
     def _method(
         self, i: Instruction, instructions: Sequence[Instruction], position: int
@@ -199,12 +216,12 @@ class Executor:
     def _load_micro_batch(self, i: Instruction) -> None:
         inputs, labels = self._batch.micro_batches[i.micro_batch]
         if i.chunk == 0:
-            self._inputs[0, i.micro_batch] = self._precision.cast(tree_map(self._to_device, inputs))
+            self._inputs[0, i.micro_batch] = self._precision.cast(tree_map(self._place, inputs))
         if i.chunk == self._last_chunk:
-            self._labels[i.micro_batch] = tree_map(self._to_device, labels)
+            self._labels[i.micro_batch] = tree_map(self._place, labels)
 
-    def _to_device(self, leaf: Any) -> Any:
-        return to_device(leaf, self._module.device) if isinstance(leaf, Tensor) else leaf
+    def _place(self, leaf: Any) -> Any:
+        return _to_device(leaf, self._module.device) if isinstance(leaf, Tensor) else leaf
 
     def _receive_activation(self, i: Instruction) -> None:
         source = i.chunk - 1
@@ -213,8 +230,8 @@ class Executor:
         self._arriving[i.chunk, i.micro_batch] = receipt
 
     def _forward(self, i: Instruction) -> None:
-        place = (i.chunk, i.micro_batch)
-        inputs, entry = self._inputs.pop(place), self._entries.pop(place, None)
+        cell = (i.chunk, i.micro_batch)
+        inputs, entry = self._inputs.pop(cell), self._entries.pop(cell, None)
         with self._precision.autocasting(self._module.device):
             stream = self._batch.streams[i.micro_batch] if self._batch.streams else same_stream
             output = self._module.forward_chunk(i.chunk, inputs, stream)
@@ -222,23 +239,23 @@ class Executor:
             self._finish_micro_batch(i, output, entry)
             return
         structure, tensors = describe(output)
-        self._outputs[place] = (structure, [t.detach() for t in tensors])
+        self._outputs[cell] = (structure, [t.detach() for t in tensors])
         if self._batch.training:
             outputs = [t for t in tensors if t.requires_grad]
-            self._in_flight[place] = _InFlight(entry, outputs, structure)
+            self._in_flight[cell] = _InFlight(entry, outputs, structure)
 
     def _wait_for_inputs(self, i: Instruction) -> None:
-        """Make the chunk's input, and the entry of its tensors that want a gradient, of what is handed over or received."""
-        place, source = (i.chunk, i.micro_batch), i.chunk - 1
+        """Build the chunk's input, and the entry of its tensors that require grad, from the output of the chunk before."""
+        cell, source = (i.chunk, i.micro_batch), i.chunk - 1
         if i.chunk == 0:
-            return  # loaded
+            return  # loaded by LOAD_MICRO_BATCH
         if self._is_local(source):
             structure, tensors = self._outputs.pop((source, i.micro_batch))
         else:
-            structure, tensors = self._messages.input_of(self._arriving.pop(place), self._stage(source))
+            structure, tensors = self._messages.input_of(self._arriving.pop(cell), self._stage(source))
         specs = zip(tensors, structure.tensors, strict=True)
-        self._entries[place] = Entry([tensor for tensor, spec in specs if spec.requires_grad])
-        self._inputs[place] = structure.rebuild(tensors)
+        self._entries[cell] = Entry([tensor for tensor, spec in specs if spec.requires_grad])
+        self._inputs[cell] = structure.rebuild(tensors)
 
     def _finish_micro_batch(self, i: Instruction, output: Any, entry: Entry | None) -> None:
         m = i.micro_batch
@@ -250,7 +267,8 @@ class Executor:
         with self._precision.autocasting(self._module.device):
             loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
         loss, count = split_loss(loss)
-        self.look_at_loss(loss)
+        if self._on_loss is not None:
+            self._on_loss(loss)
         self._result.losses[m] = loss.detach()
         if count is not None:
             self._result.counts[m] = count
@@ -266,14 +284,14 @@ class Executor:
         self._messages.send_activation(self._key(i.chunk, i.micro_batch), structure, tensors, self._stage(i.chunk + 1))
 
     def _receive_gradient(self, i: Instruction) -> None:
-        place, key = (i.chunk, i.micro_batch), self._key(i.chunk, i.micro_batch)
+        cell, key = (i.chunk, i.micro_batch), self._key(i.chunk, i.micro_batch)
 
         def structure() -> Structure | None:
-            done = self._in_flight.get(place)
+            done = self._in_flight.get(cell)
             return done.structure if done is not None else self._messages.known_structure(key)
 
         receipt = self._messages.receive_gradient(structure, self._stage(i.chunk + 1))
-        self._arriving_gradients[place] = receipt
+        self._arriving_gradients[cell] = receipt
 
     def _wait_for_gradients(self, i: Instruction) -> None:
         receipt = self._arriving_gradients.pop((i.chunk, i.micro_batch), None)
@@ -292,15 +310,15 @@ class Executor:
         self._reducer.backward_weight((i.chunk, i.micro_batch), reduces)
 
     def _run_autograd(self, i: Instruction) -> None:
-        place = (i.chunk, i.micro_batch)
-        gradients = self._gradients.pop(place)
-        done = self._in_flight.pop(place)
+        cell = (i.chunk, i.micro_batch)
+        gradients = self._gradients.pop(cell)
+        done = self._in_flight.pop(cell)
         if done.outputs:
             torch.autograd.backward(done.outputs, gradients)
         if done.entry is not None:
             self._gradients[i.chunk - 1, i.micro_batch] = done.entry.gradients()
         if done.structure is not None and not self._is_local(i.chunk + 1):
-            self._messages.let_go(done.outputs)
+            self._messages.mark_in_transit(done.outputs)
 
     def _send_gradient(self, i: Instruction) -> None:
         gradients = self._gradients.pop((i.chunk - 1, i.micro_batch))
@@ -315,15 +333,28 @@ class Executor:
         self._reducer.reduce_replicas(owners, i.bucket - self._owners.index(owners))
 
 
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to `device` without making the host wait for the work enqueued before."""
+    if (
+        device.type == "cuda"
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_pinned()
+    ):
+        # From pageable memory CUDA copies only when the stream gets there, and the host waits. Pinned memory is cached.
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
 def loss_gradient(loss: Tensor, factor: float) -> Tensor:
-    """The gradient that a backward begins with; inf, as of any overflow, where the loss's dtype has no such number."""
+    """Return the gradient that a backward begins with; inf, as for any overflow, where `factor` exceeds the loss's dtype."""
     return torch.full_like(loss, factor, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
 
 
 def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
-    """(loss, count): a loss function returns a mean, whose count is None, or (sum, count).
+    """Split the result of a loss function into (loss, count): a mean, whose count is None, or (sum, count).
 
-    Raises ValueError for what is no tensor of one element.
+    Raises ValueError unless each is a tensor of one element (the count may be a number).
     """
     total, count = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, None)
     if not isinstance(total, Tensor) or total.numel() != 1:
@@ -337,12 +368,12 @@ def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"the count of a loss (sum, count) must be one number, not {list(count.shape)}")
     if isinstance(count, Tensor) and count.device == total.device:
         return total, count.detach().to(torch.float64).reshape(())
-    # A number of the host's is written by a kernel: a copy would make the host wait for all that is enqueued.
+    # A number on the host is written by a kernel: a copy would make the host wait for everything that is enqueued.
     return total, torch.full((), float(count), dtype=torch.float64, device=total.device)
 
 
 def both(outer: Recorder, inner: Recorder) -> Recorder:
-    """A Recorder that is two."""
+    """Nest two recorders."""
 
     @contextmanager
     def record(i: Instruction) -> Iterator[None]:
@@ -353,5 +384,5 @@ def both(outer: Recorder, inner: Recorder) -> Recorder:
 
 
 def no_record(_: Instruction) -> AbstractContextManager[None]:
-    """A Recorder that records nothing."""
+    """Record nothing."""
     return _NOTHING

@@ -1,4 +1,4 @@
-"""PipelineModule: a list of layers, split over stages and chunks; each rank builds its own."""
+"""PipelineModule: a list of layers, split over stages and chunks. Each rank builds only its own layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
@@ -21,14 +21,14 @@ from parallel3d.errors import DataError, PartitionError
 from parallel3d.layer_choice import LayerChoice, choice_rule
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
-from parallel3d.pipe.settings import settle
-from parallel3d.pipe.splitting import Splitter, make_sample
+from parallel3d.pipe.settings import resolve_settings
+from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import (
     TieIndex,
     check_copies,
     kind_of,
     refuse_untied_sharing,
-    replace_parameter,
+    share_tied_parameters,
     tied_parameters,
 )
 from parallel3d.rng import EnterLayer, layer_seed, same_stream, seeded
@@ -45,34 +45,37 @@ from parallel3d.topology import ProcessTopology
 
 
 class _Call(NamedTuple):
-    """A layer: its place in the list, its module, None for a plain function, and what runs it."""
+    """A layer as its chunk calls it: its index in the list, its module (None for a plain function), and the callable."""
 
     layer: int
     module: nn.Module | None
     function: Callable[[Any], Any]
+    recomputed: bool
 
 
 class PipelineModule(nn.Module):
     """A model as a list of layers, each called with the result of the one before.
 
-    layers: LayerSpec, TiedLayerSpec, modules, or functions of one argument. num_stages or topology: the pipeline's
-    length; the rest of the world is data parallel. loss_fn(outputs, labels) -> a mean, or (sum, count), by whose total the
-    gradient is divided once; a LayerSpec of a module without parameters that wants a context; without one the last layer's
-    result is the loss. partition_method ("parameters"): see partition.resolve_partition. num_chunks (1) a stage;
-    placement ("loop") or "v". What is None is taken from the `pipeline` section of `config`, or is the default in brackets.
+    - layers: LayerSpec, TiedLayerSpec, modules, or functions of one argument.
+    - num_stages or topology: the number of pipeline stages; the rest of the world is data parallel.
+    - loss_fn(outputs, labels): returns a mean, or (sum, count), where the gradient is divided once by the total count; or a
+      LayerSpec of a module without parameters that declares a context. Without it the last layer's result is the loss.
+    - partition_method ("parameters"): see partition.resolve_partition.
+    - num_chunks (1): chunks of each stage. placement: "loop" (the default) or "v".
+    - sample_input: inputs of one micro-batch, on every rank, for the methods "flops" and "profile" and for the activations
+      under pipeline.max_stage_bytes. sample_labels: its labels, with which the loss counts as part of the last layer.
+    - checkpointable_layers (all): the layers whose activations are recomputed: a list of class names, a regular expression
+      that is searched in class and function names, or a function (layer index, layer) -> bool. Neighbours among them are
+      recomputed in groups of activation_checkpoint_interval (0: never; 1 where checkpointable_layers is given).
+    - activation_checkpoint_func(function, x): runs such a group; by default a Checkpointer as `config` says.
+    - dynamic_shape: as the configuration's pipeline.shapes "dynamic".
 
-    sample_input: one micro-batch's inputs, on every rank, for the methods "flops" and "profile" and for the activations under
-    pipeline.max_stage_bytes; sample_labels: its labels, with which the loss counts as part of the last layer.
+    An argument that is None is read from the `pipeline` section of `config`; else the default in brackets holds.
 
-    checkpointable_layers (all): the layers whose activations are recomputed: a list of class names, a regular expression
-    that is searched in class and function names, or a function (layer index, layer) -> bool. Neighbours among them are
-    recomputed in groups of activation_checkpoint_interval (0, never; 1 where checkpointable_layers is given).
-    activation_checkpoint_func(function, x): runs such a group; a Checkpointer of `config` by default.
-
-    Initial weights depend on the seed and on the layer's place in the list, never on the layout: layer k is built with
-    seed base_seed + k (seed_layers=True; seed_fn is called with it too), or torch's own seed + k (False). Ties (see
-    TiedLayerSpec) hold across stages. dynamic_shape: as the configuration's pipeline.shapes "dynamic".
-    Raises PartitionError, ConfigError, TopologyError. Collective: every rank builds it at the same place.
+    Initial weights depend on the seed and on the layer's index, never on the layout: layer k is built with seed
+    base_seed + k (seed_layers=True; seed_fn is called with it too), or torch's own seed + k (False). Ties (see
+    TiedLayerSpec) hold across stages. Raises PartitionError, ConfigError, TopologyError. Collective: every rank builds the
+    module at the same point of its script.
     """
 
     def __init__(
@@ -96,11 +99,11 @@ class PipelineModule(nn.Module):
         sample_labels: Any = None,
     ):
         super().__init__()
-        # Called with a module before its weights are read; partitioned optimizers gather them in the background.
+        # Called with a module before its weights are read: a sharded optimizer may still be gathering them.
         self.wait_for_weights: Callable[[nn.Module], None] = lambda module: None
         layers = list(layers)
         check_layers(layers)
-        settings = settle(
+        settings = resolve_settings(
             config,
             num_stages=num_stages,
             topology=topology,
@@ -113,6 +116,7 @@ class PipelineModule(nn.Module):
             num_layers=len(layers),
         )
         self.settings, self.dynamic_shape = settings, dynamic_shape
+        self.num_stages = settings.num_stages
         self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)
         self.groups = ProcessGroups(settings.topology)
         self.device = local_device()
@@ -125,125 +129,82 @@ class PipelineModule(nn.Module):
         _refuse_trained_loss(self.loss_fn)
         self._seed_fn = seed_fn if settings.seed_layers else None
         self.layer_names = [layer_name(layer) for layer in layers]
-        rule = choice_rule(settings.checkpointable_layers, self.layer_names, "checkpointable_layers")
+        recomputes = choice_rule(settings.checkpointable_layers, self.layer_names, "checkpointable_layers")
         seed = base_seed if settings.seed_layers else torch.initial_seed() % 2**62
         with seeded(seed, self.device):
             sample = make_sample(sample_input, sample_labels, loss_fn, config)
-            self.partition = Splitter(layers, settings, self.placement, context, sample, rule).split(config)
-        self._build_layers(layers, seed, context, rule)
+            self.partition = LayerSplitter(layers, settings, self.placement, context, sample, recomputes).split(config)
+        if get_rank() == 0 and len(self.placement) > 1:
+            print(self.partition_table(), flush=True)
+        self._build_layers(layers, seed, context, recomputes)
         self.to(self.device)
         self.replica_groups = self._make_replica_groups()
         self._synchronize()
-        self._warn_of_no_slices()
+        self._warn_if_no_layer_is_sharded()
 
-    def _build_layers(
-        self, layers: Sequence[Layer], seed: int, context: BuildContext, rule: Callable[[int, Any], bool]
-    ) -> None:
-        """Build the layers of this rank's chunks. rule: which are recomputed."""
-        if get_rank() == 0 and len(self.placement) > 1:
-            print(self.partition_table(), flush=True)
-        self._ties = TieIndex(layers, self.partition.part_of)
-        refuse_untied_sharing(layers, self._ties, self.partition.part_of)
-        self.layers = nn.ModuleDict()
-        self._calls = {
-            c: [self._build(layers, k, seed, context) for k in self.partition.layers(c)] for c in self.own_chunks
-        }
-        self._recomputed = {
-            c: [rule(call.layer, call.function if call.module is None else call.module) for call in self._calls[c]]
-            for c in self.own_chunks
-        }
-        self._share_attributes()
+    # Building
 
     def partition_table(self) -> str:
-        """The layers of each stage, or chunk, a line each; of chunks also what those of each stage cost together."""
+        """Format the layers of each stage or chunk, one per line, and with several chunks the cost of each stage."""
         if self.settings.num_chunks == 1:
             return self.partition.table(self.layer_names)
         loads = self.partition.loads(self.placement)
         shares = ", ".join(f"{load:,.6g} ({load / max(loads):.0%})" if load else "0" for load in loads)
-        return self.partition.table(self.layer_names, label="chunk") + f"\nstages' chunks together: {shares}"
+        return self.partition.table(self.layer_names, label="chunk") + f"\nchunks of each stage together: {shares}"
 
-    def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> _Call:
-        """What layer k calls; its module is built, or found where a tie has built it, and registered."""
-        layer, builder = layers[k], self._ties.builder[k]
-        source = layers[builder]
-        if str(builder) not in self.layers:
-            if isinstance(source, LayerSpec):
-                with seeded(layer_seed(seed, builder), self.device), self.device:
-                    if self._seed_fn is not None:
-                        self._seed_fn(layer_seed(seed, builder))
-                    self.layers[str(builder)] = source.build(context)
-            elif isinstance(source, nn.Module):
-                self.layers[str(builder)] = source
-            else:
-                return _Call(k, None, source)
-        module = self.layers[str(builder)]
-        forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
-        return _Call(k, module, partial(forward_fn, module) if forward_fn is not None else module)
+    def _build_layers(
+        self, layers: Sequence[Layer], seed: int, context: BuildContext, recomputes: Callable[[int, Any], bool]
+    ) -> None:
+        """Build the layers of this rank's chunks, each with its own seed, and share what ties join."""
+        part_of = self.partition.part_of
+        self._ties = TieIndex(layers, part_of)
+        refuse_untied_sharing(layers, self._ties, part_of)
+        self.layers = nn.ModuleDict()
+        self._calls: dict[int, list[_Call]] = {}
+        for chunk in self.own_chunks:
+            calls = self._calls[chunk] = []
+            for k in self.partition.layers(chunk):
+                layer, module = layers[k], self._build(layers, self._ties.builder[k], seed, context)
+                function: Any = layer if module is None else module
+                recomputed = recomputes(k, function)
+                if module is not None and isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+                    function = partial(layer.forward_fn, module)
+                calls.append(_Call(k, module, function, recomputed))
+        share_tied_parameters(self._modules_in_order(), self._ties)
 
-    def _share_attributes(self) -> None:
-        """Make parameters tied by attribute one object where this rank holds several of their modules."""
-        held: dict[tuple[int, str], nn.Parameter] = {}
-        for layer, module in self._modules_in_order():
-            for attribute in self._ties.attributes(layer):
-                for name, parameter in tied_parameters(module, attribute).items():
-                    first = held.setdefault(self._ties.origin(layer, name), parameter)
-                    if first is not parameter:
-                        replace_parameter(module, parameter, first)
+    def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> nn.Module | None:
+        """Return the module of layer k, built and registered at the first call; None for a function."""
+        layer, key = layers[k], str(k)
+        if key in self.layers:
+            return self.layers[key]
+        if isinstance(layer, LayerSpec):
+            with seeded(layer_seed(seed, k), self.device), self.device:
+                if self._seed_fn is not None:
+                    self._seed_fn(layer_seed(seed, k))
+                self.layers[key] = layer.build(context)
+        elif isinstance(layer, nn.Module):
+            self.layers[key] = layer
+        else:
+            return None
+        return self.layers[key]
 
     def _modules_in_order(self) -> list[tuple[int, nn.Module]]:
         return sorted(((int(layer), module) for layer, module in self.layers.items()), key=lambda item: item[0])
 
     def _make_replica_groups(self) -> dict[tuple[int, ...], Group]:
-        """owners -> the ranks of this pipeline that hold a copy; made on every rank, in one order."""
+        """Map owners (chunks that share a parameter) to the ranks of this pipeline that hold them.
+
+        Collective: the groups are made on every rank, in one order.
+        """
         groups = {}
         for owners in self._ties.shared_owners():
             stages = {self.placement[c] for c in owners}
             groups[owners] = self.groups.across_stages(stages) if len(stages) > 1 else self.groups.alone()
         return groups
 
-    def use_waiter(self, wait_for_weights: Callable[[nn.Module], None]) -> None:
-        """Call `wait_for_weights` with a module before its weights are read: they may still be gathered."""
-        self.wait_for_weights = wait_for_weights
-
-    def parameter_infos(self) -> list[ParameterInfo]:
-        """This rank's trainable parameters, in the order of the layers, each once."""
-        self.wait_for_weights(self)
-        return [info for info in self._all_infos() if info.parameter.requires_grad]
-
-    def frozen_infos(self) -> list[ParameterInfo]:
-        """This rank's other parameters, in the same order."""
-        return [info for info in self._all_infos() if not info.parameter.requires_grad]
-
-    def _all_infos(self) -> list[ParameterInfo]:
-        infos: dict[nn.Parameter, ParameterInfo] = {}
-        for layer, module in self._modules_in_order():
-            tied = [item for a in self._ties.attributes(layer) for item in tied_parameters(module, a).items()]
-            # A parameter with several names in its module goes by the one that is tied.
-            for name, parameter in (*tied, *module.named_parameters()):
-                if parameter not in infos:
-                    origin, source = self._ties.origin(layer, name)
-                    owners = self._ties.owners(layer, name)
-                    infos[parameter] = ParameterInfo(self.global_name(origin, source), parameter, owners)
-        return list(infos.values())
-
-    def global_name(self, layer: int, name: str) -> str:
-        """What a parameter of a layer is called in the whole model, in every layout."""
-        return f"layers.{layer}.{name}"
-
-    def _warn_of_no_slices(self) -> None:
-        if self.groups.model.size == 1:
-            return
-        sliced = any(slicing_of(parameter) is not None for parameter in self.parameters())
-        if not any(all_gather_object(sliced, self.groups.control)) and self.groups.rank == 0:
-            warnings.warn(
-                f"tensor_parallel.size is {self.groups.model.size}, but no layer is sliced: the ranks of a slice group all do "
-                "the same work; build layers of parallel3d.tensor_parallel or use parallelize, or set the size to 1",
-                stacklevel=3,
-            )
-
     @torch.no_grad()
     def _synchronize(self) -> None:
-        """All copies start from the same bits: of replica 0 over data parallelism, then of a tie's first owner.
+        """Give all copies the same bits: those of replica 0 over data parallelism, then those of a tie's first owner.
 
         Raises PartitionError on all ranks when a copy is missing, or differs in shape, dtype or requires_grad.
         """
@@ -259,22 +220,77 @@ class PipelineModule(nn.Module):
             first_owner = self.groups.pipe.ranks[self.placement[info.owners[0]]]
             broadcast(info.parameter.data, first_owner, self.replica_groups[info.owners])
 
-    @property
-    def num_stages(self) -> int:
-        """The pipeline's length."""
-        return self.settings.num_stages
+    def _warn_if_no_layer_is_sharded(self) -> None:
+        size = self.groups.model.size
+        if size == 1:
+            return
+        sharded = any(slicing_of(parameter) is not None for parameter in self.parameters())
+        if not any(all_gather_object(sharded, self.groups.control)) and self.groups.rank == 0:
+            warnings.warn(
+                f"tensor_parallel.size is {size}, but no layer is sharded over the tensor-parallel ranks, which all do the "
+                "same work; build layers of parallel3d.tensor_parallel or use parallelize, or set the size to 1",
+                stacklevel=3,
+            )
+
+    # Parameters
+
+    def use_waiter(self, wait_for_weights: Callable[[nn.Module], None]) -> None:
+        """Call `wait_for_weights` with a module before its weights are read: they may still be gathered."""
+        self.wait_for_weights = wait_for_weights
+
+    def parameter_infos(self) -> list[ParameterInfo]:
+        """Return this rank's trainable parameters, in the order of the layers, each once."""
+        self.wait_for_weights(self)
+        return [info for info in self._all_infos() if info.parameter.requires_grad]
+
+    def frozen_infos(self) -> list[ParameterInfo]:
+        """Return this rank's parameters that are not trained, in the same order."""
+        return [info for info in self._all_infos() if not info.parameter.requires_grad]
+
+    def _all_infos(self) -> list[ParameterInfo]:
+        infos: dict[nn.Parameter, ParameterInfo] = {}
+        for layer, module in self._modules_in_order():
+            tied = [item for a in self._ties.attributes(layer) for item in tied_parameters(module, a).items()]
+            # A parameter with several names in its module is listed under the name that is tied.
+            for name, parameter in (*tied, *module.named_parameters()):
+                if parameter not in infos:
+                    origin, source = self._ties.origin(layer, name)
+                    owners = self._ties.owners(layer, name)
+                    infos[parameter] = ParameterInfo(self.global_name(origin, source), parameter, owners)
+        return list(infos.values())
+
+    def global_name(self, layer: int, name: str) -> str:
+        """Return the name of a layer's parameter in the whole model, the same in every layout."""
+        return f"layers.{layer}.{name}"
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in torch, after waiting for the weights that the last step updated."""
+        self.wait_for_weights(self)
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch, after waiting for the weights that the last step updated."""
+        self.wait_for_weights(self)
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch, after waiting for the weights that the last step updated: they would overwrite those loaded."""
+        self.wait_for_weights(self)
+        return super().load_state_dict(*args, **kwargs)
+
+    # Running
 
     def called_modules(self) -> list[tuple[int, nn.Module]]:
-        """(place in the list, module) of this rank's layers that are called as modules, each module once."""
+        """Return (index in the list, module) of this rank's layers that are called as modules, each module once."""
         calls = (call for calls in self._calls.values() for call in calls)
         return list({id(c.module): (c.layer, c.module) for c in calls if c.module is c.function and c.module}.values())
 
     def topology(self) -> ProcessTopology:
-        """The axes of this world."""
+        """Return the topology of the world."""
         return self.settings.topology
 
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
-        """(inputs, labels) of a micro-batch. Raises DataError for what isn't that."""
+        """Split a micro-batch into (inputs, labels). Raises DataError where it is not a pair."""
         if not isinstance(micro_batch, (tuple, list)) or len(micro_batch) != 2:
             raise DataError(
                 f"a micro-batch must be (inputs, labels), not {type(micro_batch).__name__}; several inputs or labels go in a "
@@ -283,25 +299,25 @@ class PipelineModule(nn.Module):
         return micro_batch[0], micro_batch[1]
 
     def use_checkpointer(self, checkpointer: Checkpointer) -> None:
-        """Recompute layers through this, unless the module was built with an activation_checkpoint_func."""
+        """Recompute layers by `checkpointer`, unless the module was built with an activation_checkpoint_func."""
         self.activation_checkpoint_func = self._own_checkpoint_func or checkpointer
 
     def watch_layers(self, watch: Callable[[str, Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-        """Run watch(name, layer) in place of each layer from now on."""
+        """Replace each layer's callable by watch(name, callable)."""
         for chunk, calls in self._calls.items():
             names = [f"layers.{call.layer} ({self.layer_names[call.layer]})" for call in calls]
             self._calls[chunk] = [c._replace(function=watch(n, c.function)) for n, c in zip(names, calls, strict=True)]
 
     def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
-        """Run the layers of one of this rank's chunks on `x`, whatever the first of them takes.
+        """Run the layers of one of this rank's chunks on `x`, the input of its first layer.
 
         enter: called before each layer, and again before its recomputation.
         """
         calls, interval = self._calls[chunk], self.settings.activation_checkpoint_interval
         if not interval or not torch.is_grad_enabled():
             return self._run(calls, enter, x)
-        for recomputed, group in groupby(zip(self._recomputed[chunk], calls, strict=True), key=lambda pair: pair[0]):
-            run = [call for _, call in group]
+        for recomputed, group in groupby(calls, key=lambda call: call.recomputed):
+            run = list(group)
             if not recomputed:
                 x = self._run(run, enter, x)
                 continue
@@ -310,37 +326,70 @@ class PipelineModule(nn.Module):
         return x
 
     def _run(self, calls: Sequence[_Call], enter: EnterLayer, x: Any) -> Any:
-        for layer, module, function in calls:
+        for layer, module, function, _ in calls:
             if module is not None:
                 self.wait_for_weights(module)
             enter(layer)
             x = function(x)
         return x
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As torch's, once the weights that the last step updated are here."""
-        self.wait_for_weights(self)
-        return super().named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, once the weights that the last step updated are here."""
-        self.wait_for_weights(self)
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, once the weights that the last step updated are here: they would replace what is loaded."""
-        self.wait_for_weights(self)
-        return super().load_state_dict(*args, **kwargs)
-
     def forward(self, x: Any, enter: EnterLayer = same_stream) -> Any:
-        """Run this rank's layers in order: the whole model on a single stage, otherwise what the rank holds of it."""
+        """Run this rank's layers in order: the whole model on a single stage, else the part that the rank holds."""
         for chunk in self.own_chunks:
             x = self.forward_chunk(chunk, x, enter)
         return x
 
 
+class SingleStageModule(PipelineModule):
+    """Any nn.Module as a pipeline of one stage with one layer: whole on every rank, over which the world is data parallel.
+
+    A micro-batch is the module's input: a mapping is passed as keywords, a tuple or list as arguments, anything else as the
+    one argument. The module's result is the loss or contains it: as `.loss`, under "loss", or first in a tuple or list.
+    Parameters keep the names that the module gives them.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__([model], num_stages=1, loss_fn=_loss_of)
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped module."""
+        return self.layers["0"]
+
+    def pair(self, micro_batch: Any) -> tuple[Any, Any]:
+        """Return the whole micro-batch as inputs. A mapping becomes a dict: the tensors of other classes would be hidden."""
+        return dict(micro_batch) if isinstance(micro_batch, Mapping) else micro_batch, None
+
+    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
+        """Run the module on a micro-batch."""
+        self.wait_for_weights(self)
+        enter(0)
+        if isinstance(x, Mapping):
+            return self.model(**x)
+        return self.model(*x) if isinstance(x, (tuple, list)) else self.model(x)
+
+    def global_name(self, layer: int, name: str) -> str:
+        """Return the module's own name of the parameter."""
+        return name
+
+
+def _loss_of(outputs: Any, _: Any) -> Tensor:
+    loss = getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    if loss is None and isinstance(outputs, (tuple, list)) and outputs:
+        loss = outputs[0]
+    loss = outputs if loss is None else loss
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"the module returned {type(outputs).__name__} without a loss; let its forward return the loss (or .loss, "
+            '"loss", or a tuple that begins with it), or use engine(...), engine.backward(loss) and engine.step()'
+        )
+    return loss
+
+
 def _refuse_trained_loss(loss_fn: object) -> None:
-    """A loss function is no layer: its parameters would belong to no stage, and no gradient of theirs be reduced."""
+    """Raise PartitionError for a loss function with trainable parameters: no stage would reduce their gradients."""
     trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
     if trained:
         raise PartitionError(

@@ -1,4 +1,4 @@
-"""The programs of an engine: built, lowered and validated once for each number of micro-batches."""
+"""Programs of an engine: built, lowered and validated once for each number of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from parallel3d.schedule.validate import validate
 
 
 class Programs:
-    """Training and evaluation programs of a module, cached.
+    """Cache of a module's training and evaluation programs.
 
-    pipeline: that section of the configuration; num_buckets: owners -> number of gradient buckets, of the whole model
-    (see ParameterInfo.owners); partitioned: weights are gathered before they are used; reduce_per_micro_batch: gradients
-    are reduced in every micro-batch. plan: what schedule "auto" runs.
+    - pipeline: that section of the configuration.
+    - num_buckets: owners (see ParameterInfo) -> number of gradient buckets, for the whole model.
+    - partitioned: whether weights are gathered before they are used.
+    - reduce_per_micro_batch: whether gradients are reduced in every micro-batch.
+
+    plan: what schedule "auto" runs. replica_owners: the owners of each replica bucket, which REDUCE_REPLICAS counts.
     """
 
     def __init__(
@@ -30,12 +33,11 @@ class Programs:
         partitioned: bool = False,
         reduce_per_micro_batch: bool = False,
     ):
-        self._module = module
+        self._settings, self._placement = module.settings, module.placement
         self._pipeline = pipeline
         self._partitioned = partitioned
         self.reduce_per_micro_batch = reduce_per_micro_batch
         self._chunk_buckets = [num_buckets.get((c,), 0) for c in range(len(module.placement))]
-        # The owners of each replica bucket; a program's REDUCE_REPLICAS counts along this list.
         self.replica_owners = [
             owners for owners in sorted(num_buckets) if len(owners) > 1 for _ in range(num_buckets[owners])
         ]
@@ -43,25 +45,24 @@ class Programs:
         self.plan: Plan | None = None
 
     def get(self, num_micro_batches: int, training: bool) -> Program:
-        """The program of a batch of so many micro-batches. Raises ScheduleError for a schedule that can't run."""
+        """Return the program of a batch of this size. Raises ScheduleError for a schedule that can't run."""
         key = (num_micro_batches, training)
         if key not in self._cache:
             self._cache[key] = self._training(num_micro_batches) if training else self._evaluation(num_micro_batches)
         return self._cache[key]
 
-    def replan(self, plan: Plan) -> None:
-        """Run this plan from the next training batch on: for schedule "auto"."""
+    def replan(self, plan: Plan | None) -> None:
+        """Run this plan of schedule "auto" from the next training batch on; None for the one that nothing is measured for."""
         self.plan = plan
         self._cache = {key: program for key, program in self._cache.items() if not key[1]}
 
     def start_anew(self, num_micro_batches: int) -> None:
-        """Under schedule "auto", run what is run before anything is known, for this number of micro-batches."""
-        self.plan = None
-        self._cache = {key: program for key, program in self._cache.items() if not key[1]}
+        """Reset schedule "auto" to the plan that it begins with, for this number of micro-batches."""
+        self.replan(None)
         self.get(num_micro_batches, training=True)
 
     def weakly(self) -> Callable[[int, bool], Program | None]:
-        """`get`, from which None comes when these programs are gone: it keeps neither them nor their module alive."""
+        """Return a `get` that keeps this object alive no longer than others do; it returns None once the object is gone."""
         reference = ref(self)
 
         def get(num_micro_batches: int, training: bool) -> Program | None:
@@ -78,18 +79,23 @@ class Programs:
         )
 
     def _compute(self, num_micro_batches: int) -> Program:
-        m, given = self._module.settings, self._pipeline
+        settings, given = self._settings, self._pipeline
         if given.schedule != "auto":
             return build(
-                given.schedule, m.num_stages, num_micro_batches, m.num_chunks, m.placement, given.max_in_flight
+                given.schedule,
+                settings.num_stages,
+                num_micro_batches,
+                settings.num_chunks,
+                settings.placement,
+                given.max_in_flight,
             )
         if self.plan is None:
-            # Before it is known what fits, no more than 1F1B holds.
+            # As long as it is unknown what fits into memory, hold no more than 1F1B does.
             multiple = min(given.max_in_flight or 1.0, 1.0)
-            self.plan = first_plan(self._module.placement, num_micro_batches, multiple)
+            self.plan = first_plan(self._placement, num_micro_batches, multiple)
         return self.plan.program(num_micro_batches)
 
     def _evaluation(self, num_micro_batches: int) -> Program:
-        m = self._module.settings
-        program = lower(inference(m.num_stages, num_micro_batches, m.num_chunks, m.placement))
+        settings = self._settings
+        program = lower(inference(settings.num_stages, num_micro_batches, settings.num_chunks, settings.placement))
         return add_parameter_gather(program) if self._partitioned else program

@@ -1,4 +1,4 @@
-"""What PipelineModule's arguments, its topology and the configuration say together."""
+"""Settings of a PipelineModule, from its arguments, its topology and the configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BuildSettings:
     max_stage_bytes: int | None = None
 
 
-def settle(
+def resolve_settings(
     config: str | Path | Mapping[str, Any] | Config | None,
     *,
     num_stages: int | None,
@@ -47,26 +47,30 @@ def settle(
     placement: str | None,
     num_layers: int,
 ) -> BuildSettings:
-    """Arguments, else the configuration's layout, else the defaults. Raises ConfigError where two disagree, PartitionError."""
+    """Take each setting from the arguments, else from the configuration, else its default.
+
+    Raises ConfigError where argument and configuration disagree, PartitionError for a number of stages that the world
+    can't have.
+    """
     layout = load_layout(config)
     pipeline = layout.pipeline
     stages = _choose("num_stages", num_stages, pipeline.stages, None)
     topology = topology or _make_topology(stages, layout.tensor_parallel.size or 1)
+    stages = _choose("num_stages", stages, max(1, topology.get_dim("pipe")), 1)
     recomputed = _choose(
-        "checkpointable_layers", _as_tuple(checkpointable_layers), pipeline.checkpointable_layers, None
+        "checkpointable_layers", _hashable(checkpointable_layers), pipeline.checkpointable_layers, None
     )
     method: Method = "parameters"
-    length = _choose("num_stages", stages, max(1, topology.get_dim("pipe")), 1)
-    given = (num_chunks, pipeline.num_chunks, placement, pipeline.placement)
-    # Schedule "auto" has the chunks that need the least memory for their bubble, unless it is told.
-    split = pipeline.schedule == "auto" and not any(given) and 1 < length <= num_layers // 2
+    # Unless told otherwise, schedule "auto" has the chunks that need the least memory for their bubble.
+    chunks_given = any((num_chunks, pipeline.num_chunks, placement, pipeline.placement))
+    two_chunks = pipeline.schedule == "auto" and not chunks_given and 1 < stages <= num_layers // 2
     return BuildSettings(
         topology=topology,
-        num_stages=length,
-        num_chunks=_choose("num_chunks", num_chunks, pipeline.num_chunks, 2 if split else 1),
-        placement=_choose("placement", placement, pipeline.placement, "v" if split else "loop"),
+        num_stages=stages,
+        num_chunks=_choose("num_chunks", num_chunks, pipeline.num_chunks, 2 if two_chunks else 1),
+        placement=_choose("placement", placement, pipeline.placement, "v" if two_chunks else "loop"),
         seed_layers=_choose("seed_layers", seed_layers, pipeline.seed_layers, False),
-        partition_method=_choose("partition_method", _as_configured(partition_method), pipeline.partition, method),
+        partition_method=_choose("partition_method", _hashable(partition_method), pipeline.partition, method),
         checkpointable_layers=recomputed,
         activation_checkpoint_interval=_choose(
             "activation_checkpoint_interval",
@@ -80,20 +84,18 @@ def settle(
     )
 
 
-def _as_configured(method: Method | None) -> Method | None:
-    """A partition method as the configuration reads it: bounds and weights are tuples."""
-    if isinstance(method, Mapping):
-        return {key: tuple(values) if isinstance(values, list) else values for key, values in method.items()}
-    return tuple(method) if isinstance(method, list) else method
-
-
-def _as_tuple(choice: LayerChoice | None) -> LayerChoice | None:
-    """A choice of layers as the configuration reads it: names are a tuple."""
-    return tuple(choice) if isinstance(choice, list) else choice
+def _hashable(value: Any) -> Any:
+    """Convert lists to tuples, in a mapping too, as the configuration reads names, bounds and weights."""
+    if isinstance(value, Mapping):
+        return {key: _hashable(item) for key, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _choose(key: str, argument: T | None, configured: Any, default: T) -> T:
-    """An argument, else what the configuration (or topology) says, else the default; ConfigError when the two disagree."""
+    """Return the argument, else the configured (or the topology's) value, else the default.
+
+    Raises ConfigError when argument and configuration disagree.
+    """
     if argument is not None and configured is not None and argument != configured:
         raise ConfigError(
             f"{key} is {argument!r} in one place and {configured!r} in another (PipelineModule's arguments, its topology, the "
@@ -104,21 +106,22 @@ def _choose(key: str, argument: T | None, configured: Any, default: T) -> T:
     return default if configured is None else configured
 
 
-def _make_topology(num_stages: int | None, num_slices: int) -> ProcessTopology:
+def _make_topology(num_stages: int | None, tensor_size: int) -> ProcessTopology:
     world_size = get_world_size()
     if num_stages is None:
         raise PartitionError("PipelineModule needs num_stages, a topology, or pipeline.stages in its configuration")
     if num_stages < 1:
         raise PartitionError(f"num_stages is {num_stages}; a pipeline has at least 1")
-    if world_size % (num_stages * num_slices):
-        fitting = [n for n in range(1, world_size + 1) if world_size % (n * num_slices) == 0]
-        sliced = f" x {num_slices} tensor slices" if num_slices > 1 else ""
+    ranks_per_replica = num_stages * tensor_size
+    if world_size % ranks_per_replica:
+        fitting = [n for n in range(1, world_size + 1) if world_size % (n * tensor_size) == 0]
+        tensor = f" x {tensor_size} tensor-parallel ranks" if tensor_size > 1 else ""
         remedy = f"use one of {fitting} stages" if fitting else f"set tensor_parallel.size to a divisor of {world_size}"
         raise PartitionError(
-            f"{num_stages} stages{sliced} don't divide a world of {world_size} processes; {remedy}, or start a multiple of "
-            f"{num_stages * num_slices} processes"
+            f"{num_stages} stages{tensor} don't divide a world of {world_size} processes; {remedy}, or start a multiple of "
+            f"{ranks_per_replica} processes"
         )
-    num_replicas = world_size // (num_stages * num_slices)
-    if num_slices == 1:
+    num_replicas = world_size // ranks_per_replica
+    if tensor_size == 1:
         return PipeDataParallelTopology(num_stages, num_replicas)
-    return PipeModelDataParallelTopology(num_pp=num_stages, num_mp=num_slices, num_dp=num_replicas)
+    return PipeModelDataParallelTopology(num_pp=num_stages, num_mp=tensor_size, num_dp=num_replicas)

@@ -1,4 +1,4 @@
-"""The layers of each chunk: what layers cost by the partition method, and what stages may hold."""
+"""Split of the list of layers over chunks, by what the layers cost and what a stage may hold."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, blue
 from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
-_MICRO_BATCHES_A_STAGE = 4
+# The simulated step has this many micro-batches per stage: the real number is not known when the module is built.
+_MICRO_BATCHES_PER_STAGE = 4
 
 LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
 
 
 def make_sample(inputs: Any, labels: Any, loss_fn: LossFunction, config: Source) -> Sample | None:
-    """The sample of PipelineModule's arguments, in the configuration's precision; None without inputs."""
+    """Return the sample of PipelineModule's arguments, in the configuration's precision; None without inputs."""
     if inputs is None:
         return None
     return Sample(inputs, labels, loss_fn, make_precision(load_precision(config)))
 
 
-class Splitter:
+class LayerSplitter:
     """Splits a list of layers over the chunks of `placement`. Collective where costs are measured.
 
-    recomputes: (place in the list, layer) -> whether its activations are recomputed; a layer's cost is then a forward more.
+    recomputes: (index in the list, layer) -> whether the layer's activations are recomputed, which costs another forward.
     """
 
     def __init__(
@@ -64,23 +65,25 @@ class Splitter:
     ):
         self._layers, self._settings, self._placement = layers, settings, placement
         self._context, self._sample = context, sample
-        self._names = [layer_name(layer) for layer in layers]
         self._ties = [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers]
         self._recomputed: list[bool] = []
         self._parameters: list[list[nn.Parameter]] = []
         for k, layer in enumerate(layers):
             module = blueprint(layer, context)
-            self._parameters.append([p if module is layer else _weightless(p) for p in module.parameters()])
-            seen = layer if not isinstance(layer, (LayerSpec, nn.Module)) else module
-            self._recomputed.append(settings.activation_checkpoint_interval > 0 and recomputes(k, seen))
+            self._parameters.append([p if module is layer else _on_meta(p) for p in module.parameters()])
+            shown = module if isinstance(layer, (LayerSpec, nn.Module)) else layer
+            self._recomputed.append(settings.activation_checkpoint_interval > 0 and recomputes(k, shown))
 
     def split(self, config: Source) -> Partition:
-        """The partition that the settings ask for. Raises PartitionError; config: read whole for max_stage_bytes alone."""
+        """Return the partition that the settings ask for. Raises PartitionError.
+
+        config: only for max_stage_bytes are its other sections read.
+        """
         settings = self._settings
         return resolve_partition(
             settings.partition_method,
             self._costs(),
-            self._names,
+            [layer_name(layer) for layer in self._layers],
             self._ties,
             len(self._placement),
             what=f"{settings.num_stages} stages x {settings.num_chunks} chunks",
@@ -105,76 +108,82 @@ class Splitter:
                 f"partition method {method!r} runs the layers on a sample, and there is none; pass sample_input= (the inputs "
                 "of one micro-batch) to PipelineModule, on every rank, or use 'parameters'"
             )
-        ruler = (Tracer if kind == "flops" else Profiler)(self._sample, self._context)
-        costs = self._found(ruler)
+        costs = self._measure((Tracer if kind == "flops" else Profiler)(self._sample, self._context))
         return [
             cost.backward + cost.forward * (2 if recomputed else 1)
             for cost, recomputed in zip(costs, self._recomputed, strict=True)
         ]
 
-    def _found(self, ruler: Ruler) -> list[LayerCost]:
-        """The median over all ranks, so that all split alike; the generators go on as if no layer had run."""
+    def _measure(self, ruler: Ruler) -> list[LayerCost]:
+        """Return the median of all ranks' costs, so that all split alike; the random generators keep their states."""
         states = generator_states(self._context.device)
-        found: list[LayerCost] | str
+        own: list[LayerCost] | str
         try:
-            found = ruler.measure_all(self._layers)
+            own = ruler.measure_all(self._layers)
         except PartitionError as error:
-            found = str(error)
+            own = str(error)
         finally:
             set_generator_states(states, self._context.device)
-        everyone = all_gather_object(found, self._context.groups.control)
+        everyone = all_gather_object(own, self._context.groups.control)
         for rank, answer in enumerate(everyone):
             if isinstance(answer, str):
                 raise PartitionError(answer if len(everyone) == 1 else f"rank {rank}: {answer}")
-        return [_median(of_ranks) for of_ranks in zip(*everyone, strict=True)]
+        return [
+            replace(
+                of_ranks[0],
+                forward=median(c.forward for c in of_ranks),
+                backward=median(c.backward for c in of_ranks),
+            )
+            for of_ranks in zip(*everyone, strict=True)
+        ]
+
+    # What a stage holds, for pipeline.max_stage_bytes
 
     def _limit(self, limit: int, source: Source) -> StageLimit:
         config = source if isinstance(source, Config) else read(source).config
-        costs = [LayerCost(0.0, 0.0)] * len(self._layers)
+        activations = [0] * len(self._layers)
         if self._sample is not None:
-            costs = self._found(Tracer(self._sample, self._context))
-        activations = [c.given if r else c.saved for c, r in zip(costs, self._recomputed, strict=True)]
-        if self._context.sequence_parallel:  # all that is held is shared; otherwise count it as if no rank shared any
+            costs = self._measure(Tracer(self._sample, self._context))
+            activations = [c.given if r else c.saved for c, r in zip(costs, self._recomputed, strict=True)]
+        if self._context.sequence_parallel:
+            # All activations are sharded. Without sequence parallelism count as if none was.
             activations = [held // self._context.groups.model.size for held in activations]
         return StageLimit(limit, self._state(config), activations, self._in_flight(config), self._ties)
 
     def _state(self, config: Config) -> list[int]:
-        """Bytes of each layer's weights, gradients, masters and optimizer state, between and during updates."""
-        replicas, moments = self._context.groups.data.size, _moments(config)
+        """Return the bytes of each layer's weights, gradients, masters and optimizer state, updates included."""
         infos = [[ParameterInfo("", p, (0,)) for p in own if p.requires_grad] for own in self._parameters]
-        policy = self._policy(config, infos)
+        policy = self._policy(config, [info for own in infos for info in own])
+        replicas, moments = self._context.groups.data.size, _moments(config)
         frozen = [sum(p.nbytes for p in own if not p.requires_grad) for own in self._parameters]
         state = [predict_state(own, policy, replicas, moments) for own in infos]
         return [s.steady + s.update + other for s, other in zip(state, frozen, strict=True)]
 
-    def _policy(self, config: Config, infos: Sequence[Sequence[ParameterInfo]]) -> ZeroPolicy:
-        weights = make_precision(config).weights
-        policy = make_policy(config, [i for own in infos for i in own], self._context.device, weights)
-        # "auto" looks at a stage's size, which isn't known yet: count what takes more.
+    def _policy(self, config: Config, infos: Sequence[ParameterInfo]) -> ZeroPolicy:
+        policy = make_policy(config, infos, self._context.device, make_precision(config).weights)
+        # "auto" depends on a stage's size, which is not known yet: count the larger case, without these reductions.
         chosen = config.zero_optimization.reduce_per_micro_batch is True
         return replace(policy, reduce_per_micro_batch=policy.stage == 2 and chosen)
 
     def _in_flight(self, config: Config) -> list[int]:
-        """The most micro-batches whose activations each chunk holds at once, by the program that will run."""
-        settings, groups = self._settings, self._context.groups
-        sizes = resolve_batch(
+        """Return, for each chunk, the largest number of micro-batches whose activations it holds in the configured program."""
+        settings, groups, given = self._settings, self._context.groups, config.pipeline
+        num_micro_batches = resolve_batch(
             config.train_batch_size,
             config.train_micro_batch_size_per_gpu,
             config.gradient_accumulation_steps,
             pipe=settings.num_stages,
             data=groups.data.size,
             model=groups.model.size,
-        )
-        given = config.pipeline
-        if (
-            given.schedule == "auto"
-        ):  # whichever it plans, this bounds what a stage holds, a share for each of its chunks
+        ).num_micro_batches
+        if given.schedule == "auto":
+            # This bounds a stage, and so the share of each of its chunks, whichever program is planned.
             most = ceil((given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * settings.num_stages)
-            return [min(most, sizes.num_micro_batches)] * len(self._placement)
+            return [min(most, num_micro_batches)] * len(self._placement)
         program = build(
             given.schedule,
             settings.num_stages,
-            sizes.num_micro_batches,
+            num_micro_batches,
             settings.num_chunks,
             settings.placement,
             given.max_in_flight,
@@ -184,15 +193,16 @@ class Splitter:
 
 
 def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: str, costs: Sequence[float]) -> float:
-    """How long a step takes with chunks of these costs, simulated, by the configured schedule.
+    """Simulate a step of the configured schedule with chunks of these costs; return its length in the costs' unit.
 
-    By what "auto" would find where that isn't one for so many chunks: another may be given to initialize. kind: of
-    placement. Of four micro-batches a stage, for how many there will be isn't known yet; a chunk's cost is divided as a
-    decoder's is.
+    A chunk's cost is divided over forward and backward as a decoder's is. Where the configured schedule is none for this
+    number of chunks, the one that "auto" would find is used instead: `initialize` may be given another schedule.
+
+    kind: of placement, "loop" or "v".
     """
     placement = placement_of(kind, num_stages, num_chunks)
     whole = sum(decoder_cost(Instruction(op, 0, 0)) for op in (Op.FORWARD, Op.BACKWARD))
-    num_micro_batches = _MICRO_BATCHES_A_STAGE * num_stages
+    num_micro_batches = _MICRO_BATCHES_PER_STAGE * num_stages
 
     def cost(i: Instruction) -> float:
         return decoder_cost(i) / whole * costs[i.chunk]
@@ -206,19 +216,15 @@ def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: s
     return simulate(program, cost).makespan
 
 
-def _weightless(parameter: nn.Parameter) -> nn.Parameter:
-    """Its shape and dtype alone: what a blueprint had to be built with isn't kept."""
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the parameter without its contents, so that a blueprint built with memory is not kept."""
     return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 def _moments(config: Config) -> int:
-    """Elements of optimizer state an element; Adam's two for an optimizer of the script's own or of an unknown kind."""
+    """Return the elements of optimizer state per parameter element; 2, as for Adam, where the optimizer is not known."""
     if config.optimizer is None:
         return 2
     one = nn.Parameter(torch.empty(1))
     moments = moments_of(build_optimizer(config.optimizer.type, [one], config.optimizer.params))
     return 2 if moments is None else moments
-
-
-def _median(costs: Sequence[LayerCost]) -> LayerCost:
-    return replace(costs[0], forward=median(c.forward for c in costs), backward=median(c.backward for c in costs))

@@ -1,8 +1,8 @@
-"""Which places in the list of layers share a module or a parameter, and which chunks therefore hold it."""
+"""Tied layers: which entries of the list share a module or a parameter, and which chunks therefore hold it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -11,16 +11,19 @@ from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
 
 
 class TieIndex:
-    """Ties of a list of layers, read off the specs alone, so that every rank knows those of all ranks.
+    """Ties of a list of layers. It is read from the specs alone, so that every rank knows the ties of all ranks.
 
-    part_of: layer -> chunk. `builder[k]` is the layer that layer k's module is built as: the first of its key that
-    builds the same, else k itself.
+    - part_of: layer -> chunk.
+    - builder[k]: the index of the layer that layer k's module is built as: the first one with its key that builds the same
+      module, else k itself. The methods name a module by this index.
     """
 
     def __init__(self, layers: Sequence[Layer], part_of: Callable[[int], int]):
         self._layers = layers
-        self._first: dict[str, list[int]] = {}
+        # key -> the builders of that key
+        self._builders: dict[str, list[int]] = {}
         self.builder = tuple(self._builder(k) for k in range(len(layers)))
+        # builder -> the chunks that use its module
         self._users: dict[int, set[int]] = {}
         for k, builder in enumerate(self.builder):
             self._users.setdefault(builder, set()).add(part_of(k))
@@ -28,9 +31,9 @@ class TieIndex:
     def _builder(self, k: int) -> int:
         layer = self._layers[k]
         if not isinstance(layer, TiedLayerSpec):
-            # One module object at several places is one module; so is one spec only where it is tied.
+            # A module object that is listed several times is one module. A spec object builds a module each time.
             return next((j for j in range(k) if self._layers[j] is layer), k) if isinstance(layer, nn.Module) else k
-        builders = self._first.setdefault(layer.key, [])
+        builders = self._builders.setdefault(layer.key, [])
         for j in builders:
             other = self._layers[j]
             if isinstance(other, LayerSpec) and other.builds_like(layer):
@@ -39,12 +42,15 @@ class TieIndex:
         return k
 
     def origin(self, builder: int, name: str) -> tuple[int, str]:
-        """(layer, name in it) of the parameter that parameter `name` of module `builder` is: itself unless tied."""
+        """Return (layer, name) of the parameter that parameter `name` of module `builder` is tied to; itself if untied.
+
+        Raises PartitionError when the layers of a key name different numbers of attributes.
+        """
         layer, attribute = self._layers[builder], self._attribute(builder, name)
         if attribute is None:
             return builder, name
         assert isinstance(layer, TiedLayerSpec)
-        first = self._first[layer.key][0]
+        first = self._builders[layer.key][0]
         source = self._layers[first]
         assert isinstance(source, TiedLayerSpec)
         if len(source.tied_weight_attr) != len(layer.tied_weight_attr):
@@ -55,36 +61,40 @@ class TieIndex:
         return first, source.tied_weight_attr[layer.tied_weight_attr.index(attribute)] + name[len(attribute) :]
 
     def _attribute(self, builder: int, name: str) -> str | None:
-        """The attribute by which parameter `name` of module `builder` is tied to another module: its own, or a submodule's."""
+        """Return the tied attribute of module `builder` that is parameter `name`, or the submodule that contains it."""
         return next((a for a in self.attributes(builder) if name == a or name.startswith(a + ".")), None)
 
     def attributes(self, builder: int) -> tuple[str, ...]:
-        """What of module `builder` is tied to other modules; nothing where the whole module is shared, or not tied."""
+        """Return the attributes of module `builder` that are tied to other modules.
+
+        Empty for a module that is not tied, or that all layers of its key share whole.
+        """
         layer = self._layers[builder]
-        if isinstance(layer, TiedLayerSpec) and len(self._first[layer.key]) > 1:
+        if isinstance(layer, TiedLayerSpec) and len(self._builders[layer.key]) > 1:
             return layer.tied_weight_attr
         return ()
 
     def owners(self, builder: int, name: str) -> tuple[int, ...]:
-        """The chunks that hold parameter `name` of module `builder`."""
+        """Return the chunks that hold parameter `name` of module `builder`."""
         layer = self._layers[builder]
         if isinstance(layer, TiedLayerSpec) and self._attribute(builder, name) is not None:
             return self._key_users(layer.key)
         return tuple(sorted(self._users[builder]))
 
     def _key_users(self, key: str) -> tuple[int, ...]:
-        return tuple(sorted(set().union(*(self._users[b] for b in self._first[key]))))
+        return tuple(sorted(set().union(*(self._users[b] for b in self._builders[key]))))
 
     def shared_owners(self) -> list[tuple[int, ...]]:
-        """All sets of several chunks that may hold a parameter together, in one order on every rank."""
-        whole = {tuple(sorted(users)) for users in self._users.values()}
-        return sorted(owners for owners in whole | {self._key_users(key) for key in self._first} if len(owners) > 1)
+        """Return all sets of two or more chunks that may share a parameter, in the same order on every rank."""
+        whole_modules = {tuple(sorted(users)) for users in self._users.values()}
+        by_attribute = {self._key_users(key) for key in self._builders}
+        return sorted(owners for owners in whole_modules | by_attribute if len(owners) > 1)
 
 
 def tied_parameters(module: nn.Module, attribute: str) -> dict[str, nn.Parameter]:
-    """The parameters that an attribute (a dotted path) names: one, or all of a submodule.
+    """Return the parameters named by an attribute (a dotted path): one, or all of a submodule.
 
-    Raises PartitionError, naming those that are there, when it names none.
+    Raises PartitionError, with the names that the module has, when the attribute names no parameter.
     """
     everything = dict(module.named_parameters(remove_duplicate=False))
     found = {name: p for name, p in everything.items() if name == attribute or name.startswith(attribute + ".")}
@@ -95,8 +105,19 @@ def tied_parameters(module: nn.Module, attribute: str) -> dict[str, nn.Parameter
     return found
 
 
-def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Make `new` the parameter wherever `module` has `old`. Raises PartitionError when the shapes differ."""
+def share_tied_parameters(modules: Iterable[tuple[int, nn.Module]], ties: TieIndex) -> None:
+    """Make each parameter tied by attribute one object in all of this rank's modules, given as (builder, module)."""
+    first: dict[tuple[int, str], nn.Parameter] = {}
+    for layer, module in modules:
+        for attribute in ties.attributes(layer):
+            for name, parameter in tied_parameters(module, attribute).items():
+                shared = first.setdefault(ties.origin(layer, name), parameter)
+                if shared is not parameter:
+                    _replace_parameter(module, parameter, shared)
+
+
+def _replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put `new` wherever `module` has the parameter `old`. Raises PartitionError when their shapes differ."""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if parameter is old:
             if old.shape != new.shape:
@@ -109,12 +130,15 @@ def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -
 
 
 def kind_of(parameter: nn.Parameter) -> str:
-    """What copies of a tied parameter must have in common."""
+    """Describe what all copies of a tied parameter must have in common."""
     return f"{list(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
 
 
 def check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], placement: Sequence[int]) -> None:
-    """Raise PartitionError unless the tied parameters (name -> owners, kind) of all stages are each other's copies."""
+    """Raise PartitionError unless the copies of each tied parameter exist and are alike.
+
+    stages: for each stage, its tied parameters as name -> (owners, kind).
+    """
     for name in sorted({name for there in stages for name in there}):
         found = {stage: there[name] for stage, there in enumerate(stages) if name in there}
         owners, _ = next(iter(found.values()))
@@ -130,7 +154,10 @@ def check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], pl
 
 
 def refuse_untied_sharing(layers: Sequence[Layer], ties: TieIndex, part_of: Callable[[int], int]) -> None:
-    """Different modules that share a parameter across chunks would drift apart: no tie joins their gradients."""
+    """Raise PartitionError for different modules on different chunks that share a parameter.
+
+    No tie adds up their gradients, so the copies would drift apart.
+    """
     holder: dict[nn.Parameter, int] = {}
     for k, layer in enumerate(layers):
         for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():

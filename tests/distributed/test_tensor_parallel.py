@@ -776,6 +776,6 @@ def warnings_of(sliced: bool) -> list[str]:
 
 def test_slices_of_a_model_that_slices_nothing_are_warned_of(run_ranks) -> None:
     first, second = run_ranks(2, warnings_of, False)
-    assert [w for w in first if "tensor_parallel.size is 2, but no layer is sliced" in w]
+    assert [w for w in first if "tensor_parallel.size is 2, but no layer is sharded" in w]
     assert not second
     assert run_ranks(2, warnings_of, True) == [[], []]

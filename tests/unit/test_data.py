@@ -13,7 +13,8 @@ from parallel3d.utils import RepeatingLoader as FromUtils
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from parallel3d.errors import DataError
-from parallel3d.pipe.data import MicroBatchSampler, MicroBatchSource, RepeatingLoader, make_loader
+from parallel3d.pipe.batch import MicroBatchSource
+from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader, make_loader
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None)
@@ -240,7 +241,7 @@ def test_a_saved_position_goes_on_with_any_number_of_replicas(before: int, after
 def test_positions_of_other_data_or_between_micro_batches_are_refused():
     sampler = MicroBatchSampler(12, 2, 0, 3)
     for change, words in (
-        ({"num_samples": 13}, "saved of 13 samples"),
+        ({"num_samples": 13}, "saved with 13 samples"),
         ({"samples": 4}, "no micro-batches of 3 replicas x 2"),
     ):
         with pytest.raises(DataError, match=words):

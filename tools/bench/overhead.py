@@ -22,16 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.peer.buffers import TensorKind
 from parallel3d.comm.transport import Incoming
 from parallel3d.optim.precision import Precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.executor import Batch, Executor, no_record
-from parallel3d.pipe.messages import Messages, describe
+from parallel3d.pipe.messages import Messages
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, lower
+from parallel3d.structures import describe
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.reducer import GradientReducer
 
@@ -88,7 +90,7 @@ class Stage:
     def __init__(self, placement: Sequence[int], rank: int):
         self.placement, self.stage_id = tuple(placement), rank
         self.device = torch.device("cpu")
-        self.groups = SimpleNamespace(rank=rank)
+        self.groups = SimpleNamespace(rank=rank, activity=Activity())
         own = [c for c, stage in enumerate(placement) if stage == rank]
         self.layers = {c: nn.Linear(FEATURES, FEATURES, bias=False) for c in own}
 

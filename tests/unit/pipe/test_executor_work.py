@@ -93,11 +93,11 @@ def test_what_is_measured_and_what_is_subtracted_do_the_same_work():
 def test_what_is_in_transit_is_known_while_it_is_tracked():
     rank = Rank("1f1b", 2, 1, 1, num_micro_batches=1)
     messages: Messages = rank.messages
-    messages.let_go([torch.ones(5)])
+    messages.mark_in_transit([torch.ones(5)])
     with messages.tracking() as in_transit:
         assert in_transit() == 0
         sent, other = torch.ones(100), torch.ones(10)
-        messages.let_go([sent[:50], other])
+        messages.mark_in_transit([sent[:50], other])
         assert in_transit() == 440
         del sent
         assert in_transit() == 40

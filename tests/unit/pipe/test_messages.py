@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from parallel3d.comm.peer.buffers import TensorKind
 from parallel3d.errors import CommunicationError
-from parallel3d.pipe.agreement import signature
-from parallel3d.pipe.messages import Messages, Structure, describe
+from parallel3d.pipe.batch import signature
+from parallel3d.pipe.messages import Messages
+from parallel3d.structures import Structure, describe
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None)
@@ -325,7 +326,7 @@ def test_sparse_tensors_do_not_travel():
 
 def test_what_is_received_has_the_shapes_and_dtypes_of_what_was_sent():
     structure, _ = describe((torch.ones(2, 0, dtype=torch.bfloat16, requires_grad=True), torch.ones(3), "text"))
-    tensors, gradients = structure.kinds(CPU, gradients=False), structure.kinds(CPU, gradients=True)
+    tensors, gradients = ([spec.on(CPU) for spec in specs] for specs in (structure.tensors, structure.gradients))
     assert tensors == [TensorKind((2, 0), torch.bfloat16, CPU), TensorKind((3,), torch.float32, CPU)]
     assert gradients == tensors[:1]
     buffer = gradients[0].empty()
@@ -359,15 +360,15 @@ def test_after_a_batch_that_broke_off_amid_messages_no_other_begins():
     """What was posted is still to come, and would be taken for the next batch's."""
     _, sender, receiver = ends()
     sender.begin([7], True)
-    sender.break_off()  # before anything was posted
+    sender.abort()  # before anything was posted
     sender.begin([7], True)
     structure, sent = describe(torch.ones(2))
     sender.send_activation((0, 7, True), structure, sent, 1)
-    sender.break_off()
+    sender.abort()
     with pytest.raises(CommunicationError, match="messages between stages are out of step; start the job again"):
         sender.begin([7], True)
     receiver.begin([7], True)
     receiver.receive_activation((0, 7, True), 0)
-    receiver.break_off()
+    receiver.abort()
     with pytest.raises(CommunicationError, match="out of step"):
         receiver.begin([7], False)
