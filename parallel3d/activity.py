@@ -82,7 +82,16 @@ class Activity:
 
     def __init__(self) -> None:
         self.slots = memoryview(bytearray(SLOT_BYTES)).cast("q")
-        self.wait: Waiting | None = None
+        self._wait: list[Waiting | None] = [None]
+
+    @property
+    def wait(self) -> Waiting | None:
+        """The wait that the host is blocked in."""
+        return self._wait[0]
+
+    def merge_into(self, other: Activity) -> None:
+        """Record in `other` from now on: with several engines, a process still does one thing at a time."""
+        self.slots, self._wait = other.slots, other._wait
 
     def share(self, memory: memoryview) -> None:
         """Move the slots, with their values, into `memory`, SLOT_BYTES long."""
@@ -93,7 +102,7 @@ class Activity:
     def note(self, wait: Waiting | None) -> None:
         """Record what the main thread waits for, or None. Calls from other threads, such as one that saves, do nothing."""
         if get_ident() == _MAIN_THREAD:
-            self.wait = wait
+            self._wait[0] = wait
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase."""
@@ -101,7 +110,7 @@ class Activity:
 
     def reset(self) -> None:
         """Start over for a new engine, whose first batch is untimed again."""
-        self.wait = None
+        self._wait[0] = None
         self.slots[STEADY] = self.slots[EVALUATES] = self.slots[UNTIMED] = 0
         self.slots[PHASE] = Phase.SETUP
 

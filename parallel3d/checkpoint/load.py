@@ -12,7 +12,7 @@ from parallel3d.checkpoint.directory import check_complete, find, latest_tag, ot
 from parallel3d.checkpoint.format import MODEL
 from parallel3d.checkpoint.parts import Part
 from parallel3d.checkpoint.read import Reader
-from parallel3d.checkpoint.save import Meeting
+from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.errors import CheckpointError
 
 # How many names a message lists of each kind.
@@ -42,7 +42,7 @@ class Wanted:
             self.targets.append((source, part))
 
 
-def find_checkpoint(meeting: Meeting, load_dir: Path, tag: str | None) -> Path | None:
+def find_checkpoint(decision: CollectiveDecision, load_dir: Path, tag: str | None) -> Path | None:
     """The directory of the tag, or of the one that `latest` names; None, with a warning, without either. Collective.
 
     Raises CheckpointError, with what can be loaded instead, for what is not there or not complete.
@@ -62,15 +62,15 @@ def find_checkpoint(meeting: Meeting, load_dir: Path, tag: str | None) -> Path |
         return [str(path)] * len(values)
 
     value = {"directory": str(load_dir.absolute()), "tag": None if tag is None else str(tag)}
-    path = meeting.meet("load_checkpoint", value, decide)
-    if path is None and meeting.rank == 0:
+    path = decision.make("load_checkpoint", value, decide)
+    if path is None and decision.rank == 0:
         warnings.warn(
             f"nothing is loaded: there is no {load_dir / 'latest'}; save there first, or give a tag", stacklevel=4
         )
     return None if path is None else Path(path)
 
 
-def agree_to_read(meeting: Meeting, reader: Reader, wanted: Wanted, strict: bool) -> None:
+def agree_to_read(decision: CollectiveDecision, reader: Reader, wanted: Wanted, strict: bool) -> None:
     """Verify all that this rank will read, and that the checkpoint holds what the model does. Collective.
 
     Raises CheckpointError on all ranks that lists what is missing, extra or of another shape; without `strict` it warns.
@@ -96,7 +96,7 @@ def agree_to_read(meeting: Meeting, reader: Reader, wanted: Wanted, strict: bool
             warnings.warn(f"{reader.directory} fits the model in part: {told}", stacklevel=4)
         return [None] * len(values)
 
-    meeting.attempt("load_checkpoint, checking tensors", check, decide)
+    decision.attempt("load_checkpoint, checking tensors", check, decide)
 
 
 def _differences(values: Sequence[dict[str, Any]], stored: Iterable[str]) -> str:

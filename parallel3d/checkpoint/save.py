@@ -18,10 +18,9 @@ from parallel3d.checkpoint.format import MANIFEST, Manifest, StoredBox, StoredFi
 from parallel3d.checkpoint.parts import Part
 from parallel3d.checkpoint.plan import assign
 from parallel3d.checkpoint.write import to_host, write_parts
-from parallel3d.comm.collectives import Group
-from parallel3d.comm.rendezvous import Rendezvous
+from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
-from parallel3d.errors import CheckpointError, CommunicationError
+from parallel3d.errors import CheckpointError
 
 Json = dict[str, Any]
 # So long a process that ends by an exception waits for what it saves.
@@ -53,49 +52,11 @@ class _Job:
     summarize: Summarize
 
 
-class Meeting:
-    """All ranks, where they save and load: what one can't do, none has done, and all raise the same CheckpointError."""
-
-    def __init__(self, control: Group, timeout_s: float):
-        self.rank = control.index
-        self._rendezvous = Rendezvous(control, "checkpoint")
-        self._timeout = timeout_s
-
-    def meet(self, purpose: str, value: Json, decide: Callable[[list[Json]], Sequence[Any]]) -> Any:
-        """This rank's item of what the first rank decides on every rank's value."""
-        try:
-            return self._rendezvous.meet(purpose, value, decide, self._timeout)
-        except CommunicationError as error:
-            raise CheckpointError(str(error)) from error
-
-    def attempt(self, purpose: str, make: Callable[[], Json], decide: Callable[[list[Json]], Sequence[Any]]) -> Any:
-        """As `meet` with make(); where that raises on a rank, all raise what it said."""
-        raised: Exception | None = None
-        value: Json
-        try:
-            value = {"value": make()}
-        except Exception as error:
-            raised = error
-            told = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            value = {"error": told}
-
-        def checked(values: list[Json]) -> Sequence[Any]:
-            errors = [f"rank {rank}: {item['error']}" for rank, item in enumerate(values) if "error" in item]
-            if errors:
-                raise CheckpointError(errors[0])
-            return decide([item["value"] for item in values])
-
-        try:
-            return self.meet(purpose, value, checked)
-        except CheckpointError as error:
-            raise error from (error.__cause__ if raised is None else raised)
-
-
 class Saver:
     """Saves checkpoints of one engine, one after the other; settings: the configuration's section."""
 
-    def __init__(self, meeting: Meeting, settings: CheckpointConfig):
-        self._meeting, self._settings = meeting, settings
+    def __init__(self, decision: CollectiveDecision, settings: CheckpointConfig):
+        self._decision, self._settings = decision, settings
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._waits_at_exit = False
@@ -115,7 +76,7 @@ class Saver:
             offers = [(p.name, p.box.start, p.box.shape, p.values.nbytes) for p in contents[0].parts]
             return {"tag": tag, "directory": str(save_dir.absolute()), "offers": offers}
 
-        plan = self._meeting.attempt("save_checkpoint", offer, self._plan)
+        plan = self._decision.attempt("save_checkpoint", offer, self._plan)
         parts = [contents[0].parts[k] for k in plan["writes"]]
         directory = Path(plan["directory"])
         job = _Job(directory.parent, plan["tag"], directory, latest, parts, contents[0].own, summarize)
@@ -181,7 +142,7 @@ class Saver:
                 raise error
             if not job.directory.is_dir():
                 raise CheckpointError(f"{job.directory} is not there: save to a directory that all hosts share")
-            files, tensors = write_parts(job.directory, self._meeting.rank, job.parts, may_thread)
+            files, tensors = write_parts(job.directory, self._decision.rank, job.parts, may_thread)
             return {
                 "files": {name: file.model_dump() for name, file in files.items()},
                 "tensors": {name: tensor.model_dump(mode="json") for name, tensor in tensors.items()},
@@ -189,9 +150,9 @@ class Saver:
             }
 
         try:
-            self._meeting.attempt(f"save_checkpoint, tag {job.tag!r}", write, lambda values: self._finish(job, values))
+            self._decision.attempt(f"save_checkpoint, tag {job.tag!r}", write, lambda values: self._finish(job, values))
         except BaseException:
-            if self._meeting.rank == 0:
+            if self._decision.rank == 0:
                 shutil.rmtree(job.directory, ignore_errors=True)
             raise
 

@@ -286,3 +286,26 @@ def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Gr
     with group.waiting(f"a message of rank {rank}", (rank,)):
         dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle)
     return tensor
+
+
+# What gloo says, as a RuntimeError, when a peer is gone or a collective was given up.
+_GLOO_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Connection refused",
+    "Timed out waiting",
+    "Application timeout",
+    "Read error",
+    "Write error",
+    "ECONNRESET",
+    "no connected peer",
+)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether communication raises such an exception when another rank has ended."""
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _GLOO_LOST)

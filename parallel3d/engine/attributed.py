@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from parallel3d.activity import EVALUATES, PHASE, Phase
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import PeerError
-from parallel3d.failures.process import Attribution
+from parallel3d.failures.attribution import Attribution
 from parallel3d.failures.watchdog import follows
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Calla
         @functools.wraps(method)
         def run(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
             activity = self._groups.activity
-            activity.wait = None
+            activity.note(None)
             activity.enter(phase)
             if phase is not Phase.CALL:  # in calls, engine.eval() says it
                 activity.slots[EVALUATES] = phase is Phase.EVALUATING

@@ -28,7 +28,7 @@ from parallel3d.engine.report import dump_state
 from parallel3d.engine.saving import Saving
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.errors import ConfigError
-from parallel3d.failures.process import Attribution
+from parallel3d.failures.attribution import Attribution
 from parallel3d.kernels.slices import open_slices
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
 from parallel3d.monitor.steps import StepMonitor, StepSummary

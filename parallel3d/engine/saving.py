@@ -22,8 +22,9 @@ from parallel3d.checkpoint.optimizer import merge_groups
 from parallel3d.checkpoint.parts import (
     parts_of,
 )
-from parallel3d.checkpoint.save import Contents, Meeting, Saver
+from parallel3d.checkpoint.save import Contents, Saver
 from parallel3d.checkpoint.values import encode
+from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.engine.attributed import untimed
@@ -55,13 +56,15 @@ class Saving:
     _model: PipelineModule
     _streams: RandomStreams
     _update: WeightUpdate
-    _meeting: Meeting
+    _decision: CollectiveDecision
     _saver: Saver
     _replica_state: ReplicaState
 
     def _set_up_checkpoints(self) -> None:
-        self._meeting = Meeting(self._groups.control, self.config.checkpoint.timeout_s)
-        self._saver = Saver(self._meeting, self.config.checkpoint)
+        self._decision = CollectiveDecision(
+            self._groups.control, "checkpoint", self.config.checkpoint.timeout_s, CheckpointError
+        )
+        self._saver = Saver(self._decision, self.config.checkpoint)
         self._replica_state = ReplicaState(self._model)
 
     @untimed
@@ -129,7 +132,7 @@ class Saving:
         beside = place / f".{save_filename}.parts"
         self._saver.save(beside, "weights", False, collect, lambda everyone: ({}, [{} for _ in everyone]))
         self._saver.wait()
-        self._meeting.attempt("save_16bit_model", assemble, lambda values: [None] * len(values))
+        self._decision.attempt("save_16bit_model", assemble, lambda values: [None] * len(values))
         return True
 
     @untimed
@@ -194,19 +197,19 @@ class Saving:
         Where it raises CheckpointError, it does on all ranks, and what was found damaged has changed nothing. Collective.
         """
         self._saver.wait()
-        path = find_checkpoint(self._meeting, Path(load_dir), None if tag is None else str(tag))
+        path = find_checkpoint(self._decision, Path(load_dir), None if tag is None else str(tag))
         if path is None:
             return None, None
         strict = strict if load_module_strict is None else load_module_strict
         loading = Loading(self._model, self._update, path)
         everything = not load_module_only
-        self._meeting.attempt(
+        self._decision.attempt(
             "load_checkpoint, reading the manifest",
             lambda: loading.prepare(everything and load_optimizer_states, self._groups.rank),
             lambda values: [None] * len(values),
         )
-        agree_to_read(self._meeting, loading.reader, loading.wanted, strict)
-        self._meeting.attempt(
+        agree_to_read(self._decision, loading.reader, loading.wanted, strict)
+        self._decision.attempt(
             "load_checkpoint, reading tensors",
             lambda: self._take_over(loading, everything, load_lr_scheduler_states),
             lambda values: [None] * len(values),
@@ -228,7 +231,7 @@ class Saving:
             complete = complete_checkpoints(Path(values[0]["directory"]))
             return [[found.tag for found in reversed(complete) if found.manifest.latest]] * len(values)
 
-        tags: list[str] = self._meeting.meet("resume", {"directory": place}, choose)
+        tags: list[str] = self._decision.make("resume", {"directory": place}, choose)
         first: CheckpointError | None = None
         for tag in tags:
             try:

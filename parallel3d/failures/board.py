@@ -1,30 +1,52 @@
-"""Where ranks post their reports of an incident and agree on one verdict, over a store that outlives them."""
+"""Board on which ranks post their reports of an incident and agree on one verdict, in a store that outlives them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from parallel3d.comm.store import VERDICT_KEY, exit_key
+from parallel3d.comm.coordination import VERDICT_KEY, exit_key
 from parallel3d.failures.verdict import Report, Verdict
 
 REPORT: TypeAdapter[Report] = TypeAdapter(Report)
 VERDICT: TypeAdapter[Verdict | None] = TypeAdapter(Verdict | None)
 
-_PAUSE_S = 0.05
+
+@dataclass(frozen=True)
+class Windows:
+    """Intervals of failure attribution, in seconds.
+
+    - poll: between two looks of a watchdog at its process and the board.
+    - pause: between two looks at the board of a rank that waits for others' entries.
+    - answer: after which a rank without a report counts as silent; less than launchers leave between SIGTERM and SIGKILL.
+    - spread: within which all ranks are asked to end when the whole job is: one is signalled after the other.
+    - grace: between the verdict and the end of a process whose main thread has not raised.
+    - leave: how long a script that is over waits for the watchdog; longer than the store may take to answer.
+    """
+
+    poll: float = 0.25
+    pause: float = 0.05
+    answer: float = 3.0
+    spread: float = 2.0
+    grace: float = 5.0
+    leave: float = 6.0
 
 
 class Board:
-    """One rank's view. Incidents are counted from 0; a key of each says who opened it, what each rank reports, the verdict.
+    """One rank's view of the board. Incidents are counted from 0; the store has a key for who opened an incident, for each
+    rank's report and for the verdict.
 
-    lost: the store no longer answers, so that this rank is on its own.
+    - run: prefix of the keys, the same on all ranks.
+    - lost: whether the store no longer answers, so that this rank is on its own.
     """
 
-    def __init__(self, store: Any, run: str, rank: int, world_size: int):
+    def __init__(self, store: Any, run: str, rank: int, world_size: int, windows: Windows | None = None):
         self._store, self._run, self._rank, self._world_size = store, run, rank, world_size
+        self.windows = windows or Windows()
         self.lost = False
 
     def _key(self, *parts: object) -> str:
@@ -45,70 +67,71 @@ class Board:
     def _get(self, key: str) -> str | None:
         return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
+    def _replace(self, key: str, old: str, new: str) -> str:
+        """Set a key to `new` if it holds `old` ("": nothing), and return what it then holds; `new` if the store is lost."""
+        return str(self._ask(lambda: self._store.compare_set(key, old, new).decode(), new))
+
     def is_open(self, incident: int) -> bool:
-        """Whether a rank has opened it."""
+        """Return whether a rank has opened the incident."""
         return self._has(self._key(incident))
 
     def open(self, incident: int) -> bool:
-        """Call on all ranks to report; whether this rank is the first to."""
-        mine = str(self._rank)
-        opener = self._ask(lambda: self._store.compare_set(self._key(incident), "", mine).decode(), mine)
-        return bool(opener == mine)
+        """Call on all ranks to report, and return whether this rank is the first to do so."""
+        return self._replace(self._key(incident), "", str(self._rank)) == str(self._rank)
 
     def post(self, incident: int, report: Report) -> None:
-        """Report, for this rank or for one that can't; the first report of a rank counts."""
-        text = REPORT.dump_json(report).decode()
-        self._ask(lambda: self._store.compare_set(self._key(incident, report.rank), "", text), None)
+        """Post a report of this rank, or of one that can't; the first report of a rank counts."""
+        self._replace(self._key(incident, report.rank), "", REPORT.dump_json(report).decode())
 
     def amend(self, incident: int, before: Report, now: Report) -> None:
-        """Report anew, unless another has reported for this rank meanwhile."""
-        texts = [REPORT.dump_json(report).decode() for report in (before, now)]
-        self._ask(lambda: self._store.compare_set(self._key(incident, now.rank), *texts), None)
+        """Replace this rank's report, unless another rank has posted one for it."""
+        old, new = (REPORT.dump_json(report).decode() for report in (before, now))
+        self._replace(self._key(incident, now.rank), old, new)
 
     def reports(self, incident: int) -> dict[int, Report]:
-        """Those that are there."""
+        """Return the reports posted so far, by rank."""
         texts = {rank: self._get(self._key(incident, rank)) for rank in range(self._world_size)}
         return {rank: REPORT.validate_json(text) for rank, text in texts.items() if text is not None}
 
     def collect(
-        self, incident: int, window_s: float, enough: Callable[[Mapping[int, Report]], bool]
+        self, incident: int, window: float, enough: Callable[[Mapping[int, Report]], bool]
     ) -> dict[int, Report]:
-        """The reports, once all ranks that live have given theirs or `enough` says so, after window_s at the latest."""
-        deadline, missing = time.monotonic() + window_s, set(range(self._world_size))
-        found: dict[int, Report] = {}
+        """Return the reports once all living ranks have posted or `enough` accepts them, or after the window."""
+        deadline, missing = time.monotonic() + window, set(range(self._world_size))
+        reports: dict[int, Report] = {}
         while True:
             for rank in sorted(missing):
                 text = self._get(self._key(incident, rank))
                 if text is not None:
-                    found[rank] = REPORT.validate_json(text)
-            missing -= set(found)
+                    reports[rank] = REPORT.validate_json(text)
+            missing -= set(reports)
             alive = [rank for rank in missing if not self.has_ended(rank)]
-            if not alive or self.lost or enough(found) or time.monotonic() > deadline:
-                return found
-            time.sleep(_PAUSE_S)
+            if not alive or self.lost or enough(reports) or time.monotonic() > deadline:
+                return reports
+            time.sleep(self.windows.pause)
 
     def settle(self, incident: int, verdict: Verdict | None) -> Verdict | None:
-        """This verdict, unless another rank has one already: then that."""
+        """Settle on this verdict and return it; if another rank has settled already, return that one's verdict."""
         text = VERDICT.dump_json(verdict).decode()
-        settled = self._ask(lambda: self._store.compare_set(self._key(incident, "verdict"), "", text).decode(), text)
+        settled = self._replace(self._key(incident, "verdict"), "", text)
         if verdict is not None and settled == text:
             self._ask(lambda: self._store.set(VERDICT_KEY, text), None)
         return VERDICT.validate_json(settled)
 
     def settled(
-        self, incident: int, window_s: float, meanwhile: Callable[[], None] = lambda: None
+        self, incident: int, window: float, meanwhile: Callable[[], None] = lambda: None
     ) -> tuple[Verdict | None] | None:
-        """The verdict in a tuple, as soon as a rank has settled on it; None when none has within window_s.
+        """Wait until a rank has settled and return its verdict in a tuple; None if none has within the window.
 
-        meanwhile: what else is to be done again and again.
+        meanwhile: called between two looks at the board.
         """
-        deadline = time.monotonic() + window_s
+        deadline = time.monotonic() + window
         while not self.lost and time.monotonic() < deadline:
             meanwhile()
             text = self._get(self._key(incident, "verdict"))
             if text is not None:
                 return (VERDICT.validate_json(text),)
-            time.sleep(_PAUSE_S)
+            time.sleep(self.windows.pause)
         return None
 
     def leave(self) -> None:
@@ -116,13 +139,13 @@ class Board:
         self._ask(lambda: self._store.set(self._key("left", self._rank), "1"), None)
 
     def has_left(self, rank: int) -> bool:
-        """Whether that rank's script is over."""
+        """Return whether a rank's script is over."""
         return self._has(self._key("left", rank))
 
     def has_ended(self, rank: int) -> bool:
-        """Whether that rank's process is known to be over, or about to."""
+        """Return whether a rank's process is known to be over, or about to be."""
         return self.ending(rank) is not None or self.has_left(rank)
 
     def ending(self, rank: int) -> str | None:
-        """How that rank's process ended, where the launcher has noted it."""
+        """Return how a rank's process ended, as noted by the launcher; None if it is not known to have ended."""
         return self._get(exit_key(rank))

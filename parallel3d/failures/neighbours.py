@@ -1,4 +1,4 @@
-"""What the ranks of this host are doing, read from memory they share: it tells even of one that is stopped or dead."""
+"""Places of the ranks of this host, read from memory that they share: also of a rank that is stopped or dead."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from parallel3d.comm.collectives import Group, all_gather_object
 from parallel3d.failures.verdict import Place
 from parallel3d.schedule.instructions import Program
 
-# The program of a batch of so many micro-batches, which trains or not; None where there is none any more.
-ProgramOf = Callable[[int, bool], Program | None]
+# (number of micro-batches, whether it trains) -> that program; None where it is gone.
+FindProgram = Callable[[int, bool], Program | None]
 
 
 class Neighbours:
-    """The activity slots of every rank on this host, mapped from a file that nobody can see any more.
+    """Activity slots of every rank on this host, mapped from files that are removed once every rank has opened them.
 
-    hosts: every rank's. Collective over `control`, all ranks.
+    hosts: of every rank. The constructor is collective over `control`, all ranks.
     """
 
     def __init__(self, control: Group, activity: Activity):
@@ -29,25 +29,17 @@ class Neighbours:
             activity.share(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)))
             everyone = all_gather_object((host, file.name), control)
             self.hosts = [other for other, _ in everyone]
-            self._slots: dict[int, memoryview] = {}
-            for rank, (other, name) in enumerate(everyone):
-                slots = _mapped(name) if other == host else None
-                if slots is not None:
-                    self._slots[rank] = slots
-            all_gather_object(None, control)  # they all have it open: the file may go
+            mapped = {rank: _map(name) for rank, (other, name) in enumerate(everyone) if other == host}
+            self._slots = {rank: slots for rank, slots in mapped.items() if slots is not None}
+            all_gather_object(None, control)  # every rank has opened the file: it may go
 
-    def place(self, rank: int, stage: int, find_program: ProgramOf) -> Place | None:
-        """Where that rank is; None for one of another host."""
+    def place(self, rank: int, stage: int, find_program: FindProgram) -> Place | None:
+        """Return where a rank is; None for a rank of another host."""
         slots = self._slots.get(rank)
         return None if slots is None else place_in(slots, stage, find_program)
 
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of this host."""
-        return list(self._slots)
 
-
-def _mapped(name: str) -> memoryview | None:
+def _map(name: str) -> memoryview | None:
     try:
         with open(name, "r+b") as file:
             return memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)).cast("q")
@@ -55,24 +47,15 @@ def _mapped(name: str) -> memoryview | None:
         return None
 
 
-def place_in(slots: memoryview, stage: int, find_program: ProgramOf) -> Place:
-    """Where a rank of that stage with these slots is."""
+def place_in(slots: memoryview, stage: int, find_program: FindProgram) -> Place:
+    """Return where a rank of this stage with these activity slots is."""
     phase = Phase(slots[PHASE])
     place = Place(phase.description, slots[BATCH], is_untimed(slots))
     if phase is not Phase.PROGRAM:
         return place
-    key = program_of(slots)
-    program, position = find_program(*key), slots[POSITION]
+    key, position = program_of(slots), slots[POSITION]
+    program = find_program(*key)
     if program is None or position >= len(program.instructions[stage]):
         return place
     i = program.instructions[stage][position]
-    return Place(
-        place.phase,
-        place.batch,
-        place.untimed,
-        str(i),
-        i.chunk,
-        i.micro_batch,
-        position,
-        key,
-    )
+    return Place(place.phase, place.batch, place.untimed, str(i), i.chunk, i.micro_batch, position, key)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from parallel3d.comm.store import VERDICT_KEY, agents_store, exit_key
+from parallel3d.comm.coordination import VERDICT_KEY, agents_store, exit_key
 from parallel3d.errors import ConfigError
 from parallel3d.launcher import worker
 from parallel3d.launcher.processes import adopt_orphans, children, kill_children

@@ -1,22 +1,198 @@
-"""The watchdog's thread and the end of its process."""
+"""Watchdogs of several ranks, as threads of this process with short windows: what they find, and whom they end."""
 
 from __future__ import annotations
 
+import json
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
-from parallel3d.activity import Activity
+from parallel3d.activity import BATCH, POSITION, STEADY, Activity, Phase, Waiting
 from parallel3d.config import FailuresConfig
+from parallel3d.failures.board import Board, Windows
+from parallel3d.failures.neighbours import FindProgram, place_in
+from parallel3d.failures.verdict import Kind, Place
 from parallel3d.failures.watchdog import Watchdog
+from parallel3d.schedule.builders import build
+from parallel3d.schedule.instructions import Program
+
+SIZE, TIMEOUT_S = 4, 0.2
+WINDOWS = Windows(poll=0.01, pause=0.005, answer=0.5, spread=0.2, grace=0.2, leave=5.0)
+PROGRAM = build("1f1b", SIZE, 6, 1, "loop", None)
+
+
+def find_program(num_micro_batches: int, training: bool) -> Program | None:
+    return PROGRAM
+
+
+class HostMemory:
+    """Activities of all ranks, on one host."""
+
+    def __init__(self, activities: list[Activity]):
+        self.hosts = ["h"] * len(activities)
+        self._activities = activities
+
+    def place(self, rank: int, stage: int, find_program: FindProgram) -> Place:
+        return place_in(self._activities[rank].slots, stage, find_program)
+
+
+class Job:
+    """SIZE stages in the middle of a step. codes: by rank, with which its process was ended."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.codes: dict[int, int] = {}
+        self.asked: set[int] = set()
+        self.watchdogs: dict[int, Watchdog] = {}
+        self.store = dist.HashStore()
+        self.activities = [Activity() for _ in range(SIZE)]
+        for activity in self.activities:
+            activity.start_program(6, training=True)
+            activity.slots[STEADY] = 1
+
+    def watch(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.watchdogs[rank] = Watchdog(
+                Board(self.store, "run", rank, SIZE, WINDOWS),
+                cast(Any, HostMemory(self.activities)),
+                self.activities[rank],
+                rank,
+                list(range(SIZE)),
+                find_program,
+                FailuresConfig(timeout_s=TIMEOUT_S, directory=str(self.folder)),
+                lambda: False,
+                lambda rank=rank: rank in self.asked,
+                lambda code, rank=rank: self.codes.update({rank: code}),
+            )
+
+    def wait_for(self, rank: int, *others: int) -> None:
+        for other in others:
+            Waiting(self.activities[other], f"a message of rank {rank}", (rank,)).__enter__()
+
+    def ended(self, number: int) -> dict[int, int]:
+        deadline = time.monotonic() + 20
+        while len(self.codes) < number and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.codes
+
+    def verdicts(self) -> dict[int, dict[str, Any]]:
+        return {
+            rank: json.loads(file.read_text())["verdict"]
+            for rank in range(SIZE)
+            if (file := self.folder / f"failure-{rank}.json").exists()
+        }
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    for watchdog in job.watchdogs.values():
+        watchdog.close()
+
+
+def only(job: Job) -> dict[str, Any]:
+    """The verdict, the same on all ranks that have one."""
+    [verdict] = {str(v): v for v in job.verdicts().values()}.values()
+    return verdict
+
+
+def test_the_rank_that_the_others_wait_for_is_late(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    position = [str(i) for i in PROGRAM.instructions[1]].index("F2@1")
+    job.activities[1].slots[POSITION] = position
+    job.wait_for(1, 0, 2, 3)
+    job.watch(*range(SIZE))
+    assert job.ended(SIZE) == dict.fromkeys(range(SIZE), 1)
+    verdict = only(job)
+    assert (verdict["rank"], verdict["kind"], verdict["place"]["instruction"]) == (1, Kind.LATE, "F2@1")
+    assert verdict["waiting"] == [0, 2, 3]
+    error = capfd.readouterr().err
+    assert error.count(verdict["line"]) == 1, "said once"
+    assert ">F2@1<" in error
+
+
+def test_a_rank_that_does_not_answer_is_silent(job: Job) -> None:
+    job.wait_for(2, 0, 1, 3)
+    job.watch(0, 1, 3)
+    assert job.ended(3) == {0: 1, 1: 1, 3: 1}
+    verdict = only(job)
+    assert (verdict["rank"], verdict["kind"], verdict["place"]["instruction"]) == (2, Kind.SILENT, "F0@2")
+
+
+def test_a_process_that_the_launcher_saw_end_is_named_at_once(job: Job) -> None:
+    job.wait_for(3, 0, 1, 2)
+    job.store.set("exit/3", "SIGKILL")
+    job.watch(0, 1, 2)
+    assert job.ended(3) == {0: 1, 1: 1, 2: 1}
+    assert (only(job)["rank"], only(job)["kind"]) == (3, Kind.EXITED)
+
+
+def test_an_exception_is_the_verdict_of_all_ranks(job: Job) -> None:
+    job.wait_for(2, 0, 1, 3)
+    job.watch(*range(SIZE))
+    verdict = job.watchdogs[2].failed(KeyError("tired"))
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind, str(verdict.error)) == (2, Kind.FAILED, "KeyError: 'tired'")
+    assert job.ended(3) == {0: 1, 1: 1, 3: 1}
+    assert only(job)["line"] == verdict.line
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.05])
+def test_a_job_that_is_asked_to_end_blames_no_rank(job: Job, apart_s: float) -> None:
+    job.watch(*range(SIZE))
+    for rank in range(SIZE):
+        job.asked.add(rank)
+        time.sleep(apart_s)
+    assert job.ended(SIZE) == dict.fromkeys(range(SIZE), 128 + signal.SIGTERM)
+    assert job.verdicts() == {}
+
+
+def test_a_rank_that_alone_is_asked_to_end_is_named(job: Job) -> None:
+    job.watch(*range(SIZE))
+    job.asked.add(1)
+    assert job.ended(SIZE) == {0: 1, 1: 128 + signal.SIGTERM, 2: 1, 3: 1}
+    assert (only(job)["rank"], only(job)["kind"]) == (1, Kind.ENDED)
+
+
+def evaluate(activity: Activity) -> None:
+    activity.slots[STEADY] = 0
+
+
+def save(activity: Activity) -> None:
+    with activity.untimed(Phase.SAVING):
+        time.sleep(6 * TIMEOUT_S)
+
+
+def work(activity: Activity) -> None:
+    """Begin an instruction again and again."""
+    end = time.monotonic() + 6 * TIMEOUT_S
+    while time.monotonic() < end:
+        activity.slots[BATCH] += 1
+        time.sleep(TIMEOUT_S / 10)
+
+
+@pytest.mark.parametrize("busy", [evaluate, save, work])
+def test_a_rank_that_may_take_its_time_or_works_is_not_late(job: Job, busy: Callable[[Activity], None]) -> None:
+    job.wait_for(1, 0, 2, 3)
+    thread = threading.Thread(target=busy, args=(job.activities[1],))
+    thread.start()
+    job.watch(*range(SIZE))
+    time.sleep(5 * TIMEOUT_S)
+    thread.join()
+    assert (job.codes, job.verdicts()) == ({}, {})
 
 
 class SlowBoard:
     """A store on a loaded machine: what is asked takes its time."""
 
     lost = False
+    windows = Windows()
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -37,7 +213,7 @@ def test_a_script_that_ends_waits_for_the_thread_that_asks_the_store(closed_befo
     board: Any = SlowBoard()
     nobody: Any = cast(Any, None)
     watchdog = Watchdog(
-        board, nobody, Activity(), 0, [0], nobody, FailuresConfig(timeout_s=0), lambda: False, lambda: b""
+        board, nobody, Activity(), 0, [0], nobody, FailuresConfig(timeout_s=0), lambda: False, lambda: False
     )
     assert board.asked.wait(10)
     if closed_before:

@@ -1,4 +1,4 @@
-"""A verdict in words for the terminal, and in full in a file for each rank."""
+"""Reports of a verdict: a short text for the terminal, and a file for each rank with everything that is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parallel3d.failures.board import REPORT, VERDICT
-from parallel3d.failures.neighbours import ProgramOf
+from parallel3d.failures.neighbours import FindProgram
 from parallel3d.failures.verdict import Kind, Report, Verdict, situation
 from parallel3d.schedule.draw import neighbourhood
 
@@ -18,8 +18,8 @@ _REMEDY = (
 )
 
 
-def account(verdict: Verdict, reports: Mapping[int, Report], around: str) -> str:
-    """The verdict's line, the schedule around the place, and of a stall what each rank waits for. around: see `grid`."""
+def render(verdict: Verdict, reports: Mapping[int, Report], around: str) -> str:
+    """Return the verdict's line, the schedule around its place (see `grid`), and for a stall what each rank waits for."""
     parts = [verdict.line, around]
     if verdict.kind is not Kind.FAILED:
         parts.append(situation(reports))
@@ -28,17 +28,17 @@ def account(verdict: Verdict, reports: Mapping[int, Report], around: str) -> str
     return "\n".join(part for part in parts if part)
 
 
-def grid(verdict: Verdict, program_of: ProgramOf) -> str:
-    """The schedule around the verdict's place; empty where that is in no schedule."""
+def grid(verdict: Verdict, find_program: FindProgram) -> str:
+    """Return the schedule around the verdict's place; empty if the place is not in a schedule."""
     place = verdict.place
     if place is None or place.program is None or place.position is None:
         return ""
-    program = program_of(*place.program)
+    program = find_program(*place.program)
     return "" if program is None else neighbourhood(program, verdict.stage, place.position)
 
 
-def write_account(folder: Path, own: Report, verdict: Verdict, reports: Mapping[int, Report], around: str) -> None:
-    """Write failure-<rank>.json: the verdict, the same on all ranks, this rank's report, and all that it knows of."""
+def write_report(folder: Path, own: Report, verdict: Verdict, reports: Mapping[int, Report], around: str) -> None:
+    """Write failure-<rank>.json: the verdict, the same on all ranks, this rank's report, and all reports that it knows."""
     content = {
         "verdict": VERDICT.dump_python(verdict, mode="json"),
         "grid": around.splitlines(),
@@ -54,9 +54,9 @@ def write_account(folder: Path, own: Report, verdict: Verdict, reports: Mapping[
 
 
 def say(text: str) -> None:
-    """In one write, since other ranks may be printing too, and whatever has become of stderr."""
+    """Print to stderr in one write, since other ranks may be printing too; do nothing if stderr is closed."""
     try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
-    except (OSError, ValueError):  # closed
+    except (OSError, ValueError):
         pass

@@ -1,0 +1,283 @@
+"""Ranks decide through the store: each gets its item, or all the same error; ranks that do not come are named."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import queue
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import RankPool
+
+from parallel3d.comm.collectives import Group
+from parallel3d.comm.coordination import CollectiveDecision
+from parallel3d.errors import CheckpointError, CommunicationError, PeerError
+from parallel3d.failures.watchdog import follows
+
+
+def control() -> Group:
+    return Group(tuple(range(dist.get_world_size())), dist.new_group(backend="gloo"))
+
+
+Cases = list[dict[str, Any]]
+
+
+def sockets() -> set[str]:
+    """This process's, by their inodes."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return {name for name in (os.readlink(link) for link in links if os.path.islink(link)) if name.startswith("socket")}
+
+
+def refuse(*_: Any, **__: Any) -> socket.socket:
+    raise ConnectionRefusedError
+
+
+def connect_to_another(*_: Any, **__: Any) -> socket.socket:
+    """Somebody else answers, who knows nothing of ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.socket()
+        ours.connect(server.getsockname())
+        theirs, _ = server.accept()
+        theirs.send(b"220 ready")
+        theirs.close()
+    return ours
+
+
+def opened(timeout_s: float = 20) -> CollectiveDecision:
+    return CollectiveDecision(control(), "test", timeout_s)
+
+
+def decisions() -> tuple[Any, ...]:
+    rank, decision = dist.get_rank(), opened(60)
+    items = decision.make("add", rank, lambda values: [[sum(values), k] for k in range(len(values))])
+    text = random.Random(rank).randbytes(5 << 20).hex()  # more than a store's value holds, however it is packed
+    large = decision.make("large", text, lambda values: [values[1], values[2], values[0]])
+
+    def refuse(values: list[int]) -> list[int]:
+        raise CheckpointError(f"not {values}")
+
+    def fail(values: list[int]) -> list[int]:
+        return [1 // values[0]]
+
+    errors = []
+    for decide in (refuse, fail):
+        try:
+            decision.make("refuse", rank, decide)
+        except (CheckpointError, CommunicationError) as error:
+            errors.append((type(error), str(error)))
+    try:
+        decision.make("left" if rank == 1 else "right", rank, lambda values: values)
+    except CommunicationError as error:
+        errors.append((type(error), str(error)))
+    # In a thread, while this one uses the world.
+    totals: list[int] = []
+    thread = threading.Thread(target=lambda: totals.append(decision.make("later", 1, lambda v: [sum(v)] * 3)))
+    thread.start()
+    dist.barrier()
+    thread.join()
+    return items, large == random.Random((rank + 1) % 3).randbytes(5 << 20).hex(), errors, totals
+
+
+def lonely(absent: int) -> tuple[str, int]:
+    rank = dist.get_rank()
+    decision = opened(3.0 - rank / 2)  # the last to come gives up first
+    message = ""
+    dist.barrier()  # a rank whose imports or group took longer isn't late
+    if rank != absent:
+        try:
+            decision.make("all", 0, lambda values: values)
+        except CommunicationError as error:
+            message = str(error)
+    dist.barrier()
+    return message, decision.make("all", rank, lambda values: [sum(values)] * 3)
+
+
+def left_early(folder: str) -> tuple[str, int | None, float] | None:
+    rank, decision = dist.get_rank(), opened(60)
+    decision.make("first", rank, lambda values: values)
+    left, heard = Path(folder) / "left", None
+    if rank == 2:
+        del decision
+        gc.collect()
+        left.touch()
+    else:
+        while not left.exists():
+            time.sleep(0.01)
+        begun = time.monotonic()
+        try:
+            decision.make("second", rank, lambda values: values)
+        except PeerError as error:
+            heard = (str(error), error.rank, time.monotonic() - begun)
+    dist.barrier()
+    return heard
+
+
+def opened_and_closed() -> tuple[int, int, int]:
+    group = control()
+    dist.barrier(group.handle)
+    before = sockets()
+    series = [CollectiveDecision(group, f"series {k}", 20) for k in range(4)]
+    opened = sockets() - before
+    for decision in series:
+        assert decision.make("all", 1, lambda values: [sum(values)] * 3) == 3
+    child = os.fork()
+    if child == 0:
+        os._exit(len(sockets() & opened))
+    inherited = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    dist.barrier()
+    del series, decision
+    gc.collect()
+    return len(opened), inherited, len(sockets() & opened)
+
+
+def unconnected(connect: Callable[..., socket.socket]) -> tuple[int, str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "create_connection", connect)
+        decision = CollectiveDecision(control(), "test", 2, connect_s=0.5)
+    total = decision.make("all", 1, lambda values: [sum(values)] * 3)
+    dist.barrier()
+    begun, message = time.monotonic(), ""
+    if dist.get_rank() != 1:
+        try:
+            decision.make("two", 1, lambda values: values)
+        except CommunicationError as error:
+            message = str(error)
+    waited = time.monotonic() - begun
+    dist.barrier()
+    return total, message, waited
+
+
+def all_cases(folder: str) -> dict[str, Any]:
+    """Every case that needs no start of its own."""
+    return {
+        "decisions": decisions(),
+        "lonely": [lonely(absent) for absent in (0, 2)],
+        "left early": left_early(folder),
+        "sockets": opened_and_closed(),
+        "unconnected": [unconnected(connect) for connect in (refuse, connect_to_another)],
+    }
+
+
+@pytest.fixture(scope="module")
+def cases(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rank_pool.run(3, all_cases, str(tmp_path_factory.mktemp("left")))
+
+
+def test_each_rank_gets_its_item_and_all_get_the_same_error(cases: Cases) -> None:
+    for rank, (items, large, errors, totals) in enumerate(case["decisions"] for case in cases):
+        assert items == [3, rank]
+        assert large
+        assert errors[0] == (CheckpointError, "not [0, 1, 2]")
+        assert errors[1][0] is CommunicationError
+        assert "ZeroDivisionError" in errors[1][1]
+        assert "left" in errors[2][1]
+        assert "right" in errors[2][1]
+        assert totals == [3]
+
+
+def test_a_rank_that_does_not_come_is_named_and_the_next_decision_is_made(cases: Cases) -> None:
+    for k, absent in enumerate((0, 2)):
+        for rank, (message, total) in enumerate(case["lonely"][k] for case in cases):
+            assert total == 3
+            if rank != absent:
+                assert f"all: ranks [{absent}] have not come within {3 - rank / 2:g} s" in message
+
+
+def test_a_decision_that_is_gone_counts_as_a_rank_that_left(cases: Cases) -> None:
+    for message, blamed, seconds in (case["left early"] for case in cases[:2]):
+        assert "second: rank 2 ended" in message
+        assert blamed == 2
+        assert seconds < 10
+
+
+def test_connections_are_closed_with_their_owner_and_in_children(cases: Cases) -> None:
+    for rank, (opened, inherited, left) in enumerate(case["sockets"] for case in cases):
+        assert opened == 4 * (2 if rank == 0 else 1)
+        assert inherited == 0
+        assert left == 0
+
+
+def test_without_connections_decisions_are_made_all_the_same(cases: Cases) -> None:
+    for k in range(2):
+        for rank, (total, message, waited) in enumerate(case["unconnected"][k] for case in cases):
+            assert total == 3
+            if rank != 1:
+                assert "two: ranks [1] have not come within 2 s" in message
+                assert waited < 10
+
+
+def left_waiting(rank: int, size: int, port: int, dying: int, before: str, heard_by: Any) -> None:
+    """A process of its own. One rank is killed when the others wait for it; they tell what they hear of that, and when."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    decision = CollectiveDecision(control(), "checkpoint", 60, CheckpointError)
+
+    def come() -> None:
+        decision.attempt("before", dict, lambda values: values)
+
+    if before == "it met the others":
+        come()
+    dist.barrier()
+    if before == "it came to a decision":  # which another one comes to when it is dead
+        if rank == dying:
+            threading.Thread(target=come, daemon=True).start()
+        else:
+            time.sleep(2 * (rank == 1))
+            come()
+    if rank == dying:
+        child = os.fork()  # as a data loader's worker, which outlives it for a while
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        time.sleep(1)
+        store.set("died", repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        decision.attempt("save", dict, lambda values: values)
+    except CheckpointError as error:
+        seconds = time.time() - float(store.get("died"))
+        cause = error.__cause__
+        heard_by.put((rank, str(error), seconds, follows(error), cause.rank if isinstance(cause, PeerError) else None))
+    heard_by.close()
+    heard_by.join_thread()
+    store.add("over", 1)
+    while int(store.get("over")) < size - 1:  # the end of one that has heard is not what the others hear
+        time.sleep(0.05)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("dying", "before"), [(1, "nothing"), (0, "nothing"), (2, "it met the others"), (2, "it came to a decision")]
+)
+def test_the_death_of_a_rank_is_told_at_once_to_those_that_wait(dying: int, before: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # an agent's: it outlives every rank
+    context = multiprocessing.get_context("forkserver")
+    reports = context.Queue()
+    arguments = [(rank, 3, store.port, dying, before, reports) for rank in range(3)]
+    processes = [context.Process(target=left_waiting, args=a, daemon=True) for a in arguments]
+    try:
+        for process in processes:
+            process.start()
+        heard = sorted(reports.get(timeout=40) for _ in range(2))
+    except queue.Empty:
+        pytest.fail("those that wait for a dead rank stand still")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert [rank for rank, *_ in heard] == [rank for rank in range(3) if rank != dying]
+    for _, message, seconds, is_consequence, blamed in heard:
+        assert f"save: rank {dying} ended" in message
+        assert seconds < 5
+        assert is_consequence
+        assert blamed == dying
