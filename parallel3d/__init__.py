@@ -1,4 +1,4 @@
-"""parallel3d: trains neural networks across pipeline stages, ZeRO data parallelism and tensor slices at once."""
+"""parallel3d: trains neural networks with pipeline, ZeRO data and tensor parallelism combined."""
 
 from parallel3d import comm, pipe
 from parallel3d.comm import init_distributed

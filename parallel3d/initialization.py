@@ -1,4 +1,4 @@
-"""`initialize`: from a module and a configuration to an engine, as deepspeed.initialize does."""
+"""`initialize`: makes an engine from a module and a configuration, as deepspeed.initialize does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.data import RepeatingLoader, make_loader
 from parallel3d.pipe.module import PipelineModule, SingleStageModule
 
-# Parameters, or groups of them: mappings {"params": [...], "lr": ...} as torch's optimizers take them.
+# Parameters, or parameter groups of torch's optimizers: mappings {"params": [...], "lr": ...}.
 Parameters = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 OptimizerArgument = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -40,17 +40,22 @@ def initialize(
     config_params: str | Path | Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
-    """(engine, optimizer, dataloader, lr_scheduler) for a PipelineModule, or any module, which is then data parallel.
+    """Return (engine, optimizer, dataloader, lr_scheduler) for a PipelineModule, or for any module, trained data parallel.
 
-    config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys. auto: values
-    for keys that are "auto", nested or dotted ("optimizer.params.lr"); an optimizer or loader of your own fills some.
-    optimizer: made from the configuration when None, an optimizer, or a callable of the parameters. model_parameters:
-    those to train, or groups of them, all that require a gradient by default. training_data: a dataset of micro-batches'
-    samples, (inputs, labels) for a PipelineModule, for which a loader is made, or a DataLoader of this replica's
-    micro-batches. lr_scheduler: stepped after each step that isn't skipped, or a callable of the optimizer; one that the
-    configuration names goes before it. dist_init_required: False where the script has joined the world itself;
-    distributed_port: the MASTER_PORT, where no launcher set one. mpu: another library's process groups, which may not
-    slice tensors. Raises ConfigError, CommunicationError. Collective: every rank calls it at the same place.
+    - config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys.
+    - auto: values for keys that are "auto", nested or dotted ("optimizer.params.lr"). Your own optimizer or loader fills
+      some of them.
+    - optimizer: an optimizer, or a callable of the parameters; None to make it from the configuration.
+    - model_parameters: the parameters to train, or groups of them; by default all that require a gradient.
+    - training_data: a dataset of samples, (inputs, labels) for a PipelineModule, for which a loader is made; or a DataLoader
+      of this replica's micro-batches.
+    - lr_scheduler: stepped after each step that isn't skipped; or a callable of the optimizer. A scheduler that the
+      configuration names is used instead.
+    - dist_init_required: False where the script has called init_process_group itself.
+    - distributed_port: the MASTER_PORT, where no launcher set one.
+    - mpu: another library's process groups, without tensor parallelism.
+
+    Raises ConfigError, CommunicationError. Collective: every rank calls it at the same point of its script.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _check_mpu(mpu)
@@ -86,19 +91,21 @@ def _batch_sizes(pipeline: PipelineModule, config: Config) -> BatchSizes:
 
 
 def _check_mpu(mpu: Any) -> None:
-    sliced = getattr(mpu, "get_tensor_model_parallel_world_size", getattr(mpu, "get_model_parallel_world_size", None))
-    size = 1 if sliced is None else sliced()
+    get_size = getattr(mpu, "get_tensor_model_parallel_world_size", getattr(mpu, "get_model_parallel_world_size", None))
+    size = 1 if get_size is None else get_size()
     if size > 1:
-        raise ConfigError(f"mpu slices tensors over {size} ranks: not yet supported; leave mpu out, or give it 1 slice")
+        raise ConfigError(
+            f"mpu has {size} tensor-parallel ranks, which is not supported yet; leave mpu out, or give it 1 rank"
+        )
 
 
 def _check_module(model: PipelineModule, config: Config) -> None:
-    """The module was built before this configuration was read: what both say must agree."""
+    """Raise ConfigError where the module, which was built before this configuration was read, disagrees with it."""
     topology = model.topology()
     others = {a: topology.get_dim(a) for a in topology.get_axis_names() if a not in ("pipe", "data", "model")}
     if any(dim > 1 for dim in others.values()):
         raise ConfigError(f"the topology has axes {others} besides pipe, data and model; give them 1 rank")
-    _check_slices(model, config)
+    _check_tensor_parallel(model, config)
     own = model.settings
     pairs = {
         "stages": (config.pipeline.stages, own.num_stages),
@@ -129,13 +136,13 @@ def _check_module(model: PipelineModule, config: Config) -> None:
         )
 
 
-def _check_slices(model: PipelineModule, config: Config) -> None:
+def _check_tensor_parallel(model: PipelineModule, config: Config) -> None:
     wanted, built, own = config.tensor_parallel, model.groups.model.size, model.settings
     if wanted.size not in (None, built) or wanted.sequence_parallel != own.sequence_parallel:
         if isinstance(model, SingleStageModule):
             raise ConfigError(
                 f"tensor_parallel asks for size {wanted.size}, but the model is a {type(model.model).__name__}, which is whole "
-                "on every rank; build a PipelineModule of sliced layers, as parallelize makes them, or drop the key"
+                "on every rank; build a PipelineModule of tensor-parallel layers, as parallelize makes them, or drop the key"
             )
         raise ConfigError(
             f"tensor_parallel asks for size {wanted.size} and sequence_parallel {wanted.sequence_parallel}, but the "
@@ -149,7 +156,7 @@ def _check_slices(model: PipelineModule, config: Config) -> None:
 
 
 def _trainable(parameters: Parameters) -> list[Any]:
-    """These parameters, or these groups, without what needs no gradient."""
+    """Return these parameters, or parameter groups, without those that require no gradient."""
     kept: list[Any] = []
     for item in parameters:
         if isinstance(item, Mapping):
@@ -166,7 +173,7 @@ def _make_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if optimizer is not None:
-        # Of an empty list torch's optimizers want to know nothing; of an empty group they do.
+        # Optimizers of torch refuse an empty list, but accept an empty group.
         return optimizer(parameters or [{"params": []}])
     if config.optimizer is None:
         raise ConfigError("no optimizer: set optimizer.type in the configuration, or pass one to initialize")
@@ -174,7 +181,7 @@ def _make_optimizer(
 
 
 def _make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Config) -> Any:
-    """The configuration's, as in DeepSpeed, else the script's own."""
+    """Return the configuration's scheduler, as in DeepSpeed, else the script's own."""
     if config.scheduler is None:
         return scheduler(optimizer) if callable(scheduler) else scheduler
     if scheduler is not None:

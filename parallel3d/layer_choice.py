@@ -1,4 +1,4 @@
-"""Which of a model's layers a setting is for."""
+"""Choice of a model's layers by class name, regular expression or function."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 from parallel3d.errors import ConfigError, nearest
 
-# Class names, a regular expression that is searched in them, or a function of the layer's place in the list and the layer.
+# Class names, a regular expression that is searched in them, or a function (index in the list, layer) -> bool.
 LayerChoice = Sequence[str] | str | Callable[[int, Any], bool]
 
 
 def choice_rule(choice: LayerChoice | None, names: Sequence[str], key: str) -> Callable[[int, Any], bool]:
-    """layer index, layer -> whether it is chosen. names: of all layers; choice None: all of them; key: what to call it.
+    """Return a function (layer index, layer) -> whether the layer is chosen.
 
-    Raises ConfigError for what is no regular expression, and for one, or a class name, that no layer has.
+    - choice: None chooses all layers. names: the names of all layers. key: the setting's name in errors.
+
+    Raises ConfigError for an invalid regular expression, and for an expression or class name that no layer has.
     """
     if choice is None:
         return lambda k, layer: True

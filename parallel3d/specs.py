@@ -1,4 +1,4 @@
-"""Layers that are described first and built later, by the rank that holds them."""
+"""Layer specs: descriptions of layers, which are built later by the rank that holds them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from parallel3d.errors import PartitionError
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a layer may want to know of where it is built; passed as `context=` to classes that declare it.
+    """Process groups, device and options of the place where a layer is built; passed as `context=` to classes that declare it.
 
-    groups: `groups.model` are the ranks over which it may slice itself; sequence_parallel: whether what lies between sliced
-    layers is shared along the sequence; layout_independent: whether what a slice draws is part of what the whole would draw.
+    - groups: `groups.model` is the tensor-parallel group, over which a layer may shard itself.
+    - sequence_parallel: whether activations between tensor-parallel layers are sharded along the sequence.
+    - layout_independent: whether a rank's random numbers are its part of those that the whole layer would draw.
     """
 
     groups: ProcessGroups
@@ -29,7 +30,7 @@ class BuildContext:
 
 
 class LayerSpec:
-    """A layer to be built as typename(*module_args, **module_kwargs), on the ranks that hold it.
+    """Layer to be built as typename(*module_args, **module_kwargs), on the ranks that hold it.
 
     Raises PartitionError when typename is not an nn.Module class.
     """
@@ -45,23 +46,23 @@ class LayerSpec:
         return f"LayerSpec({self.typename.__name__})"
 
     def build(self, context: BuildContext | None = None) -> nn.Module:
-        """The layer, with fresh weights."""
+        """Build the layer, with new weights."""
         extra = {"context": context} if context is not None and self._wants_context() else {}
         return self.typename(*self.module_args, **self.module_kwargs, **extra)
 
     def _wants_context(self) -> bool:
-        """Whether the constructor has a `context` that neither this spec's own arguments fill nor a default of its own."""
+        """Return whether the constructor has a `context` parameter to which neither this spec nor a default gives a value."""
         signature = inspect.signature(self.typename)
         declared = signature.parameters.get("context")
         if declared is None or declared.default not in (inspect.Parameter.empty, None):
-            return False  # with another default, as in context=1024, it is the layer's own affair
+            return False  # with another default, as in context=1024, it means something else
         try:
             return "context" not in signature.bind_partial(*self.module_args, **self.module_kwargs).arguments
         except TypeError:
-            return False  # wrong arguments: the constructor's own error says it best
+            return False  # wrong arguments: the constructor raises the clearer error
 
     def builds_like(self, other: LayerSpec) -> bool:
-        """Whether both build the same layer, so that one module can serve both places."""
+        """Return whether both build the same layer, so that one module can serve for both."""
         return (
             self.typename is other.typename
             and _same(self.module_args, other.module_args)
@@ -69,10 +70,10 @@ class LayerSpec:
         )
 
     def costs_like(self, other: LayerSpec) -> bool:
-        """Whether both cost the same on the same inputs: they build the same, or their class's `cost_key` says so.
+        """Return whether both cost the same on the same inputs.
 
-        cost_key(*module_args, **module_kwargs): a static method of a class whose arguments don't all matter for that, as the
-        place in the model.
+        They do if they build the same layer, or have equal cost keys: a class some of whose arguments don't change the cost,
+        such as the layer's index, has a static method cost_key(*module_args, **module_kwargs).
         """
         key = getattr(self.typename, "cost_key", None)
         if key is None or self.typename is not other.typename:
@@ -87,15 +88,15 @@ def _same(a: Any, b: Any) -> bool:
     try:
         return bool(a == b)
     except (RuntimeError, ValueError):
-        # Tensors and arrays among the arguments have no single truth value: only the very same objects are the same.
+        # Comparing tensors or arrays gives no single truth value: they count as equal only if they are the same object.
         return a is b
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares weights with every other of the same key, on whatever stages they lie.
+    """Layer that shares weights with all others of the same key, on any stage.
 
-    Specs that build the same layer share the whole module; of different ones, the parameters that `tied_weight_attr`
-    names are shared. forward_fn(module, x) replaces module(x), as for logits from an embedding's weight.
+    Specs that build the same layer share the whole module. Specs that build different layers share the parameters that
+    `tied_weight_attr` names. forward_fn(module, x) replaces module(x), as to compute logits with an embedding's weight.
     """
 
     def __init__(
@@ -120,14 +121,14 @@ Layer = LayerSpec | nn.Module | Callable[[Any], Any]
 
 
 def layer_name(layer: Layer) -> str:
-    """The class or function name, as partition_method 'type:REGEX' sees it."""
+    """Return the class or function name, which partition_method 'type:REGEX' matches."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
 def check_layers(layers: Sequence[Layer]) -> None:
-    """Raise PartitionError unless every entry is something that can be a layer."""
+    """Raise PartitionError unless the list has an entry and every entry can be a layer."""
     if not layers:
         raise PartitionError("PipelineModule got an empty list of layers; give it at least one")
     for k, layer in enumerate(layers):
@@ -138,12 +139,12 @@ def check_layers(layers: Sequence[Layer]) -> None:
 
 
 def blueprint(layer: Layer, context: BuildContext) -> nn.Module:
-    """A layer to look at, built without memory where its constructor allows that; an empty module for a function."""
+    """Build a layer to inspect, on the meta device where its constructor allows that; an empty module for a function."""
     if not isinstance(layer, LayerSpec):
         return layer if isinstance(layer, nn.Module) else nn.Module()
     try:
         with torch.device("meta"):
             return layer.build(context)
     except (RuntimeError, TypeError):
-        # A constructor that looks at its weights' values (.item(), .numpy()) can't run on meta tensors.
+        # A constructor that reads its weights' values (.item(), .numpy()) can't run on meta tensors.
         return layer.build(context)

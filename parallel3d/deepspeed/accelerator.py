@@ -1,4 +1,4 @@
-"""`get_accelerator`: the device that this process trains on, as DeepSpeed scripts ask about it."""
+"""`get_accelerator`: the device that this process trains on, with the interface of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from parallel3d.comm.environment import is_initialized, local_device
 
 
 class Accelerator:
-    """CUDA or the CPU: what its torch module (torch.cuda, torch.cpu) offers, and DeepSpeed's own questions besides.
+    """CUDA or the CPU: the functions of its torch module (torch.cuda, torch.cpu), and DeepSpeed's own methods.
 
-    The device is that of the backend once this process has joined a world: the CPU under gloo, also where CUDA is there.
+    Once init_distributed has run, the device is that of the backend: the CPU under gloo, even where CUDA is available.
     """
 
     @property
@@ -30,29 +30,29 @@ class Accelerator:
         return getattr(self._module, name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """ "cuda", or "cuda:1" of an index; "cpu" of any."""
+        """Return "cuda", or "cuda:1" for an index; always "cpu" on the CPU."""
         return self._type if device_index is None or self._type == "cpu" else f"{self._type}:{device_index}"
 
     def current_device_name(self) -> str:
-        """The device in use, such as "cuda:1"."""
+        """Return the name of the current device, such as "cuda:1"."""
         return "cpu" if self._type == "cpu" else f"cuda:{torch.cuda.current_device()}"
 
     def communication_backend_name(self) -> str:
-        """The torch.distributed backend for tensors on this device."""
+        """Return the torch.distributed backend for tensors on this device."""
         return "gloo" if self._type == "cpu" else "nccl"
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed torch's generators of every device."""
+        """Seed torch's generators on all devices."""
         torch.manual_seed(seed)
 
     manual_seed = manual_seed_all
 
     def is_bf16_supported(self) -> bool:
-        """Whether layers can compute in bfloat16."""
+        """Return whether layers can compute in bfloat16."""
         return self._type == "cpu" or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Whether layers can compute in float16."""
+        """Return whether layers can compute in float16."""
         return True
 
 
@@ -60,5 +60,5 @@ _ACCELERATOR = Accelerator()
 
 
 def get_accelerator() -> Accelerator:
-    """The device that this process trains on."""
+    """Return the device that this process trains on."""
     return _ACCELERATOR

@@ -1,4 +1,4 @@
-"""A training script's own objects as configuration: its command line, its optimizer and its loader."""
+"""Configuration from a training script's own objects: its command line, its optimizer and its loader."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OLD_FLAG, _FLAG = "deepscale_config", "deepspeed_config"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds --deepspeed, --deepspeed_config FILE and their old names --deepscale, --deepscale_config; returns the parser.
+    """Add --deepspeed, --deepspeed_config FILE and their old names --deepscale, --deepscale_config; return the parser.
 
-    --deepspeed is a flag for the script alone. As with DeepSpeed, a script that is started with --local_rank declares it
-    itself, before or after this call; `initialize` checks the value.
+    --deepspeed is a flag for the script only. As with DeepSpeed, a script that is started with --local_rank declares that
+    option itself, before or after this call; `initialize` checks the value.
     """
     group = parser.add_argument_group("DeepSpeed", "the configuration of the training")
     group.add_argument("--deepspeed", action="store_true", help="a flag for the script; it changes nothing here")
@@ -37,7 +37,7 @@ def find_config(
     config: str | Path | Mapping[str, Any] | Config | None,
     config_params: str | Path | Mapping[str, Any] | None,
 ) -> str | Path | Mapping[str, Any] | Config:
-    """The one configuration that initialize's config=, config_params= and args give.
+    """Return the one configuration that initialize's config=, config_params= and args give.
 
     Raises ConfigError when there is none, when two differ, or when args.local_rank is not this process's.
     """
@@ -63,10 +63,10 @@ def find_config(
 
 
 def known_values(optimizer: object, training_data: object) -> dict[str, Any]:
-    """What the script's own objects say about keys that may be "auto", by dotted key.
+    """Return values for keys that may be "auto", by dotted key, from the script's own objects.
 
-    An optimizer gives its own arguments, and the learning rate to warm up to (a list where its groups differ); a DataLoader
-    the samples of a micro-batch.
+    An optimizer gives its arguments, and the learning rate to warm up to (a list where its groups differ); a DataLoader
+    gives the samples of a micro-batch.
     """
     values: dict[str, Any] = {}
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -82,7 +82,7 @@ def known_values(optimizer: object, training_data: object) -> dict[str, Any]:
 
 
 def _check_local_rank(local_rank: object) -> None:
-    """-1 is the default that scripts declare: the launcher's environment counts."""
+    """Raise ConfigError where local_rank differs from the launcher's; -1, the default that scripts declare, is ignored."""
     if isinstance(local_rank, int) and local_rank >= 0 and local_rank != get_local_rank():
         raise ConfigError(
             f"args.local_rank is {local_rank}, but the launcher's LOCAL_RANK is {get_local_rank()}; drop --local_rank, or "

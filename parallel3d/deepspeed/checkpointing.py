@@ -1,4 +1,4 @@
-"""`parallel3d.checkpointing`, as DeepSpeed scripts import it: recomputation of activations."""
+"""Recomputation of activations at DeepSpeed's import path, `parallel3d.checkpointing`."""
 
 from parallel3d.autograd.recomputation import checkpoint, configure, is_configured, reset, times
 

@@ -1,4 +1,4 @@
-"""`parallel3d.deepspeed.utils`, as DeepSpeed scripts import it."""
+"""Utilities at DeepSpeed's import path, `parallel3d.utils`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ logger = logging.getLogger("parallel3d")
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on these ranks; on all for [-1], and before init_distributed; on none for None or [].
+    """Log `message` on these ranks: on all for [-1] and before init_distributed, on none for None or [].
 
-    As everywhere in Python, what is below WARNING shows only where logging is told so.
+    Messages below WARNING appear only where the script configures logging to show them.
     """
     chosen = list(ranks or ())
     if not is_initialized() or chosen[:1] == [-1] or get_rank() in chosen:

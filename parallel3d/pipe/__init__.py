@@ -1,4 +1,4 @@
-"""Pipelines: layer specs, PipelineModule, the executor; the topology classes too, as in `deepspeed.pipe`."""
+"""Pipelines: PipelineModule, layer specs, and the topology classes, as in `deepspeed.pipe`."""
 
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec

@@ -1,4 +1,4 @@
-"""check_numerics: the first layer and micro-batch at which an inf or a NaN appears, instead of a loss that is NaN later."""
+"""check_numerics: finds the first layer and micro-batch with an inf or a NaN, before the loss becomes NaN."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parallel3d.pipe.module import PipelineModule
 class NumericsCheck:
     """Checks the outputs of layers and of the modules inside, losses, and the gradients of activations and parameters.
 
-    A NaN counts everywhere, an inf in what a gradient flows through: masks are made of others. Each check waits for the
+    A NaN is an error everywhere, an inf only in tensors that require grad: others may be masks. Each check waits for the
     device.
 
-    checks_gradients: whether to check gradients; with a loss scale, overflows are how its limit is found.
-    micro_batch: returns the micro-batch that the script is at, where it calls the engine itself.
+    - checks_gradients: whether to check gradients. A dynamic loss scale finds its limit by overflows, which are no errors.
+    - micro_batch: returns the index of the current micro-batch, where the script calls forward and backward itself.
     """
 
     def __init__(self, model: PipelineModule, checks_gradients: bool, micro_batch: Callable[[], int]):
@@ -32,7 +32,7 @@ class NumericsCheck:
         self._names = {info.parameter: info.name for info in model.parameter_infos()}
 
     def watch_layers(self) -> None:
-        """Check what layers and modules return from now on, and its gradients."""
+        """Check the outputs of layers and modules, and their gradients, from now on."""
         model = self._model
         for key, layer in model.layers.items():
             for name, module in layer.named_modules():
@@ -42,41 +42,41 @@ class NumericsCheck:
 
     def gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Check the gradient of a parameter."""
-        self._look(f"the gradient of {self._names[parameter]}", gradient)
+        self._check(f"the gradient of {self._names[parameter]}", gradient)
 
     def _watched(self, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run(x: Any) -> Any:
             y = function(x)
-            self._returned(name, y)
+            self._check_output(name, y)
             return y
 
         return run
 
     def _hook(self, title: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._returned(title, output)
+        self._check_output(title, output)
 
-    def _returned(self, name: str, output: Any) -> None:
+    def _check_output(self, name: str, output: Any) -> None:
         for leaf in tree_leaves(output):
             if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
-            self._look(f"what {name} returned", leaf, nan_alone=not leaf.requires_grad)
+            self._check(f"what {name} returned", leaf, nan_only=not leaf.requires_grad)
             if self.checks_gradients and leaf.requires_grad:
-                leaf.register_hook(partial(self._look, f"the gradient of what {name} returned"))
+                leaf.register_hook(partial(self._check, f"the gradient of what {name} returned"))
 
     def loss(self, loss: Tensor) -> None:
         """Check a micro-batch's loss."""
-        self._look("the loss", loss)
+        self._check("the loss", loss)
 
-    def _look(self, what: str, tensor: Tensor, nan_alone: bool = False) -> None:
-        """Raise NumericsError if there is one in `tensor`."""
+    def _check(self, what: str, tensor: Tensor, nan_only: bool = False) -> None:
+        """Raise NumericsError if `tensor` has a NaN, or an inf unless nan_only."""
         values = tensor.detach()
-        wrong = values.isnan() if nan_alone else ~values.isfinite()
+        wrong = values.isnan() if nan_only else ~values.isfinite()
         count = int(wrong.sum())
         if not count:
             return
         kind = "NaN" if bool(values.isnan().any()) else "inf"
         amount = f"{count} of {values.numel()} values, the first at {wrong.nonzero()[0].tolist()}"
-        # In a schedule, what runs the instruction says where that was.
+        # In a schedule, the executor adds rank, stage, micro-batch and instruction.
         place = (
             ""
             if self._model.groups.activity.slots[PHASE] == Phase.PROGRAM
