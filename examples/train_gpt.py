@@ -156,16 +156,16 @@ def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut
         for step in range(engine.global_steps + 1, args.steps + 1):
             measured = step % args.eval_every == 0 or step in (2, args.steps)
             if measured:
-                engine.profile_next_batch()
+                engine.reports.profile_next_batch()
             elif step == memory_step:
-                engine.profile_next_batch("memory")
+                engine.reports.profile_next_batch("memory")
             start = time.perf_counter()
             loss = float(engine.train_batch())
             row = {"step": step, "loss": loss, "tokens_per_s": tokens / (time.perf_counter() - start)}
             row["grad_norm"] = float(engine.get_global_grad_norm())
             if measured:
                 row["eval_loss"] = eval_loss = held_out.loss()
-                row["bubble"] = engine.timeline()[1].bubble
+                row["bubble"] = engine.reports.timeline()[1].bubble
                 bubble = f"{row['bubble']:.0%}"
                 if args.save:
                     engine.save_checkpoint(args.save)
@@ -177,7 +177,7 @@ def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut
 
 def write_timelines(engine: parallel3d.Engine, directory: Path | None) -> None:
     """The last step as it was measured, beside what the simulator makes of its instruction times."""
-    program, measured = engine.timeline()
+    program, measured = engine.reports.timeline()
     if directory is None:
         return
     timelines = {"measured": measured, "simulated": simulate(program, measured_cost(measured))}
@@ -227,7 +227,7 @@ def main() -> None:
     if engine.global_steps < args.steps:
         train(engine, args, held_out, metrics)
         write_timelines(engine, directory)
-        print_prediction(engine.write_run_record(directory), args, config)
+        print_prediction(engine.reports.write_run_record(directory), args, config)
     text = sample(Generator(engine), b"\ndef ", args.sample, args.context, 0.8, torch.Generator().manual_seed(0))
     final = held_out.loss()
     if directory is not None and metrics is not None:

@@ -4,6 +4,7 @@ from parallel3d import comm, pipe
 from parallel3d.comm import init_distributed
 from parallel3d.deepspeed import accelerator, checkpointing, runtime, utils
 from parallel3d.deepspeed.accelerator import get_accelerator
+from parallel3d.deepspeed.accessors import DeepSpeedEngine
 from parallel3d.deepspeed.arguments import add_config_arguments
 from parallel3d.deepspeed.utils import log_dist, logger
 from parallel3d.engine import Engine
@@ -13,9 +14,6 @@ from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from parallel3d.pipe.data import RepeatingLoader
 
 __version__ = "0.1.0"
-
-# DeepSpeed's name, for scripts that ask what an engine is.
-DeepSpeedEngine = Engine
 
 __all__ = [
     "DeepSpeedEngine",

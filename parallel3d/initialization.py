@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from parallel3d.comm.environment import init_distributed
 from parallel3d.config import BatchSizes, Config, load, resolve_batch
+from parallel3d.deepspeed.accessors import DeepSpeedEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
-from parallel3d.engine import Engine
 from parallel3d.errors import ConfigError
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.data import RepeatingLoader, make_loader
@@ -39,7 +39,7 @@ def initialize(
     config: str | Path | Mapping[str, Any] | Config | None = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
-) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
     """Return (engine, optimizer, dataloader, lr_scheduler) for a PipelineModule, or for any module, trained data parallel.
 
     - config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys.
@@ -70,7 +70,7 @@ def initialize(
     scheduler = _make_scheduler(lr_scheduler, built, settings)
     loader = _make_loader(pipeline, training_data, sizes, settings, collate_fn)
     iterator = RepeatingLoader(loader) if loader is not None else None
-    engine = Engine(pipeline, settings, sizes, built, scheduler, iterator)
+    engine = DeepSpeedEngine(pipeline, settings, sizes, built, scheduler, iterator)
     return engine, built, loader, scheduler
 
 

@@ -40,9 +40,9 @@ def report(schedule: str) -> list[dict[str, tuple[int, int]]]:
     iterator = own_iterator(engine, batch)
     for _ in range(2):
         engine.train_batch(iterator)
-    engine.profile_next_batch("memory")
+    engine.reports.profile_next_batch("memory")
     engine.train_batch(iterator)
-    return engine.memory_report()
+    return engine.reports.memory_report()
 
 
 def check_report(schedule: str, ranks: list[dict[str, tuple[int, int]]], messages: int) -> None:

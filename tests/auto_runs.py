@@ -27,7 +27,7 @@ def train(dp: int, zero: int, pipeline: dict[str, Any]) -> tuple[Run, str | None
     last = [toy.micro_batch(g) for g in range(dp * ACCUMULATION * STEPS - dp)]  # the last batch is one short
     run = run_steps(engine, own_iterator(engine, last), STEPS)
     plan = engine.schedule_plan
-    program = engine._programs.get(ACCUMULATION, training=True)
+    program = engine._runner.programs.get(ACCUMULATION, training=True)
     ran = [str(i) for i in program.instructions[engine._model.stage_id] if i.op.value in "FBIW"]
     if plan is not None:
         check_traffic(plan.measured, program, engine, dp, zero)

@@ -12,7 +12,7 @@ from layouts import make_engine
 from torch import Tensor
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.models import CausalLMLoss, DecoderConfig, Rope, decoder
 from parallel3d.pipe import PipelineModule
 

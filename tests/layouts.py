@@ -15,7 +15,7 @@ from reference import Item, LossFn, Reference, distance
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from parallel3d.rng import stream_seed
 

@@ -62,7 +62,7 @@ def base(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank: its stage and slice, the report of engine.memory_report, most bytes within the batch and the step.
+    """One rank: its stage and slice, the report of engine.reports.memory_report, most bytes within the batch and the step.
 
     in_transit: the most bytes that messages sent held; program: every stage's instructions, as the executor has them.
     """
@@ -86,13 +86,13 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
     data = own_iterator(engine, [micro_batch(layout.micro_batch or 1)] * 3 * (layout.micro_batches or 1) * 8)
     for _ in range(2):
         engine.train_batch(data)
-    engine.profile_next_batch("memory")
+    engine.reports.profile_next_batch("memory")
     engine.train_batch(data)
-    report = engine.memory_report()[module.groups.rank]
+    report = engine.reports.memory_report()[module.groups.rank]
     # Every message that this rank's stage sends, as its program has it.
-    sends = sum(i.op in SEND_OPS for i in engine._program().instructions[module.stage_id])
-    profile = engine._memory_profile
+    profile = engine.reports.memory
     assert profile is not None
+    sends = sum(i.op in SEND_OPS for i in profile.program.instructions[module.stage_id])
     return Measured(
         module.stage_id,
         module.groups.coordinate("model"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.pipe import PipelineModule
 
 BEFORE, AFTER, SAMPLES_IN_ALL = 5, 6, 20  # an epoch is 20 / 8 -> 3 steps: the break is within the second

@@ -110,7 +110,7 @@ def work(args: argparse.Namespace) -> None:
         told = [(directory / "enough").exists()]
         parallel3d.comm.broadcast_object_list(told, 0)
         enough = told[0]
-    engine.wait_for_checkpoint()
+    engine.checkpoints.wait()
     parallel3d.comm.destroy()
 
 

@@ -24,13 +24,13 @@ _MONITORS = {
 _PROFILING = {
     **known(
         Support.LATER,
-        "engine.profile_next_batch() records when each instruction runs",
+        "engine.reports.profile_next_batch() records when each instruction runs",
         "flops_profiler",
         keys=tuple("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file".split()),
     ),
     **known(
         Support.LATER,
-        "engine.profile_next_batch() records when each transfer runs",
+        "engine.reports.profile_next_batch() records when each transfer runs",
         "comms_logger",
         keys=("enabled", "verbose", "prof_all", "debug", "prof_ops"),
     ),

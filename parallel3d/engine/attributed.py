@@ -1,10 +1,9 @@
-"""An engine's calls, watched: whose failure an exception in one is, and what the process does meanwhile."""
+"""Engine methods that are watched: they note what the process does, and attribute their exceptions to a rank."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from parallel3d.activity import EVALUATES, PHASE, Phase
@@ -15,34 +14,27 @@ from parallel3d.failures.watchdog import follows
 
 P = ParamSpec("P")
 R = TypeVar("R")
-E = TypeVar("E", bound="Attributed")
 
 
 class _HasGroups(Protocol):
     _groups: ProcessGroups
 
 
+class _Watched(_HasGroups, Protocol):
+    _attribution: Attribution
+
+
 G = TypeVar("G", bound=_HasGroups)
+E = TypeVar("E", bound=_Watched)
 
 # Where an exception on one rank leaves the others waiting. Before, all agree on it; in single calls the script may recover.
 _TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP})
 
 
-class Attributed:
-    """The part of an engine that knows of failures."""
-
-    _groups: ProcessGroups
-    _attribution: Attribution
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Inside, this rank may take as long as it likes, while others wait for it: failures.timeout_s doesn't count."""
-        return self._groups.activity.untimed(Phase.UNWATCHED)
-
-
 def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Callable[Concatenate[E, P], R]]:
-    """A method of an engine that begins with `phase`. An exception in it is attributed: see Attribution.failed.
+    """Decorate an engine method that begins with `phase`: its exceptions are attributed, see Attribution.failed.
 
-    What is being done when it is raised stays noted, for a script that doesn't catch it.
+    The activity at the time of an exception stays noted, for a script that doesn't catch it.
     """
 
     def decorate(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
@@ -69,7 +61,7 @@ def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Calla
 
 
 def untimed(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
-    """Decorate an engine method that saves or loads: failures.timeout_s does not apply while it runs."""
+    """Decorate a method that saves or loads: failures.timeout_s does not apply while it runs."""
 
     @functools.wraps(method)
     def run(self: G, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,39 +1,39 @@
-"""Python's garbage collector, kept from what stands all through a training.
+"""Python's garbage collector, kept from the objects that live as long as a training.
 
-A full collection looks at every object of the process, a quarter of a second with PyTorch and its compiler loaded; where it
-comes over a rank in the middle of a step, all ranks wait. torchtitan collects on all ranks between steps instead; here what
-is there after the first steps is frozen (gc.freeze), so that a collection has little to look at, whenever it comes.
+A full collection visits every object of the process: a quarter of a second with PyTorch and its compiler loaded. If it starts
+on one rank in the middle of a step, all ranks wait. torchtitan collects on all ranks between steps instead; here the objects
+that exist after the first steps are frozen (gc.freeze), so that a later collection has little to visit.
 """
 
 from __future__ import annotations
 
 import gc
 
-# All is loaded and compiled by then: of the schedule "auto", which tries whole backwards in its fourth step, too.
+# By then everything is loaded and compiled, also by schedule "auto", which tries whole backwards in its fourth step.
 STEPS = (2, 4)
 
 
-class Standing:
-    """Freezes what there is after some steps on all ranks, if that is asked for.
+class GarbageFreezer:
+    """Freezes the objects that exist after certain steps, if enabled.
 
-    What is frozen and later left in a cycle is not collected before `thaw`, which the next one of these begins with.
+    A frozen object that later becomes garbage in a cycle is not collected before `thaw`, which the next freezer calls first.
     """
 
-    def __init__(self, asked: bool):
-        self._asked, self._steps = asked, 0
-        if asked:
+    def __init__(self, enabled: bool):
+        self._enabled, self._steps = enabled, 0
+        if enabled:
             thaw()
 
     def after_step(self) -> None:
-        """To be called after each step."""
+        """Count a step; to be called after each."""
         self._steps += 1
-        if self._asked and self._steps in STEPS:
+        if self._enabled and self._steps in STEPS:
             gc.collect()
             gc.freeze()
 
 
 def thaw() -> None:
-    """Collect what was frozen and is in use no more."""
+    """Collect frozen objects that are not in use any more."""
     if gc.get_freeze_count():
         gc.unfreeze()
         gc.collect()

@@ -130,6 +130,18 @@ class WeightUpdate:
 
         return report
 
+    def master_weights(self) -> dict[nn.Parameter, Tensor]:
+        """Return the masters, whole, in fp32 or wider, of this rank's trainable parameters; on the host.
+
+        On the first replica's ranks only; empty elsewhere. Collective over all ranks.
+        """
+        masters: dict[nn.Parameter, Tensor] = {}
+        for bucket in self.reducer.all_buckets():
+            whole = bucket.whole_masters()
+            if self._groups.coordinate("data") == 0:
+                masters.update({parameter: master.cpu() for parameter, master in whole.items()})
+        return masters
+
     @property
     def loss_scale(self) -> float:
         """By which the losses of the batch under way are multiplied."""

@@ -64,7 +64,7 @@ class RankRecord(_Record):
     allocated: the most bytes in tensors at once; on the CPU those of model state, activations and operations in the batch
     whose memory was profiled, None where none was. reserved: the most bytes that the CUDA allocator held; outside: what the
     device holds besides, as CUDA's context, NCCL's buffers and other processes. parts: measured bytes by component and phase,
-    as engine.memory_report says them.
+    as engine.reports.memory_report says them.
     """
 
     rank: int
@@ -193,7 +193,7 @@ def read_run_record(path: str | Path) -> RunRecord:
     except FileNotFoundError:
         raise ConfigError(
             f'there is no run record \'{file}\'; train with "run_record": {{"directory": "{file.parent}"}} in the '
-            "configuration, or call engine.write_run_record"
+            "configuration, or call engine.reports.write_run_record"
         ) from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"run record '{file}' can't be read: {error}") from error
@@ -202,7 +202,7 @@ def read_run_record(path: str | Path) -> RunRecord:
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(
             f"'{file}' is no run record of this version: {where}: {first['msg']} ({error.error_count()} faults); write it anew "
-            "by engine.write_run_record"
+            "by engine.reports.write_run_record"
         ) from error
 
 

@@ -188,7 +188,8 @@ class StepMonitor:
         program = self._recorded[-1].program if self._recorded else None
         if program is None:
             raise ConfigError(
-                "no batch was profiled; call engine.profile_next_batch() before train_batch, or set wall_clock_breakdown"
+                "no batch was profiled; call engine.reports.profile_next_batch() before train_batch, or set "
+                "wall_clock_breakdown"
             )
         if self._offset is None:
             self._offset = clock_offset(self._groups.control)

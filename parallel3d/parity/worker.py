@@ -79,7 +79,7 @@ def train(subject: Subject, layout: RunLayout, plan: Plan) -> RankResult:
         if not result["gradients"]:
             result["gradients"] = held(engine, "gradient")
 
-    engine._update.before_step = keep_first_gradients
+    engine.update.before_step = keep_first_gradients
     total = plan.steps * accumulation(layout, subject.given()) * layout.replicas
     data = _own_batches(engine, subject, total, plan.seed)
     for _ in range(plan.steps):
@@ -102,7 +102,7 @@ def _own_batches(engine: Engine, subject: Subject, total: int, seed: int) -> Ite
 @torch.no_grad()
 def held(engine: Engine, what: Literal["gradient", "master"]) -> list[Held]:
     """What this rank updates of each parameter: gradients of the mean loss (before the step), or masters."""
-    update = engine._update
+    update = engine.update
     parts = []
     for piece in (piece for bucket in update.reducer.all_buckets() for piece in bucket.pieces):
         if what == "gradient":

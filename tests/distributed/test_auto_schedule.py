@@ -52,7 +52,7 @@ def train_by(path: str, zero: int) -> tuple[Run, list[str]]:
         zero_optimization={"stage": zero, "reduce_bucket_size": 1500, "reduce_per_micro_batch": zero == 2},
     )
     micro_batches = [toy.micro_batch(g) for g in range(2 * ACCUMULATION * 2)]
-    program = engine._programs.get(ACCUMULATION, training=True)
+    program = engine._runner.programs.get(ACCUMULATION, training=True)
     ran = [str(i) for i in program.instructions[engine._model.stage_id] if i.op in COMPUTE_OPS]
     return run_steps(engine, own_iterator(engine, micro_batches), 2), ran
 
@@ -75,7 +75,7 @@ def first_programs(path: str) -> tuple[list[str], bool]:
     engine = make_engine(
         toy.model(tied=False), accumulation=2, pipeline={"stages": 2, "schedule": "auto", "plan": path}
     )
-    program = engine._programs.get(2, training=True)
+    program = engine._runner.programs.get(2, training=True)
     planned = engine.schedule_plan is not None
     engine.train_batch(own_iterator(engine, [toy.micro_batch(g) for g in range(2)]))
     return [str(i) for i in program.instructions[engine._model.stage_id] if i.op.value in "FBIW"], planned
@@ -191,13 +191,13 @@ def with_other_records(asked: dict[int, str], breakdown: bool) -> tuple[list[flo
     losses, seen = [], []
     for step in range(STEPS):
         if step in asked:
-            engine.profile_next_batch(asked[step])
+            engine.reports.profile_next_batch(asked[step])
         losses.append(engine.train_batch(data).item())
         if asked.get(step) == "time":
-            seen.append(engine.timeline()[0].name)
+            seen.append(engine.reports.timeline()[0].name)
         elif asked.get(step) == "memory":
             seen.append(
-                str(max(measured for _, measured in (row["activations"] for row in engine.memory_report())) > 0)
+                str(max(measured for _, measured in (row["activations"] for row in engine.reports.memory_report())) > 0)
             )
     return losses, engine.schedule_plan is not None, seen
 

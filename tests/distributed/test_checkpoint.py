@@ -25,9 +25,9 @@ from layouts import copies, make_engine, own_iterator, specs
 from torch import nn
 
 import parallel3d
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.checkpoint.directory import complete_checkpoints
 from parallel3d.checkpoint.read import Reader
-from parallel3d.engine import Engine
 from parallel3d.errors import CheckpointError
 from parallel3d.pipe import PipelineModule
 
@@ -378,12 +378,12 @@ def save_meanwhile(directory: str) -> dict[str, Any]:
         first_there = (Path(directory) / "global_step1").exists()
     finally:
         parallel3d.checkpoint.save.write_parts = write
-    engine.wait_for_checkpoint()
+    engine.checkpoints.wait()
     other = engine_of(**config)
     _, client_state = other.load_checkpoint(directory, tag="global_step1")
     again = train(other, 2, first=1)
     other.save_checkpoint(directory, tag="third")
-    other.wait_for_checkpoint()
+    other.checkpoints.wait()
     place = Path(directory) / "file"
     place.write_text("")
     torch.distributed.barrier()
@@ -434,13 +434,13 @@ def fail_meanwhile(directory: str) -> tuple[list[str], list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told at once, too
         engine.save_checkpoint(directory)
-        waited = refusal(engine.wait_for_checkpoint)
+        waited = refusal(engine.checkpoints.wait)
         engine.save_checkpoint(directory)
         at_next = refusal(engine.save_checkpoint, directory)
     if engine.global_rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     engine.save_checkpoint(directory)
-    return [waited, at_next], [refusal(engine.wait_for_checkpoint)]
+    return [waited, at_next], [refusal(engine.checkpoints.wait)]
 
 
 def test_an_asynchronous_save_that_failed_is_told_at_the_next_call(run_ranks, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from reference import Reference, distance
 from safetensors.torch import load_file
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 BEFORE, AFTER, MICRO_BATCHES = 3, 5, 4

@@ -9,7 +9,7 @@ import torch
 from resume_runs import AFTER, BEFORE, SAMPLES_IN_ALL, Samples, break_and_go_on, check_equal, make
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def iterators_of_a_script(directory: str) -> tuple[list[float], list[float]]:
 
     def start(seed: int) -> tuple[Engine, Any]:
         engine = make("bf16 zero2", seed)
-        return engine, parallel3d.utils.RepeatingLoader(engine._data_iterator.loader)
+        return engine, parallel3d.utils.RepeatingLoader(engine.data.iterator.loader)
 
     engine, data = start(3)
     for _ in range(BEFORE):

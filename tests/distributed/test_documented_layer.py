@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.tensor_parallel import gather_sequence, scatter_sequence
 

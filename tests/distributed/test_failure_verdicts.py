@@ -40,7 +40,7 @@ class Widening(nn.Linear):
         return torch.cat([y, y], -1) if Widening.forwards > Widening.fails_at else y
 
 
-def make_engine(schedule: str, **config: Any) -> parallel3d.engine.Engine:
+def make_engine(schedule: str, **config: Any) -> parallel3d.DeepSpeedEngine:
     ends = TiedLayerSpec("ends", nn.Linear, 8, 8)  # for REDUCE_REPLICAS
     module = PipelineModule(
         [ends, LayerSpec(Widening, 8, 8), LayerSpec(nn.Linear, 8, 8), ends],
@@ -77,9 +77,9 @@ def strike(fault: str) -> None:
     time.sleep(60 if fault == "end" else 0)  # handled from beside
 
 
-def arm(engine: parallel3d.engine.Engine, fault: str, where: str) -> Iterator[tuple[Tensor, Tensor]]:
+def arm(engine: parallel3d.DeepSpeedEngine, fault: str, where: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Have the fault happen at the instruction `where`, at a reduction behind it ("RED"), in the loss or in the loader."""
-    executor, reducer = engine._executor, engine._update.reducer
+    executor, reducer = engine._runner._executor, engine.update.reducer
 
     def armed(function: Callable[..., Any], happens: Callable[..., bool]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from reference import distance
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.models import CausalLMLoss, DecoderConfig, SlicedLogits, decoder, from_hf, save_hf
 from parallel3d.pipe import LayerSpec, PipelineModule
 

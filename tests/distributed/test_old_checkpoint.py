@@ -11,7 +11,7 @@ from layouts import BASE_SEED, OPTIMIZERS, specs
 from test_checkpoint_layouts import check_same, whole_tensors
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 SAVED = Path(__file__).parents[1] / "data" / "checkpoint-a149018"

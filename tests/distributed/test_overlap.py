@@ -88,7 +88,7 @@ def train(items: list[Item], pipeline: dict[str, Any], bucket_size: int) -> tupl
         engine = make_engine(items, squares, accumulation=ACCUMULATION, pipeline=pipeline, zero_optimization=zero)
     layers_of = {
         bucket.gradients.data_ptr(): sorted({int(info.name.split(".")[1]) for info in bucket.infos})
-        for buckets in engine._update.reducer.buckets.values()
+        for buckets in engine.update.reducer.buckets.values()
         for bucket in buckets
     }
     iterator = own_iterator(engine, BATCHES)
@@ -160,7 +160,7 @@ def train_tied() -> tuple[Run, list[Any], list[int]]:
     run = run_steps(engine, batches, 1)
     replicas = [
         b.gradients.data_ptr()
-        for owners, buckets in engine._update.reducer.buckets.items()
+        for owners, buckets in engine.update.reducer.buckets.items()
         if len(owners) > 1
         for b in buckets
     ]

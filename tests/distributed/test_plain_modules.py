@@ -14,7 +14,7 @@ from reference import distance
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.errors import ConfigError
 from parallel3d.rng import stream_seed
 
@@ -226,7 +226,7 @@ def misuse(kind: str) -> str:
         ("again", "give one call the sum of a micro-batch's losses"),
         ("many losses", "one element, or (sum, count), not [3, 5, 11]"),
         ("plateau", "engine.step({'metrics': ...})"),
-        ("no metrics", "engine.step({'metrics': ...}) alone"),
+        ("no metrics", "only engine.step({'metrics': ...})"),
         ("thawed", "parameter frozen.weight was frozen when initialize was called"),
         ("stages", "the model is a Model, for which it is 1; build a PipelineModule of its layers, or drop the key"),
         ("no loss", "one element, or (sum, count), not [3, 5, 11]"),
@@ -297,12 +297,14 @@ def time_by_calls() -> tuple[list[str], list[dict[str, float]]]:
     engine = make(2)
     for step in range(2):
         if step == 1:
-            engine.profile_next_batch()
+            engine.reports.profile_next_batch()
         for g in range(2):
             engine.backward(engine(**micro_batch(g)))
             engine.step()
-    _, timeline = engine.timeline()
-    return [str(span.instruction) for span in timeline.spans], [vars(parts) for parts in engine.time_breakdown()]
+    _, timeline = engine.reports.timeline()
+    return [str(span.instruction) for span in timeline.spans], [
+        vars(parts) for parts in engine.reports.time_breakdown()
+    ]
 
 
 def test_time_by_calls_is_broken_down_as_a_batchs(run_ranks):

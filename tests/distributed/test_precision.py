@@ -19,7 +19,7 @@ from reference import Item, build
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 
 STEPS, ACCUMULATION, DP, CLIPPING = 50, 2, 2, 1.0
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

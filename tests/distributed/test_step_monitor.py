@@ -23,7 +23,7 @@ def run_one_step(costs: Sequence[float], schedule: str) -> tuple[list[Breakdown]
     with ExitStack() as stack:
         engine = timed_engine(stack, costs, schedule, wall_clock_breakdown=True)
         train(engine, 1)
-        program, measured = engine.timeline()
+        program, measured = engine.reports.timeline()
 
         def cost(i: Instruction) -> float:
             if i.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
@@ -36,7 +36,7 @@ def run_one_step(costs: Sequence[float], schedule: str) -> tuple[list[Breakdown]
             for t in (measured, simulated)
         ]
         assert ends[0] == pytest.approx(ends[1])
-        return engine.time_breakdown(), simulated.makespan
+        return engine.reports.time_breakdown(), simulated.makespan
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -69,7 +69,7 @@ def two_stages() -> list[Breakdown]:
         engine = timed_engine(stack, (1.0, 3.0), "gpipe", wall_clock_breakdown=True, steps_per_print=1)
         with redirect_stdout(io.StringIO()):
             train(engine, 1)
-        return engine.time_breakdown()
+        return engine.reports.time_breakdown()
 
 
 def test_two_stages_literally(run_ranks):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.errors import ConfigError, ExecutionError
 
 WIDTH, SAMPLES, ACCUMULATION = 8, 4, 3
@@ -102,6 +102,38 @@ def test_a_failed_backward_leaves_nothing_to_the_next_batch(
         assert norm == pytest.approx(wanted, rel=1e-6)
 
 
+def mix_ways() -> tuple[str, float, float, int]:
+    """A train_batch in the middle of a step by calls; the step's end; and a train_batch after dropping half a step."""
+    engine = make(2)
+    rank, dp = engine.global_rank, engine.dp_world_size
+    train(engine, range(rank, 1 + rank), by_calls=True)
+    with pytest.raises(ExecutionError) as caught:
+        engine.train_batch(iter([micro_batch(7), micro_batch(8)]))
+    train(engine, range(dp + rank, dp + 1 + rank), by_calls=True)
+    norm = engine.get_global_grad_norm().item()
+    train(engine, range(1), by_calls=True)
+    engine.zero_grad()
+    engine.train_batch(iter([micro_batch(rank), micro_batch(dp + rank)]))
+    train(engine, range(rank, 2 * dp, dp), by_calls=True)
+    return str(caught.value), norm, engine.get_global_grad_norm().item(), engine.global_steps
+
+
+def test_neither_way_to_train_resets_the_other(run_ranks):
+    norms = []
+    model = Model()
+    for _ in range(3):  # plain SGD, as the engine has it
+        model.zero_grad()
+        (torch.stack([model(*micro_batch(g)) for g in range(4)]).sum() / 4).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(torch.stack([g.norm() for g in gradients]).norm().item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * (p.grad if p.grad is not None else 0)
+    for message, first, last, steps in run_ranks(2, mix_ways):
+        assert message.startswith("1 micro-batches of a step are done by engine.backward; end it by engine.step()")
+        assert (first, last, steps) == (pytest.approx(norms[0], rel=1e-5), pytest.approx(norms[2], rel=1e-5), 3)
+
+
 def two_losses(zero: dict[str, Any], how: str) -> float | str:
     engine = make(1, zero_optimization=zero)
     rank = engine.global_rank
@@ -187,7 +219,7 @@ def timed(how: str) -> list[str]:
     for g in range(2):
         engine.backward(engine.module(*micro_batch(g)) if how == "not called" else engine(*micro_batch(g)))
         engine.step()
-    _, timeline = engine.timeline()
+    _, timeline = engine.reports.timeline()
     return [str(span.instruction) for span in timeline.spans]
 
 

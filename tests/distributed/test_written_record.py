@@ -29,7 +29,7 @@ def timed_record(directory: str) -> tuple[RunRecord, float, float]:
     with ExitStack() as stack:
         engine = timed_engine(stack, COSTS, "1f1b", run_record={"directory": directory, "after_steps": 3})
         train(engine, 3 + 4)
-        program = engine.timeline()[0]
+        program = engine.reports.timeline()[0]
 
         def cost(i: Instruction) -> float:
             if i.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
@@ -37,7 +37,7 @@ def timed_record(directory: str) -> tuple[RunRecord, float, float]:
             return {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}.get(i.op, 0.0) * COSTS[i.chunk]
 
         simulated = simulate(program, cost)
-        return engine.write_run_record(directory), simulated.makespan, simulated.bubble
+        return engine.reports.write_run_record(directory), simulated.makespan, simulated.bubble
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -77,12 +77,12 @@ def real_record(directory: str | None, pipeline: dict[str, Any], zero: int, memo
     data = own_iterator(engine, [toy.micro_batch(g) for g in range(per_step * steps)])
     for step in range(steps):
         if memory and step == 3:
-            engine.profile_next_batch("memory")
+            engine.reports.profile_next_batch("memory")
         if step >= 4:
-            engine.profile_next_batch()
+            engine.reports.profile_next_batch()
         engine.train_batch(data)
-    record = engine.write_run_record(directory if engine.global_rank == 0 else None)
-    return record, engine.memory_report(), sum(p.numel() for p in engine.module.parameters())
+    record = engine.reports.write_run_record(directory if engine.global_rank == 0 else None)
+    return record, engine.reports.memory_report(), sum(p.numel() for p in engine.module.parameters())
 
 
 @pytest.mark.parametrize(("pipeline", "zero", "memory"), [({"stages": 2}, 0, False), (TIED, 1, True)])
@@ -135,8 +135,8 @@ def unwritable(directory: str, by_itself: bool) -> tuple[str, int]:
     said = [str(w.message) for w in caught if "run record" in str(w.message)]
     if not by_itself:
         with pytest.raises(ConfigError, match="no batch was profiled"):
-            engine.write_run_record(directory)
-        engine.profile_next_batch()
+            engine.reports.write_run_record(directory)
+        engine.reports.profile_next_batch()
         with pytest.raises(StopIteration):
             engine.train_batch(data)
         return "", engine.global_steps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 SIZE, LR = 6, 0.5

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from toy import HIDDEN
 
 import parallel3d
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.zero.memory import predict_state
@@ -356,7 +356,7 @@ def wide_engine(num_layers: int, zero: dict[str, Any]) -> Engine:
 def report_memory(zero: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
     engine = wide_engine(16, zero)
     engine.train_batch(iter([(torch.randn(2, WIDE), torch.randn(2, WIDE))] * 2))
-    return engine.memory_report()
+    return engine.reports.memory_report()
 
 
 @pytest.mark.parametrize(("zero", "per_parameter"), list(zip(STAGES, (18, 9, 9, 6), strict=True)), ids=str)
@@ -378,12 +378,12 @@ def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
     @contextmanager
     def sample(_: Instruction) -> Iterator[None]:
         yield
-        samples.append(engine._update.reducer.state_bytes().backward + engine._update.sharded.state_bytes())
+        samples.append(engine.update.reducer.state_bytes().backward + engine.update.sharded.state_bytes())
 
-    with mock.patch("parallel3d.engine.engine.no_record", sample):
+    with mock.patch("parallel3d.engine.reports.no_record", sample):
         for _ in range(2):
             engine.train_batch(iter([(torch.randn(2, WIDE), torch.randn(2, WIDE))] * 2))
-    predicted = predict_state(engine.module.parameter_infos(), engine._update.policy, data_size=4)
+    predicted = predict_state(engine.module.parameter_infos(), engine.update.policy, data_size=4)
     return max(samples), predicted.backward, len(samples)
 
 
@@ -423,7 +423,7 @@ MOMENTS = {"AdamW": (2, {}), "SGD": (0, {"momentum": 0.0}), "sgd": (1, {"momentu
 def optimizer_bytes(name: str, changes: dict[str, Any]) -> tuple[int, int]:
     engine = make_engine([Item(nn.Linear, (WIDE, WIDE))], squares, optimizer=name, optimizer_changes=changes)
     engine.train_batch(iter([(torch.randn(2, WIDE), torch.randn(2, WIDE))]))
-    return engine.memory_report()[0]["optimizer"]
+    return engine.reports.memory_report()[0]["optimizer"]
 
 
 @pytest.mark.parametrize("name", MOMENTS)

@@ -9,7 +9,7 @@ import torch
 from host_reads import LAYOUTS, PRECISIONS, READS, data, decoder_data, make, make_decoder
 from ranks import RankPool
 
-from parallel3d.engine import Engine
+from parallel3d import DeepSpeedEngine as Engine
 
 WARMUP, STEPS = 2, 3
 SLEEP = 1_500_000_000  # cycles: most of a second, many times what the host needs for a step

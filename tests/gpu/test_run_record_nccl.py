@@ -37,7 +37,7 @@ def train(directory: str, zero: int) -> tuple[RunRecord, int, float, int]:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     seconds = median(a.elapsed_time(b) / 1e3 for a, b in pairwise(ends[2:10]))
-    return read_run_record(directory), peak, seconds, sum(engine._update.reducer.num_buckets().values())
+    return read_run_record(directory), peak, seconds, sum(engine.update.reducer.num_buckets().values())
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

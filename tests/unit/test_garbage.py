@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from parallel3d.engine import garbage
-from parallel3d.engine.garbage import STEPS, Standing
+from parallel3d.engine.garbage import STEPS, GarbageFreezer
 
 
 class Node:
@@ -27,10 +27,10 @@ def _thawed() -> Iterator[None]:
 
 
 def test_what_stands_is_frozen_after_the_first_steps_and_what_comes_later_is_not() -> None:
-    standing = Standing(True)
+    freezer = GarbageFreezer(True)
     counts = []
     for _ in range(STEPS[-1] + 2):
-        standing.after_step()
+        freezer.after_step()
         counts.append(gc.get_freeze_count())
     assert [count > 0 for count in counts] == [step >= STEPS[0] for step in range(1, len(counts) + 1)]
     assert counts[STEPS[0] - 1] > 1000
@@ -41,25 +41,25 @@ def test_what_stands_is_frozen_after_the_first_steps_and_what_comes_later_is_not
 
 
 def test_the_next_training_collects_what_the_last_one_left() -> None:
-    standing, node = Standing(True), Node()
+    freezer, node = GarbageFreezer(True), Node()
     for _ in range(STEPS[-1]):
-        standing.after_step()
+        freezer.after_step()
     reference = weakref.ref(node)
     del node
     gc.collect()
     assert reference() is not None
-    Standing(True)
+    GarbageFreezer(True)
     assert reference() is None
     assert gc.get_freeze_count() == 0
 
 
 def test_nothing_is_frozen_unless_asked_for() -> None:
-    standing = Standing(False)
+    freezer = GarbageFreezer(False)
     for _ in range(STEPS[-1]):
-        standing.after_step()
+        freezer.after_step()
     assert gc.get_freeze_count() == 0
     gc.freeze()
-    Standing(False)
+    GarbageFreezer(False)
     assert gc.get_freeze_count() > 0, "somebody else's"
     garbage.thaw()
     assert gc.get_freeze_count() == 0

@@ -26,8 +26,8 @@ from profiled import roofline_figures
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.comm.peer.symmetric import mapped_bytes
-from parallel3d.engine import Engine
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.schedule.builders import one_f_one_b
@@ -354,9 +354,9 @@ def main() -> None:
     if args.pp > 1:
         timelines = []
         for _ in range(PROFILED):
-            engine.profile_next_batch()
+            engine.reports.profile_next_batch()
             engine.train_batch(data)
-            timelines.append(engine.timeline())
+            timelines.append(engine.reports.timeline())
         extra.update(pipeline_figures(*sorted(timelines, key=lambda one: one[1].makespan)[PROFILED // 2]))
     if (plan := engine.schedule_plan) is not None:
         promised = {"bubble": round(plan.bubble, 4), "pipeline_s": round(plan.makespan - plan.exposed, 4)}

@@ -91,12 +91,12 @@ def main() -> None:
     for _ in range(args.steps):
         engine.train_batch(data)
     if engine.device.type == "cpu":  # which tells what tensors take only where it is asked beforehand
-        engine.profile_next_batch("memory")
+        engine.reports.profile_next_batch("memory")
         engine.train_batch(data)
     for _ in range(RECORDED):
-        engine.profile_next_batch()
+        engine.reports.profile_next_batch()
         engine.train_batch(data)
-    engine.write_run_record(args.record)
+    engine.reports.write_run_record(args.record)
     if engine.global_rank == 0:
         print("RESULT " + json.dumps({"warmup_peak": warming}), flush=True)
     parallel3d.comm.destroy()

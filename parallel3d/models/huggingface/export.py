@@ -23,13 +23,21 @@ from parallel3d.parameters import Slicing, slicing_of, whole_shape
 from parallel3d.pipe.module import PipelineModule
 
 
+class Update(Protocol):
+    """The part of an engine that holds the masters."""
+
+    def master_weights(self) -> Mapping[nn.Parameter, Tensor]:
+        """Return the whole masters, on the host of the first replica's ranks. Collective."""
+
+
 class Trained(Protocol):
-    """An engine, as far as an export looks at it."""
+    """An engine, as an export needs it."""
 
     module: nn.Module
 
-    def master_weights(self) -> Mapping[nn.Parameter, Tensor]:
-        """What the optimizer updates, whole, on the host of the first replica's ranks. Collective."""
+    @property
+    def update(self) -> Update:
+        """The part that holds the masters."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ def _save(
 ) -> None:
     values: Mapping[nn.Parameter, Tensor] = {}
     if masters and not isinstance(engine, PipelineModule):
-        values = engine.master_weights()
+        values = engine.update.master_weights()
     module.wait_for_weights(module)
     own = _own_pieces(module, values) if module.groups.coordinate("data") == 0 else _Own()
     if module.groups.rank == 0:

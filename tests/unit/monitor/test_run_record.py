@@ -113,7 +113,7 @@ def test_records_are_found_at_any_depth_and_come_back_as_they_were(tmp_path: Pat
 def test_what_is_no_record_says_what_to_do(tmp_path: Path):
     with pytest.raises(ConfigError, match="give directories that trainings wrote"):
         find_run_records([tmp_path])
-    with pytest.raises(ConfigError, match=r"there is no run record .*engine.write_run_record"):
+    with pytest.raises(ConfigError, match=r"there is no run record .*engine.reports.write_run_record"):
         read_run_record(tmp_path)
     text = make_record().write(tmp_path).read_text()
     (tmp_path / "run_record.json").write_text(text.replace('"stages": 2', '"stages": "x"'))

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedule_emulator import SEEDS, unhurried
 
-from parallel3d.engine.planning import describe
+from parallel3d.engine.auto import describe
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import from_lists, placement_of
 from parallel3d.schedule.fuse import fuse_backwards, whole_backwards

@@ -1,4 +1,4 @@
-"""A checkpoint on its way into an engine."""
+"""Loading of a checkpoint: first checked, then applied."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from parallel3d.errors import CheckpointError
 from parallel3d.pipe.module import PipelineModule
 
 
-class Loading:
-    """A checkpoint on its way into an engine. state: what is one for all ranks; the others: this rank's own."""
+class CheckpointLoader:
+    """Loads one checkpoint: `prepare` finds out what to read, `read` changes what the rank holds.
+
+    state: what is common to all ranks.
+    generators, data, replica: this rank's own.
+    """
 
     state: Json
     generators: Json
@@ -33,7 +37,7 @@ class Loading:
         self.optimizer: OptimizerTarget | None = None
 
     def prepare(self, with_optimizer: bool, rank: int) -> Json:
-        """Find out what is to be read; read what isn't the model's."""
+        """Find out what to read, and read all but the model and the optimizer."""
         try:
             self.reader = Reader(self._path)
             self._model.wait_for_weights(self._model)
@@ -52,7 +56,7 @@ class Loading:
         return {}
 
     def _read_own_state(self, ranks: list[Json], rank: int) -> None:
-        """Where this rank's generators and data go on, and what is its replica's own."""
+        """Read the states of this rank's generators, of its data and of its replica."""
         same = self.state["layout"] == layout_of(self._model)
         # In a world of another size there may be no rank of that number. Rank 0 reads the first inputs in any layout.
         self.generators = decode(ranks[rank % len(ranks)]["generators"], self.reader.read)
@@ -76,7 +80,7 @@ class Loading:
                 self.wanted.add(self.reader, part)
 
     def read(self) -> None:
-        """Change what the rank holds."""
+        """Read the tensors into the model and the optimizer."""
         for source, part in self.wanted.targets:
             self.reader.read_into(source, part.box, part.values)
         if self.optimizer is not None:

@@ -1,15 +1,13 @@
-"""Checkpoints of an engine: what it puts into one, and takes out of one again."""
+"""Checkpoints of an engine: what it saves, and loads again."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.directory import complete_checkpoints
@@ -19,21 +17,18 @@ from parallel3d.checkpoint.format import MODEL
 from parallel3d.checkpoint.load import agree_to_read, find_checkpoint
 from parallel3d.checkpoint.names import huggingface_names, merge_names
 from parallel3d.checkpoint.optimizer import merge_groups
-from parallel3d.checkpoint.parts import (
-    parts_of,
-)
+from parallel3d.checkpoint.parts import parts_of
 from parallel3d.checkpoint.save import Contents, Saver
 from parallel3d.checkpoint.values import encode
 from parallel3d.comm.coordination import CollectiveDecision
-from parallel3d.comm.groups import ProcessGroups
-from parallel3d.config import Config
+from parallel3d.config import CheckpointConfig
 from parallel3d.engine.attributed import untimed
-from parallel3d.engine.calls import StepByCalls
+from parallel3d.engine.checkpoint_loader import CheckpointLoader
 from parallel3d.engine.contents import Json, ReplicaState, layout_of, parts_of_engine
-from parallel3d.engine.restoring import Loading
+from parallel3d.engine.data import TrainingData
+from parallel3d.engine.progress import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError
-from parallel3d.pipe.batch import BatchLoader
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
@@ -41,77 +36,64 @@ from parallel3d.rng import RandomStreams, generator_states, set_generator_states
 Location = str | os.PathLike[str]
 
 
-class Saving:
-    """Saves and loads."""
+class Checkpoints:
+    """Saves and loads the state of a training: weights, optimizer, progress, data and random streams.
 
-    config: Config
-    lr_scheduler: Any
-    optimizer: torch.optim.Optimizer
-    global_steps: int
-    global_samples: int
-    _calls: StepByCalls
-    _data_iterator: Any
-    _groups: ProcessGroups
-    _loader: BatchLoader
-    _model: PipelineModule
-    _streams: RandomStreams
-    _update: WeightUpdate
-    _decision: CollectiveDecision
-    _saver: Saver
-    _replica_state: ReplicaState
+    Collective over all ranks; raises CheckpointError on all.
+    """
 
-    def _set_up_checkpoints(self) -> None:
-        self._decision = CollectiveDecision(
-            self._groups.control, "checkpoint", self.config.checkpoint.timeout_s, CheckpointError
-        )
-        self._saver = Saver(self._decision, self.config.checkpoint)
-        self._replica_state = ReplicaState(self._model)
+    def __init__(
+        self,
+        model: PipelineModule,
+        config: CheckpointConfig,
+        update: WeightUpdate,
+        progress: StepProgress,
+        data: TrainingData,
+        streams: RandomStreams,
+    ):
+        self._model, self._groups, self._update = model, model.groups, update
+        self._progress, self._data, self._streams = progress, data, streams
+        self._decision = CollectiveDecision(model.groups.control, "checkpoint", config.timeout_s, CheckpointError)
+        self._saver = Saver(self._decision, config)
+        self._replica_state = ReplicaState(model)
 
     @untimed
-    def save_checkpoint(
+    def save(
         self,
         save_dir: Location,
-        tag: object = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save everything that training goes on from, as <save_dir>/<tag>; True when it is saved.
-
-        tag: "global_step<n>" by default; one that is there is replaced when all of the new one is on the disk. client_state:
-        rank 0's; JSON's values, tensors, numpy's arrays, and lists, tuples and mappings of these. save_latest: whether the
-        file `latest` shall name it. exclude_frozen_parameters: leave out parameters that aren't trained. With
-        checkpoint.async_save this returns when a copy is taken. Collective over all ranks; raises CheckpointError on all,
-        with checkpoint.async_save also for the save before.
-        """
-        place = Path(save_dir)
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag: object,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen_parameters: bool,
+        scheduler: Any,
+    ) -> None:
+        """Save a checkpoint; see Engine.save_checkpoint. scheduler: the learning-rate schedule, or None."""
+        name = f"global_step{self._progress.global_steps}" if tag is None else str(tag)
 
         def collect() -> Contents:
-            if done := self._calls.num_backwards:
-                raise CheckpointError(f"{done} micro-batches of a step are done; save behind engine.step() of its last")
+            if done := self._progress.num_backwards:
+                raise CheckpointError(f"{done} micro-batches of a step are done; save after engine.step() of its last")
             parts, optimizer = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             tensors: dict[str, Tensor] = {}
             own = {"optimizer": optimizer, "rank": encode(self._own_state(), f"rank{self._groups.rank}", tensors)}
             own["huggingface"] = huggingface_names(self._model.layers, self._model.global_name)
             own["frozen"] = [info.name for info in self._model.frozen_infos()] if exclude_frozen_parameters else []
             if self._groups.rank == 0:
-                state = {**self._shared_state(), "client_state": dict(client_state or {})}
+                state = {**self._shared_state(scheduler), "client_state": dict(client_state or {})}
                 own["shared"] = {key: encode(value, key, tensors) for key, value in state.items()}
             parts += [part for path, value in tensors.items() for part in parts_of(path, value, value)]
             return Contents(parts, own)
 
-        self._saver.save(place, name, save_latest, collect, self._summarize)
-        return True
+        self._saver.save(Path(save_dir), name, save_latest, collect, self._summarize)
 
     @untimed
     def save_16bit_model(
         self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Save the weights that the layers compute with, in their dtype, as one file of safetensors under the model's names.
+        """Save the weights that the layers compute with, in their dtype, as one safetensors file under the model's names.
 
-        The ranks write their parts beside it, of which rank 0, holding all weights, makes the file. Collective; raises
-        CheckpointError on all ranks, also for a filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
+        The ranks write their parts next to it, from which rank 0, holding all weights, makes the file. Raises
+        CheckpointError also for the filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
         """
         place = Path(save_dir)
 
@@ -136,26 +118,26 @@ class Saving:
         return True
 
     @untimed
-    def wait_for_checkpoint(self) -> None:
-        """Return when what checkpoint.async_save was to write is on the disk. Raises CheckpointError if it failed."""
+    def wait(self) -> None:
+        """Wait until what checkpoint.async_save writes is on the disk. Raises CheckpointError if that failed."""
         self._saver.wait()
 
     def _own_state(self) -> Json:
-        iterator = self._data_iterator
+        iterator = self._data.iterator
         data = None
         if isinstance(iterator, RepeatingLoader):
-            data = iterator.state_dict(self._loader.num_left(iterator))
+            data = iterator.state_dict(self._data.loader.num_left(iterator))
         return {"generators": generator_states(self._model.device), "data": data, "replica": self._replica_state.own()}
 
-    def _shared_state(self) -> Json:
-        update, scheduler = self._update, self.lr_scheduler
+    def _shared_state(self, scheduler: Any) -> Json:
+        update, progress = self._update, self._progress
         return {
             "layout": layout_of(self._model),
             "counters": {
-                "global_steps": self.global_steps,
-                "global_samples": self.global_samples,
+                "global_steps": progress.global_steps,
+                "global_samples": progress.global_samples,
                 "skipped_steps": update.skipped_steps,
-                "micro_steps": self._calls.micro_steps,
+                "micro_steps": progress.micro_steps,
             },
             "loss_scaler": update.scaler.state_dict() if update.scaler is not None else None,
             "streams": self._streams.state_dict(),
@@ -163,13 +145,13 @@ class Saving:
         }
 
     def _summarize(self, everyone: list[Json]) -> tuple[Json, list[Json]]:
-        """On rank 0, of every rank's own: what is one for all, and what each keeps."""
+        """On rank 0, combine the states of all ranks: (what is common to all, what each rank keeps)."""
         numbers: dict[str, Any] = {}
         for own in everyone:
             for name, values in own["optimizer"]["numbers"].items():
                 numbers.setdefault(name, {}).update(values)
         optimizer = {
-            "type": type(self.optimizer).__name__,
+            "type": type(self._update.optimizer).__name__,
             "groups": merge_groups(own["optimizer"]["groups"] for own in everyone),
             "numbers": numbers,
         }
@@ -179,51 +161,38 @@ class Saving:
         return state, [own["rank"] for own in everyone]
 
     @untimed
-    def load_checkpoint(
+    def load(
         self,
         load_dir: Location,
-        tag: object = None,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        strict: bool = True,
-        load_module_strict: bool | None = None,
+        tag: object,
+        with_optimizer: bool,
+        scheduler: Any,
+        module_only: bool,
+        strict: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """(path, client_state) of a checkpoint that any layout has saved: training goes on from there.
-
-        tag: what `latest` names by default; (None, None) and a warning where there is no such file. load_module_only: the
-        weights, and nothing else changes. strict: whether tensors that are missing, extra or of another shape are an error
-        that lists them; otherwise what fits is loaded, with a warning. load_module_strict: DeepSpeed's name for strict.
-        Where it raises CheckpointError, it does on all ranks, and what was found damaged has changed nothing. Collective.
-        """
+        """Load a checkpoint; see Engine.load_checkpoint. scheduler: the learning-rate schedule to load, or None."""
         self._saver.wait()
         path = find_checkpoint(self._decision, Path(load_dir), None if tag is None else str(tag))
         if path is None:
             return None, None
-        strict = strict if load_module_strict is None else load_module_strict
-        loading = Loading(self._model, self._update, path)
-        everything = not load_module_only
+        loading = CheckpointLoader(self._model, self._update, path)
+        everything = not module_only
         self._decision.attempt(
             "load_checkpoint, reading the manifest",
-            lambda: loading.prepare(everything and load_optimizer_states, self._groups.rank),
+            lambda: loading.prepare(everything and with_optimizer, self._groups.rank),
             lambda values: [None] * len(values),
         )
         agree_to_read(self._decision, loading.reader, loading.wanted, strict)
         self._decision.attempt(
             "load_checkpoint, reading tensors",
-            lambda: self._take_over(loading, everything, load_lr_scheduler_states),
+            lambda: self._apply(loading, everything, scheduler),
             lambda values: [None] * len(values),
         )
         self._update.sharded.follow_masters()
         return str(path), loading.state["client_state"]
 
-    def resume(self, load_dir: Location) -> dict[str, Any] | None:
-        """Go on from the newest checkpoint of a directory that is whole; its client_state, or None where there is none.
-
-        One call at the start of a script that may be restarted. Of those that were saved as the latest; with a warning it
-        passes over one that turns out to be damaged, and what is not complete. Collective; raises CheckpointError on all
-        ranks where none can be loaded, as when they are another model's.
-        """
+    def tags_to_resume(self, load_dir: Location) -> list[str]:
+        """Return the tags of the complete checkpoints that were saved as the latest, the newest first."""
         self._saver.wait()
         place = str(Path(load_dir).absolute())
 
@@ -232,41 +201,34 @@ class Saving:
             return [[found.tag for found in reversed(complete) if found.manifest.latest]] * len(values)
 
         tags: list[str] = self._decision.make("resume", {"directory": place}, choose)
-        first: CheckpointError | None = None
-        for tag in tags:
-            try:
-                return self.load_checkpoint(place, tag)[1]
-            except CheckpointError as error:
-                first = first or error
-                if self._groups.rank == 0:
-                    warnings.warn(f"resume passes over {tag!r}: {error}", stacklevel=2)
-        if first is not None:
-            raise first
-        return None
+        return tags
 
-    def _take_over(self, loading: Loading, everything: bool, scheduler: bool) -> Json:
-        """What was checked becomes this engine's."""
-        iterator = self._data_iterator
+    def _apply(self, loading: CheckpointLoader, everything: bool, scheduler: Any) -> Json:
+        """Load what was checked."""
+        iterator = self._data.iterator
         if everything and loading.data is not None and isinstance(iterator, RepeatingLoader):
             iterator.load_state_dict(loading.data)
-            self._loader.forget(iterator)
+            self._data.loader.forget(iterator)
         loading.read()
         self._replica_state.settle(loading.replica)
         if everything:
-            self._go_on(loading, scheduler)
-        self._calls.restart()
+            self._apply_progress(loading, scheduler)
+        self._progress.restart()
         return {}
 
-    def _go_on(self, loading: Loading, scheduler: bool) -> None:
-        """Counters, schedule and generators are as they were when the checkpoint was saved."""
+    def _apply_progress(self, loading: CheckpointLoader, scheduler: Any) -> None:
+        """Set counters, schedule and generators as they were when the checkpoint was saved."""
         state, counters = loading.state, loading.state["counters"]
-        self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
+        self._progress.global_steps, self._progress.global_samples = (
+            counters["global_steps"],
+            counters["global_samples"],
+        )
+        self._progress.micro_steps = counters["micro_steps"]
         self._update.skipped_steps = counters["skipped_steps"]
-        self._calls.micro_steps = counters["micro_steps"]
         self._streams.load_state_dict(state["streams"])
         if loading.optimizer is not None and self._update.scaler is not None and state["loss_scaler"] is not None:
             self._update.scaler.load_state_dict(state["loss_scaler"])
-        if scheduler and state["lr_scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if state["lr_scheduler"] is not None and hasattr(scheduler, "load_state_dict"):
+            scheduler.load_state_dict(state["lr_scheduler"])
         # Last: what comes before draws from them.
         set_generator_states(loading.generators, self._model.device)

@@ -1,0 +1,235 @@
+"""The engine with the names that DeepSpeed's engine has besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.files import SINGLE
+from parallel3d.comm.environment import get_local_rank
+from parallel3d.comm.groups import PipelineParallelGrid
+from parallel3d.engine.engine import Engine
+from parallel3d.engine.state import Location
+from parallel3d.pipe.data import RepeatingLoader
+
+
+class DeepSpeedEngine(Engine):
+    """The engine that `initialize` returns.
+
+    Over Engine it has DeepSpeed's accessors: what is configured, where this rank is, how far the training is.
+    """
+
+    # What is configured
+
+    def train_batch_size(self) -> int:
+        """Samples of one step, over all replicas."""
+        return self.data.sizes.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch of one replica."""
+        return self.data.sizes.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one step of one replica."""
+        return self.data.sizes.num_micro_batches
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take another number of samples a step, by another number of micro-batches, from the next step on.
+
+        Raises ConfigError when micro-batches of all replicas don't add up to it, and between the micro-batches of a step.
+        """
+        self.data.set_train_batch_size(train_batch_size, self.progress)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take micro-batches from `iterator` when train_batch gets none."""
+        self.data.iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Take micro-batches from `loader`, over and over, when train_batch gets no iterator."""
+        self.data.iterator = RepeatingLoader(loader)
+
+    def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
+        """Make (inputs, labels) by function(what an iterator yields)."""
+        self.data.loader.batch_fn = function
+
+    def gradient_clipping(self) -> float:
+        """The largest gradient norm; 0 without a limit."""
+        return self.config.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        """Whether optimizer state is partitioned."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """0, 1 or 2: what runs (stage 3 runs as 2)."""
+        return self.update.policy.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether the weights are float16."""
+        return self.update.policy.weight_dtype is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the weights are bfloat16."""
+        return self.update.policy.weight_dtype is torch.bfloat16
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts."""
+        return self.update.scaler is not None and self.update.scaler.dynamic
+
+    def steps_per_print(self) -> int | None:
+        """Steps between two printed lines; None to print nothing."""
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the printed lines say where the time went; `reports.time_breakdown` returns it."""
+        return self.config.wall_clock_breakdown
+
+    def optimizer_name(self) -> str | None:
+        """The configuration's name of the optimizer, None where it names none."""
+        return self.config.optimizer.type if self.config.optimizer is not None else None
+
+    def scheduler_name(self) -> str | None:
+        """The configuration's name of the learning-rate schedule, None where it names none."""
+        return self.config.scheduler.type if self.config.scheduler is not None else None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return self.compilation.is_compiled
+
+    # Where this rank is
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first chunk, and so needs inputs."""
+        return self._model.placement[0] == self._model.stage_id
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last chunk, and so needs labels and has the loss and the logits."""
+        return self._model.placement[-1] == self._model.stage_id
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self._groups.coordinate("pipe")
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's data-parallel rank."""
+        return self._groups.coordinate("data")
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's tensor-parallel rank."""
+        return self._groups.coordinate("model")
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """The process groups of this rank, by DeepSpeed's names."""
+        return PipelineParallelGrid(self._groups)
+
+    @property
+    def mpu(self) -> PipelineParallelGrid:
+        """The same as `grid`."""
+        return self.grid
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._groups.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel replicas."""
+        return self._groups.data.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of tensor-parallel ranks of a layer."""
+        return self._groups.model.size
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the world."""
+        return self._groups.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its host."""
+        return get_local_rank()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._model.device
+
+    # How far the training is
+
+    @property
+    def global_steps(self) -> int:
+        """Steps so far, skipped ones included."""
+        return self.progress.global_steps
+
+    @global_steps.setter
+    def global_steps(self, steps: int) -> None:
+        self.progress.global_steps = steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples trained on so far, over all replicas."""
+        return self.progress.global_samples
+
+    @global_samples.setter
+    def global_samples(self, samples: int) -> None:
+        self.progress.global_samples = samples
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step` so far, one a micro-batch."""
+        return self.progress.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that overflowed, so that no weight changed."""
+        return self.update.skipped_steps
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` or train_batch changed the weights: not between boundaries, nor if it was skipped."""
+        return self.progress.applied
+
+    def get_global_grad_norm(self) -> Tensor | None:
+        """2-norm of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all."""
+        return self.update.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or betas, of each parameter group."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+
+    def loss_scale(self) -> float:
+        """The factor of losses in the step under way; 1 without scaling."""
+        return self.update.loss_scale
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the micro-batches to come end a step, instead of counting gradient_accumulation_steps."""
+        self.progress.boundary = is_boundary
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last step; after a step there is nothing to drop."""
+        self.progress.forget()
+
+    def save_16bit_model(
+        self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Save the weights that the layers compute with, in their dtype, as one safetensors file; True when it is saved.
+
+        The tensors have the model's own names. Collective; raises CheckpointError on all ranks, also for a filename of a
+        pickle, such as DeepSpeed's "pytorch_model.bin".
+        """
+        return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)

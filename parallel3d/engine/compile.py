@@ -1,0 +1,105 @@
+"""torch.compile of layers, each by itself.
+
+The graph breaks at every linear whose weight gradient the sink takes (split_backward.py): compiled is what lies between,
+so that the gradients of a BACKWARD_INPUT and of its BACKWARD_WEIGHT stay apart, and weight gradients go straight into
+their accumulators.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from parallel3d.autograd.split_backward import COMPILE_REASON as SPLIT
+from parallel3d.autograd.split_backward import is_split
+from parallel3d.comm.collectives import COMPILE_REASON as COLLECTIVE
+from parallel3d.config import CompileConfig
+from parallel3d.errors import ConfigError
+from parallel3d.kernels.reasons import NORM
+from parallel3d.layer_choice import choice_rule
+from parallel3d.pipe.module import PipelineModule
+
+
+class Compilation:
+    """The compiled layers of this rank, and where their graphs break.
+
+    num_layers: compiled so far; 0 before `compile`.
+    """
+
+    def __init__(self, model: PipelineModule, config: CompileConfig):
+        self._model, self._config = model, config
+        self._seen: Counter[str] = Counter()
+        self._reports = False
+        self.num_layers = 0
+        self.is_compiled = False
+
+    def compile(self, changes: Mapping[str, Any]) -> None:
+        """Compile this rank's layers in place, but for bare linears and embeddings, and the loss; see Engine.compile.
+
+        changes: arguments of torch.compile that replace the configuration's. Raises ConfigError for a backend or mode that
+        torch.compile doesn't have.
+        """
+        model, config = self._model, self._config
+        given = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic, **changes}
+        options = {key: value for key, value in given.items() if value is not None}
+        chosen = choice_rule(config.layers, model.layer_names, "compile.layers")
+        try:
+            torch.compile(lambda x: x, **options)
+        except Exception as error:
+            raise ConfigError(f"compile: torch.compile takes no {options}: {error}") from error
+        for place, module in model.called_modules():
+            if chosen(place, module) and not is_split(module):
+                module.compile(**options)
+                self.num_layers += 1
+        if model.loss_fn is not None and config.layers is None:
+            model.loss_fn = _compiled_loss(model.loss_fn, model.groups.model.size, options)
+        self._seen = _graph_breaks()
+        self.is_compiled = self._reports = True
+
+    def report(self) -> None:
+        """Print, on rank 0 and once, how many layers are compiled and where their graphs broke in the first step."""
+        if not self._reports:
+            return
+        self._reports = False
+        breaks = self.breaks()
+        if self._model.groups.rank == 0:
+            lines = [f"compiled {self.num_layers} layers of rank 0; their graphs break at linears and collectives"]
+            lines += [f"  and {count} x: {reason}" for reason, count in breaks.items()]
+            print("\n".join(lines), flush=True)
+
+    def breaks(self) -> Mapping[str, int]:
+        """Return why graphs broke since the last call, other than at split linears and collectives, in all compiled code.
+
+        The reasons are torch's, without the part for torch's own developers.
+        """
+        now = _graph_breaks()
+        new, self._seen = now - self._seen, now
+        others: Counter[str] = Counter()
+        for reason, count in new.items():
+            if not any(own in reason for own in (SPLIT, COLLECTIVE, NORM)):
+                others[_short(reason)] += count
+        return others
+
+
+def _compiled_loss(loss_fn: Callable[..., Any], num_slices: int, options: Mapping[str, Any]) -> Callable[..., Any]:
+    compiled = getattr(loss_fn, "compiled", None)
+    if not callable(compiled):
+        return torch.compile(loss_fn, **options) if num_slices == 1 else loss_fn
+    # Without the mode: CUDA graphs would overwrite what one call keeps for its backward in the next call.
+    result: Callable[..., Any] = compiled(**{key: options[key] for key in ("backend", "dynamic") if key in options})
+    return result
+
+
+def _short(reason: str) -> str:
+    # Arguments and addresses make one reason look like many.
+    return re.sub(r" at 0x[0-9a-f]+", "", reason.partition(" Developer debug context: ")[0])
+
+
+def _graph_breaks() -> Counter[str]:
+    from torch._dynamo.utils import counters  # importing the compiler takes a second
+
+    return Counter({" ".join(str(reason).split()): count for reason, count in counters["graph_break"].items()})

@@ -1,0 +1,301 @@
+"""What a training reports: printed lines, times, memory, and the record of a run as a file."""
+
+from __future__ import annotations
+
+import math
+import platform
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from parallel3d.autograd.recomputation import Checkpointer
+from parallel3d.comm.collectives import all_gather_object
+from parallel3d.config import BatchSizes, Config
+from parallel3d.config.run_layout import RunLayout
+from parallel3d.engine.data import TrainingData
+from parallel3d.engine.progress import StepProgress
+from parallel3d.engine.update import WeightUpdate
+from parallel3d.errors import ConfigError
+from parallel3d.monitor.breakdown import Breakdown
+from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
+from parallel3d.monitor.report import memory_table
+from parallel3d.monitor.run_record import RankRecord, RunRecord, Timing, measure_times, print_of
+from parallel3d.monitor.state import print_tree, state_tree
+from parallel3d.monitor.steps import StepMonitor, StepSummary
+from parallel3d.parameters import whole_shape
+from parallel3d.pipe.executor import Batch, Recorder, both, no_record
+from parallel3d.pipe.messages import Messages
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.schedule.instructions import COMPUTE_OPS, Program
+from parallel3d.schedule.simulate import Timeline
+from parallel3d.zero.memory import StateBytes, moments_of, predict_state
+
+# What is recorded of the steps after run_record.after_steps.
+_RECORDED: tuple[Literal["time", "memory"], ...] = ("memory", "time", "time", "time")
+
+
+class Reports:
+    """Records steps and reports on them. Collective: every rank calls its methods at the same places.
+
+    monitor: times the steps; memory: the last memory profile, None before there is one.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModule,
+        config: Config,
+        checkpointer: Checkpointer,
+        monitor: StepMonitor,
+        update: WeightUpdate,
+        data: TrainingData,
+    ):
+        self.monitor = monitor
+        self.memory: MemoryProfile | None = None
+        self._model, self._config, self._groups = model, config, model.groups
+        self._checkpointer, self._update, self._data = checkpointer, update, data
+        self._memory_next = False
+        self._recorded_steps = 0  # that count towards run_record.after_steps
+
+    def profile_next_batch(self, what: Literal["time", "memory"] = "time") -> None:
+        """Record in the next train_batch when each instruction runs, or how much memory each holds.
+
+        `timeline` and `time_breakdown`, or `memory_report`, give the result.
+        """
+        if what == "memory":
+            self._memory_next = True
+            self.monitor.leave_out_next()
+        else:
+            self.monitor.record_next()
+
+    def timeline(self) -> tuple[Program, Timeline]:
+        """Return the program of the last recorded batch and its measured timeline, of this rank's pipeline, in seconds.
+
+        Recorded are the batch after profile_next_batch and, with wall_clock_breakdown, those that print. Collective over
+        all ranks. Raises ConfigError if none was recorded.
+        """
+        program, records = self.monitor.records()
+        spans = [span for rank in self._groups.pipe.ranks for span in records[rank].spans]
+        return program, Timeline.of(spans, self._model.num_stages)
+
+    def time_breakdown(self) -> list[Breakdown]:
+        """Return where the time of the last recorded batch (see `timeline`) went, in seconds, of every rank.
+
+        Collective over all ranks. Raises ConfigError if none was recorded.
+        """
+        return self.monitor.breakdown()
+
+    def memory_report(self) -> list[dict[str, tuple[int, int]]]:
+        """Return what every rank holds, (predicted, measured) bytes by component and by phase; rank 0 prints a table.
+
+        Components: weights, gradients, masters, optimizer (from the first step on), transient (gradient buffers, from the
+        first backward on), update (gradients in the masters' dtype). Phases: steady, between batches; backward; step,
+        while the optimizer runs. After a batch with `profile_next_batch("memory")` also activations, of all micro-batches
+        in flight with the messages between stages, counted in backward; and the workspace of the layers' and the
+        optimizer's operations is measured (not predicted) in backward and step. Collective over all ranks.
+        """
+        everyone = all_gather_object(self._memory_rows(), self._groups.control)
+        if self._groups.rank == 0:
+            print(memory_table(everyone), flush=True)
+        return everyone
+
+    def write_run_record(self, directory: str | Path | None) -> RunRecord:
+        """Return what this training measured so far; rank 0 writes it as run_record.json into `directory`, atomically.
+
+        directory: rank 0's is used. Instructions are those of the last batches after `profile_next_batch` (at most 5), the
+        seconds of a step those of the last 32 that were not recorded. Collective over all ranks. Raises ConfigError on all
+        if no batch was profiled, or the file can't be written.
+        """
+        record = self._make_record()
+        problem: str | None = None
+        if self._groups.rank == 0:
+            try:
+                if directory is None:
+                    raise ConfigError("write_run_record needs a directory on rank 0")
+                record.write(Path(directory))
+            except (OSError, ConfigError) as error:
+                problem = (
+                    f"the run record could not be written into '{directory}': {error}; name a directory that can be"
+                )
+        problem = all_gather_object(problem, self._groups.control)[0]
+        if problem is not None:
+            raise ConfigError(problem)
+        return record
+
+    @contextmanager
+    def recording(self, program: Program, batch: Batch, messages: Messages) -> Iterator[tuple[Recorder, Recorder]]:
+        """Record a batch that is run inside, as far as it was asked for.
+
+        Yields what wraps its instructions, and what wraps its waits for messages.
+        """
+        recorder = self.monitor.recorder_of(program, batch.micro_batches[:1]) if batch.training else None
+        record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
+        if not (batch.training and self._memory_next):
+            yield record, wait
+            return
+        with messages.tracking() as in_transit:
+            memory = MemoryRecorder(self._model.device, in_transit)
+            with memory.running():
+                yield both(record, memory), wait
+        self.memory = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Record the memory of the optimizer's step inside, if the batch's was recorded."""
+        wanted, self._memory_next = self._memory_next, False
+        return self.memory.step.running() if wanted and self.memory is not None else nullcontext()
+
+    def after_step(self, progress: StepProgress, loss: Tensor, records: bool) -> None:
+        """Print what is due after a step and, if `records`, record or write what run_record asks for."""
+        groups = self._update.optimizer.param_groups
+        momentum = [g.get("betas", g.get("momentum")) for g in groups if "betas" in g or "momentum" in g]
+        rates = [group["lr"] for group in groups]
+        steps, samples = progress.global_steps, progress.global_samples
+        skipped, norm = self._update.skipped_steps, self._update.grad_norm
+        self.monitor.finish(StepSummary(steps, samples, loss, norm, rates, momentum, skipped))
+        if self.monitor.prints(steps):
+            if self._config.memory_breakdown:
+                self.memory_report()
+            if self._config.activation_checkpointing.profile and self._groups.rank == 0:
+                print(f"activation checkpointing on rank 0: {self._checkpointer.times()}", flush=True)
+        if records:
+            self._record_run()
+
+    def dump_state(self, program: Program) -> None:
+        """Print, on rank 0, the configuration in force and what it was made into. Collective."""
+        own = {owners: [b.numel for b in buckets] for owners, buckets in self._update.reducer.buckets.items()}
+        buckets = all_gather_object(own, self._groups.control)
+        if self._groups.rank == 0:
+            model, sizes = self._model, self._data.sizes
+            shards = self._groups.data.size if self._update.policy.stage > 0 else 1
+            tables = model.topology(), model.partition_table()
+            print_tree(state_tree(self._config, sizes, *tables, buckets, shards, program))
+
+    def _memory_rows(self) -> dict[str, tuple[int, int]]:
+        """(predicted, measured) bytes of this rank by component and by phase."""
+        update, profile = self._update, self.memory
+        measured = replace(update.reducer.state_bytes(), optimizer=update.sharded.state_bytes())
+        moments = moments_of(update.optimizer)
+        predicted = predict_state(self._model.parameter_infos(), update.policy, self._groups.data.size, moments or 0)
+        if moments is None:
+            predicted = replace(predicted, optimizer=measured.optimizer)
+        activations, workspace, needed = (0, 0), 0, measured.update
+        if profile is not None:
+            activations = profile.activations(self._model.stage_id)
+            workspace, needed = profile.batch.peak, profile.step.peak
+        rows = {f.name: (getattr(predicted, f.name), getattr(measured, f.name)) for f in fields(StateBytes)}
+        rows["update"] = (predicted.update, needed)
+        rows["activations"] = activations
+        rows["steady"] = (predicted.steady, measured.steady)
+        rows["backward"] = (predicted.backward + activations[0], measured.backward + workspace)
+        rows["step"] = (predicted.step, measured.steady + measured.transient + needed)
+        return rows
+
+    def _record_run(self) -> None:
+        """After every step: profile the next one, or write what was measured, where the configuration asks for it."""
+        wanted = self._config.run_record
+        if wanted.directory is None or self._recorded_steps == wanted.after_steps + len(_RECORDED):
+            return
+        self._recorded_steps += 1
+        due = self._recorded_steps - wanted.after_steps
+        if due == len(_RECORDED):
+            try:
+                self.write_run_record(wanted.directory)
+            except ConfigError as error:  # training goes on without it
+                if self._groups.rank == 0:
+                    warnings.warn(str(error), stacklevel=2)
+        elif due >= 0:
+            self.profile_next_batch(_RECORDED[due])
+
+    def _make_record(self) -> RunRecord:
+        program, steps = self.monitor.last_records()
+        times = measure_times(steps, self._groups.topology)
+        others = self.monitor.step_seconds(program)
+        recorded = [max(r.end for r in records) - max(r.begin for r in records) for records in steps]
+        layout, model = self._run_layout(program, self._data.sizes), self._model
+        infos = (*model.parameter_infos(), *model.frozen_infos())
+        own = (
+            {info.name: math.prod(whole_shape(info.parameter)) for info in infos},
+            self.monitor.sequence,
+            socket.gethostname(),
+            self._rank_record(),
+        )
+        counts, sequences, hosts, ranks = zip(*all_gather_object(own, self._groups.control), strict=True)
+        numbers = {host: k for k, host in enumerate(dict.fromkeys(hosts))}
+        return RunRecord(
+            **RunRecord.fields_of(layout),
+            bounds=tuple(model.partition.bounds),
+            seq=next((length for length in sequences if length is not None), None),
+            program=_compute_lists(program) if layout.schedule == "auto" else None,
+            model=print_of(model.layer_names, counts),
+            backend=self._groups.backend,
+            versions=_versions(self._groups.backend),
+            config=self._config_in_force(),
+            instructions=times.instructions,
+            step=Timing.of(others or recorded),
+            optimizer=times.optimizer,
+            breakdown=times.breakdown,
+            bubble=times.bubble,
+            ranks=tuple(
+                rank.model_copy(update={"host": numbers[host]}) for rank, host in zip(ranks, hosts, strict=True)
+            ),
+        )
+
+    def _run_layout(self, program: Program, sizes: BatchSizes) -> RunLayout:
+        groups, settings, schedule = self._groups, self._model.settings, self._config.pipeline.schedule
+        return RunLayout(
+            stages=settings.num_stages,
+            slices=groups.model.size,
+            replicas=groups.data.size,
+            zero=self._update.policy.stage,
+            sequence_parallel=settings.sequence_parallel,
+            micro_batch=sizes.micro_batch_size,
+            micro_batches=program.num_micro_batches,
+            chunks=settings.num_chunks,
+            recompute=settings.activation_checkpoint_interval,
+            schedule=schedule if isinstance(schedule, str) else None,
+            placement=settings.placement,
+        )
+
+    def _config_in_force(self) -> dict[str, Any]:
+        """All values, and those that "auto" derived from the device's memory, which isn't known where the record is read."""
+        values = self._config.model_dump(mode="json")
+        values["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
+        return values
+
+    def _rank_record(self) -> RankRecord:
+        """This rank's record, without the number of its host."""
+        parts = {name: measured for name, (_, measured) in self._memory_rows().items()}
+        device, profile = self._model.device, self.memory
+        processor = platform.processor() or platform.machine()
+        own = RankRecord(rank=self._groups.rank, stage=self._model.stage_id, device=processor, parts=parts)
+        if device.type != "cuda":
+            most = None if profile is None else max(parts["backward"], parts["step"])
+            return own.model_copy(update={"allocated": most})
+        recorders = () if profile is None else (profile.batch, profile.step)
+        peaks = [recorder.start + recorder.peak for recorder in recorders]
+        free, capacity = torch.cuda.mem_get_info(device)
+        measured = {
+            "device": torch.cuda.get_device_name(device),
+            "capacity": capacity,
+            "allocated": max(torch.cuda.max_memory_allocated(device), self.monitor.peak, *peaks),
+            "reserved": torch.cuda.max_memory_reserved(device),
+            "outside": capacity - free - torch.cuda.memory_reserved(device),
+        }
+        return own.model_copy(update=measured)
+
+
+def _compute_lists(program: Program) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(str(i) for i in rank if i.op in COMPUTE_OPS) for rank in program.instructions)
+
+
+def _versions(backend: str) -> dict[str, str]:
+    versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    if backend == "nccl":
+        versions |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return {name: str(version) for name, version in versions.items()}

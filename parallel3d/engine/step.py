@@ -1,0 +1,125 @@
+"""The run of one batch by its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.collectives import all_gather_object, all_reduce
+from parallel3d.comm.transport import DistributedTransport, Transport
+from parallel3d.config import Config
+from parallel3d.engine.attention import attention_context
+from parallel3d.engine.progress import StepProgress
+from parallel3d.engine.reports import Reports
+from parallel3d.engine.update import LossShare, WeightUpdate, countable
+from parallel3d.optim.precision import Precision
+from parallel3d.pipe.executor import Batch, BatchResult, Executor
+from parallel3d.pipe.messages import Messages
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.programs import Programs
+from parallel3d.rng import EnterLayer, RandomStreams
+from parallel3d.schedule.instructions import Op
+
+
+class BatchRunner:
+    """Runs batches by the schedule, each layer with its random stream and with the configured attention kernels.
+
+    on_loss: called with the loss of each micro-batch, if given. Collective: every rank makes it and calls its methods at the
+    same places.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModule,
+        config: Config,
+        update: WeightUpdate,
+        precision: Precision,
+        progress: StepProgress,
+        reports: Reports,
+        on_loss: Callable[[Tensor], None] | None,
+        transport: Transport | None,
+    ):
+        self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
+        self._update = update
+        self._attention = attention_context(config.attention.backend, model.device)
+        # The first rank's seed: scripts that seed each rank differently draw the same numbers in every layout.
+        torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
+        self.streams = RandomStreams((config.seed, torch_seed), model.device)
+        everyone = all_gather_object(update.reducer.num_buckets(), model.groups.control)
+        # Of this rank's pipeline: tensor-parallel ranks with parameters of different sizes may have other numbers of buckets.
+        num_buckets = {owners: n for rank in model.groups.pipe.ranks for owners, n in everyone[rank].items()}
+        partitioned = update.policy.stage > 0 and model.groups.data.size > 1
+        self.programs = Programs(model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch)
+        transport = transport or DistributedTransport(model.groups, config.pipeline.peer_copies)
+        dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
+        self._messages = Messages(transport, model.device, dynamic)
+        self._executor = Executor(model, self._messages, update.reducer, update.sharded.gather, precision, on_loss)
+
+    def split_backwards(self, num_micro_batches: int) -> None:
+        """Let layers defer or fuse weight gradients, if the schedule or the precision needs it.
+
+        Raises ConfigError for a schedule that can't run these micro-batches.
+        """
+        program = self.programs.get(num_micro_batches, training=True)
+        splits = any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[self._model.stage_id])
+        if splits or self._update.policy.weight_dtype is not None:
+            self._update.reducer.split_backward(self._model)
+
+    def stream(self, micro_batch: int) -> EnterLayer:
+        """The random stream of one of this replica's micro-batches of the step under way."""
+        number = micro_batch * self._groups.data.size + self._groups.coordinate("data")
+        return self.streams.of(self._progress.global_steps, number)
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """Attention inside is computed by the configured kernels."""
+        return self._attention()
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """For a forward that the script calls: the configured kernels, and random states as they were before it."""
+        with self.streams.kept(), self._attention():
+            yield
+
+    def run(
+        self,
+        loaded: tuple[list[tuple[Any, Any]], list[int]],
+        training: bool,
+        keep_outputs: bool = False,
+        compute_loss: bool = True,
+    ) -> tuple[Batch, BatchResult]:
+        """Run a batch of micro-batches, as BatchLoader.next returns them."""
+        micro_batches, signatures = loaded
+        weight = 1.0 / (len(signatures) * self._groups.data.size)
+        streams = [self.stream(m) for m in range(len(signatures))] if training else []
+        scale = self._update.loss_scale
+        batch = Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss, streams)
+        program, owners = self.programs.get(len(signatures), training), self.programs.replica_owners
+        with ExitStack() as stack:
+            stack.enter_context(self.calling())
+            record, wait = stack.enter_context(self._reports.recording(program, batch, self._messages))
+            return batch, self._executor.run(program, owners, batch, record, wait)
+
+    def share(self, batch: Batch, result: BatchResult) -> LossShare:
+        """This rank's part of the batch's loss."""
+        given = (result.losses.values(), result.counts.values())
+        losses, counts = ([t.double() * batch.loss_weight for t in tensors] for tensors in given)
+        return LossShare.of(losses, counts, self._groups, self._model.device)
+
+    def average_loss(self, batch: Batch, result: BatchResult) -> Tensor:
+        """The mean loss over micro-batches and replicas, on every rank."""
+        own = self.share(batch, result)
+        both = torch.stack([own.total, own.count])
+        all_reduce(both, self._groups.world).wait()
+        return (both[0] / countable(both[1])).to(torch.get_default_dtype())
+
+    def all_losses(self, batch: Batch, result: BatchResult) -> Sequence[Tensor]:
+        """The loss of each of this replica's micro-batches, on every rank of its pipeline."""
+        losses = torch.zeros(len(batch.signatures), dtype=torch.float64, device=self._model.device)
+        for m, loss in result.losses.items():
+            losses[m] = loss.double() / countable(result.counts[m].double()) if m in result.counts else loss
+        all_reduce(losses, self._groups.pipe).wait()
+        return list(losses.to(torch.get_default_dtype()).unbind())
