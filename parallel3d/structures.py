@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from parallel3d.comm.peer.buffers import TensorKind
+from parallel3d.comm.peer.copies import TensorKind
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.kernels.all_reduce_kernel import AllReduce, open_all_reduce
+from parallel3d.kernels.all_reduce import AllReduce, open_all_reduce
 from parallel3d.topology import ProcessTopology
 
 # Sums of at most 8 numbers in fp32 are rounded once.

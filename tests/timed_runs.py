@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.comm.collectives import Group, Work, all_gather_object, all_reduce
-from parallel3d.comm.peer.buffers import TensorKind
+from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.transport import DistributedTransport, Incoming
 
 HIDDEN, MICRO_BATCHES = 4, 6

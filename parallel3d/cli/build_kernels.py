@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parallel3d.kernels.build import build
-from parallel3d.kernels.loader import open_library
+from parallel3d.kernels.library import build, open_library
 
 
 def add_command(commands: Any) -> None:

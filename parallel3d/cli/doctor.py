@@ -14,18 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from parallel3d.comm.obstacles import (
-    Obstacle,
-    group_obstacle,
-    hosts_obstacle,
-    local_obstacle,
-    no_device,
-    peer_obstacle,
-)
-from parallel3d.comm.peer.streams import copy_obstacle
+from parallel3d.comm.peer.streams import check_copies
+from parallel3d.comm.peer.symmetric import Unavailable, check_device, check_hosts, check_peers
 from parallel3d.config import Config, load_kernels
 from parallel3d.errors import ConfigError
-from parallel3d.kernels.build import find_library, find_nvcc
+from parallel3d.kernels.library import find_library, find_nvcc
+from parallel3d.kernels.workspace import check_kernels, check_ranks
 
 _WIDTH = 140  # of the table where there is no terminal
 
@@ -36,7 +30,7 @@ class Finding:
 
     kernel: str
     instead: str
-    obstacles: Sequence[Obstacle]
+    obstacles: Sequence[Unavailable]
     asked: bool
 
     @property
@@ -91,7 +85,7 @@ def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Fin
     triton, kernels, pipeline, tensor = _triton(), config.kernels, config.pipeline, config.tensor_parallel
     messages = [None if pipeline.peer_copies else _OFF_STAGES, *_by_copies(stages, "stages")]
     shards = [None if tensor.copies_shards else _OFF_SHARDS, *_by_copies(slices, "tensor slices")]
-    steps = [_turned_off("optimizer_step", kernels.optimizer_step), local_obstacle()]
+    steps = [_turned_off("optimizer_step", kernels.optimizer_step), check_kernels()]
     among_slices, among_replicas = _calling(slices, "tensor slices"), _calling(replicas, "replicas")
     reduces = _turned_off("reduce_scatter", kernels.reduce_scatter)
     sums = _turned_off("all_reduce", kernels.all_reduce)
@@ -106,51 +100,51 @@ def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Fin
     ]
 
 
-def _found(*obstacles: Obstacle | None) -> list[Obstacle]:
+def _found(*obstacles: Unavailable | None) -> list[Unavailable]:
     return [obstacle for obstacle in obstacles if obstacle is not None]
 
 
-def _calling(ranks: int, noun: str) -> list[Obstacle | None]:
+def _calling(ranks: int, noun: str) -> list[Unavailable | None]:
     """What is in the way of so many ranks that call a kernel together. noun: what each holds."""
-    return _among(ranks, noun, local_obstacle(), group_obstacle)
+    return _among(ranks, noun, check_kernels(), check_ranks)
 
 
 def _among(
-    ranks: int, noun: str, own: Obstacle | None, group: Callable[[Sequence[str], str], Obstacle | None]
-) -> list[Obstacle | None]:
+    ranks: int, noun: str, own: Unavailable | None, group: Callable[[Sequence[str], str], Unavailable | None]
+) -> list[Unavailable | None]:
     """own, what is in the way of each of these ranks; group: of all of them, by their hosts; and whom they don't reach."""
     if not torch.cuda.is_available():
         return [own]
     count = torch.cuda.device_count()
     # Ranks fill one host after the other.
     across = group([f"host {rank // count}" for rank in range(ranks)], noun)
-    reached = [] if across else [peer_obstacle(torch.device("cuda", k), range(ranks)) for k in range(ranks)]
+    reached = [] if across else [check_peers(torch.device("cuda", k), range(ranks)) for k in range(ranks)]
     return [own, across, next(filter(None, reached), None)]
 
 
 _TURNED_OFF = "the configuration turns it off"
-_OFF_STAGES = Obstacle(_TURNED_OFF, "set pipeline.peer_copies to true")
-_OFF_SHARDS = Obstacle(
+_OFF_STAGES = Unavailable(_TURNED_OFF, "set pipeline.peer_copies to true")
+_OFF_SHARDS = Unavailable(
     "tensor_parallel.peer_copies, with sequence_parallel, turns it on", "set both to true, if steps become shorter"
 )
 
 
-def _by_copies(ranks: int, noun: str) -> list[Obstacle | None]:
+def _by_copies(ranks: int, noun: str) -> list[Unavailable | None]:
     """What is in the way of so many ranks that send each other messages by copies. noun: what each holds."""
-    alone = Obstacle(f"there is 1 of the {noun}", f"copies are between 2 {noun} or more") if ranks == 1 else None
+    alone = Unavailable(f"there is 1 of the {noun}", f"copies are between 2 {noun} or more") if ranks == 1 else None
     # Unset, the number of queues becomes 32.
-    return [alone, *_among(ranks, noun, copy_obstacle(unset_queues=32), hosts_obstacle)]
+    return [alone, *_among(ranks, noun, check_copies(unset_queues=32), check_hosts)]
 
 
-def _turned_off(kernel: str, value: bool) -> Obstacle | None:
-    return None if value else Obstacle("off by default", f"set kernels.{kernel} to true, if steps become shorter")
+def _turned_off(kernel: str, value: bool) -> Unavailable | None:
+    return None if value else Unavailable("off by default", f"set kernels.{kernel} to true, if steps become shorter")
 
 
-def _triton() -> list[Obstacle]:
-    if (missing := no_device()) is not None:
+def _triton() -> list[Unavailable]:
+    if (missing := check_device()) is not None:
         return [missing]
     if find_spec("triton") is None:
-        return [Obstacle("Triton is not installed", "pip install triton, as PyTorch for CUDA brings it along")]
+        return [Unavailable("Triton is not installed", "pip install triton, as PyTorch for CUDA brings it along")]
     return []
 
 
@@ -164,7 +158,7 @@ def show(findings: Sequence[Finding]) -> Table:
             table.add_row(finding.kernel, "on", "", "")
         for number, obstacle in enumerate(finding.obstacles):
             names = (finding.kernel, f"off: {finding.instead}") if number == 0 else ("", "")
-            table.add_row(*names, escape(obstacle.why), escape(obstacle.remedy))
+            table.add_row(*names, escape(obstacle.reason), escape(obstacle.remedy))
     return table
 
 

@@ -20,7 +20,7 @@ COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgrap
 class AllReduceKernel(Protocol):
     """Implementation of the all-reduce of a group by a kernel of this package."""
 
-    number: int  # names the kernel to torch's operators, see kernels/peers.py
+    number: int  # names the kernel to torch's operators, see kernels/workspace.py
 
     def takes(self, x: Tensor) -> bool:
         """Return whether it sums tensors like `x`; the same on every rank."""

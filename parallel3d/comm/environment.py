@@ -18,6 +18,9 @@ import torch.distributed as dist
 from parallel3d.errors import CommunicationError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+# Device memory of a CUDA context with the kernels of PyTorch's libraries, all of which are loaded (`_prepare_cuda`): an
+# estimate; it depends on the driver and on PyTorch's build.
+CONTEXT_BYTES = 700 * 2**20
 _SLURM_PORTS = range(20000, 50000)
 _LEAVE_TIMEOUT_S = 5.0
 _LOOKS, _LOOK_S = 3, 0.002

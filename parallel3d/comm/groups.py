@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group, ImaginedGroup, Work
@@ -34,6 +36,7 @@ class ProcessGroups:
                 f"start {topology.world_size()} processes or change the axes"
             )
         self.activity = Activity()
+        self._mapped = WeakIdKeyDictionary()
         everyone = tuple(range(world_size))
         alone = world_size == 1
         self.world = Group(everyone, None if alone else dist.group.WORLD, activity=self.activity)
@@ -41,6 +44,14 @@ class ProcessGroups:
         self.pipe = self._axis("pipe")
         self.data = self._axis("data")
         self.model = self._axis("model")
+
+    def count_mapped(self, memory: Tensor) -> None:
+        """Count memory that ranks of these groups map, for as long as it lives: torch.cuda.memory_allocated leaves it out."""
+        self._mapped[memory] = None
+
+    def mapped_bytes(self) -> int:
+        """Return how many bytes of this process's device are counted by `count_mapped`."""
+        return sum(memory.numel() for memory in self._mapped)
 
     @property
     def backend(self) -> str:
@@ -177,3 +188,16 @@ class PipelineParallelGrid:
         coord = topology.get_coord(self._groups.rank)
         own = {axis: getattr(coord, axis) for axis in topology.get_axis_names()}
         return topology.get_rank(**{**own, "pipe": stage_id, **kwargs})
+
+
+# NCCL's buffers of one connection and channel, one for each protocol: of Simple NCCL_BUFFSIZE (NCCL's documentation), of LL 8
+# lines of 16 bytes for each of 512 threads, of LL128 120 words of 8 bytes for each of 640, both 8 steps deep (its device.h).
+_CONNECTION_BYTES = 4 * 2**20 + 8 * 16 * 512 * 8 + 120 * 8 * 640 * 8
+# An estimate of the number of channels that it opens over NVLink; fewer elsewhere.
+_CHANNELS = 16
+_CONNECTIONS = 2  # of a ring: with both neighbours
+
+
+def communicator_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of NCCL's buffers for communicators of these numbers of ranks; a single rank has none."""
+    return sum(_CHANNELS * min(_CONNECTIONS, size - 1) * _CONNECTION_BYTES for size in sizes)

@@ -20,8 +20,7 @@ from torch import Tensor
 from parallel3d.comm.collectives import DONE, Awaited, Work
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.buffers import TensorKind
-from parallel3d.comm.peer.peer_copies import open_peer_copies
+from parallel3d.comm.peer.copies import TensorKind, open_peer_copies
 
 _HEADER_TAG, _HOST_TAG = 1, 2
 # A receive posted early spins on the multiprocessors it takes until its message comes, beside the kernels that compute:

@@ -27,7 +27,7 @@ from parallel3d.engine.step import BatchRunner
 from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import CheckpointError, ConfigError, ExecutionError
 from parallel3d.failures.attribution import Attribution
-from parallel3d.kernels.slices import open_slices
+from parallel3d.kernels.all_reduce import open_tensor_parallel
 from parallel3d.monitor.steps import StepMonitor
 from parallel3d.optim.precision import make_precision
 from parallel3d.pipe.executor import no_record
@@ -80,7 +80,7 @@ class Engine:
         self.reports = Reports(model, config, checkpointer, monitor, self.update, self.data)
         on_loss = numerics.loss if numerics is not None else None
         self._calls = StepByCalls(model, self.module, self.update, precision, progress, on_loss)
-        open_slices(self._groups, model.device, config)
+        open_tensor_parallel(self._groups, model.device, config)
         self._garbage = GarbageFreezer(config.gc_freeze and model.device.type == "cuda")
         self._runner = BatchRunner(model, config, self.update, precision, progress, self.reports, on_loss, transport)
         programs = self._runner.programs

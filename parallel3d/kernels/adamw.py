@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.kernels.peers import VECTOR_BYTES
+from parallel3d.kernels.workspace import VECTOR_BYTES
 
 MAX_BLOCKS = 128
 MAX_GROUPS = 32  # of parameters; csrc/adamw.cuh

@@ -1,28 +1,43 @@
-"""All-reduce over NVLink (csrc/all_reduce.cu): how a message is cut into calls, the operators, and the reference in torch."""
+"""All-reduce over NVLink (csrc/all_reduce.cu): the kernel, its operators, and its reference in torch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, library
 
-from parallel3d.kernels.peers import PAD_BYTES, VECTOR_BYTES, registered
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.peer.copies import open_shard_copies
+from parallel3d.config import Config
+from parallel3d.kernels.workspace import (
+    DTYPES,
+    LIMIT_S,
+    PAD_BYTES,
+    VECTOR_BYTES,
+    SymmetricWorkspace,
+    open_kernel,
+    register,
+    registered,
+)
 
-# Of a half of the staging buffer: what one call takes, 4096 tokens x 4096 features in bf16.
+# Half of the staging buffer: what one call takes, 4096 tokens x 4096 features in bf16.
 HALF_BYTES = 32 * 2**20
 # The most that the kernel takes: NCCL is faster from about 128 MiB on.
 MOST_BYTES = 2 * HALF_BYTES
-# Nearly all multiprocessors of an H200: of 32 MiB, half of them take 1.1 times as long.
+# Nearly all multiprocessors of an H200: with half of them 32 MiB take 1.1 times as long.
 MAX_BLOCKS = 128
-# The most bytes that every rank reads whole from all peers, rather than summing its part for all.
+# Up to this size every rank reads the whole message of all peers, instead of summing its part for all.
 _ONE_SHOT_BYTES = {2: 512 * 2**10, 4: 512 * 2**10, 8: 256 * 2**10}
+_TRIAL_SIZES = (3, 2**18 + 3)  # summed in one shot and, by 4 ranks or more, in two
 
 
 def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of equal tensors in their order, at least in fp32, as the dtype that they have."""
+    """Sum equal tensors in their order, at least in fp32, and return the sum in their dtype."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     total = parts[0].to(wide)
     for part in parts[1:]:
@@ -31,7 +46,7 @@ def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Call:
     """One call of the kernel: elements [start, start + size) of a message."""
 
     start: int
@@ -40,54 +55,37 @@ class Piece:
     blocks: int
 
 
-def pieces(size: int, element_bytes: int, world_size: int, threads: int) -> list[Piece]:
-    """The calls that sum a message of `size` elements, the same on every rank. threads: of a block, a vector each."""
-    most, calls = HALF_BYTES // element_bytes, []
+def calls(size: int, element_bytes: int, world_size: int, threads: int) -> list[Call]:
+    """Return the calls that sum a message of `size` elements, the same on every rank. threads: of a block, a vector each."""
+    most, result = HALF_BYTES // element_bytes, []
     for start in range(0, size, most):
         length = min(most, size - start)
-        two_shot = is_two_shot(length * element_bytes, world_size)
+        two_shot = length * element_bytes > _ONE_SHOT_BYTES[world_size]  # ranks sum parts of the message for each other
         vectors = -(-length * element_bytes // VECTOR_BYTES)
         vectors = -(-vectors // world_size) if two_shot else vectors
-        calls.append(Piece(start, length, two_shot, min(MAX_BLOCKS, -(-vectors // threads))))
-    return calls
-
-
-def is_two_shot(num_bytes: int, world_size: int) -> bool:
-    """Whether ranks sum slices of such a message for each other."""
-    return num_bytes > _ONE_SHOT_BYTES[world_size]
+        result.append(Call(start, length, two_shot, min(MAX_BLOCKS, -(-vectors // threads))))
+    return result
 
 
 def staging_bytes() -> int:
-    """Of device memory that one group's kernel takes on each rank, beside a few words."""
+    """Return the bytes of device memory that one group's kernel takes on each rank, besides a few words."""
     return PAD_BYTES + 2 * HALF_BYTES
-
-
-class Sums(Protocol):
-    """Sums tensors over the ranks of a group."""
-
-    def sum_into(self, out: Tensor, x: Tensor) -> None:
-        """out = the sum of every rank's x, both contiguous; they may be the same. CUDA: on the current stream."""
 
 
 library.define("parallel3d::all_reduce", "(Tensor x, int group) -> Tensor")
 library.define("parallel3d::all_reduce_", "(Tensor(a!) x, int group) -> ()")
 
 
-def _sums(group: int) -> Sums:
-    found: Sums = registered(group)
-    return found
-
-
 def _all_reduce(x: Tensor, group: int) -> Tensor:
     given = x.contiguous()
     out = torch.empty_like(given, memory_format=torch.contiguous_format)
-    _sums(group).sum_into(out, given)
+    registered(group).sum_into(out, given)
     return out
 
 
 def _all_reduce_(x: Tensor, group: int) -> None:
     if x.is_contiguous():
-        _sums(group).sum_into(x, x)
+        registered(group).sum_into(x, x)
     else:
         x.copy_(_all_reduce(x, group))
 
@@ -104,3 +102,69 @@ def _(x: Tensor, group: int) -> Tensor:
 @library.register_fake("parallel3d::all_reduce_")
 def _(x: Tensor, group: int) -> None:
     return None
+
+
+class AllReduce:
+    """Sums tensors over one group in rank order in fp32: bitwise the same on all ranks and every time. See AllReduceKernel.
+
+    Every rank makes the same calls in the same order. If a peer is later than the workspace's limit, the result is NaN, and
+    the next call raises. number: for the operators parallel3d::all_reduce and all_reduce_. Made by open_all_reduce.
+    """
+
+    def __init__(self, workspace: SymmetricWorkspace):
+        self.workspace = workspace
+        self.number = register(self)
+        threads = int(workspace.library.p3d_all_reduce_threads())
+        self._calls = lru_cache(1024)(partial(calls, world_size=workspace.group.size, threads=threads))
+
+    def takes(self, x: Tensor) -> bool:
+        """Return whether the kernel sums tensors like `x`; the same on every rank."""
+        return x.is_cuda and x.dtype in DTYPES and x.nbytes <= MOST_BYTES
+
+    def start(self, x: Tensor) -> Work:
+        """Start to sum `x`, contiguous, in place, on another stream than the current one."""
+        return self.workspace.run_on_side_stream(partial(self.sum_into, x, x), x)
+
+    def sum_into(self, out: Tensor, x: Tensor) -> None:
+        """Write the sum of every rank's x to `out` on the current stream; both are contiguous and may be the same.
+
+        Raises CommunicationError after a peer was late, KernelError.
+        """
+        group, stream = self.workspace.group, self.workspace.follow()
+        width, source, target = x.element_size(), x.data_ptr(), out.data_ptr()
+        for call in self._calls(x.numel(), width):
+            self.workspace.launch(
+                "p3d_all_reduce",
+                call.two_shot,
+                DTYPES[x.dtype],
+                group.size,
+                group.index,
+                source + call.start * width,
+                target + call.start * width,
+                call.size,
+                half_bytes=HALF_BYTES,
+                blocks=call.blocks,
+                stream=stream,
+            )
+
+    def try_out(self) -> bool:
+        """Return whether it sums right, in every dtype and way. See workspace.Kernel."""
+        group, good = self.workspace.group, True
+        for dtype, size in itertools.product(DTYPES, _TRIAL_SIZES):
+            x = torch.full((size,), 1 + group.index, dtype=dtype, device=self.workspace.device)
+            self.sum_into(x, x)
+            good = good and bool((x == group.size * (group.size + 1) // 2).all())
+        return good
+
+
+def open_all_reduce(groups: ProcessGroups, device: torch.device, limit_s: float = LIMIT_S) -> AllReduce | None:
+    """Open the kernel for this rank's tensor-parallel group, see `open_kernel`. Collective over the world."""
+    noun, instead = "tensor-parallel ranks", "sums over tensor-parallel ranks"
+    return open_kernel(groups, "model", device, "all_reduce", 2 * HALF_BYTES, AllReduce, limit_s, noun, instead)
+
+
+def open_tensor_parallel(groups: ProcessGroups, device: torch.device, config: Config) -> None:
+    """Let tensor-parallel ranks sum by the kernel and exchange shards by copies, as configured. Collective over the world."""
+    group = groups.model
+    group.use_all_reduce(open_all_reduce(groups, device) if config.kernels.all_reduce else None)
+    group.use_shard_messages(open_shard_copies(groups, device) if config.tensor_parallel.copies_shards else None)

@@ -1,26 +1,39 @@
-"""Reduce-scatter of gradients over NVLink (csrc/reduce_scatter.cu): how shards are cut, the operator, the reference."""
+"""Reduce-scatter of gradients over NVLink (csrc/reduce_scatter.cu): the kernel, its operator, and its reference in torch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, library
 
-from parallel3d.kernels.peers import PAD_BYTES, VECTOR_BYTES, registered
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.kernels.workspace import (
+    DTYPES,
+    LIMIT_S,
+    PAD_BYTES,
+    VECTOR_BYTES,
+    SymmetricWorkspace,
+    open_kernel,
+    register,
+    registered,
+)
 
-# Of a half of the staging buffer, which one call takes: what all ranks send.
+# Half of the staging buffer, which one call takes: what all ranks send.
 HALF_BYTES = 64 * 2**20
 # Nearly all multiprocessors of an H200: with half of them 1 GiB takes 1.15 times as long.
 MAX_BLOCKS = 128
-# Beside a backward, which then lasts 2% less long than with all of them.
-BESIDE_BLOCKS = 32
+# On a stream beside a backward, which then lasts 2% less long than with all of them.
+SIDE_BLOCKS = 32
+_TRIAL_SIZES = (3, 2**16 + 3)
 
 
 def reduce_scatter_ref(parts: Sequence[Tensor], wire: torch.dtype) -> Tensor:
-    """The sum in fp32, in their order, of equal tensors that were rounded to the dtype in which they travel."""
+    """Round equal tensors to the dtype in which they travel and return their sum in fp32, in their order."""
     total = parts[0].to(wire).float()
     for part in parts[1:]:
         total = total + part.to(wire).float()
@@ -28,7 +41,7 @@ def reduce_scatter_ref(parts: Sequence[Tensor], wire: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Call:
     """One call of the kernel: elements [start, start + size) of each shard."""
 
     start: int
@@ -36,33 +49,20 @@ class Piece:
     blocks: int
 
 
-def pieces(size: int, wire_bytes: int, world_size: int, threads: int, most_blocks: int = MAX_BLOCKS) -> list[Piece]:
-    """The calls that reduce shards of `size` elements, the same on every rank. threads: of a block, a vector each."""
+def calls(size: int, wire_bytes: int, world_size: int, threads: int, most_blocks: int = MAX_BLOCKS) -> list[Call]:
+    """Return the calls that reduce shards of `size` elements, the same on every rank. threads: of a block, a vector each."""
     slot = HALF_BYTES // world_size // VECTOR_BYTES * VECTOR_BYTES
     most, per_vector = slot // wire_bytes, VECTOR_BYTES // wire_bytes
-    calls = []
+    result = []
     for start in range(0, size, most):
         length = min(most, size - start)
-        calls.append(Piece(start, length, min(most_blocks, -(-length // (per_vector * threads)))))
-    return calls
+        result.append(Call(start, length, min(most_blocks, -(-length // (per_vector * threads)))))
+    return result
 
 
 def staging_bytes() -> int:
-    """Of device memory that one group's kernel takes on each rank, beside a few words."""
+    """Return the bytes of device memory that one group's kernel takes on each rank, besides a few words."""
     return PAD_BYTES + 2 * HALF_BYTES
-
-
-class Reductions(Protocol):
-    """Reduces gradients over the ranks of a group."""
-
-    def reduce_into(
-        self, output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None
-    ) -> None:
-        """output [n] (+)= the sum of every rank's part of whole [ranks * n], in rank order; contiguous, fp32 or as `wire`.
-
-        output may be this rank's part of whole. wire: in which parts travel, to which the own one is rounded too. squares:
-        float64 [squares_size(n)], whose sum becomes that of the results' squares. CUDA: on the current stream.
-        """
 
 
 library.define(
@@ -74,8 +74,7 @@ library.define(
 def _reduce_scatter_(
     output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None, group: int
 ) -> None:
-    reductions: Reductions = registered(group)
-    reductions.reduce_into(output, whole, wire, accumulate, squares)
+    registered(group).reduce_into(output, whole, wire, accumulate, squares)
 
 
 library.impl("parallel3d::reduce_scatter_", ("cpu", "cuda"), _reduce_scatter_)
@@ -84,3 +83,95 @@ library.impl("parallel3d::reduce_scatter_", ("cpu", "cuda"), _reduce_scatter_)
 @library.register_fake("parallel3d::reduce_scatter_")
 def _(output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None, group: int) -> None:
     return None
+
+
+class ReduceScatter:
+    """Sums gradients over one group, in fp32 and in rank order, whatever they travel in. See ReduceScatterKernel.
+
+    Every rank makes the same calls in the same order. If a peer is later than the workspace's limit, the result is NaN, and
+    the next call raises. number: for the operator parallel3d::reduce_scatter_. Made by open_reduce_scatter.
+    """
+
+    def __init__(self, workspace: SymmetricWorkspace):
+        self.workspace = workspace
+        self.number = register(self)
+        threads = int(workspace.library.p3d_all_reduce_threads())
+        self._calls = lru_cache(1024)(partial(calls, world_size=workspace.group.size, threads=threads))
+
+    def takes(self, whole: Tensor, output: Tensor, wire: torch.dtype) -> bool:
+        """Return whether the kernel reduces tensors like these; the same on every rank."""
+        known = whole.dtype in (torch.float32, wire) and wire in DTYPES
+        return whole.is_cuda and whole.dtype == output.dtype and known
+
+    def squares_size(self, numel: int, wire: torch.dtype) -> int:
+        """Return the length of `squares` for a shard of `numel` elements."""
+        return len(self._calls(numel, wire.itemsize)) * MAX_BLOCKS
+
+    def start(self, output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None) -> Work:
+        """Start `reduce_into` on another stream than the current one."""
+        call = partial(self._reduce, output, whole, wire, accumulate, squares, SIDE_BLOCKS)
+        return self.workspace.run_on_side_stream(call, whole, output)
+
+    def reduce_into(
+        self, output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None
+    ) -> None:
+        """Compute output [n] (+)= the sum of every rank's part of whole [ranks * n], in rank order, on the current stream.
+
+        - output, whole: contiguous, fp32 or as `wire`; output may be this rank's part of whole.
+        - wire: the dtype in which parts travel, to which the own one is rounded too.
+        - squares: float64 [squares_size(n)], whose sum becomes that of the results' squares.
+
+        Raises CommunicationError after a peer was late, KernelError.
+        """
+        self._reduce(output, whole, wire, accumulate, squares, MAX_BLOCKS)
+
+    def _reduce(
+        self,
+        output: Tensor,
+        whole: Tensor,
+        wire: torch.dtype,
+        accumulate: bool,
+        squares: Tensor | None,
+        most_blocks: int,
+    ) -> None:
+        group, size, stream = self.workspace.group, output.numel(), self.workspace.follow()
+        if squares is not None:
+            squares.zero_()  # a short call has fewer blocks
+        source, target, width = whole.data_ptr(), output.data_ptr(), whole.itemsize
+        for k, call in enumerate(self._calls(size, wire.itemsize, most_blocks=most_blocks)):
+            self.workspace.launch(
+                "p3d_reduce_scatter",
+                DTYPES[wire],
+                whole.dtype != wire,
+                group.size,
+                group.index,
+                source + call.start * width,
+                target + call.start * width,
+                None if squares is None else squares.data_ptr() + k * MAX_BLOCKS * 8,
+                size,
+                call.size,
+                accumulate,
+                half_bytes=HALF_BYTES,
+                blocks=call.blocks,
+                stream=stream,
+            )
+
+    def try_out(self) -> bool:
+        """Return whether it reduces right, in every pair of dtypes. See workspace.Kernel."""
+        group, device, good = self.workspace.group, self.workspace.device, True
+        for wire, dtype, size in itertools.product(DTYPES, DTYPES, _TRIAL_SIZES):
+            whole = torch.full((group.size * size,), 1 + group.index, dtype=dtype, device=device)
+            output = torch.ones(size, dtype=dtype, device=device)
+            if not self.takes(whole, output, wire):
+                continue
+            squares = torch.empty(self.squares_size(size, wire), dtype=torch.float64, device=device)
+            self.reduce_into(output, whole, wire, True, squares)
+            total = 1 + group.size * (group.size + 1) // 2
+            good = good and bool((output == total).all()) and float(squares.sum()) == size * total**2
+        return good
+
+
+def open_reduce_scatter(groups: ProcessGroups, device: torch.device, limit_s: float = LIMIT_S) -> ReduceScatter | None:
+    """Open the kernel for this rank's data-parallel group, see `open_kernel`. Collective over the world."""
+    noun, instead = "replicas", "reduces gradients"
+    return open_kernel(groups, "data", device, "reduce_scatter", 2 * HALF_BYTES, ReduceScatter, limit_s, noun, instead)

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from parallel3d.fake_device import has_memory, on_cuda
-from parallel3d.kernels.reasons import NORM
+
+NORM = "parallel3d normalizes and hands its input on in one function; compile without fullgraph"
+"""Why torch.compile breaks its graph at the norm."""
 
 _LONGEST = 16384  # numbers of a row that a program holds
 _PROGRAMS_A_MULTIPROCESSOR = 4

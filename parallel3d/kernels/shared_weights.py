@@ -7,13 +7,13 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from parallel3d.comm.peer.peer_calls import PeerCalls
+from parallel3d.kernels.workspace import SymmetricWorkspace
 
 _ALIGNMENT = 512
 
 
 def shared_bytes(lengths: Sequence[int]) -> int:
-    """Bytes of device memory that buffers of these lengths, in bytes, take on each rank."""
+    """Return the bytes of device memory that buffers of these lengths, in bytes, take on each rank."""
     return sum(map(_aligned, lengths))
 
 
@@ -24,18 +24,18 @@ def _aligned(length: int) -> int:
 class SharedWeights:
     """Buffers of given lengths in bytes, the same on every rank of a group.
 
-    calls: with shared_bytes(lengths) staging bytes.
+    workspace: with shared_bytes(lengths) staging bytes.
     """
 
-    def __init__(self, calls: PeerCalls, lengths: Sequence[int]):
-        self.calls, self._lengths = calls, tuple(lengths)
+    def __init__(self, workspace: SymmetricWorkspace, lengths: Sequence[int]):
+        self.workspace, self._lengths = workspace, tuple(lengths)
         self._starts = [0, *accumulate(map(_aligned, lengths))]
 
     def memory(self, buffer: int) -> Tensor:
-        """This rank's bytes of a buffer."""
+        """Return this rank's bytes of a buffer."""
         start = self._starts[buffer]
-        return self.calls.memory[start : start + self._lengths[buffer]]
+        return self.workspace.memory[start : start + self._lengths[buffer]]
 
     def address(self, buffer: int, rank: int) -> int:
-        """The address of a buffer on a rank, by its index in the group, as this process maps it."""
-        return int(self.calls.staging[rank]) + self._starts[buffer]
+        """Return the address of a buffer on a rank, given by its index in the group, as this process maps it."""
+        return int(self.workspace.staging[rank]) + self._starts[buffer]

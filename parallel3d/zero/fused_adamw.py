@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.obstacles import Obstacle
+from parallel3d.comm.peer.symmetric import Unavailable
 from parallel3d.errors import ConfigError
 from parallel3d.kernels import adamw
-from parallel3d.kernels.loader import addresses, check, load_library
-from parallel3d.kernels.peers import DTYPES
+from parallel3d.kernels.library import addresses, check, load_library
 from parallel3d.kernels.shared_weights import SharedWeights
+from parallel3d.kernels.workspace import DTYPES
 from parallel3d.zero.buckets import Bucket, Piece
 
 
@@ -43,7 +43,7 @@ class FusedAdamW:
         places: Mapping[Bucket, int] | None = None,
     ):
         library = load_library()
-        assert library is not None, "checked before by local_obstacle"
+        assert library is not None, "checked before by check_kernels"
         self._library, self._optimizer, self._device = library, optimizer, device
         self._shared, self._places = shared, places or {}
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -108,11 +108,11 @@ class FusedAdamW:
             peers: tuple[Any, ...] = (None, None, None, 0)
             stream = torch.cuda.current_stream(self._device).cuda_stream
         else:
-            calls, place = shared.calls, self._places[bucket]
-            world, index = calls.group.size, calls.group.index
+            workspace, place = shared.workspace, self._places[bucket]
+            world, index = workspace.group.size, workspace.group.index
             weights = addresses([shared.address(place, rank) for rank in range(world)])
-            peers = calls.pads, calls.state, calls.report, calls.limit_ns
-            stream = calls.follow()
+            peers = workspace.pads, workspace.state, workspace.report, workspace.limit_ns
+            stream = workspace.follow()
         status = self._library.p3d_adamw(
             DTYPES[bucket.weights.dtype],
             bucket.gradient_dtype != bucket.weights.dtype,
@@ -157,26 +157,26 @@ class FusedAdamW:
         return adamw.Part(master, piece.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], place, group)
 
 
-def optimizer_obstacle(optimizer: torch.optim.Optimizer) -> Obstacle | None:
+def optimizer_obstacle(optimizer: torch.optim.Optimizer) -> Unavailable | None:
     """Why the kernel can't take an optimizer's step."""
     name = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return Obstacle(f"it takes the steps of Adam and AdamW, and the optimizer is {name}", "use one of these")
+        return Unavailable(f"it takes the steps of Adam and AdamW, and the optimizer is {name}", "use one of these")
     for group in optimizer.param_groups:
         if not group["fused"]:
-            return Obstacle(
+            return Unavailable(
                 f"{name} was made without fused=True", "make it with that, or let the configuration make it"
             )
         for key in ("amsgrad", "maximize", "capturable", "differentiable"):
             if group[key]:
-                return Obstacle(f"{name} has {key}=True", f"drop {key}")
+                return Unavailable(f"{name} has {key}=True", f"drop {key}")
         if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
-            return Obstacle(f"{name} has lr or betas in tensors", "give numbers")
+            return Unavailable(f"{name} has lr or betas in tensors", "give numbers")
     most = adamw.MAX_GROUPS
     if len(optimizer.param_groups) > most:
-        return Obstacle(f"{name} has {len(optimizer.param_groups)} parameter groups", f"use at most {most}")
+        return Unavailable(f"{name} has {len(optimizer.param_groups)} parameter groups", f"use at most {most}")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return Obstacle(f"{name} has step hooks, which would see no gradients", "remove them")
+        return Unavailable(f"{name} has step hooks, which would see no gradients", "remove them")
     return None
 
 

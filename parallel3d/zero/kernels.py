@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from parallel3d.comm.collectives import everywhere
-from parallel3d.comm.environment import DEFAULT_TIMEOUT
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.obstacles import UNMAPPED, Obstacle, axis_obstacle, first_obstacle, local_obstacle
-from parallel3d.comm.peer.peer_calls import open_peer_calls
+from parallel3d.comm.peer.symmetric import UNMAPPED, Unavailable, check_axis, first_unavailable
 from parallel3d.config import KernelsConfig
-from parallel3d.kernels.reduce_scatter_kernel import open_reduce_scatter
+from parallel3d.kernels.reduce_scatter import open_reduce_scatter
 from parallel3d.kernels.shared_weights import SharedWeights, shared_bytes
+from parallel3d.kernels.workspace import check_kernels, check_ranks, open_workspace
 from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.fused_adamw import FusedAdamW, optimizer_obstacle
 
@@ -34,37 +33,36 @@ def open_update_kernels(
     steps, reduces = config.optimizer_step, config.reduce_scatter
     partitioned = groups.data.size > 1 and (steps or reduces) and _everywhere_partitioned(buckets, groups)
     if reduces and groups.data.size > 1 and not partitioned:
-        unsharded = Obstacle("nothing is partitioned", "set zero_optimization.stage to 1 or 2")
+        unsharded = Unavailable("nothing is partitioned", "set zero_optimization.stage to 1 or 2")
         _warn(groups, "reduce_scatter", unsharded, f"{groups.backend} reduces gradients instead")
     groups.data.use_reduce_scatter(open_reduce_scatter(groups, device) if reduces and partitioned else None)
     if not steps:
         return None
-    obstacle = local_obstacle(device) or optimizer_obstacle(optimizer) or _master_obstacle(buckets)
-    if (first := first_obstacle(obstacle if buckets else None, groups.control)) is not None:
+    obstacle = check_kernels(device) or optimizer_obstacle(optimizer) or _master_obstacle(buckets)
+    if (first := first_unavailable(obstacle if buckets else None, groups.control)) is not None:
         _warn(groups, "optimizer_step", first, "torch updates weights instead")
         return None
     shared = _share(buckets, groups, device) if partitioned else None
-    if isinstance(shared, Obstacle):
+    if isinstance(shared, Unavailable):
         _warn(groups, "optimizer_step", shared, f"{groups.backend} gathers weights instead")
         shared = None
     places = {} if shared is None else {bucket: k for k, bucket in enumerate(_rounded(buckets))}
     return FusedAdamW(optimizer, device, shared, places) if buckets else None
 
 
-def _share(buckets: Sequence[Bucket], groups: ProcessGroups, device: torch.device) -> SharedWeights | Obstacle:
+def _share(buckets: Sequence[Bucket], groups: ProcessGroups, device: torch.device) -> SharedWeights | Unavailable:
     """Move the weights into memory that all replicas map, unless something prevents it on any rank."""
-    obstacle = first_obstacle(_master_obstacle(buckets), groups.control)
-    obstacle = obstacle or axis_obstacle(groups, "data", device, "replicas")
+    obstacle = first_unavailable(_master_obstacle(buckets), groups.control)
+    obstacle = obstacle or check_axis(groups, "data", device, "replicas", check_kernels, check_ranks)
     if obstacle is not None:
         return obstacle
     own = _rounded(buckets)
     weights = [bucket.weights for bucket in own if bucket.weights is not None]
     lengths = [tensor.nbytes for tensor in weights]
-    limit = DEFAULT_TIMEOUT.total_seconds()
-    calls = open_peer_calls(groups, "data", device, "optimizer_step", shared_bytes(lengths), limit)
-    if calls is None:
+    workspace = open_workspace(groups, "data", device, "optimizer_step", shared_bytes(lengths))
+    if workspace is None:
         return UNMAPPED
-    shared = SharedWeights(calls, lengths)
+    shared = SharedWeights(workspace, lengths)
     for k, (bucket, tensor) in enumerate(zip(own, weights, strict=True)):
         bucket.move_weights(shared.memory(k).view(tensor.dtype))
     torch.cuda.synchronize(device)
@@ -77,16 +75,16 @@ def _rounded(buckets: Sequence[Bucket]) -> list[Bucket]:
     return [bucket for bucket in buckets if bucket.has_own_master]
 
 
-def _master_obstacle(buckets: Sequence[Bucket]) -> Obstacle | None:
+def _master_obstacle(buckets: Sequence[Bucket]) -> Unavailable | None:
     if _rounded(buckets) or not buckets:
         return None
-    return Obstacle("weights are their own masters", "set bf16.enabled or fp16.enabled")
+    return Unavailable("weights are their own masters", "set bf16.enabled or fp16.enabled")
 
 
 def _everywhere_partitioned(buckets: Sequence[Bucket], groups: ProcessGroups) -> bool:
     return everywhere(all(bucket.partition.size > 1 for bucket in buckets), groups.control)
 
 
-def _warn(groups: ProcessGroups, kernel: str, obstacle: Obstacle, instead: str) -> None:
+def _warn(groups: ProcessGroups, kernel: str, obstacle: Unavailable, instead: str) -> None:
     if groups.rank == 0:
         warnings.warn(f"kernels.{kernel}: {obstacle}; {instead}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Tensor slices are summed by the kernel where a group has one, else by the backend, with one warning if it was asked for."""
+"""Tensor-parallel ranks sum by the kernel where a group has one, else by the backend, with one warning if it was asked for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from kernel_stand_ins import GatheredSums
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.kernels.all_reduce_kernel import GatheredSums, open_all_reduce
+from parallel3d.kernels.all_reduce import open_all_reduce
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from parallel3d.topology import ProcessTopology
 
@@ -79,7 +80,7 @@ def test_on_the_cpu_the_backend_sums_with_one_warning(run_ranks) -> None:
     assert others == [([], True)]
     (line,) = said
     assert line.startswith("kernels.all_reduce: ")
-    assert "gloo sums tensor slices instead" in line
+    assert "gloo sums over tensor-parallel ranks instead" in line
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

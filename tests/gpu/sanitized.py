@@ -11,9 +11,9 @@ from torch import nn
 import parallel3d
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import KernelsConfig
-from parallel3d.kernels.all_reduce_kernel import open_all_reduce
-from parallel3d.kernels.peers import DTYPES
-from parallel3d.kernels.reduce_scatter_kernel import open_reduce_scatter
+from parallel3d.kernels.all_reduce import open_all_reduce
+from parallel3d.kernels.reduce_scatter import open_reduce_scatter
+from parallel3d.kernels.workspace import DTYPES
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import make_buckets

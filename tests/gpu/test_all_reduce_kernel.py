@@ -13,8 +13,7 @@ from ranks import RankError, RankPool
 from torch import Tensor, nn
 
 from parallel3d.errors import CommunicationError
-from parallel3d.kernels.all_reduce import HALF_BYTES, all_reduce_ref
-from parallel3d.kernels.all_reduce_kernel import open_all_reduce
+from parallel3d.kernels.all_reduce import HALF_BYTES, all_reduce_ref, open_all_reduce
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
@@ -99,7 +98,7 @@ def soak() -> tuple[int, int]:
             kernel.start(out).wait()
         wrong += (out != pattern[:count] * (factor * size + size * (size - 1) // 2)).sum()
     torch.cuda.synchronize()
-    kernel.calls.raise_if_failed()
+    kernel.workspace.raise_if_failed()
     return ITERATIONS, int(wrong)
 
 

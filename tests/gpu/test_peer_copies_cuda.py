@@ -9,8 +9,7 @@ import torch
 from ranks import RankPool
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.buffers import TensorKind
-from parallel3d.comm.peer.peer_copies import open_peer_copies, pipeline_channels
+from parallel3d.comm.peer.copies import TensorKind, open_peer_copies, pipeline_channels
 from parallel3d.topology import PipeDataParallelTopology
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")

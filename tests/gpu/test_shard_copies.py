@@ -12,7 +12,7 @@ from ranks import RankPool
 from torch import Tensor, nn
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.shard_copies import ShardCopies, open_shard_copies, slice_channels
+from parallel3d.comm.peer.copies import ShardCopies, open_shard_copies, shard_channels
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_sequence, scatter_sequence
 from parallel3d.topology import ProcessTopology
 
@@ -38,7 +38,7 @@ def exchange() -> tuple[int, int]:
     size, rank = groups.model.size, groups.rank
     shared, own = random.Random(7), random.Random(100 + rank)
     wrong, count = torch.zeros((), dtype=torch.int64, device=device), 0
-    most = slice_channels(size).slot_bytes
+    most = shard_channels(size).slot_bytes
     ramp = torch.arange(most, device=device, dtype=torch.int64).to(torch.uint8)
     waiting: list[tuple[Any, Tensor, Tensor]] = []
     for number in range(ROUNDS):

@@ -17,8 +17,7 @@ import parallel3d
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import KernelsConfig
 from parallel3d.errors import CommunicationError
-from parallel3d.kernels.reduce_scatter import HALF_BYTES, reduce_scatter_ref
-from parallel3d.kernels.reduce_scatter_kernel import ReduceScatter, open_reduce_scatter
+from parallel3d.kernels.reduce_scatter import HALF_BYTES, ReduceScatter, open_reduce_scatter, reduce_scatter_ref
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import Bucket, make_buckets
@@ -174,7 +173,7 @@ def soak() -> tuple[int, int]:
             kernel.start(out, whole, wire, accumulate, None).wait()
         wrong += (out != expected + accumulate).sum()
     torch.cuda.synchronize()
-    kernel.calls.raise_if_failed()
+    kernel.workspace.raise_if_failed()
     return ITERATIONS, int(wrong)
 
 

@@ -15,11 +15,9 @@ from torch import Tensor
 from parallel3d.autograd.split_backward import Factors, multiply
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.obstacles import local_obstacle
-from parallel3d.comm.peer.buffers import TensorKind
-from parallel3d.comm.peer.peer_copies import PeerCopies, open_peer_copies
-from parallel3d.comm.peer.shard_copies import open_shard_copies
-from parallel3d.kernels.all_reduce_kernel import open_all_reduce
+from parallel3d.comm.peer.copies import PeerCopies, TensorKind, open_peer_copies, open_shard_copies
+from parallel3d.kernels.all_reduce import open_all_reduce
+from parallel3d.kernels.workspace import check_kernels
 from parallel3d.tensor_parallel.regions import SequenceBorder
 from parallel3d.topology import ProcessTopology
 
@@ -59,7 +57,7 @@ class Exchanges:
         self._beside: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._ring = open_peer_copies(self._stages, self.device)
         self._shards = open_shard_copies(self._groups, self.device)
-        self.why_off = "" if kernel is not None else str(local_obstacle(self.device) or "see the warning of rank 0")
+        self.why_off = "" if kernel is not None else str(check_kernels(self.device) or "see the warning of rank 0")
 
     def ways(self, what: Sequence[str], sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Way]:
         """Those of some kinds; sizes: bytes of an all-reduce's or a ring's message."""
@@ -224,7 +222,7 @@ class Exchanges:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if self._kernel is not None:
-            self._kernel.calls.raise_if_failed()
+            self._kernel.workspace.raise_if_failed()
 
 
 def _world_name() -> str:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
-from parallel3d.comm.peer.symmetric import mapped_bytes
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.schedule.builders import one_f_one_b
@@ -190,7 +189,13 @@ def synchronize() -> None:
     dist.barrier()
 
 
-def measure(step: Callable[[], Tensor], warmup: int, steps: int, before: Sequence[Tensor] = ()) -> Measured:
+def measure(
+    step: Callable[[], Tensor],
+    warmup: int,
+    steps: int,
+    before: Sequence[Tensor] = (),
+    mapped_bytes: Callable[[], int] = int,
+) -> Measured:
     """Time `steps` steps, each between two synchronizations, after `warmup` others. Collective.
 
     before: losses of steps that are done already.
@@ -208,7 +213,8 @@ def measure(step: Callable[[], Tensor], warmup: int, steps: int, before: Sequenc
     cuda = torch.cuda.is_available()
     peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
     # Weights and rings that ranks map are the allocator's in other frameworks, and in other cases.
-    peak, reserved = peak + mapped_bytes(), reserved + mapped_bytes()
+    mapped = mapped_bytes()
+    peak, reserved = peak + mapped, reserved + mapped
     return Measured(times, [float(loss) for loss in losses], peak / 2**30, reserved / 2**30)
 
 
@@ -345,7 +351,9 @@ def main() -> None:
     planning = []
     while args.schedule == "auto" and engine.schedule_plan is None:
         planning.append(engine.train_batch(data))
-    measured = measure(lambda: engine.train_batch(data), args.warmup, args.steps, planning)
+    measured = measure(
+        lambda: engine.train_batch(data), args.warmup, args.steps, planning, engine.module.groups.mapped_bytes
+    )
     if args.roofline:
         seq = SIZES[args.size].seq
         tokens = args.micro_batch * args.micro_batches * seq

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group
-from parallel3d.comm.peer.buffers import TensorKind
+from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.transport import Incoming
 from parallel3d.optim.precision import Precision
 from parallel3d.parameters import ParameterInfo

@@ -13,7 +13,7 @@ from parallel3d.comm.collectives import reduce_scatter_into
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import KernelsConfig
-from parallel3d.kernels.reduce_scatter_kernel import open_reduce_scatter
+from parallel3d.kernels.reduce_scatter import open_reduce_scatter
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import make_buckets
@@ -97,4 +97,4 @@ class Updates:
     def finish(self) -> None:
         """Raise what kernels had to say."""
         if self._kernel is not None:
-            self._kernel.calls.raise_if_failed()
+            self._kernel.workspace.raise_if_failed()

@@ -1,33 +1,40 @@
-"""Messages between ranks of one host as copies into the receiver's memory: no multiprocessor, no host.
+"""Messages between ranks of one host as copies into the receiver's memory, which occupy no multiprocessor and no host.
 
-A channel is a ring of slots in the receiver's symmetric memory. The sender's stream waits until the next slot is free,
-copies a piece into it by the copy engine and writes beside it how often it was filled; the receiver's stream waits for
-that, takes the piece, and writes back how often the slot was emptied. Waits and counts are the driver's stream memory
-operations, so compute kernels share the device with nothing, where NCCL's spin on multiprocessors until their message comes.
+A channel is a ring of slots in the receiver's symmetric memory. The sender's stream waits until the next slot is free, copies
+a part of the message into it by the copy engine and writes next to it how often the slot was filled; the receiver's stream
+waits for that, copies the part out, and writes back how often the slot was emptied. Waits and counts are the driver's stream
+memory operations, so compute kernels have the device to themselves, where NCCL's kernels spin on multiprocessors until their
+message comes.
 
-The stream that needs a message waits for it, and copies it out of the ring, when it needs it, not one beside it as soon as it
-is expected: streams that wait for long hold up the short waits of others on the device. Only where a message is expected for
-which the ring has no slot left do those before it go out by a stream beside.
+The stream that needs a message waits for it and copies it out of the ring when it needs it; no second stream does so as soon
+as the message is expected, because streams that wait for long delay the short waits of others on the device. Only when a
+message is expected for which the ring has no slot left are those before it copied out by a second stream.
 
-The stages of a pipeline send each other activations so (peer_copies.py), tensor slices the shards of sequences
-(shard_copies.py).
+Pipeline stages exchange activations, and tensor-parallel ranks the shards of sequences, over such rings (copies.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from parallel3d.comm.peer.streams import Stream, Streams
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.peer.streams import Stream, Streams, check_copies
+from parallel3d.comm.peer.symmetric import UNMAPPED, Mapped, Unavailable, check_axis, check_hosts, map_memory
+
+_HEADER_BYTES = (
+    4096  # of counts: an int32 for each slot that is filled here, then one for each that is emptied elsewhere
+)
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One end of a channel: the slots in the receiver's memory, and where each end counts for the other, a word a slot.
+    """One channel: the slots in the receiver's memory, and the counts that the ends write for each other, a word per slot.
 
     filled: in the receiver's memory; emptied: in the sender's.
     """
@@ -37,25 +44,64 @@ class Ring:
     emptied: Tensor
 
 
-class Place:
-    """What a piece takes: a slot, and how often it is filled with it. `slot`, `filled` and `emptied` are addresses."""
+@dataclass(frozen=True)
+class Channels:
+    """Layout of the rings of several ranks in the memory that each of them shares. peers: of each rank, who sends to it."""
 
-    __slots__ = ("emptied", "filled", "slot", "times")
+    peers: Sequence[Sequence[int]]
+    num_slots: int
+    slot_bytes: int
 
-    def __init__(self, slot: int, filled: int, emptied: int, times: int):
-        self.slot, self.filled, self.emptied, self.times = slot, filled, emptied, times
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of each rank's memory: counts, and a ring for each peer."""
+        return _HEADER_BYTES + max(map(len, self.peers)) * self.num_slots * self.slot_bytes
 
-    def await_piece(self, stream: Stream) -> None:
-        """Let the stream go on when the piece is there."""
+    def ring(self, source: int, target: int, memory_of: Callable[[int], Tensor]) -> Ring:
+        """Return the channel from one rank to another. memory_of: rank -> its num_bytes bytes."""
+        into, out = self.peers[target].index(source), self.peers[source].index(target)
+        length = self.num_slots * self.slot_bytes
+        memory, start = memory_of(target), _HEADER_BYTES + into * length
+        filled, _ = _counts(memory)
+        _, emptied = _counts(memory_of(source))
+        first, end = into * self.num_slots, out * self.num_slots
+        slots = memory[start : start + length].split(self.slot_bytes)
+        return Ring(slots, filled[first : first + self.num_slots], emptied[end : end + self.num_slots])
+
+    def open(self, groups: ProcessGroups, axis: str, device: torch.device, noun: str) -> Mapped | Unavailable:
+        """Map the memory for this rank's group along an axis of the topology, or return why not, the same on every rank.
+
+        It takes CUDA devices of one host that reach each other's memory. noun: what the ranks of a group hold. Collective
+        over the world.
+        """
+        if (reason := check_axis(groups, axis, device, noun, check_copies, check_hosts)) is not None:
+            return reason
+        return map_memory(groups, axis, device, self.num_bytes, cleared=_HEADER_BYTES) or UNMAPPED
+
+
+def _counts(memory: Tensor) -> tuple[Tensor, ...]:
+    return memory[:_HEADER_BYTES].view(torch.int32).chunk(2)
+
+
+class Slot:
+    """One use of a slot. `address`, `filled` and `emptied` are addresses; times: how often the slot has then been filled."""
+
+    __slots__ = ("address", "emptied", "filled", "times")
+
+    def __init__(self, address: int, filled: int, emptied: int, times: int):
+        self.address, self.filled, self.emptied, self.times = address, filled, emptied, times
+
+    def wait_until_filled(self, stream: Stream) -> None:
+        """Let the stream go on when the part of the message has arrived."""
         stream.wait_for(self.filled, _int32(self.times))
 
-    def leave(self, stream: Stream) -> None:
-        """The sender's again, once all before it on the stream is done."""
+    def release(self, stream: Stream) -> None:
+        """Give the slot back to the sender once all earlier work on the stream is done."""
         stream.write(self.emptied, _int32(self.times))
 
 
 class _End:
-    """Of a ring, whose memory it keeps."""
+    """One end of a ring, whose memory it keeps alive."""
 
     def __init__(self, ring: Ring):
         self.slot_bytes = ring.slots[0].numel()
@@ -63,14 +109,14 @@ class _End:
         words = zip(ring.slots, ring.filled.split(1), ring.emptied.split(1), strict=True)
         self._addresses = [(slot.data_ptr(), filled.data_ptr(), emptied.data_ptr()) for slot, filled, emptied in words]
 
-    def _next_place(self) -> Place:
-        """Of the next piece, the same for both ends."""
+    def _next_slot(self) -> Slot:
+        """Return the slot of the next part, the same at both ends."""
         times, k = divmod(self._count, len(self._addresses))
         self._count += 1
-        return Place(*self._addresses[k], times + 1)
+        return Slot(*self._addresses[k], times + 1)
 
-    def _pieces(self, address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-        """The address and the bytes of each part that takes a slot."""
+    def _parts(self, address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the address and the bytes of each part that takes a slot."""
         for start in range(0, num_bytes, self.slot_bytes):
             yield address + start, min(self.slot_bytes, num_bytes - start)
 
@@ -79,40 +125,43 @@ class Sender(_End):
     """The end that copies into a ring."""
 
     def send(self, address: int, num_bytes: int, posted: Any, stream: Stream) -> None:
-        """So many bytes, which are at an address when the mark `posted` is done, in as many pieces as it takes."""
-        for source, length in self._pieces(address, num_bytes):
-            place = self._next_place()
-            # First what is mostly done long before.
-            if place.times > 1:
-                stream.wait_for(place.emptied, _int32(place.times - 1))
+        """Send bytes, which are at `address` when the mark `posted` is done, in as many parts as needed."""
+        for source, length in self._parts(address, num_bytes):
+            slot = self._next_slot()
+            # Wait first for what is usually done long before.
+            if slot.times > 1:
+                stream.wait_for(slot.emptied, _int32(slot.times - 1))
             if source == address:
                 stream.follow(posted)
-            stream.copy(place.slot, source, length)
-            stream.write(place.filled, _int32(place.times))
+            stream.copy(slot.address, source, length)
+            stream.write(slot.filled, _int32(slot.times))
 
 
 class Arriving:
-    """A message that is expected: it is copied out of its ring once, on whichever stream first needs it."""
+    """An expected message, copied out of its ring once, on the stream that first needs it.
 
-    def __init__(self, first: int, parts: Sequence[tuple[Place, int, int]], memory: Tensor, posted: Any):
-        self.first, self.taken = first, False  # of its pieces among all of the ring's; whether it has left the ring
+    first: index of its first part among all of the ring's; taken: whether it has left the ring.
+    """
+
+    def __init__(self, first: int, parts: Sequence[tuple[Slot, int, int]], memory: Tensor, posted: Any):
+        self.first, self.taken = first, False
         self._parts, self._mark = parts, posted
-        # Until it has left it may come, even if a failure has made everyone else forget the memory.
+        # Until it has left the ring it may still arrive, even if a failure has made everyone else forget the memory.
         self._memory: Tensor | None = memory
 
-    def make_way(self, beside: Stream) -> None:
-        """Leave the ring, by a stream that may wait."""
-        beside.follow(self._mark)
-        for place, target, length in self._parts:
-            place.await_piece(beside)
-            beside.copy(target, place.slot, length)
-            place.leave(beside)
+    def make_way(self, stream: Stream) -> None:
+        """Copy it out of the ring, by a stream that may wait."""
+        stream.follow(self._mark)
+        for slot, target, length in self._parts:
+            slot.wait_until_filled(stream)
+            stream.copy(target, slot.address, length)
+            slot.release(stream)
         assert self._memory is not None
-        beside.hold(self._memory)
-        self._mark, self.taken = beside.mark(), True
+        stream.hold(self._memory)
+        self._mark, self.taken = stream.mark(), True
 
     def take(self, stream: Stream) -> Tensor:
-        """The memory with the message, for what the stream does from now on; to be called once."""
+        """Return the memory with the message, for what the stream does from now on; to be called once."""
         if self.taken:
             stream.follow(self._mark)
         else:
@@ -123,56 +172,56 @@ class Arriving:
 
 
 class Receiver(_End):
-    """The end that takes from a ring. beside: a stream for messages that keep others from coming."""
+    """The end that copies out of a ring. second: a stream for messages that keep later ones from coming."""
 
-    def __init__(self, ring: Ring, beside: Stream):
+    def __init__(self, ring: Ring, second: Stream):
         super().__init__(ring)
-        self._beside = beside
+        self._second = second
         self._expected: deque[Arriving] = deque()
 
     def expect(self, memory: Tensor, posted: Any) -> Arriving:
-        """The next message, into memory, contiguous, that is free when the mark `posted` is done."""
-        pieces = list(self._pieces(memory.data_ptr(), memory.nbytes))
-        self._make_room(len(pieces))
+        """Expect the next message in `memory`, contiguous, which is free when the mark `posted` is done."""
+        parts = list(self._parts(memory.data_ptr(), memory.nbytes))
+        self._make_room(len(parts))
         first = self._count
-        arriving = Arriving(first, [(self._next_place(), *piece) for piece in pieces], memory, posted)
-        if len(pieces) > len(self._addresses):
-            arriving.make_way(self._beside)
+        arriving = Arriving(first, [(self._next_slot(), *part) for part in parts], memory, posted)
+        if len(parts) > len(self._addresses):
+            arriving.make_way(self._second)
         else:
             self._expected.append(arriving)
         return arriving
 
-    def next_place(self) -> Place:
-        """Of the next message, which takes one slot and is to be left at once."""
+    def next_slot(self) -> Slot:
+        """Return the slot of the next message, which fits one and is to be released at once."""
         self._make_room(1)
-        return self._next_place()
+        return self._next_slot()
 
-    def _make_room(self, num_pieces: int) -> None:
-        """So that no message before holds a slot of the next pieces: in which order messages are taken must not matter."""
+    def _make_room(self, num_parts: int) -> None:
+        """Free the slots of the next parts of earlier messages: the order in which messages are taken must not matter."""
         while self._expected:
             oldest = self._expected[0]
-            if not oldest.taken and self._count + num_pieces - oldest.first <= len(self._addresses):
+            if not oldest.taken and self._count + num_parts - oldest.first <= len(self._addresses):
                 break
             if not oldest.taken:
-                oldest.make_way(self._beside)
+                oldest.make_way(self._second)
             self._expected.popleft()
 
 
 def _int32(count: int) -> int:
-    """The count as the words hold it."""
+    """Return the count as the words hold it."""
     return (count + 2**31) % 2**32 - 2**31
 
 
 class Receiving:
-    """A Work: a message that the stream which waits for it copies out of its ring."""
+    """A Work: a message that is copied out of its ring by the stream that waits for it."""
 
     def __init__(self, message: Arriving, streams: Streams):
         self._message, self._streams = message, streams
 
     def wait(self) -> Tensor:
-        """The tensor, for what the current stream does from now on; to be called once."""
+        """Return the tensor, for what the current stream does from now on; to be called once."""
         return self._message.take(self._streams.current())
 
     def is_completed(self) -> bool:
-        """Whether it has left its ring. (Whether it has arrived is not known before.)"""
+        """Return whether it has left its ring. (Whether it has arrived is not known before.)"""
         return self._message.taken

@@ -6,12 +6,12 @@ import ctypes
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from parallel3d.comm.obstacles import Obstacle, no_device, no_symmetric_memory
+from parallel3d.comm.peer.symmetric import Unavailable, check_device, check_symmetric_memory
 from parallel3d.errors import CommunicationError
 
 _QUEUES = 16
@@ -21,65 +21,65 @@ _GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference as a signed
 
 
 class Stream(Protocol):
-    """A queue of work, in order. Addresses are numbers."""
+    """Queue of device work, done in order. Addresses are integers."""
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """So many bytes at target = those at source."""
+        """Copy num_bytes from the address `source` to `target`."""
 
     def wait_for(self, word: int, count: int) -> None:
-        """Go on when the int32 at `word` has reached the count."""
+        """Go on when the int32 at the address `word` has reached the count."""
 
     def write(self, word: int, count: int) -> None:
-        """The int32 at `word` = count, once all before it is done."""
+        """Write the count to the int32 at the address `word`, once all earlier work is done."""
 
     def mark(self) -> Any:
-        """What is done when all that is queued now is."""
+        """Return a mark that is done when all that is queued now is done."""
 
     def follow(self, mark: Any) -> None:
         """Go on when a stream's mark is done."""
 
     def hold(self, memory: Tensor) -> None:
-        """Keep memory from being used anew before all that is queued now is done."""
+        """Keep memory from being reused before all that is queued now is done."""
 
 
 class Streams(Protocol):
-    """Of those who wait for messages."""
+    """The streams of those who wait for messages."""
 
     def current(self) -> Stream:
-        """Whose work the caller adds to."""
+        """Return the stream whose work the caller adds to."""
 
 
 class CudaMark:
-    """What a stream had queued when this was made. Events are used again: to create one costs the host as much as a message's
-    copy does.
+    """Mark of what a stream had queued when this was made.
+
+    unused: events of earlier marks, to use again: creating one costs the host as much as copying a message.
     """
 
-    __slots__ = ("_event", "_handle", "stream")
-    _unused: ClassVar[list[ctypes.c_void_p]] = []
+    __slots__ = ("_event", "_handle", "_unused", "stream")
 
-    def __init__(self, stream: torch.cuda.Stream):
-        self.stream, self._handle = stream, stream.cuda_stream
+    def __init__(self, stream: torch.cuda.Stream, unused: list[ctypes.c_void_p]):
+        self.stream, self._handle, self._unused = stream, stream.cuda_stream, unused
         try:
-            self._event = self._unused.pop()
+            self._event = unused.pop()
         except IndexError:
             self._event = _new_event()
         _check("cuEventRecord", _driver().cuEventRecord(self._event, self._handle))
 
     def __del__(self) -> None:
-        # A wait that is queued is for what was recorded until then: the event may be recorded anew.
+        # A queued wait is for what was recorded until then: the event may be recorded again.
         self._unused.append(self._event)
 
     def let_wait(self, handle: int) -> None:
-        """Let the stream of a handle go on when this is done."""
-        if handle != self._handle:  # whose stream does its work in order
+        """Let the stream with this handle go on when the mark is done."""
+        if handle != self._handle:  # a stream does its own work in order
             _check("cuStreamWaitEvent", _driver().cuStreamWaitEvent(handle, self._event, 0))
 
     def wait(self) -> None:
-        """Let the current stream go on when this is done."""
+        """Let the current stream go on when the mark is done."""
         self.let_wait(current_handle(self.stream.device_index))
 
     def query(self) -> bool:
-        """Whether this is done, without waiting."""
+        """Return whether the mark is done, without waiting."""
         status = _driver().cuEventQuery(self._event)
         if status != _NOT_READY:
             _check("cuEventQuery", status)
@@ -87,7 +87,7 @@ class CudaMark:
 
 
 def current_handle(device: int) -> int:
-    """Of a device's current stream: to make PyTorch's object for it costs the host as much as a kernel."""
+    """Return the handle of a device's current stream: making PyTorch's object for it costs the host as much as a kernel."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
@@ -106,30 +106,31 @@ class CudaStream:
     def __init__(self, stream: torch.cuda.Stream):
         self.stream = stream
         self._driver, self._handle = _driver(), stream.cuda_stream
+        self._unused: list[ctypes.c_void_p] = []
 
     def mark(self) -> CudaMark:
-        """See Stream."""
-        return CudaMark(self.stream)
+        """Return a mark of what is queued now."""
+        return CudaMark(self.stream, self._unused)
 
     def follow(self, mark: CudaMark) -> None:
-        """See Stream."""
+        """Go on when a mark is done."""
         mark.let_wait(self._handle)
 
     def hold(self, memory: Tensor) -> None:
-        """See Stream."""
+        """Keep memory from being reused before all that is queued now is done."""
         memory.record_stream(self.stream)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """See Stream."""
+        """Copy num_bytes between two addresses."""
         _check("cuMemcpyAsync", self._driver.cuMemcpyAsync(target, source, num_bytes, self._handle))
 
     def wait_for(self, word: int, count: int) -> None:
-        """See Stream."""
+        """Go on when the int32 at `word` has reached the count."""
         wait = self._driver.cuStreamWaitValue32_v2
         _check("cuStreamWaitValue32", wait(self._handle, word, count % 2**32, _GREATER_OR_EQUAL))
 
     def write(self, word: int, count: int) -> None:
-        """See Stream."""
+        """Write the count to the int32 at `word`."""
         _check("cuStreamWriteValue32", self._driver.cuStreamWriteValue32_v2(self._handle, word, count % 2**32, 0))
 
 
@@ -154,17 +155,9 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
-def _no_driver() -> Obstacle | None:
-    try:
-        _driver()
-    except (OSError, AttributeError):
-        return Obstacle("this driver's streams can't wait for memory", "install a later driver")
-    return None
-
-
 @dataclass
 class Copied:
-    """A Work: a copy under way, and what its memory must outlive."""
+    """A Work: a copy under way. data: kept alive until the copy is done."""
 
     event: CudaMark | torch.cuda.Event
     data: Tensor
@@ -174,19 +167,19 @@ class Copied:
         self.event.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done, without waiting."""
+        """Return whether it is done, without waiting."""
         return self.event.query()
 
 
 class CudaStreams:
-    """The streams of a device that receive messages, by whichever is the current one."""
+    """The current streams of a device, each made once."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._known: dict[int, CudaStream] = {}
 
     def current(self) -> CudaStream:
-        """PyTorch's current stream."""
+        """Return PyTorch's current stream."""
         handle = current_handle(self._device.index)
         known = self._known.get(handle)
         if known is None:
@@ -194,23 +187,23 @@ class CudaStreams:
         return known
 
 
-def copy_obstacle(device: torch.device | None = None, unset_queues: int = 8) -> Obstacle | None:
-    """What keeps this process from copying into the memory of others, whoever they are.
+def check_copies(device: torch.device | None = None, unset_queues: int = 8) -> Unavailable | None:
+    """Return why this process can't copy into the memory of peers, whoever they are, or None.
 
-    device: see local_obstacle; unset_queues: see queue_obstacle.
+    - device: the one that this process computes on; by default the first CUDA device.
+    - unset_queues: the number of hardware queues where the environment doesn't say; CUDA's own default, but 32 after
+      init_distributed.
     """
-    return no_device(device) or no_symmetric_memory() or queue_obstacle(unset_queues) or _no_driver()
-
-
-def queue_obstacle(unset: int = 8) -> Obstacle | None:
-    """Where streams that wait would hold up others, for want of a hardware queue of their own.
-
-    unset: how many there are where the environment doesn't say; CUDA's own number, but 32 after init_distributed.
-    """
-    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", unset))
-    if queues >= _QUEUES:
-        return None
-    return Obstacle(
-        f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}, so that streams which wait hold up others",
-        f"set it to {_QUEUES} or more, or call parallel3d.init_distributed() before CUDA is used",
-    )
+    if (missing := check_device(device) or check_symmetric_memory()) is not None:
+        return missing
+    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", unset_queues))
+    if queues < _QUEUES:
+        return Unavailable(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}, so that streams which wait hold up others",
+            f"set it to {_QUEUES} or more, or call parallel3d.init_distributed() before CUDA is used",
+        )
+    try:
+        _driver()
+    except (OSError, AttributeError):
+        return Unavailable("this driver's streams can't wait for memory", "install a later driver")
+    return None

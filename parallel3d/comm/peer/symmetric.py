@@ -1,53 +1,54 @@
-"""Memory of one host's devices that the ranks of a group map, and what may be in the way of it."""
+"""Device memory that the ranks of a group on one host map, and the reasons why it may be unavailable."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from parallel3d.comm.collectives import Group, everywhere
-
-_mapped = WeakIdKeyDictionary()
+from parallel3d.comm.collectives import Group, all_gather_object, everywhere
+from parallel3d.comm.groups import ProcessGroups
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """The same number of bytes on each device of a group, and torch's handle of them, which has the addresses.
+class Unavailable:
+    """Why a kernel or a way to communicate is off, and what turns it on."""
 
-    memory: this rank's; while it lives, all are mapped. index: of this rank in the group.
-    """
+    reason: str
+    remedy: str
 
-    memory: Tensor
-    handle: Any
-    index: int
-
-    def of(self, index: int) -> Tensor:
-        """The bytes of a rank, by its place in the group."""
-        if index == self.index:
-            return self.memory
-        other: Tensor = self.handle.get_buffer(index, (self.memory.numel(),), torch.uint8)
-        return other
-
-    def buffers(self) -> list[int]:
-        """The addresses of these bytes on every rank, in group order, as this process maps them."""
-        bases = list(self.handle.buffer_ptrs)
-        offset = self.memory.data_ptr() - bases[self.index]  # of the memory in what torch has allocated
-        return [base + offset for base in bases]
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}"
 
 
-def mapped_bytes() -> int:
-    """Of this process's device, in memory that ranks map: outside of what torch.cuda.memory_allocated counts."""
-    return sum(memory.numel() for memory in _mapped)
+UNMAPPED = Unavailable("the driver maps no memory of one device on another", "see what p3d doctor says")
 
 
-def is_supported() -> bool:
-    """Whether this PyTorch has symmetric memory on CUDA."""
+def check_device(device: torch.device | None = None) -> Unavailable | None:
+    """Return why this process has no CUDA device to use, or None. device: the one that it computes on."""
+    if torch.version.cuda is None:
+        return Unavailable(
+            "this PyTorch is built without CUDA", "install one that is built with it, where there is a GPU"
+        )
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return Unavailable("there is no CUDA device", "nothing is to be done where none is")
+    return None
+
+
+def check_symmetric_memory() -> Unavailable | None:
+    """Return why ranks can't map each other's memory, whatever the host, or None."""
+    if has_symmetric_memory():
+        return None
+    return Unavailable("this PyTorch lacks symmetric memory", "install one that has it, 2.11 or later with CUDA")
+
+
+def has_symmetric_memory() -> bool:
+    """Return whether this PyTorch has symmetric memory on CUDA."""
     try:
         import torch.distributed._symmetric_memory as symmetric_memory
     except ImportError:
@@ -55,32 +56,112 @@ def is_supported() -> bool:
     return torch.version.cuda is not None and all(map(symmetric_memory.__dict__.get, ("empty", "rendezvous")))
 
 
-def reaches(device: torch.device, others: Sequence[int]) -> bool:
-    """Whether a device reaches the memory of others of its host, by their numbers; not where it doesn't see them."""
+def check_hosts(hosts: Sequence[str], noun: str) -> Unavailable | None:
+    """Return why ranks on these hosts, one each, can't share memory, or None. noun: what each rank holds."""
+    if len(set(hosts)) == 1:
+        return None
+    return Unavailable(
+        f"the {len(hosts)} {noun} are on {len(set(hosts))} hosts", f"use no more {noun} than a host has GPUs"
+    )
+
+
+def check_peers(device: torch.device, others: Sequence[int]) -> Unavailable | None:
+    """Return why a device can't reach the memory of others of its host, given by their numbers, or None."""
     visible = range(torch.cuda.device_count())
-    apart = set(others) - {device.index}
-    return all(other in visible and torch.cuda.can_device_access_peer(device, other) for other in apart)
+    peers = set(others) - {device.index}
+    if all(other in visible and torch.cuda.can_device_access_peer(device, other) for other in peers):
+        return None
+    return Unavailable(
+        f"device {device.index} doesn't reach the memory of all of {sorted(peers)}",
+        "make all of them visible to every process, on a host with NVLink between them",
+    )
 
 
-def map_memory(group: Group, control: Group, device: torch.device, num_bytes: int) -> Mapped | None:
-    """So many bytes on each device of the group; None where this PyTorch or driver can't, maybe not on all ranks.
+def check_axis(
+    groups: ProcessGroups,
+    axis: str,
+    device: torch.device,
+    noun: str,
+    local: Callable[[torch.device], Unavailable | None],
+    across: Callable[[Sequence[str], str], Unavailable | None],
+) -> Unavailable | None:
+    """Return why groups along an axis of the topology can't work together: the first rank's reason, on every rank; or None.
 
-    Collective over control, the world, each rank with the group that it belongs to.
+    - noun: what each rank of such a group holds.
+    - local: checks a process and its device.
+    - across: checks a group, by its hosts and the noun.
+
+    Collective over the world.
+    """
+    own = local(device) if groups.backend == "nccl" else Unavailable(f"{groups.backend} trains on the CPU", "use NCCL")
+    everyone: list[tuple[str, Any, Unavailable | None]] = all_gather_object(
+        (socket.gethostname(), device.index, own), groups.control
+    )
+    reasons = [reason for _, _, reason in everyone]
+    reasons += [across([everyone[r][0] for r in ranks], noun) for ranks in groups.topology.get_axis_comm_lists(axis)]
+    if (first := next(filter(None, reasons), None)) is not None:
+        return first
+    group: Group = getattr(groups, axis)
+    return first_unavailable(check_peers(device, [everyone[rank][1] for rank in group.ranks]), groups.control)
+
+
+def first_unavailable(own: Unavailable | None, control: Group) -> Unavailable | None:
+    """Return the reason of the first rank that has one. Collective over control, the world."""
+    return next(filter(None, all_gather_object(own, control)), None)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The same number of bytes on each device of a group.
+
+    - memory: this rank's bytes; while it lives, all stay mapped.
+    - handle: torch's handle, which has the addresses.
+    - index: this rank's index in the group.
+    """
+
+    memory: Tensor
+    handle: Any
+    index: int
+
+    def of(self, index: int) -> Tensor:
+        """Return the bytes of a rank, given by its index in the group."""
+        if index == self.index:
+            return self.memory
+        other: Tensor = self.handle.get_buffer(index, (self.memory.numel(),), torch.uint8)
+        return other
+
+    def buffers(self) -> list[int]:
+        """Return the addresses of these bytes on every rank, in group order, as this process maps them."""
+        bases = list(self.handle.buffer_ptrs)
+        offset = self.memory.data_ptr() - bases[self.index]  # of the memory in what torch has allocated
+        return [base + offset for base in bases]
+
+
+def map_memory(groups: ProcessGroups, axis: str, device: torch.device, num_bytes: int, cleared: int) -> Mapped | None:
+    """Map num_bytes on each device of this rank's group along an axis, the first `cleared` of them zero on every rank.
+
+    Returns None on every rank if this PyTorch or driver can't map them on any. Collective over the world.
     """
     # Not at the top: the module starts threads, and only CUDA needs it.
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    group: Group = getattr(groups, axis)
     memory: Tensor | None = None
     with suppress(OSError, RuntimeError):
         memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-    # Before a rendezvous that would wait for the one which has no memory.
-    if not everywhere(memory is not None, control):
+    # Before a rendezvous, which would wait for a rank that has no memory.
+    if not everywhere(memory is not None, groups.control):
         return None
     assert memory is not None
     assert group.handle is not None
-    try:
-        handle: Any = symmetric_memory.rendezvous(memory, group.handle)
-    except RuntimeError:
+    handle: Any = None
+    with suppress(RuntimeError):
+        handle = symmetric_memory.rendezvous(memory, group.handle)
+    if handle is not None:
+        groups.count_mapped(memory)
+        memory[:cleared].zero_()
+        torch.cuda.synchronize(device)
+    # No peer writes before the memory is cleared.
+    if not everywhere(handle is not None, groups.control):
         return None
-    _mapped[memory] = None
     return Mapped(memory, handle, group.index)

@@ -22,7 +22,7 @@ from parallel3d.clock import clock_of
 from parallel3d.comm.collectives import Group, Work, all_gather_into, all_gather_object, all_reduce, reduce_scatter_into
 from parallel3d.comm.environment import destroy, init_distributed, local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.buffers import TensorKind
+from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.transport import DistributedTransport
 from parallel3d.engine.attention import attention_context, missing
 from parallel3d.planner.predict.host_time import seconds_per_operator

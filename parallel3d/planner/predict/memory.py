@@ -9,13 +9,13 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from parallel3d.comm.memory import CONTEXT_BYTES, communicator_bytes
-from parallel3d.comm.peer.peer_copies import pipeline_channels
-from parallel3d.comm.peer.shard_copies import slice_channels
+from parallel3d.comm.environment import CONTEXT_BYTES
+from parallel3d.comm.groups import communicator_bytes
+from parallel3d.comm.peer.copies import pipeline_channels, shard_channels
 from parallel3d.config.run_layout import RunLayout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.kernels import all_reduce, reduce_scatter
-from parallel3d.kernels.peers import WORLD_SIZES
+from parallel3d.kernels.workspace import WORLD_SIZES
 from parallel3d.optim import build_optimizer
 from parallel3d.optim.memory import step_bytes
 from parallel3d.parameters import ParameterInfo
@@ -203,7 +203,7 @@ class MemoryModel:
         if stages > 1 and config.pipeline.peer_copies:
             buffers += pipeline_channels(stages).num_bytes
         if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
-            buffers += slice_channels(layout.slices).num_bytes
+            buffers += shard_channels(layout.slices).num_bytes
         if config.kernels.all_reduce and layout.slices in WORLD_SIZES:
             buffers += all_reduce.staging_bytes()
         if config.kernels.reduce_scatter and layout.zero and replicas in WORLD_SIZES:

@@ -46,7 +46,6 @@ class FakeStream:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(streams, "_driver", lambda: fake)
-    monkeypatch.setattr(streams.CudaMark, "_unused", [])
     return fake
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from streams import CurrentStream, ThreadStream
 
-from parallel3d.comm.obstacles import Obstacle
-from parallel3d.comm.peer import peer_copies
-from parallel3d.comm.peer.buffers import TensorKind
-from parallel3d.comm.peer.peer_copies import PeerCopies, open_peer_copies, pipeline_channels
+from parallel3d.comm.peer.copies import PeerCopies, TensorKind, open_peer_copies, pipeline_channels
+from parallel3d.comm.peer.rings import Channels
+from parallel3d.comm.peer.symmetric import Unavailable
 
 SLOT = 64
 CHANNELS = replace(pipeline_channels(2), slot_bytes=SLOT)
@@ -70,7 +69,7 @@ def test_all_tensors_of_a_message_arrive_in_both_directions() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_copies_where_there_is_one_stage_or_an_obstacle(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    refused = Obstacle("no room", "make some")
-    monkeypatch.setattr(peer_copies, "open_channels", lambda groups, axis, channels, device, noun: refused)
+    refused = Unavailable("no room", "make some")
+    monkeypatch.setattr(Channels, "open", lambda channels, groups, axis, device, noun: refused)
     groups = SimpleNamespace(pipe=SimpleNamespace(size=size), coordinate=lambda axis: 0)
     assert open_peer_copies(cast(Any, groups), torch.device("cpu")) is None

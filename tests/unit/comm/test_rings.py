@@ -11,10 +11,8 @@ import torch
 from streams import ThreadStream
 
 from parallel3d.comm.peer import rings
-from parallel3d.comm.peer.channels import Channels
-from parallel3d.comm.peer.peer_copies import pipeline_channels
-from parallel3d.comm.peer.rings import Arriving, Receiver, Ring, Sender
-from parallel3d.comm.peer.shard_copies import slice_channels
+from parallel3d.comm.peer.copies import pipeline_channels, shard_channels
+from parallel3d.comm.peer.rings import Arriving, Channels, Receiver, Ring, Sender
 
 SLOT = 64
 
@@ -117,12 +115,12 @@ def test_pieces_are_left_in_any_order() -> None:
     got = [torch.full((SLOT,), 255, dtype=torch.uint8) for _ in sent]
     for number, (data, out) in enumerate(zip(sent, got, strict=True)):
         sender.send(data.data_ptr(), SLOT, outgoing.mark(), outgoing)
-        place, taker = receiver.next_place(), takers[number % 2]
-        place.await_piece(taker)
+        slot, taker = receiver.next_slot(), takers[number % 2]
+        slot.wait_until_filled(taker)
         if number % 2:
             taker.pause(1e-3)
-        taker.copy(out.data_ptr(), place.slot, SLOT)
-        place.leave(taker)
+        taker.copy(out.data_ptr(), slot.address, SLOT)
+        slot.release(taker)
     ended = [stream.close() for stream in (outgoing, beside, *takers)]
     assert all(ended), "a stream stands still"
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
@@ -131,7 +129,7 @@ def test_pieces_are_left_in_any_order() -> None:
 @pytest.mark.parametrize("num_slices", range(2, 9))
 def test_every_slot_of_slices_is_aligned_for_products(num_slices: int) -> None:
     """However many: 32 MiB are no multiple of 3."""
-    channels = slice_channels(num_slices)
+    channels = shard_channels(num_slices)
     assert channels.slot_bytes % 256 == 0
     assert 0.99 * 2**25 < num_slices * channels.slot_bytes <= 2**25
 
@@ -143,7 +141,7 @@ def small(channels: Channels) -> Channels:
 @pytest.mark.parametrize(
     ("channels", "pairs"),
     [(small(pipeline_channels(n)), 2 if n == 2 else 2 * n) for n in (2, 3, 4, 7)]
-    + [(small(slice_channels(n)), n * (n - 1)) for n in (2, 3, 4, 8)],
+    + [(small(shard_channels(n)), n * (n - 1)) for n in (2, 3, 4, 8)],
 )
 def test_channels_share_no_byte(channels: Channels, pairs: int) -> None:
     """Every ordered pair of ranks that send to each other has slots and counts of its own."""

@@ -20,21 +20,21 @@ def shared_by(world: int, lengths: list[int]) -> list[SharedWeights]:
     found = []
     for rank in range(world):
         group = SimpleNamespace(size=world, index=rank)
-        calls: Any = SimpleNamespace(group=group, staging=staging, memory=memories[rank])
-        found.append(SharedWeights(calls, lengths))
+        workspace: Any = SimpleNamespace(group=group, staging=staging, memory=memories[rank])
+        found.append(SharedWeights(workspace, lengths))
     return found
 
 
 @given(st.integers(2, 8), st.lists(st.integers(1, 2000), min_size=1, max_size=6))
 def test_buffers_do_not_overlap(world: int, lengths: list[int]) -> None:
     for shared in shared_by(world, lengths):
-        begin = shared.calls.staging[0]
+        begin = shared.workspace.staging[0]
         places = [(shared.address(k, 0) - begin, length) for k, length in enumerate(lengths)]
         taken = sorted(places)
         assert all(start + length <= following for (start, length), (following, _) in pairwise(taken))
-        assert sum(taken[-1]) <= shared.calls.memory.numel()
+        assert sum(taken[-1]) <= shared.workspace.memory.numel()
         assert [shared.memory(k).numel() for k in range(len(lengths))] == lengths
         assert all(
-            shared.memory(k).data_ptr() == shared.address(k, shared.calls.group.index) for k in range(len(lengths))
+            shared.memory(k).data_ptr() == shared.address(k, shared.workspace.group.index) for k in range(len(lengths))
         )
         assert all(shared.address(k, 0) % 512 == begin % 512 for k in range(len(lengths)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_stand_ins import GatheredSums
 from torch import library
 
 from parallel3d.comm.collectives import Group
@@ -14,11 +15,10 @@ from parallel3d.kernels.all_reduce import (
     HALF_BYTES,
     MAX_BLOCKS,
     all_reduce_ref,
-    pieces,
+    calls,
     staging_bytes,
 )
-from parallel3d.kernels.all_reduce_kernel import GatheredSums
-from parallel3d.kernels.peers import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
+from parallel3d.kernels.workspace import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
 
 THREADS = 512
 KIB = 1024
@@ -81,15 +81,15 @@ def test_ranks_sum_over_gloo_with_the_same_bits(run_ranks) -> None:
 
 
 @given(st.integers(1, 5 * HALF_BYTES // 2), st.sampled_from([2, 4]), st.sampled_from(WORLD_SIZES), st.integers(-2, 2))
-def test_pieces_cover_a_message_within_the_staging_buffer(size: int, width: int, world: int, extra: int) -> None:
+def test_calls_cover_a_message_within_the_staging_buffer(size: int, width: int, world: int, extra: int) -> None:
     size = max(1, size + extra)
-    cut = list(pieces(size, width, world, THREADS))
-    assert [piece.start for piece in cut] == [sum(p.size for p in cut[:k]) for k in range(len(cut))]
-    assert sum(piece.size for piece in cut) == size
-    for piece in cut:
-        assert 0 < piece.size * width <= HALF_BYTES
-        assert piece.start * width % 16 == 0, "as aligned as the message"
-        assert 1 <= piece.blocks <= MAX_BLOCKS
+    cut = list(calls(size, width, world, THREADS))
+    assert [call.start for call in cut] == [sum(p.size for p in cut[:k]) for k in range(len(cut))]
+    assert sum(call.size for call in cut) == size
+    for call in cut:
+        assert 0 < call.size * width <= HALF_BYTES
+        assert call.start * width % 16 == 0, "as aligned as the message"
+        assert 1 <= call.blocks <= MAX_BLOCKS
     assert staging_bytes() >= 2 * HALF_BYTES + PAD_BYTES
     assert MAX_BLOCKS <= MOST_BLOCKS
     assert 8 * MOST_BLOCKS * world <= PAD_BYTES
@@ -113,5 +113,5 @@ def test_pieces_cover_a_message_within_the_staging_buffer(size: int, width: int,
 def test_small_messages_are_read_whole_and_large_ones_in_slices(
     num_bytes: int, world: int, two_shot: bool, blocks: int
 ) -> None:
-    (piece,) = pieces(num_bytes // 2, 2, world, THREADS)
-    assert (piece.two_shot, piece.blocks) == (two_shot, blocks)
+    (call,) = calls(num_bytes // 2, 2, world, THREADS)
+    assert (call.two_shot, call.blocks) == (two_shot, blocks)

@@ -12,10 +12,10 @@ import torch
 
 from parallel3d.cli import main
 from parallel3d.cli.doctor import examine
-from parallel3d.comm import obstacles
 from parallel3d.comm.peer import streams, symmetric
 from parallel3d.config import load
 from parallel3d.errors import KernelError
+from parallel3d.kernels import workspace
 
 Host = Callable[..., None]
 ASKED = load({"kernels": {"all_reduce": True}})
@@ -40,10 +40,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda k: "H100")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b) not in unreached)
-        monkeypatch.setattr(symmetric, "is_supported", lambda: symmetric_memory)
+        monkeypatch.setattr(symmetric, "has_symmetric_memory", lambda: symmetric_memory)
         monkeypatch.setattr(streams, "_driver", lambda: ctypes.CDLL("absent.so" if not driver else None))
-        monkeypatch.setattr(obstacles, "load_library", lambda: object() if compiled else None)
-        monkeypatch.setattr(obstacles, "find_nvcc", lambda: nvcc)
+        monkeypatch.setattr(workspace, "load_library", lambda: object() if compiled else None)
+        monkeypatch.setattr(workspace, "find_nvcc", lambda: nvcc)
 
     return make
 
@@ -52,7 +52,7 @@ def told(slices: int, config=ASKED, kernel: str = "all_reduce", replicas: int = 
     """Of a kernel."""
     findings = examine(config, slices, replicas, stages)
     (found,) = [finding for finding in findings if finding.kernel.startswith(f"{kernel} (")]
-    return [f"{obstacle.why} | {obstacle.remedy}" for obstacle in found.obstacles]
+    return [f"{obstacle.reason} | {obstacle.remedy}" for obstacle in found.obstacles]
 
 
 @pytest.mark.parametrize("slices", [2, 4, 8])
@@ -171,7 +171,7 @@ def test_a_library_that_does_not_load_is_told(host: Host, monkeypatch: pytest.Mo
     def fail() -> None:
         raise KernelError("library.so can't be loaded: odd; remove it and run: p3d build-kernels")
 
-    monkeypatch.setattr(obstacles, "load_library", fail)
+    monkeypatch.setattr(workspace, "load_library", fail)
     assert told(2) == ["library.so can't be loaded: odd | remove it and run: p3d build-kernels"]
 
 

@@ -18,9 +18,17 @@ import torch
 from parallel3d.cli import main
 from parallel3d.errors import KernelError
 from parallel3d.kernels import adamw
-from parallel3d.kernels import build as kernel_build
-from parallel3d.kernels.build import build, find_library, find_nvcc, library_name, source_files
-from parallel3d.kernels.loader import FUNCTIONS, check, open_library
+from parallel3d.kernels import library as kernel_library
+from parallel3d.kernels.library import (
+    FUNCTIONS,
+    build,
+    check,
+    find_library,
+    find_nvcc,
+    library_name,
+    open_library,
+    source_files,
+)
 
 ROOT = Path(__file__).parents[3]
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc on this machine")
@@ -46,7 +54,7 @@ def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Non
 
 
 def without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(kernel_library, "find_nvcc", lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +149,7 @@ def test_a_stale_library_is_not_found(cache: Path, tmp_path: Path, monkeypatch: 
     source = tmp_path / "csrc" / "kernel.cu"
     source.parent.mkdir()
     source.write_text("old")
-    monkeypatch.setattr(kernel_build, "source_files", lambda directory=None: [source])
+    monkeypatch.setattr(kernel_library, "source_files", lambda directory=None: [source])
     fake_nvcc(tmp_path, monkeypatch, "echo library > $target")
     path = build()
     assert find_library() == path
@@ -153,7 +161,7 @@ def test_a_stale_library_is_not_found(cache: Path, tmp_path: Path, monkeypatch: 
 def test_several_processes_build_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sees a whole library or none, and nothing else stays behind."""
     fake_nvcc(tmp_path, monkeypatch, "echo half > $target; sleep 0.3; echo whole >> $target")
-    script = "from parallel3d.kernels.build import build; print(build().read_text().split())"
+    script = "from parallel3d.kernels.library import build; print(build().read_text().split())"
     command = [sys.executable, "-c", script]
     with ThreadPoolExecutor(4) as pool:
         runs = [pool.submit(subprocess.run, command, capture_output=True, text=True, timeout=120) for _ in range(3)]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_stand_ins import GatheredReductions
 from torch import library, nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.kernels.adamw import MAX_GROUPS, Part, Settings, adamw_ref, numbers, table
-from parallel3d.kernels.peers import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
-from parallel3d.kernels.reduce_scatter import HALF_BYTES, MAX_BLOCKS, pieces, reduce_scatter_ref, staging_bytes
-from parallel3d.kernels.reduce_scatter_kernel import GatheredReductions
+from parallel3d.kernels.reduce_scatter import HALF_BYTES, MAX_BLOCKS, calls, reduce_scatter_ref, staging_bytes
+from parallel3d.kernels.workspace import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
 from parallel3d.zero.fused_adamw import optimizer_obstacle
 
 THREADS = 512
@@ -47,16 +47,16 @@ def test_the_operator_keeps_torchs_rules() -> None:
 @given(
     st.integers(1, HALF_BYTES), st.sampled_from([2, 4]), st.sampled_from(WORLD_SIZES), st.sampled_from([HALF_BYTES, 0])
 )
-def test_pieces_cover_a_shard_within_the_staging_buffer(size: int, width: int, world: int, extra: int) -> None:
+def test_calls_cover_a_shard_within_the_staging_buffer(size: int, width: int, world: int, extra: int) -> None:
     size += extra
-    cut = pieces(size, width, world, THREADS)
-    assert [piece.start for piece in cut] == [sum(p.size for p in cut[:k]) for k in range(len(cut))]
-    assert sum(piece.size for piece in cut) == size
-    for piece in cut:
+    cut = calls(size, width, world, THREADS)
+    assert [call.start for call in cut] == [sum(p.size for p in cut[:k]) for k in range(len(cut))]
+    assert sum(call.size for call in cut) == size
+    for call in cut:
         # What every rank gets from each, in whole vectors.
-        assert world * -(-piece.size * width // 16) * 16 <= HALF_BYTES
-        assert piece.start * width % 16 == 0, "as aligned as the shard"
-        assert 1 <= piece.blocks <= MAX_BLOCKS <= MOST_BLOCKS
+        assert world * -(-call.size * width // 16) * 16 <= HALF_BYTES
+        assert call.start * width % 16 == 0, "as aligned as the shard"
+        assert 1 <= call.blocks <= MAX_BLOCKS <= MOST_BLOCKS
     assert staging_bytes() == 2 * HALF_BYTES + PAD_BYTES
 
 

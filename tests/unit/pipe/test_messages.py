@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from parallel3d.comm.peer.buffers import TensorKind
+from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.errors import CommunicationError
 from parallel3d.pipe.batch import signature
 from parallel3d.pipe.messages import Messages
