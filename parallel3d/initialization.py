@@ -18,7 +18,8 @@ from parallel3d.deepspeed.arguments import find_config, known_values
 from parallel3d.errors import ConfigError
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.data import RepeatingLoader, make_loader
-from parallel3d.pipe.module import PipelineModule, SingleStageModule
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.single_stage import SingleStageModule
 
 # Parameters, or parameter groups of torch's optimizers: mappings {"params": [...], "lr": ...}.
 Parameters = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
@@ -123,7 +124,7 @@ def _check_module(model: PipelineModule, config: Config) -> None:
     what, remedy = "the PipelineModule was built with", "pass the same config= to PipelineModule"
     if isinstance(model, SingleStageModule):
         what, remedy = (
-            f"the model is a {type(model.model).__name__}, for which it is",
+            f"the model is a {_wrapped_name(model)}, for which it is",
             "build a PipelineModule of its layers",
         )
     for key, (wanted, built) in pairs.items():
@@ -136,12 +137,16 @@ def _check_module(model: PipelineModule, config: Config) -> None:
         )
 
 
+def _wrapped_name(model: SingleStageModule) -> str:
+    return type(model.layers["0"]).__name__
+
+
 def _check_tensor_parallel(model: PipelineModule, config: Config) -> None:
     wanted, built, own = config.tensor_parallel, model.groups.model.size, model.settings
     if wanted.size not in (None, built) or wanted.sequence_parallel != own.sequence_parallel:
         if isinstance(model, SingleStageModule):
             raise ConfigError(
-                f"tensor_parallel asks for size {wanted.size}, but the model is a {type(model.model).__name__}, which is whole "
+                f"tensor_parallel asks for size {wanted.size}, but the model is a {_wrapped_name(model)}, which is whole "
                 "on every rank; build a PipelineModule of tensor-parallel layers, as parallelize makes them, or drop the key"
             )
         raise ConfigError(

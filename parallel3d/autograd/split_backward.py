@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from parallel3d.autograd.sink import GradientSink, Product, RowSum, Scatter
+from parallel3d.autograd.recipes import Product, RowSum, Scatter
+from parallel3d.autograd.sink import GradientSink
 from parallel3d.fake_device import on_cuda
 
 # Several products of one shape, to be added: left: [..., k], right: [k, n], each with a k of its own.

@@ -31,8 +31,9 @@ from parallel3d.kernels.all_reduce import open_tensor_parallel
 from parallel3d.monitor.steps import StepMonitor
 from parallel3d.optim.precision import make_precision
 from parallel3d.pipe.executor import no_record
-from parallel3d.pipe.module import PipelineModule, SingleStageModule
+from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.numerics import NumericsCheck
+from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.rng import same_stream
 from parallel3d.schedule.plan import Plan
 
@@ -63,7 +64,7 @@ class Engine:
         data_iterator: Iterator[Any] | None = None,
         transport: Transport | None = None,
     ):
-        self.module: nn.Module = model.model if isinstance(model, SingleStageModule) else model
+        self.module: nn.Module = model.layers["0"] if isinstance(model, SingleStageModule) else model
         self.config, self.optimizer, self.lr_scheduler = config, optimizer, lr_scheduler
         self._model, self._groups = model, model.groups
         self.progress = progress = StepProgress()

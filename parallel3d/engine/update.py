@@ -58,6 +58,13 @@ def countable(count: Tensor) -> Tensor:
     return count.clamp(min=torch.finfo(torch.float64).tiny)
 
 
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast the weights to a half precision; not by `to`, which would drop the imaginary part of complex buffers."""
+    if dtype is not None:
+        cast = model.half if dtype is torch.float16 else model.bfloat16
+        cast()
+
+
 class WeightUpdate:
     """This rank's part of the model's gradients, masters and optimizer: flat buckets, into which the parameters move.
 
@@ -96,10 +103,7 @@ class WeightUpdate:
             on_launch=on_launch,
             on_value=on_value,
         )
-        if precision.weights is not None:
-            # Not `to`, which would drop the imaginary part of complex buffers.
-            cast = model.half if precision.weights is torch.float16 else model.bfloat16
-            cast()
+        _cast(model, precision.weights)
         self.sharded = ShardedOptimizer(
             optimizer,
             self.reducer.all_buckets(),
@@ -116,7 +120,7 @@ class WeightUpdate:
         self._checks_overflow = precision.checks_overflow
         self.before_step: Callable[[], None] = lambda: None
         self.grad_norm: Tensor | None = None
-        # Of the losses that the last batch averages over, as a share of the weights that its gradients had.
+        # What the last batch's loss functions have counted, relative to the weights of its gradients.
         self._count = torch.ones((), dtype=torch.float64, device=model.device)
         self._counted = False
         self.skipped_steps = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
@@ -21,7 +21,7 @@ from parallel3d.errors import DataError, PartitionError
 from parallel3d.layer_choice import LayerChoice, choice_rule
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
-from parallel3d.pipe.settings import resolve_settings
+from parallel3d.pipe.settings import BuildSettings, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import (
     TieIndex,
@@ -115,25 +115,33 @@ class PipelineModule(nn.Module):
             placement=placement,
             num_layers=len(layers),
         )
-        self.settings, self.dynamic_shape = settings, dynamic_shape
-        self.num_stages = settings.num_stages
-        self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)
-        self.groups = ProcessGroups(settings.topology)
-        self.device = local_device()
-        self.stage_id = self.groups.coordinate("pipe")
-        self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
-        self._own_checkpoint_func = activation_checkpoint_func
+        self._join(settings)
+        self.dynamic_shape, self._own_checkpoint_func = dynamic_shape, activation_checkpoint_func
         self.use_checkpointer(Checkpointer())
-        context = BuildContext(self.groups, self.device, settings.sequence_parallel, settings.layout_independent)
-        self.loss_fn = loss_fn.build(context) if isinstance(loss_fn, LayerSpec) else loss_fn
-        _refuse_trained_loss(self.loss_fn)
         self._seed_fn = seed_fn if settings.seed_layers else None
         self.layer_names = [layer_name(layer) for layer in layers]
+        context = BuildContext(self.groups, self.device, settings.sequence_parallel, settings.layout_independent)
+        self.loss_fn = _build_loss(loss_fn, context)
         recomputes = choice_rule(settings.checkpointable_layers, self.layer_names, "checkpointable_layers")
         seed = base_seed if settings.seed_layers else torch.initial_seed() % 2**62
         with seeded(seed, self.device):
             sample = make_sample(sample_input, sample_labels, loss_fn, config)
             self.partition = LayerSplitter(layers, settings, self.placement, context, sample, recomputes).split(config)
+        self._place(layers, seed, context, recomputes)
+
+    def _join(self, settings: BuildSettings) -> None:
+        """Join the process groups of the layout, and find out which chunks are this rank's."""
+        self.settings, self.num_stages = settings, settings.num_stages
+        self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)
+        self.groups = ProcessGroups(settings.topology)
+        self.device = local_device()
+        self.stage_id = self.groups.coordinate("pipe")
+        self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
+
+    def _place(
+        self, layers: Sequence[Layer], seed: int, context: BuildContext, recomputes: Callable[[int, Any], bool]
+    ) -> None:
+        """Build this rank's layers on its device, with the same bits on all ranks that hold a copy."""
         if get_rank() == 0 and len(self.placement) > 1:
             print(self.partition_table(), flush=True)
         self._build_layers(layers, seed, context, recomputes)
@@ -340,52 +348,12 @@ class PipelineModule(nn.Module):
         return x
 
 
-class SingleStageModule(PipelineModule):
-    """Any nn.Module as a pipeline of one stage with one layer: whole on every rank, over which the world is data parallel.
-
-    A micro-batch is the module's input: a mapping is passed as keywords, a tuple or list as arguments, anything else as the
-    one argument. The module's result is the loss or contains it: as `.loss`, under "loss", or first in a tuple or list.
-    Parameters keep the names that the module gives them.
-    """
-
-    def __init__(self, model: nn.Module):
-        super().__init__([model], num_stages=1, loss_fn=_loss_of)
-
-    @property
-    def model(self) -> nn.Module:
-        """The wrapped module."""
-        return self.layers["0"]
-
-    def pair(self, micro_batch: Any) -> tuple[Any, Any]:
-        """Return the whole micro-batch as inputs. A mapping becomes a dict: the tensors of other classes would be hidden."""
-        return dict(micro_batch) if isinstance(micro_batch, Mapping) else micro_batch, None
-
-    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
-        """Run the module on a micro-batch."""
-        self.wait_for_weights(self)
-        enter(0)
-        if isinstance(x, Mapping):
-            return self.model(**x)
-        return self.model(*x) if isinstance(x, (tuple, list)) else self.model(x)
-
-    def global_name(self, layer: int, name: str) -> str:
-        """Return the module's own name of the parameter."""
-        return name
-
-
-def _loss_of(outputs: Any, _: Any) -> Tensor:
-    loss = getattr(outputs, "loss", None)
-    if loss is None and isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    if loss is None and isinstance(outputs, (tuple, list)) and outputs:
-        loss = outputs[0]
-    loss = outputs if loss is None else loss
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"the module returned {type(outputs).__name__} without a loss; let its forward return the loss (or .loss, "
-            '"loss", or a tuple that begins with it), or use engine(...), engine.backward(loss) and engine.step()'
-        )
-    return loss
+def _build_loss(
+    loss_fn: Callable[[Any, Any], Any] | LayerSpec | None, context: BuildContext
+) -> Callable[[Any, Any], Any] | None:
+    built = loss_fn.build(context) if isinstance(loss_fn, LayerSpec) else loss_fn
+    _refuse_trained_loss(built)
+    return built
 
 
 def _refuse_trained_loss(loss_fn: object) -> None:

@@ -1,8 +1,11 @@
 """Rules of the package's structure that import-linter can't express."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 import parallel3d
 
@@ -37,3 +40,73 @@ def test_modules_of_tests_have_names_of_their_own():
     """They are imported by them, from whatever folder they are in."""
     times = Counter(path.name for path in Path(__file__).parents[1].rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in times.items() if count > 1] == []
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def _classes() -> dict[str, tuple[Path, ast.ClassDef]]:
+    """Every class of the package, by its name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = (path.relative_to(PACKAGE), node)
+    return found
+
+
+def _public_methods(name: str, classes: dict[str, tuple[Path, ast.ClassDef]]) -> set[str]:
+    """Public methods and properties of a class, those inherited from the package included."""
+    if name not in classes:
+        return set()
+    _, node = classes[name]
+    own = {m.name for m in node.body if isinstance(m, ast.FunctionDef) and not m.name.startswith("_")}
+    # A dotted base is another package's.
+    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    return own.union(*(_public_methods(base, classes) for base in bases))
+
+
+def test_no_class_has_more_than_15_public_methods():
+    classes = _classes()
+    counted = {
+        name: len(_public_methods(name, classes)) for name, (path, _) in classes.items() if path.parts[0] != "deepspeed"
+    }
+    assert {name: count for name, count in counted.items() if count > 15} == {}
+
+
+def test_only_the_instructions_name_rules_of_dependence():
+    """Elsewhere `depends_on` and `matches` are called, not written."""
+    named = ("depends_on", "matches")
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "instructions.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                assert not (isinstance(node, ast.FunctionDef) and node.name in named), path
+
+
+def test_links_of_the_architecture_page_lead_to_what_they_name():
+    """[text](path#Class.method): the file defines it."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 40
+    for link in links:
+        name, _, symbol = link.partition("#")
+        path = (DOCS / name).resolve()
+        assert path.exists(), link
+        if symbol:
+            scope: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
+            for part in symbol.split("."):
+                inside = [n for n in ast.iter_child_nodes(scope) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+                scope = next((n for n in inside if n.name == part), None) or pytest.fail(f"{link}: no {part}")
+
+
+def test_readme_gives_the_reading_order():
+    assert "docs/architecture.md" in (DOCS.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_functions_and_files_are_short():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 50, f"{path}: {node.name}"

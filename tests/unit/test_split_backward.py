@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.autograd.sink import GradientSink, Product, Value
+from parallel3d.autograd.recipes import Product, Value
+from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.errors import ExecutionError
 

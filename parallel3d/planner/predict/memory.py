@@ -160,14 +160,11 @@ class MemoryModel:
         update = 0 if self._steps_by_kernel else state.state.update
         step = {"update": update, "workspace": state.step, **kept}
         base = sum(steady.values())
-        phases = {
-            "steady": base,
-            "backward": base + sum(backward.values()),
-            "step": base + sum(step.values()),
-            "save": base + sum(kept.values()),  # tensors go to the host as they are
-        }
+        # A save copies tensors to the host as they are.
+        extra = {"steady": {}, "backward": backward, "step": step, "save": kept}
+        phases = {phase: base + sum(parts.values()) for phase, parts in extra.items()}
         most = max(phases, key=lambda phase: phases[phase])
-        parts = {**steady, **{"backward": backward, "step": step, "save": kept}.get(most, {})}
+        parts = {**steady, **extra[most]}
         allocated = phases[most]
         gaps, outside = (round(allocated * _GAPS), self._outside(layout) + shared) if on_cuda else (0, 0)
         return StageMemory(

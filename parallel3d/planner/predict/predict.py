@@ -46,7 +46,7 @@ from parallel3d.planner.predict.program import (
     untimed_flight,
     with_collectives,
 )
-from parallel3d.planner.predict.timing import Floats, LayoutLinks, Shape, Times, chunk_times, layer_times
+from parallel3d.planner.predict.timing import Floats, LayoutLinks, Shape, StepCost, Times, chunk_times, layer_times
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
@@ -149,13 +149,14 @@ class Predictor:
         bounds: Sequence[int] | None = None,
         compute: Program | None = None,
     ) -> Outlook:
-        """Of a layout of which nothing is left open.
+        """Predict one step of a fully specified layout.
 
-        exactly: with all gradient buckets, and micro-batches as large as they are; whole: with more micro-batches, all of them
-        in most cases; bounds: of a split that is made already; compute: the schedule, where that isn't one of a name.
+        exactly: with all gradient buckets, and with micro-batches of their real size.
+        whole: simulate more micro-batches, in most cases all of them.
+        bounds: the stages' layers, if they are split already.
+        compute: the schedule, if it isn't a named one.
         """
         links, layers = self.links(layout, places, exactly), self.layers(layout if exactly else one_sample(layout))
-        assert layout.micro_batches is not None
         placement, bounds, times = self._chunks(layout, links, exactly, bounds)
         policy = self.policy(layout)
         stages = self._stage_parameters(layout, bounds, placement)
@@ -173,6 +174,19 @@ class Predictor:
         else:
             timed = compute.num_micro_batches
             simulation = Simulation(with_collectives(lower(compute), layout, buckets, policy))
+        cost, seconds = self._timed(layout, simulation, cost, placement, timed)
+        optimizer = self._optimizer_seconds(stages, policy, links, exactly)
+        total, reduced = seconds + optimizer + self.calibration.fixed.value, reductions(layout, buckets, policy)
+        return Outlook(
+            layout, bounds, links, simulation, cost, timed, exactly, seconds, optimizer, total, reduced, beside
+        )
+
+    def _timed(
+        self, layout: RunLayout, simulation: Simulation, cost: StepCost, placement: Sequence[int], timed: int
+    ) -> tuple[StepCost, float]:
+        """(the costs at the clock of a device that has computed and idled so long, the pipeline's seconds)."""
+        assert layout.micro_batches is not None
+        times = cost.times
         untimed = layout.micro_batches - timed
         seconds = makespan(simulation.length(cost.cost(), cost.host()), times, placement, untimed)
         if self.calibration.idle.value > 0:
@@ -180,21 +194,7 @@ class Predictor:
             times = times.scaled(np.full(times.exchanges.shape, self.cooled(seconds, computing) / seconds))
             cost = replace(cost, times=times)
             seconds = makespan(simulation.length(cost.cost(), cost.host()), times, placement, untimed)
-        optimizer = self._optimizer_seconds(stages, policy, links, exactly)
-        return Outlook(
-            layout,
-            bounds,
-            links,
-            simulation,
-            cost,
-            timed,
-            exactly,
-            seconds,
-            optimizer,
-            seconds + optimizer + self.calibration.fixed.value,
-            reductions(layout, buckets, policy),
-            beside,
-        )
+        return cost, seconds
 
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
         """What devices that compute for so many of these seconds, and idle for the others, take (see Calibration.idle)."""
