@@ -1,4 +1,4 @@
-"""The engine with the names that DeepSpeed's engine has besides."""
+"""Engine with the other methods and attributes of DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -17,31 +17,28 @@ from parallel3d.pipe.data import RepeatingLoader
 
 
 class DeepSpeedEngine(Engine):
-    """The engine that `initialize` returns.
+    """The engine that `initialize` returns, with DeepSpeed's accessors of configuration, ranks and progress."""
 
-    Over Engine it has DeepSpeed's accessors: what is configured, where this rank is, how far the training is.
-    """
-
-    # What is configured
+    # Configuration
 
     def train_batch_size(self) -> int:
-        """Samples of one step, over all replicas."""
+        """Return the number of samples of one step, over all replicas."""
         return self.data.sizes.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one micro-batch of one replica."""
+        """Return the number of samples of one micro-batch of one replica."""
         return self.data.sizes.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one step of one replica."""
+        """Return the number of micro-batches of one step of one replica."""
         return self.data.sizes.num_micro_batches
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
+        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of samples a step, by another number of micro-batches, from the next step on.
+        """Change the number of samples of a step, by the number of micro-batches, from the next step on.
 
         Raises ConfigError when micro-batches of all replicas don't add up to it, and between the micro-batches of a step.
         """
@@ -49,54 +46,54 @@ class DeepSpeedEngine(Engine):
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from `iterator` when train_batch gets none."""
-        self.data.iterator = iterator
+        self.data.use_iterator(iterator)
 
     def set_dataloader(self, loader: Any) -> None:
-        """Take micro-batches from `loader`, over and over, when train_batch gets no iterator."""
-        self.data.iterator = RepeatingLoader(loader)
+        """Take micro-batches from `loader`, repeatedly, when train_batch gets no iterator."""
+        self.data.use_iterator(RepeatingLoader(loader))
 
     def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
-        """Make (inputs, labels) by function(what an iterator yields)."""
-        self.data.loader.batch_fn = function
+        """Make (inputs, labels) by function(item) from each item that an iterator yields."""
+        self.data.loader.use_batch_fn(function)
 
     def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0 without a limit."""
+        """Return the maximum gradient norm; 0 for no limit."""
         return self.config.gradient_clipping
 
     def zero_optimization(self) -> bool:
-        """Whether optimizer state is partitioned."""
+        """Return whether optimizer state is partitioned."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """0, 1 or 2: what runs (stage 3 runs as 2)."""
+        """Return the ZeRO stage that runs: 0, 1 or 2 (stage 3 runs as 2)."""
         return self.update.policy.stage
 
     def fp16_enabled(self) -> bool:
-        """Whether the weights are float16."""
+        """Return whether the weights are float16."""
         return self.update.policy.weight_dtype is torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the weights are bfloat16."""
+        """Return whether the weights are bfloat16."""
         return self.update.policy.weight_dtype is torch.bfloat16
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts."""
+        """Return whether the loss scale adapts."""
         return self.update.scaler is not None and self.update.scaler.dynamic
 
     def steps_per_print(self) -> int | None:
-        """Steps between two printed lines; None to print nothing."""
+        """Return the number of steps between two printed lines; None if nothing is printed."""
         return self.config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether the printed lines say where the time went; `reports.time_breakdown` returns it."""
+        """Return whether the printed lines have the parts of the step's time; see `reports.time_breakdown`."""
         return self.config.wall_clock_breakdown
 
     def optimizer_name(self) -> str | None:
-        """The configuration's name of the optimizer, None where it names none."""
+        """Return the configuration's name of the optimizer; None without one."""
         return self.config.optimizer.type if self.config.optimizer is not None else None
 
     def scheduler_name(self) -> str | None:
-        """The configuration's name of the learning-rate schedule, None where it names none."""
+        """Return the configuration's name of the learning-rate schedule; None without one."""
         return self.config.scheduler.type if self.config.scheduler is not None else None
 
     @property
@@ -104,31 +101,31 @@ class DeepSpeedEngine(Engine):
         """Whether layers are compiled."""
         return self.compilation.is_compiled
 
-    # Where this rank is
+    # Ranks
 
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the first chunk, and so needs inputs."""
+        """Return whether this rank holds the first chunk, and so needs inputs."""
         return self._model.placement[0] == self._model.stage_id
 
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last chunk, and so needs labels and has the loss and the logits."""
+        """Return whether this rank holds the last chunk, and so needs labels and has the loss and the logits."""
         return self._model.placement[-1] == self._model.stage_id
 
     def get_pipeline_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self._groups.coordinate("pipe")
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's data-parallel rank."""
+        """Return this rank's data-parallel rank."""
         return self._groups.coordinate("data")
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's tensor-parallel rank."""
+        """Return this rank's tensor-parallel rank."""
         return self._groups.coordinate("model")
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """The process groups of this rank, by DeepSpeed's names."""
+        """Process groups of this rank, with DeepSpeed's names."""
         return PipelineParallelGrid(self._groups)
 
     @property
@@ -148,7 +145,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def mp_world_size(self) -> int:
-        """Number of tensor-parallel ranks of a layer."""
+        """Number of tensor-parallel ranks."""
         return self._groups.model.size
 
     @property
@@ -163,73 +160,73 @@ class DeepSpeedEngine(Engine):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self._model.device
 
-    # How far the training is
+    # Progress
 
     @property
     def global_steps(self) -> int:
-        """Steps so far, skipped ones included."""
+        """Number of steps so far, skipped ones included."""
         return self.progress.global_steps
 
     @global_steps.setter
     def global_steps(self, steps: int) -> None:
-        self.progress.global_steps = steps
+        self.progress.load_state_dict({"global_steps": steps})
 
     @property
     def global_samples(self) -> int:
-        """Samples trained on so far, over all replicas."""
+        """Number of samples trained on so far, over all replicas."""
         return self.progress.global_samples
 
     @global_samples.setter
     def global_samples(self, samples: int) -> None:
-        self.progress.global_samples = samples
+        self.progress.load_state_dict({"global_samples": samples})
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step` so far, one a micro-batch."""
+        """Number of calls of `step` so far, one for each micro-batch."""
         return self.progress.micro_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that overflowed, so that no weight changed."""
+        """Number of steps skipped because gradients overflowed."""
         return self.update.skipped_steps
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` or train_batch changed the weights: not between boundaries, nor if it was skipped."""
+        """Return whether the last `step` or train_batch changed the weights: not between boundaries, nor if it was skipped."""
         return self.progress.applied
 
     def get_global_grad_norm(self) -> Tensor | None:
-        """2-norm of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all."""
+        """Return the 2-norm of the whole model's gradient in the last step, before clipping: a scalar on the device."""
         return self.update.grad_norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or betas, of each parameter group."""
+        """Return the momentum, or betas, of each parameter group."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def loss_scale(self) -> float:
-        """The factor of losses in the step under way; 1 without scaling."""
+        """Return the factor of losses in the current step; 1 without scaling."""
         return self.update.loss_scale
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the micro-batches to come end a step, instead of counting gradient_accumulation_steps."""
-        self.progress.boundary = is_boundary
+        self.progress.set_boundary(is_boundary)
 
     def zero_grad(self) -> None:
-        """Drop the gradients since the last step; after a step there is nothing to drop."""
+        """Drop the gradients added since the last step."""
         self.progress.forget()
 
     def save_16bit_model(
         self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Save the weights that the layers compute with, in their dtype, as one safetensors file; True when it is saved.
+        """Save the weights that the layers compute with, in their dtype, as one safetensors file; return True.
 
-        The tensors have the model's own names. Collective; raises CheckpointError on all ranks, also for a filename of a
-        pickle, such as DeepSpeed's "pytorch_model.bin".
+        The tensors have the names that the model gives them. Collective. Raises CheckpointError on all ranks, also for a
+        filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
         """
         return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)

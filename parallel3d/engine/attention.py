@@ -1,4 +1,4 @@
-"""Which of PyTorch's kernels compute attention: those asked for, in their order, as far as the device has them."""
+"""Choice of the PyTorch kernels that compute attention."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _CAPABILITIES = {"cudnn": (8, 0), "flash": (8, 0), "efficient": (5, 0)}
 
 
 def attention_context(names: Sequence[str] | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes contexts in which scaled_dot_product_attention tries these backends alone, on CUDA in this order; None: any.
+    """Return a function that makes contexts in which scaled_dot_product_attention uses only these backends.
 
-    Forwards run inside, and with them whatever recomputes them; the backward of an attention is that of the kernel which ran.
-    A layer that is compiled inside keeps what it was compiled with. Raises ConfigError where the device has none of them.
+    On CUDA they are tried in this order; None allows all. Run forwards and their recomputations inside; the backward is that
+    of the kernel that ran. A layer compiled inside keeps the kernel that it was compiled with. Raises ConfigError where the
+    device has none of the backends.
     """
     if names is None:
         return nullcontext
@@ -42,7 +43,7 @@ def attention_context(names: Sequence[str] | None, device: torch.device) -> Call
 
 
 def missing(name: str, device: torch.device) -> str | None:
-    """Why a device of this kind has no such kernel for any input; None where it has one."""
+    """Return why this device has no such kernel for any input; None where it has one."""
     if name == "math":
         return None
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Engine methods that are watched: they note what the process does, and attribute their exceptions to a rank."""
+"""Decorators of engine methods: they record the activity of the process, and attribute exceptions to a rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class _Watched(_HasGroups, Protocol):
 G = TypeVar("G", bound=_HasGroups)
 E = TypeVar("E", bound=_Watched)
 
-# Where an exception on one rank leaves the others waiting. Before, all agree on it; in single calls the script may recover.
+# Phases in which an exception on one rank leaves the others waiting. Earlier phases agree on errors; after a call by the
+# script, the script may recover.
 _TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP})
 
 
 def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Callable[Concatenate[E, P], R]]:
     """Decorate an engine method that begins with `phase`: its exceptions are attributed, see Attribution.failed.
 
-    The activity at the time of an exception stays noted, for a script that doesn't catch it.
+    The activity recorded at an exception is kept, for scripts that don't catch it.
     """
 
     def decorate(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
@@ -43,7 +44,7 @@ def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Calla
             activity = self._groups.activity
             activity.note(None)
             activity.enter(phase)
-            if phase is not Phase.CALL:  # in calls, engine.eval() says it
+            if phase is not Phase.CALL:  # for calls, engine.eval() sets it
                 activity.slots[EVALUATES] = phase is Phase.EVALUATING
             try:
                 result = method(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""A step as the script's own calls: forward and backward of each micro-batch, then step."""
+"""Steps by the script's own calls: forward and backward of each micro-batch, then step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel3d.schedule.instructions import Instruction, Op
 
 
 def check_metrics(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError, before a step changes anything, if the schedule's own step will lack its metric."""
+    """Raise ConfigError, before a step changes anything, if the learning-rate schedule needs a metric that is not given."""
     if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs:
         raise ConfigError(
             "ReduceLROnPlateau steps on a metric, which only engine.step({'metrics': ...}) can give it: call that after "
@@ -32,8 +32,8 @@ def check_metrics(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
 class StepByCalls:
     """Runs the micro-batches of a step one by one, as the script calls them.
 
-    module: what forward calls: the model, or the module that it wraps.
-    on_loss: called with the loss of each micro-batch, if given.
+    - module: called by forward: the model itself, or the module that it wraps.
+    - on_loss: called with the loss of each micro-batch, if given.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class StepByCalls:
         """
         if len(self._model.placement) > 1:
             raise ConfigError(
-                f"the model is cut into {len(self._model.placement)} chunks, which run by engine.train_batch(data_iter) and "
-                "engine.eval_batch(data_iter) alone; use these, or one stage of one chunk for engine(...)"
+                f"the model is cut into {len(self._model.placement)} chunks, which only engine.train_batch(data_iter) and "
+                "engine.eval_batch(data_iter) can run; use these, or build one stage of one chunk for engine(...)"
             )
         self._model.wait_for_weights(self._model)
         args, kwargs = self._precision.cast((args, kwargs))
@@ -74,7 +74,7 @@ class StepByCalls:
     def backward(self, loss: Any, weight: float, last: bool, retain_graph: bool = False) -> None:
         """Add the gradients of `loss` times `weight`; reduce them now if it is the step's last, or in every micro-batch.
 
-        After an exception the step begins anew: which of its gradients were added is unknown.
+        After an exception the step starts over: it is unknown which of its gradients were added.
         """
         progress = self._progress
         try:
@@ -84,33 +84,30 @@ class StepByCalls:
         if self._on_loss is not None:
             self._on_loss(total)
         if not progress.losses:
-            progress.reduced = False
             self._update.reducer.start_step()
-        reduces = self._reduces(last)
         seed = loss_gradient(total, weight * self._update.loss_scale)
+        reduces = self._reduces(last)
         try:
             with self._recording(Op.BACKWARD), self._update.reducer.backward(reduces):
                 torch.autograd.backward(total, seed, retain_graph=retain_graph)
         except BaseException:
             progress.restart()
             raise
-        progress.losses.append(total.detach().double() * weight)
-        if count is not None:
-            progress.counts.append(count * weight)
+        progress.add(total.detach().double() * weight, None if count is None else count * weight)
 
     def _reduces(self, last: bool) -> list[Instruction]:
         every_time = self._update.policy.reduce_per_micro_batch
         if not self._synchronizes and every_time:
             raise ConfigError(
-                "no_sync holds gradients back, but they are reduced in every micro-batch and never held whole; set "
-                "zero_optimization.reduce_per_micro_batch to false, or leave no_sync out"
+                "no_sync delays the reduction of gradients, but they are reduced in every micro-batch and never kept whole; "
+                "set zero_optimization.reduce_per_micro_batch to false, or leave no_sync out"
             )
         if self._progress.reduced and not every_time:
             raise ExecutionError(
                 "engine.backward: the gradients of this step are already summed over the replicas, and would be summed once "
                 "more; give one call the sum of a micro-batch's losses, or run all but the step's last inside engine.no_sync()"
             )
-        self._progress.reduced = self._synchronizes and (last or every_time)
+        self._progress.set_reduced(self._synchronizes and (last or every_time))
         if not self._progress.reduced:
             return []
         num_buckets = len(self._update.reducer.buckets.get((0,), ()))
@@ -132,7 +129,7 @@ class StepByCalls:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add to this rank's gradients and reduce nothing."""
+        """Inside, backwards add to this rank's gradients and reduce nothing."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield

@@ -20,10 +20,10 @@ from parallel3d.pipe.module import PipelineModule
 
 
 class CheckpointLoader:
-    """Loads one checkpoint: `prepare` finds out what to read, `read` changes what the rank holds.
+    """Loads one checkpoint: `prepare` checks it and lists the tensors to read, `read` changes the rank's state.
 
-    state: what is common to all ranks.
-    generators, data, replica: this rank's own.
+    - state: the state common to all ranks.
+    - generators, data, replica: this rank's own state.
     """
 
     state: Json
@@ -37,7 +37,7 @@ class CheckpointLoader:
         self.optimizer: OptimizerTarget | None = None
 
     def prepare(self, with_optimizer: bool, rank: int) -> Json:
-        """Find out what to read, and read all but the model and the optimizer."""
+        """List the tensors to read, and read everything but the model and the optimizer."""
         try:
             self.reader = Reader(self._path)
             self._model.wait_for_weights(self._model)
@@ -58,7 +58,7 @@ class CheckpointLoader:
     def _read_own_state(self, ranks: list[Json], rank: int) -> None:
         """Read the states of this rank's generators, of its data and of its replica."""
         same = self.state["layout"] == layout_of(self._model)
-        # In a world of another size there may be no rank of that number. Rank 0 reads the first inputs in any layout.
+        # A world of another size may not have this rank. Rank 0 reads the first inputs in any layout.
         self.generators = decode(ranks[rank % len(ranks)]["generators"], self.reader.read)
         self.data = decode(ranks[rank if same else 0]["data"], self.reader.read)
         self.replica = decode(ranks[rank]["replica"], self.reader.read) if same else {}

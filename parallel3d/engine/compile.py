@@ -1,8 +1,8 @@
-"""torch.compile of layers, each by itself.
+"""torch.compile, applied to each layer separately.
 
-The graph breaks at every linear whose weight gradient the sink takes (split_backward.py): compiled is what lies between,
-so that the gradients of a BACKWARD_INPUT and of its BACKWARD_WEIGHT stay apart, and weight gradients go straight into
-their accumulators.
+The graph breaks at every linear whose weight gradient goes through the gradient sink (split_backward.py); the operators
+between are compiled. So BACKWARD_INPUT and BACKWARD_WEIGHT can run apart, and weight gradients are added directly to their
+accumulators.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from parallel3d.pipe.module import PipelineModule
 
 
 class Compilation:
-    """The compiled layers of this rank, and where their graphs break.
+    """Compiles the layers of this rank, and reports where their graphs break.
 
-    num_layers: compiled so far; 0 before `compile`.
+    num_layers: the number of compiled layers.
     """
 
     def __init__(self, model: PipelineModule, config: CompileConfig):
@@ -38,7 +38,7 @@ class Compilation:
         self.is_compiled = False
 
     def compile(self, changes: Mapping[str, Any]) -> None:
-        """Compile this rank's layers in place, but for bare linears and embeddings, and the loss; see Engine.compile.
+        """Compile the loss, and this rank's layers in place, except bare linears and embeddings; see Engine.compile.
 
         changes: arguments of torch.compile that replace the configuration's. Raises ConfigError for a backend or mode that
         torch.compile doesn't have.
@@ -50,13 +50,13 @@ class Compilation:
         try:
             torch.compile(lambda x: x, **options)
         except Exception as error:
-            raise ConfigError(f"compile: torch.compile takes no {options}: {error}") from error
+            raise ConfigError(f"compile: torch.compile does not accept {options}: {error}") from error
         for place, module in model.called_modules():
             if chosen(place, module) and not is_split(module):
                 module.compile(**options)
                 self.num_layers += 1
-        if model.loss_fn is not None and config.layers is None:
-            model.loss_fn = _compiled_loss(model.loss_fn, model.groups.model.size, options)
+        if config.layers is None:
+            model.wrap_loss(lambda loss_fn: _compiled_loss(loss_fn, model.groups.model.size, options))
         self._seen = _graph_breaks()
         self.is_compiled = self._reports = True
 
@@ -85,17 +85,17 @@ class Compilation:
         return others
 
 
-def _compiled_loss(loss_fn: Callable[..., Any], num_slices: int, options: Mapping[str, Any]) -> Callable[..., Any]:
+def _compiled_loss(loss_fn: Callable[..., Any], tensor_size: int, options: Mapping[str, Any]) -> Callable[..., Any]:
     compiled = getattr(loss_fn, "compiled", None)
     if not callable(compiled):
-        return torch.compile(loss_fn, **options) if num_slices == 1 else loss_fn
-    # Without the mode: CUDA graphs would overwrite what one call keeps for its backward in the next call.
+        return torch.compile(loss_fn, **options) if tensor_size == 1 else loss_fn
+    # Without the mode: with CUDA graphs, the next call would overwrite tensors saved for the backward of this one.
     result: Callable[..., Any] = compiled(**{key: options[key] for key in ("backend", "dynamic") if key in options})
     return result
 
 
 def _short(reason: str) -> str:
-    # Arguments and addresses make one reason look like many.
+    # Arguments and addresses would make one reason look like many.
     return re.sub(r" at 0x[0-9a-f]+", "", reason.partition(" Developer debug context: ")[0])
 
 

@@ -1,4 +1,4 @@
-"""What of an engine goes into a checkpoint."""
+"""Contents of a checkpoint: the tensors and values of an engine that it saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 def other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:
-    """What a state_dict holds besides the layers' parameters: buffers, as of running means, and the loss function's own."""
+    """Yield (name, tensor) of a state_dict's other tensors: buffers, such as running means, and those of the loss function."""
     for layer, module in model.layers.items():
         for name, buffer in persistent_buffers(module):
             yield MODEL + model.global_name(int(layer), name), buffer
@@ -29,14 +29,14 @@ def other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:
 
 
 class ReplicaState:
-    """What modules of this replica hold that differs from the first's, as running means of the data that it saw."""
+    """Tensors of this replica's modules that differ from the first replica's, such as running means of its data."""
 
     def __init__(self, model: PipelineModule):
         self._model = model
-        self.settle({})
+        self.load({})
 
-    def settle(self, own: Mapping[str, Tensor]) -> None:
-        """From now on what is written to counts as its own, and what is in `own`, by name, which is copied here."""
+    def load(self, own: Mapping[str, Tensor]) -> None:
+        """Copy `own`, by name, into the modules. These tensors, and those that change from now on, differ."""
         tensors = dict(other_state(self._model))
         for name, value in own.items():
             if name in tensors:
@@ -45,27 +45,27 @@ class ReplicaState:
         self._seen = self._checksums()
 
     def _checksums(self) -> dict[str, int]:
-        """Not the tensors' versions: torch's batch norm writes without counting."""
+        """Return checksums by name. The tensors' version counters don't do: torch's batch norm writes without counting."""
         if self._model.groups.coordinate("data") == 0:
             return {}
         return {name: checksum(tensor.cpu().contiguous()) for name, tensor in other_state(self._model)}
 
     def own(self) -> dict[str, Tensor]:
-        """By name; of the first replica nothing."""
+        """Return the tensors that differ, by name; none on the first replica."""
         now = self._checksums()
         changed = {name for name, value in now.items() if name in self._own or self._seen.get(name) != value}
         return {name: tensor for name, tensor in other_state(self._model) if name in changed}
 
 
 def parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen: bool) -> tuple[list[Part], Json]:
-    """The tensors of this rank, and what of the optimizer's state is no tensor."""
+    """Return the tensors that this rank saves, and the optimizer's groups and numbers."""
     update.sharded.follow_weights()
     buckets = list(update.reducer.all_buckets())
     state = optimizer_state(update.optimizer, buckets)
     parts = [*weights(buckets), *masters(buckets, wider_alone=True), *state.parts]
     if not exclude_frozen:
         parts += frozen(model.frozen_infos())
-    # Replicas may differ in these, as in what they saw of the data: the first one's are saved.
+    # Replicas may differ in these, as they depend on the data that a replica sees: those of the first are saved.
     for name, tensor in other_state(model) if model.groups.coordinate("data") == 0 else ():
         if slicing_of(tensor) is not None or model.groups.coordinate("model") == 0:
             parts += parts_of(name, tensor, tensor)
@@ -73,6 +73,6 @@ def parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen:
 
 
 def layout_of(model: PipelineModule) -> dict[str, int]:
-    """Ranks along each axis."""
+    """Return the number of ranks along each axis."""
     groups = model.groups
     return {"pipe": groups.pipe.size, "data": groups.data.size, "model": groups.model.size}

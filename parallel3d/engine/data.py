@@ -1,4 +1,4 @@
-"""The micro-batches of a training: where they come from, and how many make a step."""
+"""Source of a training's micro-batches, and the batch sizes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from parallel3d.pipe.module import PipelineModule
 
 
 class TrainingData:
-    """The iterator that train_batch takes micro-batches from when it gets none, and the batch sizes.
+    """Default iterator of train_batch, loader of micro-batches, and batch sizes.
 
-    sizes: of the step under way; loader: takes micro-batches from any iterator.
+    - sizes: batch sizes of the current step.
+    - iterator: used when train_batch gets none; may be None.
+    - loader: loads micro-batches from any iterator.
     """
 
     def __init__(self, model: PipelineModule, sizes: BatchSizes, iterator: Iterator[Any] | None):
         self.sizes, self.iterator = sizes, iterator
         self.loader = BatchLoader(model)
         self._model = model
+
+    def use_iterator(self, iterator: Iterator[Any]) -> None:
+        """Take micro-batches from this iterator when train_batch gets none."""
+        self.iterator = iterator
 
     def set_train_batch_size(self, train_batch_size: int, progress: StepProgress) -> None:
         """Take another number of micro-batches of the same size from the next step on.

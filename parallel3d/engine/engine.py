@@ -1,4 +1,4 @@
-"""The engine: composes module, schedule, data and optimizer into steps."""
+"""The engine: composes module, schedule, data and optimizer into training steps."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from parallel3d.schedule.plan import Plan
 
 
 class Engine:
-    """Trains a model. Made by `initialize`; every rank calls its methods at the same places.
+    """Trains a model. `initialize` makes it; every rank calls its methods at the same points of its script.
 
-    train_batch trains in any layout. A model that is whole on every rank is also trained by `loss = engine(inputs)`,
-    `engine.backward(loss)` and `engine.step()` for each micro-batch. Attributes that it lacks are those of the module.
+    train_batch trains in any layout. A model that is whole on every rank can also be trained by `loss = engine(inputs)`,
+    `engine.backward(loss)` and `engine.step()` for each micro-batch. Attributes that the engine lacks are read from the
+    module.
 
-    module: the model, or the module that it wraps.
-    config: the configuration in force.
-    optimizer, lr_scheduler: as given to `initialize`, or made from the configuration.
-    progress: how far training is.
-    data: where micro-batches come from, and how many make a step.
-    update: gradients, masters and optimizer.
-    reports: profiles, memory reports and run records.
-    checkpoints: what save_checkpoint and load_checkpoint use.
+    - module: the model, or the module that it wraps. config: the resolved configuration.
+    - optimizer, lr_scheduler: as given to `initialize`, or made from the configuration.
+    - progress: counters of steps and samples, and the state of the current step.
+    - data: the source of micro-batches, and the batch sizes.
+    - update: gradients, master weights and optimizer.
+    - reports: profiles, memory reports and run records.
+    - checkpoints: saves and loads the state of the training.
     """
 
     def __init__(
@@ -109,13 +109,14 @@ class Engine:
 
     @attributed(Phase.LOADING)
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimizer step on gradient_accumulation_steps micro-batches, fewer where the iterators end.
+        """Run one optimizer step on gradient_accumulation_steps micro-batches, or fewer if the iterators end.
 
-        data_iter yields (inputs, labels); ranks that hold neither the first nor the last chunk may pass None, and the
-        iterator of `training_data` or `set_dataiterator` stands in for None. Returns the mean loss over micro-batches
-        and replicas, the same on every rank, on the device and without waiting for it. Raises StopIteration on all
-        ranks when no micro-batch is left, DataError on all when one can't load, ExecutionError, also in the middle of a
-        step by engine.backward.
+        data_iter yields (inputs, labels). Ranks that hold neither the first nor the last chunk may pass None. Instead of
+        None, the iterator of `training_data` or `set_dataiterator` is used, if there is one.
+
+        Returns the mean loss over micro-batches and replicas, the same on every rank, on the device and without waiting for
+        it. Raises StopIteration on all ranks when no micro-batch is left, DataError on all ranks when one can't load its
+        micro-batches, and ExecutionError, also between the micro-batches of a step by engine.backward.
         """
         check_metrics(self.lr_scheduler, {})
         if done := self.progress.num_backwards:
@@ -140,7 +141,7 @@ class Engine:
         return loss
 
     def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
-        """The part of a step after its last backward. lr_kwargs: for the learning-rate schedule's `step`."""
+        """Finish a step after its last backward, and return its loss. lr_kwargs: for the learning-rate schedule's `step`."""
         progress, monitor, activity = self.progress, self.reports.monitor, self._groups.activity
         monitor.computed()
         activity.enter(Phase.REDUCING)
@@ -149,14 +150,13 @@ class Engine:
         loss = self.update.reduce_scalars(own_loss)
         activity.enter(Phase.STEP)
         with self.reports.updating():
-            progress.applied = self.update.step(progress.global_steps + 1)
+            progress.set_applied(self.update.step(progress.global_steps + 1))
         if self.module is not self._model:
-            # A module that isn't ours reads its weights anywhere; on CUDA only the stream waits.
+            # A user's module may read its weights at any point. On CUDA only the stream waits.
             self.update.sharded.wait_for_module(self._model)
         if progress.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        progress.global_steps += 1
-        progress.global_samples += num_micro_batches * self.data.sizes.micro_batch_size * self._groups.data.size
+        progress.finish_step(num_micro_batches * self.data.sizes.micro_batch_size * self._groups.data.size)
         self.compilation.report()
         self.reports.after_step(progress, loss, records=self._auto is None or self._auto.plan is not None)
         self._garbage.after_step()
@@ -174,13 +174,17 @@ class Engine:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The loss of `num_micro_batches` (as in training by default) without training; nothing of training changes.
+        """Return the loss of micro-batches without training. The state of the training does not change.
 
-        data_iter: as in train_batch, but its own: nothing stands in for None, so that no training data is used up.
-        reduce_output: "avg" over micro-batches and replicas, or None for the list of this replica's losses.
-        bcast_loss: on every rank, else on those that hold the last chunk, None elsewhere. return_logits: (loss, logits),
-        and logits alone without compute_loss: the list of the last layer's outputs, one a micro-batch, None on ranks
-        without the last chunk. Raises as train_batch does.
+        - data_iter: as in train_batch, except that no other iterator is used for None, so that no training data are lost.
+        - return_logits: return (loss, logits). Logits are the list of the last layer's outputs, one for each micro-batch;
+          None on ranks without the last chunk.
+        - compute_loss: False to return only the logits.
+        - reduce_output: "avg" over micro-batches and replicas, or None for the list of this replica's losses.
+        - bcast_loss: return the loss on every rank; else only on those that hold the last chunk, and None elsewhere.
+        - num_micro_batches: as in training by default.
+
+        Raises as train_batch does.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f"reduce_output is {reduce_output!r}; use 'avg', or None for one loss per micro-batch")
@@ -208,7 +212,7 @@ class Engine:
 
     @attributed(Phase.CALL)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output for one micro-batch's inputs; floating-point ones are cast to the weights' dtype.
+        """Return the module's output for one micro-batch's inputs. Floating-point inputs are cast to the weights' dtype.
 
         Raises ConfigError for a model that is split over stages.
         """
@@ -223,37 +227,43 @@ class Engine:
     forward = __call__
 
     def _begin_calls(self) -> None:
-        """Begin a step by calls, unless one is under way."""
+        """Begin a step by calls, unless one has begun."""
         progress, monitor = self.progress, self.reports.monitor
         if progress.record is None:
             monitor.begin(progress.global_steps + 1, progress.global_samples)
             program = self._runner.programs.get(self.data.sizes.num_micro_batches, training=True)
             recorder = monitor.recorder_of(program)
-            progress.record = recorder.running if recorder is not None else no_record
+            progress.begin(recorder.running if recorder is not None else no_record)
 
     @attributed(Phase.CALL)
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """Add the gradients of a micro-batch's loss, a tensor of one element, to the step's; returns the loss.
+        """Add the gradients of a micro-batch's loss, a tensor of one element, to the step's gradients; return the loss.
 
-        The step takes their mean over gradient_accumulation_steps micro-batches and all replicas: don't divide the loss.
-        scale_wrt_gas: False for their sum over micro-batches. retain_graph: as torch's. For losses (sum, count) the step
-        divides the gradient of the sums by the count of all of them. After an exception the step begins anew, with the
-        next micro-batch. Raises ExecutionError when the step's gradients are already reduced.
+        The step uses their mean over gradient_accumulation_steps micro-batches and all replicas: don't divide the loss. For
+        losses (sum, count) it divides the gradient of all sums by the total count. After an exception the next micro-batch
+        starts the step over.
+
+        - retain_graph: as in torch.
+        - scale_wrt_gas: False for the sum of the gradients over micro-batches.
+
+        Raises ExecutionError when the step's gradients are already reduced.
         """
         self._begin_calls()
         weight = 1.0 / ((self.data.sizes.num_micro_batches if scale_wrt_gas else 1) * self._groups.data.size)
-        with self._runner.attention():  # for what is recomputed
+        with self._runner.attention():  # for recomputed layers
             self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
         return loss
 
     @attributed(Phase.CALL)
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At an accumulation boundary, update the weights; between two, only count.
+        """At a gradient accumulation boundary, update the weights; else only count the micro-batch.
 
-        lr_kwargs: for the learning-rate schedule's `step`, as {"metrics": loss} for ReduceLROnPlateau. Raises
-        ExecutionError when there are no gradients that all replicas have reduced, ConfigError without metrics, PrecisionError.
+        lr_kwargs: for the learning-rate schedule's `step`, such as {"metrics": loss} for ReduceLROnPlateau.
+
+        Raises ExecutionError when there are no gradients, or they are not reduced over the replicas; ConfigError when a
+        metric is missing; PrecisionError.
         """
-        self.progress.applied = False
+        self.progress.set_applied(False)
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
             check_metrics(self.lr_scheduler, lr_kwargs or {})
@@ -262,25 +272,25 @@ class Engine:
         self.progress.advance(boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its step."""
+        """Return whether the current micro-batch is the last of its step."""
         return self.progress.is_boundary(self.data.sizes.num_micro_batches)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside add to this rank's gradients, but none is reduced over the replicas."""
+        """Return a context in which backwards add to this rank's gradients without reducing them over the replicas."""
         return self._calls.no_sync()
 
     def train(self, mode: bool = True) -> Engine:
-        """As torch's, for the module."""
+        """Set the module to training mode, as in torch."""
         self._model.train(mode)
         self._groups.activity.slots[EVALUATES] = not mode
         return self
 
     def eval(self) -> Engine:
-        """As torch's, for the module."""
+        """Set the module to evaluation mode, as in torch."""
         return self.train(False)
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """Inside, this rank may take any time while others wait for it: failures.timeout_s doesn't apply."""
+        """Return a context in which failures.timeout_s doesn't apply: this rank may take any time while others wait for it."""
         return self._groups.activity.untimed(Phase.UNWATCHED)
 
     # Checkpoints and compilation
@@ -293,13 +303,16 @@ class Engine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that training goes on from, as <save_dir>/<tag>; True when it is saved.
+        """Save the whole state of the training as <save_dir>/<tag>; return True.
 
-        tag: "global_step<n>" by default; an existing one is replaced once all of the new one is on the disk. client_state:
-        rank 0's; JSON's values, tensors, numpy's arrays, and lists, tuples and mappings of these. save_latest: whether the
-        file `latest` shall name it. exclude_frozen_parameters: leave out parameters that aren't trained. With
-        checkpoint.async_save this returns when a copy is made. Collective over all ranks; raises CheckpointError on all,
-        with checkpoint.async_save also for the save before.
+        - tag: "global_step<n>" by default. An existing checkpoint is replaced once all of the new one is on the disk.
+        - client_state: rank 0's is saved. It may hold JSON values, tensors, numpy arrays, and lists, tuples and mappings of
+          these.
+        - save_latest: whether the file `latest` names this checkpoint.
+        - exclude_frozen_parameters: leave out parameters that are not trained.
+
+        With checkpoint.async_save it returns when the state is copied. Collective over all ranks. Raises CheckpointError on
+        all ranks, with checkpoint.async_save also when the save before has failed.
         """
         self.checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, self.lr_scheduler)
         return True
@@ -314,23 +327,26 @@ class Engine:
         strict: bool = True,
         load_module_strict: bool | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """(path, client_state) of a checkpoint that any layout has saved: training goes on from there.
+        """Load a checkpoint, saved in any layout, and return (path, client_state): training continues from there.
 
-        tag: what `latest` names by default; (None, None) and a warning where there is no such file. load_module_only: the
-        weights, and nothing else changes. strict: whether tensors that are missing, extra or of another shape are an error
-        that lists them; otherwise what fits is loaded, with a warning. load_module_strict: DeepSpeed's name for strict.
-        Where it raises CheckpointError, it does on all ranks, and what was found damaged has changed nothing. Collective.
+        - tag: by default the one that the file `latest` names; without that file, returns (None, None) with a warning.
+        - load_optimizer_states, load_lr_scheduler_states: False to leave these as they are.
+        - load_module_only: load the weights and change nothing else.
+        - strict: raise an error that lists tensors that are missing, extra or of another shape; False to load the others,
+          with a warning. load_module_strict: DeepSpeed's name for strict.
+
+        Raises CheckpointError on all ranks; a checkpoint that is found damaged changes nothing. Collective.
         """
         strict = strict if load_module_strict is None else load_module_strict
         scheduler = self.lr_scheduler if load_lr_scheduler_states else None
         return self.checkpoints.load(load_dir, tag, load_optimizer_states, scheduler, load_module_only, strict)
 
     def resume(self, load_dir: Location) -> dict[str, Any] | None:
-        """Go on from the newest complete checkpoint of a directory; its client_state, or None where there is none.
+        """Continue from the newest complete checkpoint of a directory; return its client_state, or None where there is none.
 
-        One call at the start of a script that may be restarted. It considers those that were saved as the latest; a damaged
-        one is passed over with a warning, an incomplete one without. Collective; raises CheckpointError on all ranks where
-        none can be loaded, as when they are another model's.
+        Call it once at the start of a script that may be restarted. Only checkpoints saved as the latest are considered; a
+        damaged one is skipped with a warning, an incomplete one without. Collective. Raises CheckpointError on all ranks
+        where there are checkpoints and none can be loaded, as when they belong to another model.
         """
         first: CheckpointError | None = None
         for tag in self.checkpoints.tags_to_resume(load_dir):
@@ -339,7 +355,7 @@ class Engine:
             except CheckpointError as error:
                 first = first or error
                 if self._groups.rank == 0:
-                    warnings.warn(f"resume passes over {tag!r}: {error}", stacklevel=2)
+                    warnings.warn(f"resume skips {tag!r}: {error}", stacklevel=2)
         if first is not None:
             raise first
         return None
@@ -347,13 +363,13 @@ class Engine:
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the layers as the configuration's `compile` section says, enabled or not, and the loss.
 
-        A loss with a method `compiled(backend=..., dynamic=...)`, such as CausalLMLoss, is compiled by that; with tensor
-        parallelism no other loss is compiled. backend, compile_kwargs: arguments of torch.compile, before the section's.
-        Raises ConfigError.
+        A loss with a method `compiled(backend=..., dynamic=...)`, such as CausalLMLoss, is compiled by that method; with
+        tensor parallelism no other loss is compiled. backend, compile_kwargs: arguments of torch.compile that replace those
+        of the configuration. Raises ConfigError.
         """
         self.compilation.compile({**({"backend": backend} if backend else {}), **(compile_kwargs or {})})
 
     @property
     def schedule_plan(self) -> Plan | None:
-        """What schedule "auto" runs, and what it was made from; None while it measures, and under other schedules."""
+        """The plan that schedule "auto" runs; None while it measures, and with other schedules."""
         return None if self._auto is None else self._auto.plan

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from the objects that live as long as a training.
+"""Keeps Python's garbage collector away from objects that live as long as the training.
 
 A full collection visits every object of the process: a quarter of a second with PyTorch and its compiler loaded. If it starts
 on one rank in the middle of a step, all ranks wait. torchtitan collects on all ranks between steps instead; here the objects
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 
-# By then everything is loaded and compiled, also by schedule "auto", which tries whole backwards in its fourth step.
+# By then everything is loaded and compiled, also with schedule "auto", which first runs whole backwards in its fourth step.
 STEPS = (2, 4)
 
 

@@ -173,7 +173,7 @@ class Reports:
         if self._groups.rank == 0:
             model, sizes = self._model, self._data.sizes
             shards = self._groups.data.size if self._update.policy.stage > 0 else 1
-            tables = model.topology(), model.partition_table()
+            tables = model.topology(), model.partition_table
             print_tree(state_tree(self._config, sizes, *tables, buckets, shards, program))
 
     def _memory_rows(self) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: what it saves, and loads again."""
+"""Checkpoints of an engine: saving and loading the state of a training."""
 
 from __future__ import annotations
 
@@ -92,15 +92,15 @@ class Checkpoints:
     ) -> bool:
         """Save the weights that the layers compute with, in their dtype, as one safetensors file under the model's names.
 
-        The ranks write their parts next to it, from which rank 0, holding all weights, makes the file. Raises
-        CheckpointError also for the filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
+        Each rank writes its part next to the file; rank 0 then reads all parts and writes the file. Raises CheckpointError
+        also for the filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
         """
         place = Path(save_dir)
 
         def collect() -> Contents:
             if not save_filename.endswith(".safetensors"):
                 raise CheckpointError(
-                    f"save_filename is {save_filename!r}; weights are safetensors: give {SINGLE!r}, say"
+                    f"save_filename is {save_filename!r}, but weights are saved as safetensors; give {SINGLE!r}, for example"
                 )
             parts, _ = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             return Contents([part for part in parts if part.name.startswith(MODEL)], {})
@@ -119,7 +119,7 @@ class Checkpoints:
 
     @untimed
     def wait(self) -> None:
-        """Wait until what checkpoint.async_save writes is on the disk. Raises CheckpointError if that failed."""
+        """Wait until a save with checkpoint.async_save is on the disk. Raises CheckpointError if it failed."""
         self._saver.wait()
 
     def _own_state(self) -> Json:
@@ -133,19 +133,14 @@ class Checkpoints:
         update, progress = self._update, self._progress
         return {
             "layout": layout_of(self._model),
-            "counters": {
-                "global_steps": progress.global_steps,
-                "global_samples": progress.global_samples,
-                "skipped_steps": update.skipped_steps,
-                "micro_steps": progress.micro_steps,
-            },
+            "counters": {**progress.state_dict(), "skipped_steps": update.skipped_steps},
             "loss_scaler": update.scaler.state_dict() if update.scaler is not None else None,
             "streams": self._streams.state_dict(),
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
         }
 
     def _summarize(self, everyone: list[Json]) -> tuple[Json, list[Json]]:
-        """On rank 0, combine the states of all ranks: (what is common to all, what each rank keeps)."""
+        """Combine the states of all ranks, on rank 0. Returns (the state common to all, the state of each rank)."""
         numbers: dict[str, Any] = {}
         for own in everyone:
             for name, values in own["optimizer"]["numbers"].items():
@@ -204,13 +199,13 @@ class Checkpoints:
         return tags
 
     def _apply(self, loading: CheckpointLoader, everything: bool, scheduler: Any) -> Json:
-        """Load what was checked."""
+        """Apply a checkpoint that was checked."""
         iterator = self._data.iterator
         if everything and loading.data is not None and isinstance(iterator, RepeatingLoader):
             iterator.load_state_dict(loading.data)
             self._data.loader.forget(iterator)
         loading.read()
-        self._replica_state.settle(loading.replica)
+        self._replica_state.load(loading.replica)
         if everything:
             self._apply_progress(loading, scheduler)
         self._progress.restart()
@@ -219,16 +214,10 @@ class Checkpoints:
     def _apply_progress(self, loading: CheckpointLoader, scheduler: Any) -> None:
         """Set counters, schedule and generators as they were when the checkpoint was saved."""
         state, counters = loading.state, loading.state["counters"]
-        self._progress.global_steps, self._progress.global_samples = (
-            counters["global_steps"],
-            counters["global_samples"],
-        )
-        self._progress.micro_steps = counters["micro_steps"]
-        self._update.skipped_steps = counters["skipped_steps"]
+        self._progress.load_state_dict(counters)
+        self._update.restore(counters["skipped_steps"], state["loss_scaler"] if loading.optimizer is not None else None)
         self._streams.load_state_dict(state["streams"])
-        if loading.optimizer is not None and self._update.scaler is not None and state["loss_scaler"] is not None:
-            self._update.scaler.load_state_dict(state["loss_scaler"])
         if state["lr_scheduler"] is not None and hasattr(scheduler, "load_state_dict"):
             scheduler.load_state_dict(state["lr_scheduler"])
-        # Last: what comes before draws from them.
+        # Last, because the code above may draw from them.
         set_generator_states(loading.generators, self._model.device)

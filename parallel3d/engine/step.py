@@ -1,4 +1,4 @@
-"""The run of one batch by its schedule."""
+"""Runs one batch by its schedule."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from parallel3d.schedule.instructions import Op
 
 
 class BatchRunner:
-    """Runs batches by the schedule, each layer with its random stream and with the configured attention kernels.
+    """Runs batches by the schedule, with the layers' random streams and the configured attention kernels.
 
     on_loss: called with the loss of each micro-batch, if given. Collective: every rank makes it and calls its methods at the
-    same places.
+    same points.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class BatchRunner:
         self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
         self._update = update
         self._attention = attention_context(config.attention.backend, model.device)
-        # The first rank's seed: scripts that seed each rank differently draw the same numbers in every layout.
+        # The first rank's seed is used, so that scripts which seed each rank differently draw the same in every layout.
         torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
         self.streams = RandomStreams((config.seed, torch_seed), model.device)
         everyone = all_gather_object(update.reducer.num_buckets(), model.groups.control)
-        # Of this rank's pipeline: tensor-parallel ranks with parameters of different sizes may have other numbers of buckets.
+        # Only this rank's pipeline counts: tensor-parallel ranks with parameters of other sizes may have other numbers.
         num_buckets = {owners: n for rank in model.groups.pipe.ranks for owners, n in everyone[rank].items()}
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
         self.programs = Programs(model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch)
@@ -70,17 +70,17 @@ class BatchRunner:
             self._update.reducer.split_backward(self._model)
 
     def stream(self, micro_batch: int) -> EnterLayer:
-        """The random stream of one of this replica's micro-batches of the step under way."""
+        """Return the random stream of one of this replica's micro-batches in the current step."""
         number = micro_batch * self._groups.data.size + self._groups.coordinate("data")
         return self.streams.of(self._progress.global_steps, number)
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Attention inside is computed by the configured kernels."""
+        """Return a context in which the configured kernels compute attention."""
         return self._attention()
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """For a forward that the script calls: the configured kernels, and random states as they were before it."""
+        """Run a forward inside with the configured attention kernels; afterwards the random generators are as before."""
         with self.streams.kept(), self._attention():
             yield
 
@@ -104,20 +104,20 @@ class BatchRunner:
             return batch, self._executor.run(program, owners, batch, record, wait)
 
     def share(self, batch: Batch, result: BatchResult) -> LossShare:
-        """This rank's part of the batch's loss."""
+        """Return this rank's part of the batch's loss."""
         given = (result.losses.values(), result.counts.values())
         losses, counts = ([t.double() * batch.loss_weight for t in tensors] for tensors in given)
         return LossShare.of(losses, counts, self._groups, self._model.device)
 
     def average_loss(self, batch: Batch, result: BatchResult) -> Tensor:
-        """The mean loss over micro-batches and replicas, on every rank."""
+        """Return the mean loss over micro-batches and replicas, on every rank."""
         own = self.share(batch, result)
         both = torch.stack([own.total, own.count])
         all_reduce(both, self._groups.world).wait()
         return (both[0] / countable(both[1])).to(torch.get_default_dtype())
 
     def all_losses(self, batch: Batch, result: BatchResult) -> Sequence[Tensor]:
-        """The loss of each of this replica's micro-batches, on every rank of its pipeline."""
+        """Return the loss of each of this replica's micro-batches, on every rank of its pipeline."""
         losses = torch.zeros(len(batch.signatures), dtype=torch.float64, device=self._model.device)
         for m, loss in result.losses.items():
             losses[m] = loss.double() / countable(result.counts[m].double()) if m in result.counts else loss

@@ -1,4 +1,4 @@
-"""From a batch's gradients to new weights: reduction, norm, clipping, loss scale, optimizer."""
+"""Update of the weights from a batch's gradients: reduction, norm, clipping, loss scale, optimizer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 
-# Names of overflowed parameters that a message lists.
-_MOST_NAMES = 3
+# Maximum number of parameters with an overflow that a warning lists.
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
 class LossShare:
-    """This rank's part of a batch's loss, scalars in float64: 0 but on the last chunk's ranks, of which of those that slice
-    one layer the first gives it for all.
+    """This rank's part of a batch's loss: float64 scalars, which are not 0 only on the first tensor-parallel rank of the
+    last chunk.
 
-    total / count, each summed over all ranks, is the mean loss. counted: whether the loss function counts, as tokens do;
-    else the counts add up to 1.
+    The mean loss is total / count, each summed over all ranks. counted: whether the loss function returns counts, such as
+    numbers of tokens; else the counts add up to 1.
     """
 
     total: Tensor
@@ -42,19 +42,19 @@ class LossShare:
     def of(
         losses: Sequence[Tensor], counts: Sequence[Tensor], groups: ProcessGroups, device: torch.device
     ) -> LossShare:
-        """Of losses, and counts if there are any, each multiplied by the weight that its gradient had."""
+        """Add up losses, and counts if there are any, each multiplied by the weight that its gradient had."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
         if groups.coordinate("model") > 0:
             losses, counts = [], []
         total = sum((loss.double().reshape(()) for loss in losses), zero)
         if counts:
             return LossShare(total, sum(counts, zero), True)
-        # A replica's share, however many losses it summed.
+        # A replica's share does not depend on its number of losses.
         return LossShare(total, torch.full_like(zero, 1.0 / groups.data.size if losses else 0.0), False)
 
 
 def countable(count: Tensor) -> Tensor:
-    """What to divide a sum by: of nothing, which is 0, it makes 0."""
+    """Return a count to divide a sum by. It is never 0, so that a sum of nothing gives 0."""
     return count.clamp(min=torch.finfo(torch.float64).tiny)
 
 
@@ -66,12 +66,13 @@ def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 class WeightUpdate:
-    """This rank's part of the model's gradients, masters and optimizer: flat buckets, into which the parameters move.
+    """This rank's gradients, master weights and optimizer, in flat buckets into which the parameters are moved.
 
-    grad_norm: of the last step's gradient before clipping, of the whole model; a scalar on the device, the same on all.
-    on_launch: called with each GATHER_PARAMS and REDUCE_GRADS that has just been launched, of one bucket, and its work.
-    on_value: called with each gradient, see GradientSink.
-    before_step: called when the gradients in the buckets are reduced, still gradient_scale times those of the mean loss.
+    - on_launch: called with each GATHER_PARAMS and REDUCE_GRADS of a bucket when it is launched, and its work.
+    - on_value: called with each gradient, see GradientSink.
+
+    grad_norm: the norm of the whole model's gradient in the last step, before clipping; a scalar on the device, the same on
+    every rank. skipped_steps: the number of steps skipped after an overflow.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class WeightUpdate:
         self._clipping = config.gradient_clipping
         self.optimizer = optimizer
         mine = make_policy(config, infos, model.device, precision.weights)
-        # One rank that runs short of memory decides for all: the program is one.
+        # All ranks run one program: a single rank that is short of memory decides for all.
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
@@ -118,12 +119,22 @@ class WeightUpdate:
         model.use_waiter(self.sharded.wait_for_module)
         self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._checks_overflow = precision.checks_overflow
-        self.before_step: Callable[[], None] = lambda: None
+        self._before_step: Callable[[], None] | None = None
         self.grad_norm: Tensor | None = None
-        # What the last batch's loss functions have counted, relative to the weights of its gradients.
+        # Count of the last batch's losses, in units of the weights that their gradients had.
         self._count = torch.ones((), dtype=torch.float64, device=model.device)
         self._counted = False
         self.skipped_steps = 0
+
+    def call_before_step(self, call: Callable[[], None]) -> None:
+        """Call this in each step when the buckets' gradients are reduced; they are gradient_scale times the mean loss's."""
+        self._before_step = call
+
+    def restore(self, skipped_steps: int, scaler: dict[str, float] | None) -> None:
+        """Load the number of skipped steps and, if both have one, the state of the loss scaler."""
+        self.skipped_steps = skipped_steps
+        if self.scaler is not None and scaler is not None:
+            self.scaler.load_state_dict(scaler)
 
     def _gather_reporter(
         self, on_launch: Callable[[Instruction, Work], None]
@@ -135,9 +146,9 @@ class WeightUpdate:
         return report
 
     def master_weights(self) -> dict[nn.Parameter, Tensor]:
-        """Return the masters, whole, in fp32 or wider, of this rank's trainable parameters; on the host.
+        """Return the whole master weights of this rank's trainable parameters, in fp32 or wider, on the host.
 
-        On the first replica's ranks only; empty elsewhere. Collective over all ranks.
+        Empty except on the first replica's ranks. Collective over all ranks.
         """
         masters: dict[nn.Parameter, Tensor] = {}
         for bucket in self.reducer.all_buckets():
@@ -148,17 +159,17 @@ class WeightUpdate:
 
     @property
     def loss_scale(self) -> float:
-        """By which the losses of the batch under way are multiplied."""
+        """Factor of the losses in the current step."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
     def gradient_scale(self) -> Tensor:
-        """By which reduced gradients exceed those of the mean loss: the loss scale and what a loss function counts."""
+        """Factor of reduced gradients relative to the mean loss's: the loss scale times the count of the losses."""
         return self._count * self.loss_scale
 
     @torch.no_grad()
     def reduce_scalars(self, own: LossShare) -> Tensor:
-        """The batch's mean loss, of the last chunks' shares, and grad_norm: one all-reduce for both."""
+        """Return the batch's mean loss from all ranks' shares, and set grad_norm, with one all-reduce for both."""
 
         def counts(owners: tuple[int, ...]) -> bool:
             return self._model.placement[owners[0]] == self._model.stage_id
@@ -171,15 +182,17 @@ class WeightUpdate:
 
     @torch.no_grad()
     def step(self, number: int) -> bool:
-        """Take the optimizer's step, the `number`-th, unless gradients overflowed: whether it was taken.
+        """Run the optimizer's step unless gradients overflowed. Returns whether it ran.
 
-        The gradients are divided by the loss scale and clipped on the way. Where overflows are looked for, the host waits
-        for the device once, if it can after all is enqueued. Raises PrecisionError at an overflow at the lowest scale,
-        ConfigError for a parameter that was frozen at `initialize` and isn't any longer.
+        number: of the step, for messages. The gradients are divided by the loss scale and clipped in the same pass. Where
+        overflows are checked, the host waits for the device once, if possible after everything is enqueued. Raises
+        PrecisionError for an overflow at the lowest scale, ConfigError for a parameter that was frozen at `initialize` and
+        no longer is.
         """
         self._refuse_thawed()
         assert self.grad_norm is not None
-        self.before_step()
+        if self._before_step is not None:
+            self._before_step()
         finite = torch.isfinite(self.grad_norm) if self._checks_overflow else None
         untouched, counted = self._agreement.reach(self.reducer.sink.touched(), self._counted)
         divisor = self._divisor(self.grad_norm, finite, counted)
@@ -187,13 +200,13 @@ class WeightUpdate:
         if self.sharded.takes_scale():
             self.sharded.step(untouched, divisor, None if finite is None else ~finite)
             self.sharded.gather()
-            overflow = finite is not None and not bool(finite)  # the host waits here, when all is enqueued
+            overflow = finite is not None and not bool(finite)  # the host waits here, after everything is enqueued
         else:
             overflow = finite is not None and not bool(finite)
             if not overflow:
                 self.sharded.step(untouched, divisor)
             self.sharded.gather()
-        self._settle(number, overflow)
+        self._update_scale(number, overflow)
         return not overflow
 
     def _refuse_thawed(self) -> None:
@@ -201,20 +214,20 @@ class WeightUpdate:
             if info.parameter.requires_grad:
                 raise ConfigError(
                     f"parameter {info.name} was frozen when initialize was called, so it has no gradient buffer or optimizer "
-                    "state, but now requires a gradient; freeze it after initialize (what gets no gradient is left alone)"
+                    "state, but now requires a gradient; freeze it after initialize (without a gradient it is not changed)"
                 )
 
     def _divisor(self, norm: Tensor, finite: Tensor | None, counted: bool) -> Tensor | None:
-        """What the gradients have to be divided by, a scalar on the device; None for nothing."""
+        """Return the divisor of the gradients, a scalar on the device; None for 1."""
         if self._clipping == 0 and self.scaler is None and not counted:
             return None
         divisor = self.gradient_scale
         if self._clipping > 0:
             divisor = divisor * ((norm + 1e-6) / self._clipping).clamp(min=1.0)
-        # Of an overflow nothing is taken; but the gradients stay, to be looked at.
+        # After an overflow the step is not applied, and the gradients are kept as they are, for inspection.
         return divisor if finite is None else torch.where(finite, divisor, 1.0)
 
-    def _settle(self, number: int, overflow: bool) -> None:
+    def _update_scale(self, number: int, overflow: bool) -> None:
         if not self._checks_overflow:
             return
         scale = self.loss_scale
@@ -225,14 +238,14 @@ class WeightUpdate:
                 self.scaler.update(overflow)
         finally:
             if overflow:
-                self._tell_overflow(number, scale)
+                self._warn_of_overflow(number, scale)
 
-    def _tell_overflow(self, number: int, scale: float) -> None:
-        """On rank 0, say where gradients overflowed, the last layers first: there the backward met it first.
+    def _warn_of_overflow(self, number: int, scale: float) -> None:
+        """Warn on rank 0 which parameters' gradients overflowed, the last layers first, where the backward began.
 
-        Collective: every rank has seen the same norm.
+        Collective: the norm is the same on every rank.
         """
-        infos, stage = self.reducer.non_finite()[:_MOST_NAMES], self._model.stage_id
+        infos, stage = self.reducer.non_finite()[:_MAX_NAMES], self._model.stage_id
         places = all_gather_object([(i.owners[0], i.name, stage) for i in infos], self._groups.control)
         if self._groups.rank != 0:
             return
@@ -241,5 +254,5 @@ class WeightUpdate:
         for _, name, stage, rank in sorted(everywhere, key=lambda place: -place[0]):
             found.setdefault(name, f"{name} (stage {stage}, rank {rank})")
         change = f"; loss scale {scale:g} -> {self.loss_scale:g}" if self.scaler is not None else ""
-        listed = ", ".join(list(found.values())[:_MOST_NAMES])
+        listed = ", ".join(list(found.values())[:_MAX_NAMES])
         warnings.warn(f"step {number} skipped: gradients overflow, first in {listed}{change}", stacklevel=2)

@@ -79,7 +79,7 @@ def train(subject: Subject, layout: RunLayout, plan: Plan) -> RankResult:
         if not result["gradients"]:
             result["gradients"] = held(engine, "gradient")
 
-    engine.update.before_step = keep_first_gradients
+    engine.update.call_before_step(keep_first_gradients)
     total = plan.steps * accumulation(layout, subject.given()) * layout.replicas
     data = _own_batches(engine, subject, total, plan.seed)
     for _ in range(plan.steps):

@@ -17,15 +17,16 @@ _FAILED = -2
 
 
 class BatchLoader:
-    """Loads the micro-batches of each step from the iterators that users pass. Those that a step could not use are kept.
-
-    batch_fn: makes (inputs, labels) of what an iterator yields; None where it yields that already.
-    """
+    """Loads the micro-batches of each step from the iterators that users pass. Those that a step could not use are kept."""
 
     def __init__(self, model: PipelineModule):
         self._model = model
         self._source = MicroBatchSource()
-        self.batch_fn: Callable[[Any], Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+
+    def use_batch_fn(self, batch_fn: Callable[[Any], Any]) -> None:
+        """Make (inputs, labels) by batch_fn(item) from each item that an iterator yields."""
+        self._batch_fn = batch_fn
 
     def next(self, iterator: Iterator[Any] | None, most: int) -> tuple[list[tuple[Any, Any]], list[int]]:
         """Load at most `most` micro-batches, the same number on all ranks.
@@ -40,7 +41,7 @@ class BatchLoader:
         if model.stage_id in (model.placement[0], model.placement[-1]):
             try:
                 loaded = self._load(iterator, most)
-                pairs = [model.pair(self.batch_fn(item) if self.batch_fn is not None else item) for item in loaded]
+                pairs = [model.pair(item if self._batch_fn is None else self._batch_fn(item)) for item in loaded]
             except Exception as raised:
                 error = raised
         try:

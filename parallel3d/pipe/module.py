@@ -25,8 +25,7 @@ from parallel3d.pipe.settings import BuildSettings, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import (
     TieIndex,
-    check_copies,
-    kind_of,
+    broadcast_tied,
     refuse_untied_sharing,
     share_tied_parameters,
     tied_parameters,
@@ -130,7 +129,7 @@ class PipelineModule(nn.Module):
         self._place(layers, seed, context, recomputes)
 
     def _join(self, settings: BuildSettings) -> None:
-        """Join the process groups of the layout, and find out which chunks are this rank's."""
+        """Make the process groups of the layout, and determine this rank's chunks."""
         self.settings, self.num_stages = settings, settings.num_stages
         self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)
         self.groups = ProcessGroups(settings.topology)
@@ -142,8 +141,9 @@ class PipelineModule(nn.Module):
         self, layers: Sequence[Layer], seed: int, context: BuildContext, recomputes: Callable[[int, Any], bool]
     ) -> None:
         """Build this rank's layers on its device, with the same bits on all ranks that hold a copy."""
+        self.partition_table = self._partition_table()
         if get_rank() == 0 and len(self.placement) > 1:
-            print(self.partition_table(), flush=True)
+            print(self.partition_table, flush=True)
         self._build_layers(layers, seed, context, recomputes)
         self.to(self.device)
         self.replica_groups = self._make_replica_groups()
@@ -152,7 +152,7 @@ class PipelineModule(nn.Module):
 
     # Building
 
-    def partition_table(self) -> str:
+    def _partition_table(self) -> str:
         """Format the layers of each stage or chunk, one per line, and with several chunks the cost of each stage."""
         if self.settings.num_chunks == 1:
             return self.partition.table(self.layer_names)
@@ -220,13 +220,7 @@ class PipelineModule(nn.Module):
             if slicing_of(tensor) is None:
                 broadcast(tensor.data, self.groups.model.ranks[0], self.groups.model)
             broadcast(tensor.data, self.groups.data.ranks[0], self.groups.data)
-        replicas = {info.name: info for info in self._all_infos() if info.shared}
-        mine = {name: (info.owners, kind_of(info.parameter)) for name, info in replicas.items()}
-        everyone = all_gather_object(mine, self.groups.control)
-        check_copies([everyone[rank] for rank in self.groups.pipe.ranks], self.placement)
-        for _, info in sorted(replicas.items()):
-            first_owner = self.groups.pipe.ranks[self.placement[info.owners[0]]]
-            broadcast(info.parameter.data, first_owner, self.replica_groups[info.owners])
+        broadcast_tied(self._all_infos(), self.groups, self.placement, self.replica_groups)
 
     def _warn_if_no_layer_is_sharded(self) -> None:
         size = self.groups.model.size
@@ -315,6 +309,11 @@ class PipelineModule(nn.Module):
         for chunk, calls in self._calls.items():
             names = [f"layers.{call.layer} ({self.layer_names[call.layer]})" for call in calls]
             self._calls[chunk] = [c._replace(function=watch(n, c.function)) for n, c in zip(names, calls, strict=True)]
+
+    def wrap_loss(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace the loss function, if there is one, by wrap(loss function)."""
+        if self.loss_fn is not None:
+            self.loss_fn = wrap(self.loss_fn)
 
     def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
         """Run the layers of one of this rank's chunks on `x`, the input of its first layer.

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
+from parallel3d.comm.collectives import Group, all_gather_object, broadcast
+from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import PartitionError
+from parallel3d.parameters import ParameterInfo
 from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
 
 
@@ -129,12 +132,31 @@ def _replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) 
             setattr(module.get_submodule(path), leaf, new)
 
 
-def kind_of(parameter: nn.Parameter) -> str:
+def broadcast_tied(
+    infos: Iterable[ParameterInfo],
+    groups: ProcessGroups,
+    placement: Sequence[int],
+    replica_groups: Mapping[tuple[int, ...], Group],
+) -> None:
+    """Give all copies of each tied parameter the bits of its first owner. Collective.
+
+    Raises PartitionError on all ranks when a copy is missing, or differs in shape, dtype or requires_grad.
+    """
+    shared = {info.name: info for info in infos if info.shared}
+    mine = {name: (info.owners, _kind_of(info.parameter)) for name, info in shared.items()}
+    everyone = all_gather_object(mine, groups.control)
+    _check_copies([everyone[rank] for rank in groups.pipe.ranks], placement)
+    for _, info in sorted(shared.items()):
+        first_owner = groups.pipe.ranks[placement[info.owners[0]]]
+        broadcast(info.parameter.data, first_owner, replica_groups[info.owners])
+
+
+def _kind_of(parameter: nn.Parameter) -> str:
     """Describe what all copies of a tied parameter must have in common."""
     return f"{list(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
 
 
-def check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], placement: Sequence[int]) -> None:
+def _check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], placement: Sequence[int]) -> None:
     """Raise PartitionError unless the copies of each tied parameter exist and are alike.
 
     stages: for each stage, its tied parameters as name -> (owners, kind).

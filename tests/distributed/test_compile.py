@@ -100,8 +100,11 @@ def test_other_graph_breaks_are_named(run_ranks):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"enabled": True, "backend": "inducter"}, "torch.compile takes no {'backend': 'inducter'}"),
-        ({"enabled": True, "mode": "fastest"}, "torch.compile takes no {'backend': 'inductor', 'mode': 'fastest'}"),
+        ({"enabled": True, "backend": "inducter"}, "torch.compile does not accept {'backend': 'inducter'}"),
+        (
+            {"enabled": True, "mode": "fastest"},
+            "torch.compile does not accept {'backend': 'inductor', 'mode': 'fastest'}",
+        ),
         ({"enabled": True, "layers": ["Braking"]}, "Did you mean 'Breaking'?"),
     ],
 )

@@ -289,7 +289,7 @@ def split_by_calls() -> None:
 
 
 def test_a_model_in_stages_is_not_called(run_ranks):
-    with pytest.raises(RankError, match=r"cut into 2 chunks, which run by engine\.train_batch"):
+    with pytest.raises(RankError, match=r"cut into 2 chunks, which only engine\.train_batch"):
         run_ranks(2, split_by_calls)
 
 
