@@ -14,6 +14,7 @@ from parallel3d.config.load import (
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.schema import Config
+from parallel3d.config.section import without_removed
 from parallel3d.config.training import (
     ActivationCheckpointingConfig,
     AttentionConfig,
@@ -55,4 +56,5 @@ __all__ = [
     "read",
     "read_source",
     "resolve_batch",
+    "without_removed",
 ]

@@ -187,6 +187,17 @@ class Section(BaseModel):
         return schema
 
 
+def without_removed(given: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """Return a configuration that an earlier version wrote down, without the keys of a section that were removed since."""
+    kept: dict[str, Any] = {}
+    for name, value in given.items():
+        key, info = section.known_keys.get(name), section.model_fields.get(name)
+        inner = section_of(info.annotation) if info is not None else None
+        if key is None or key.support is not Support.REMOVED:
+            kept[name] = without_removed(value, inner) if inner is not None and isinstance(value, Mapping) else value
+    return kept
+
+
 def section_of(annotation: object) -> type[Section] | None:
     """The Section that a field's annotation is, or is when not None; None for a plain field."""
     for candidate in (annotation, *get_args(annotation)):

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from parallel3d.atomic_write import write_whole
+from parallel3d.config import Config, without_removed
 from parallel3d.config.run_layout import StatedLayout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import PARTS, Breakdown, break_down, combined
@@ -78,6 +79,10 @@ class RankRecord(_Record):
     parts: dict[str, int]
 
 
+def _present_keys(config: object) -> object:
+    return without_removed(config, Config) if isinstance(config, Mapping) else config
+
+
 class RunRecord(StatedLayout):
     """One training. layout: in words, as parse_run_layout reads them; the words' fields, and bounds, as Prediction has them.
 
@@ -98,7 +103,7 @@ class RunRecord(StatedLayout):
     model: ModelPrint
     backend: str
     versions: dict[str, str]
-    config: dict[str, Any]
+    config: Annotated[dict[str, Any], BeforeValidator(_present_keys)]
     instructions: dict[str, Timing]
     step: Timing
     optimizer: Timing

@@ -10,6 +10,7 @@ from records import make_record
 
 from parallel3d.clock import HostClock
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
+from parallel3d.config import Config, without_removed
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.measured import reduction_times, transfer_time, transfer_times
 from parallel3d.monitor.run_record import Timing, find_run_records, kind_name, read_run_record
@@ -122,3 +123,11 @@ def test_what_is_no_record_says_what_to_do(tmp_path: Path):
     (tmp_path / "run_record.json").write_text(text[: len(text) // 2])
     with pytest.raises(ConfigError, match="is no run record of this version"):
         find_run_records([tmp_path])
+
+
+def test_removed_keys_of_an_older_record_are_left_out():
+    config = {
+        "kernels": {"all_gather": "auto", "optimizer_step": True},
+        "pipeline": {"receive_in_place": False, "stages": 2},
+    }
+    assert without_removed(config, Config) == {"kernels": {"optimizer_step": True}, "pipeline": {"stages": 2}}
