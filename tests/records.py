@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from parallel3d.monitor.run_record import ModelPrint, RankRecord, RunRecord, Timing
+from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord, Timing
 
 
 def timing(seconds: float) -> Timing:
@@ -39,7 +39,7 @@ def make_record(
         bounds=(0, 1, 2),
         seq=seq,
         program=None,
-        model=ModelPrint(layers=("Embed", "Head"), parameters=parameters),
+        model=ModelFingerprint(layers=("Embed", "Head"), parameters=parameters),
         backend="nccl",
         versions={"torch": "2.13.0"},
         config={},

@@ -15,10 +15,9 @@ from parallel3d.atomic_write import write_whole
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import PipelineConfig
 from parallel3d.errors import ConfigError, ScheduleError
-from parallel3d.monitor.measured import instruction_cost, traffic_times, transfer_time
 from parallel3d.monitor.memory import MemoryProfile
+from parallel3d.monitor.records import StepRecord, instruction_cost, traffic_times, transfer_time
 from parallel3d.monitor.steps import StepMonitor
-from parallel3d.monitor.timers import StepRecord
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
 from parallel3d.schedule.fuse import whole_backwards

@@ -24,9 +24,8 @@ from parallel3d.engine.progress import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import Breakdown
-from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder
-from parallel3d.monitor.report import memory_table
-from parallel3d.monitor.run_record import RankRecord, RunRecord, Timing, measure_times, print_of
+from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
+from parallel3d.monitor.run_record import RankRecord, RunRecord, Timing, fingerprint, measure_times
 from parallel3d.monitor.state import print_tree, state_tree
 from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.parameters import whole_shape
@@ -232,7 +231,7 @@ class Reports:
             bounds=tuple(model.partition.bounds),
             seq=next((length for length in sequences if length is not None), None),
             program=_compute_lists(program) if layout.schedule == "auto" else None,
-            model=print_of(model.layer_names, counts),
+            model=fingerprint(model.layer_names, counts),
             backend=self._groups.backend,
             versions=_versions(self._groups.backend),
             config=self._config_in_force(),

@@ -1,4 +1,4 @@
-"""What a run shows of itself: timers, progress, metrics."""
+"""Timers, memory, metrics and records of a training run."""
 
 from parallel3d.monitor.progress import MetricsFile, ProgressBar, plot_losses
 

@@ -1,24 +1,28 @@
-"""Where the time of a step went, rank by rank, from what the ranks of a pipeline recorded."""
+"""Breakdown of a step's time on each rank, from the records of a pipeline's ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from parallel3d.monitor.timers import StepRecord
+from parallel3d.monitor.records import StepRecord
 from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, SEND_OPS, Instruction, Op, depends_on
 from parallel3d.schedule.simulate import Span
+
+# A table of more ranks than this shows mean and max alone.
+_MOST_RANKS = 16
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of a step, of one rank or of several together; the parts add up to the total.
+    """Seconds of a step, of one rank or combined over several; the parts add up to the total.
 
-    forward, backward: of all micro-batches, waits for gathered weights and gradients' reductions inside them included;
-    reduce: from the pipeline's last backward to the reduced gradients; step: from there on, that is the norm, clipping, the
-    optimizer, and the launch of the gathers; communication: waits for a neighbour's tensors that were already made, and
-    posting transfers; bubble: idle because the schedule leaves nothing to do, or a neighbour is late; other: loading
-    micro-batches, agreeing on them, and whatever keeps the device from the next instruction.
+    - forward, backward: of all micro-batches, with the waits inside them for gathered weights and gradients' reductions.
+    - reduce: from the pipeline's last backward to the reduced gradients.
+    - step: from there on: the norm, clipping, the optimizer, and the launch of the gathers.
+    - communication: waits for a neighbour's tensors that were already computed, and posting transfers.
+    - bubble: idle because the schedule leaves nothing to do, or a neighbour is late.
+    - other: loading micro-batches, agreeing on them, and whatever keeps the device from the next instruction.
     """
 
     forward: float = 0.0
@@ -47,9 +51,12 @@ def _part_of(i: Instruction) -> str:
 
 
 def break_down(pipeline: Sequence[StepRecord], reduced: float) -> list[Breakdown]:
-    """The parts of each rank's step. pipeline: all ranks of one; reduced: when the last rank of the world was through.
+    """Break down each rank's step.
 
-    A wait for a neighbour is bubble until the neighbour has made what is waited for, and communication from then on.
+    - pipeline: the records of all ranks of one pipeline.
+    - reduced: when the last rank of the world had its gradients reduced.
+
+    A wait for a neighbour is bubble until the neighbour has computed what is waited for, and communication from then on.
     """
     ended = {s.instruction: s.end for record in pipeline for s in record.spans if s.instruction.op in COMPUTE_OPS}
     last = max(ended.values(), default=0.0)
@@ -64,14 +71,14 @@ def _of_rank(record: StepRecord, ended: Mapping[Instruction, float], last: float
         parts["other"] += max(span.start - now, 0.0)
         now = max(now, span.start)
         if waits:
-            made = max((ended[d] for d in depends_on(span.instruction) if d in ended), default=now)
-            idle = min(max(made - now, 0.0), span.end - now)
+            computed = max((ended[d] for d in depends_on(span.instruction) if d in ended), default=now)
+            idle = min(max(computed - now, 0.0), span.end - now)
             parts["bubble"] += idle
             parts["communication"] += span.end - now - idle
         else:
             parts[_part_of(span.instruction)] += span.end - now
         now = span.end
-    # Behind its own last backward a rank only waits, for the others' backwards and then for their reductions.
+    # After its own last backward a rank only waits, for the others' backwards and then for their reductions.
     backwards_end = min(max(now, last), record.end)
     reductions_end = min(max(backwards_end, reduced), record.end)
     parts["bubble"] += backwards_end - now
@@ -81,14 +88,37 @@ def _of_rank(record: StepRecord, ended: Mapping[Instruction, float], last: float
 
 
 def _in_order(record: StepRecord, until: float) -> list[tuple[Span, bool]]:
-    """Spans, and whether each is a wait, of instructions up to the rank's last compute; one follows upon the other."""
+    """Return the spans, and whether each is a wait, of instructions up to the rank's last compute, in order of time."""
     both = [(s, False) for s in record.spans] + [(s, True) for s in record.waits]
     return sorted((pair for pair in both if pair[0].end <= until), key=lambda pair: (pair[0].start, pair[0].end))
 
 
 def combined(ranks: Sequence[Breakdown], how: str) -> Breakdown:
-    """Part by part the "mean" or "max" over ranks."""
+    """Return the "mean" or "max" over ranks of each part."""
     columns = {name: [getattr(rank, name) for rank in ranks] for name in PARTS}
     if how == "max":
         return Breakdown(**{name: max(values) for name, values in columns.items()})
     return Breakdown(**{name: sum(values) / len(values) for name, values in columns.items()})
+
+
+def breakdown_table(step: int, ranks: Sequence[Breakdown]) -> str:
+    """Format seconds by part: mean and max over ranks, the mean's share of the step, and each rank if there are few."""
+    columns = [*PARTS, "total"]
+
+    def row(name: str, cells: Sequence[str]) -> str:
+        return f"{name:<12}" + "".join(f"{cell:>14}" for cell in cells)
+
+    def seconds(name: str, breakdown: Breakdown) -> str:
+        return row(name, [f"{getattr(breakdown, c):.4g}" for c in columns])
+
+    mean, most = combined(ranks, "mean"), combined(ranks, "max")
+    highest = {**{c: getattr(most, c) for c in PARTS}, "total": max(rank.total for rank in ranks)}
+    lines = [
+        row(f"step {step}, s", columns),
+        seconds("mean", mean),
+        row("share", [f"{getattr(mean, c) / (mean.total or 1.0):.1%}" for c in columns]),
+        row("max", [f"{highest[c]:.4g}" for c in columns]),
+    ]
+    if 1 < len(ranks) <= _MOST_RANKS:
+        lines += [seconds(f"rank {r}", rank) for r, rank in enumerate(ranks)]
+    return "\n".join(lines)

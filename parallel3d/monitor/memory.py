@@ -1,11 +1,17 @@
-"""What the instructions of a batch hold of memory: the allocator's count on CUDA, live storages on the CPU."""
+"""Memory that is in use: of this process, of the phases of a step, and of the instructions of a batch.
+
+On CUDA it is the allocator's count; on the CPU the resident set, or for instructions the storages that are alive.
+"""
 
 from __future__ import annotations
 
+import os
+import resource
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +22,33 @@ from torch.utils._pytree import tree_leaves
 from parallel3d.schedule.instructions import Instruction, Program
 from parallel3d.schedule.memory import bytes_in_flight, learn_chunks
 
+_STATM = Path("/proc/self/statm")
+
+
+def memory_in_use(device: torch.device) -> Mapping[str, int]:
+    """Return the bytes of this process by kind, without waiting.
+
+    On CUDA: allocated, peak since `start_peak`, reserved; on the CPU: resident, and its peak ever.
+    """
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+        }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if _STATM.exists() else peak
+    return {"resident": resident, "peak": max(peak, resident)}
+
+
+def start_peak(device: torch.device) -> None:
+    """Measure the peak from now on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the storages that operations inside made and that are still alive. For the CPU.
+    """Context that counts the bytes of the storages made by operations inside and still alive, for the CPU.
 
     Storages that were there before, such as those of weights, don't count.
     """
@@ -52,11 +82,11 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class MemoryRecorder:
-    """Records how much memory is held beyond what was there at its start: by instructions, or at most.
+    """Recorder of the memory held beyond what was there at its start: by instructions, and at most.
 
-    in_transit: bytes that sent messages still hold, which leave at no certain instruction and count for none. held:
-    (instruction, bytes it added with what was waited for just before, bytes held after it); peak: the most at any time,
-    with what operations need for themselves, and what is in transit.
+    - in_transit: returns the bytes that sent messages still hold; they leave at no fixed instruction and count for none.
+    - held: (instruction, bytes that it and the wait before it added, bytes held after it).
+    - peak: the most at any time, with the workspaces of operations and what is in transit.
     """
 
     def __init__(self, device: torch.device, in_transit: Callable[[], int] = lambda: 0):
@@ -69,12 +99,12 @@ class MemoryRecorder:
 
     @property
     def most_held(self) -> int:
-        """The most after any instruction."""
+        """The most bytes held after any instruction."""
         return max((held for _, _, held in self.held), default=0)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Record what runs inside."""
+        """Record the block."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self.start = torch.cuda.memory_allocated(self._device)
@@ -87,7 +117,7 @@ class MemoryRecorder:
 
     @contextmanager
     def __call__(self, instruction: Instruction) -> Iterator[None]:
-        """Measure what runs inside as `instruction`."""
+        """Measure the block as `instruction`."""
         yield
         now = self._now()
         self.held.append((instruction, now - self._before, now))
@@ -101,13 +131,37 @@ class MemoryRecorder:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """One training batch: its program, what its instructions hold, and what the optimizer's step needs."""
+    """Memory of one training batch: its program, what its instructions hold, and what the optimizer's step needs."""
 
     program: Program
     batch: MemoryRecorder
     step: MemoryRecorder
 
     def activations(self, stage: int) -> tuple[int, int]:
-        """The most bytes that this stage holds of activations and messages: as the program has it, and as measured."""
+        """Return the most bytes that this stage holds of activations and messages: as the program implies, and as measured."""
         chunks = learn_chunks([(i, change) for i, change, _ in self.batch.held])
         return max(bytes_in_flight(self.program, stage, chunks), default=0), self.batch.most_held
+
+
+def memory_table(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> str:
+    """Format the predicted and measured bytes of each component in MiB, a line per rank."""
+    names = list(ranks[0])
+    head = "rank  " + "".join(f"{name:>22}" for name in names) + "   (MiB, predicted / measured)"
+    lines = [
+        f"{rank:>4}  " + "".join(f"{f'{row[n][0] / 2**20:.1f} / {row[n][1] / 2**20:.1f}':>22}" for n in names)
+        for rank, row in enumerate(ranks)
+    ]
+    return "\n".join([head, *lines])
+
+
+def phase_table(step: int, ranks: Sequence[Mapping[str, Mapping[str, int]]]) -> str:
+    """Format each kind of memory at the end of each phase of a step in MiB: mean and max over ranks."""
+    kinds = list(next(iter(ranks[0].values())))
+    lines = [f"step {step}, MiB".ljust(20) + "".join(f"{kind:>22}" for kind in kinds) + "   (mean / max over ranks)"]
+    for phase in ranks[0]:
+        cells = []
+        for kind in kinds:
+            values = [rank[phase][kind] / 2**20 for rank in ranks]
+            cells.append(f"{sum(values) / len(values):.1f} / {max(values):.1f}")
+        lines.append(phase.ljust(20) + "".join(f"{cell:>22}" for cell in cells))
+    return "\n".join(lines)

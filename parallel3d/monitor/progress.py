@@ -1,4 +1,4 @@
-"""What a training run shows and keeps: a progress bar, a line of metrics a step, a plot of them."""
+"""Progress of a training run: a progress bar, a file with a line of metrics per step, and a plot of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from parallel3d.errors import ConfigError
 
 
 class ProgressBar:
-    """A bar over the steps with the latest metrics beside it; where the output is no terminal, a line now and then.
+    """Context manager that shows a bar over the steps with the latest metrics; without a terminal, a line now and then.
 
-    Only `enabled` on one rank. A context manager.
+    enabled: True on one rank only; lines: how many are printed without a terminal.
     """
 
     def __init__(self, num_steps: int, enabled: bool = True, lines: int = 20):
@@ -45,7 +45,7 @@ class ProgressBar:
         self._progress.stop()
 
     def update(self, step: int, metrics: Mapping[str, str]) -> None:
-        """Show that `step` steps are done, and these metrics as they are."""
+        """Show that `step` steps are done, and these metrics."""
         text = "  ".join(f"{name} {value}" for name, value in metrics.items())
         if self._live:
             self._progress.update(self._task, completed=step, metrics=text)
@@ -54,7 +54,7 @@ class ProgressBar:
 
 
 class MetricsFile:
-    """A CSV file with a line a step, flushed at once, so that a run that dies has kept its metrics."""
+    """CSV file with a line per step, flushed at once, so that a run that dies has kept its metrics."""
 
     def __init__(self, path: Path, columns: Sequence[str]):
         self._file = path.open("w", newline="", encoding="utf-8")
@@ -62,7 +62,7 @@ class MetricsFile:
         self._writer.writeheader()
 
     def write(self, row: Mapping[str, float]) -> None:
-        """One line; a column without a value in this step stays empty."""
+        """Write one line; a column without a value stays empty."""
         self._writer.writerow(row)
         self._file.flush()
 
@@ -72,7 +72,7 @@ class MetricsFile:
 
 
 def plot_losses(metrics: Path, picture: Path, columns: Sequence[str] = ("loss", "eval_loss")) -> None:
-    """Draw columns of a metrics file against its `step` to an image; the suffix says which kind.
+    """Plot columns of a metrics file against its `step` into an image file of the kind that its suffix names.
 
     Raises ConfigError when matplotlib (the "plot" extra) is not installed.
     """

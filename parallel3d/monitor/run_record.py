@@ -1,6 +1,6 @@
-"""What a training measured of itself, as a file: layout, model and versions beside times and bytes.
+"""Run record: a file with the layout, model and versions of a training and its measured times and bytes.
 
-Predictions are compared with it, and models of time and memory learn from it.
+Predictions are compared with it, and models of time and memory are fitted to it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from parallel3d.config import Config, without_removed
 from parallel3d.config.run_layout import StatedLayout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import PARTS, Breakdown, break_down, combined
-from parallel3d.monitor.measured import Samples, compute_times, reduction_times, transfer_times
-from parallel3d.monitor.timers import StepRecord
+from parallel3d.monitor.records import Samples, StepRecord, compute_times, reduction_times, transfer_times
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.simulate import Timeline
 from parallel3d.topology import ProcessTopology
@@ -34,7 +33,7 @@ class _Record(BaseModel):
 
 
 class Timing(_Record):
-    """Seconds that something took `count` times. spread: between the quartiles, 0 of a single time."""
+    """Statistics of `count` times, in seconds. spread: between the quartiles, 0 for a single time."""
 
     median: float
     spread: float
@@ -42,30 +41,33 @@ class Timing(_Record):
 
     @staticmethod
     def of(seconds: Sequence[float]) -> Timing:
-        """Of at least one time."""
+        """Summarize at least one time."""
         first, _, last = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (0.0, 0.0, 0.0)
         return Timing(median=median(seconds), spread=last - first, count=len(seconds))
 
 
-class ModelPrint(_Record):
-    """What a model is made of, whatever the layout: of each layer the class, and the parameters that are first used there."""
+class ModelFingerprint(_Record):
+    """Composition of a model, whatever the layout: each layer's class, and the number of parameters first used there."""
 
     layers: tuple[str, ...]
     parameters: tuple[int, ...]
 
     @property
     def digest(self) -> str:
-        """The same for the same layers and counts."""
+        """Hash that is the same for the same layers and counts."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
 class RankRecord(_Record):
-    """One rank. host: hosts are counted by their first ranks; capacity: bytes of its device, None on the CPU.
+    """Measurements of one rank.
 
-    allocated: the most bytes in tensors at once; on the CPU those of model state, activations and operations in the batch
-    whose memory was profiled, None where none was. reserved: the most bytes that the CUDA allocator held; outside: what the
-    device holds besides, as CUDA's context, NCCL's buffers and other processes. parts: measured bytes by component and phase,
-    as engine.reports.memory_report says them.
+    - host: number of its host, in the order of the hosts' first ranks.
+    - capacity: bytes of its device, None on the CPU.
+    - allocated: the most bytes in tensors at once; on the CPU those of model state, activations and operations in the batch
+      whose memory was profiled, None if none was.
+    - reserved: the most bytes that the CUDA allocator held.
+    - outside: bytes that the device holds besides: CUDA's context, NCCL's buffers and other processes.
+    - parts: measured bytes by component and phase, as in engine.reports.memory_report.
     """
 
     rank: int
@@ -84,23 +86,24 @@ def _present_keys(config: object) -> object:
 
 
 class RunRecord(StatedLayout):
-    """One training. layout: in words, as parse_run_layout reads them; the words' fields, and bounds, as Prediction has them.
+    """Measurements of one training.
 
-    schedule: as configured, "written" for lists of instructions; program: the compute instructions of each stage, where the
-    schedule is planned; seq: tokens of a sample, where the inputs tell; config: all values in force.
-
-    instructions: "F@0" (forward on chunk 0) and so on, as `kind_name` has it: compute; "SA@0", "SG@1": from when a tensor is
-    made until a rank that waits for it has it; "RED@0#1": a bucket's reduction, from when its last rank is ready. step: from
-    when the last rank begins until all are through, of steps that were not recorded where there are such. optimizer: from the
-    reduced gradients on, and breakdown: seconds of a recorded step by what takes them; bubble: share of a pipeline's time
-    without compute; each the mean of ranks.
+    - layout: in words, as parse_run_layout reads them; the words' fields, and bounds, as in Prediction.
+    - schedule: as configured, "written" for lists of instructions; program: the compute instructions of each stage, if the
+      schedule is planned.
+    - seq: tokens of a sample, if the inputs show it; config: all values in force.
+    - instructions: by `kind_name`. "F@0" (forward on chunk 0) and other compute; "SA@0", "SG@1": from when a tensor is
+      computed until a rank that waits for it has it; "RED@0#1": a bucket's reduction, from when its last rank is ready.
+    - step: from when the last rank begins until all have ended, of steps that were not recorded if there are any.
+    - optimizer: from the reduced gradients on; breakdown: seconds of a recorded step by part; bubble: share of a pipeline's
+      time without compute; each the mean over ranks.
     """
 
     format: Literal[1] = 1
     bounds: tuple[int, ...]
     seq: int | None
     program: tuple[tuple[str, ...], ...] | None
-    model: ModelPrint
+    model: ModelFingerprint
     backend: str
     versions: dict[str, str]
     config: Annotated[dict[str, Any], BeforeValidator(_present_keys)]
@@ -113,31 +116,31 @@ class RunRecord(StatedLayout):
 
     @property
     def device(self) -> str:
-        """The ranks' device, or all kinds of it."""
+        """Name of the ranks' device, or of all kinds of devices."""
         return ", ".join(sorted({rank.device for rank in self.ranks}))
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all replicas; None where the length of a sample isn't known."""
+        """Tokens per second of all replicas; None if the length of a sample isn't known."""
         samples = self.micro_batch * self.micro_batches * self.replicas
         return None if self.seq is None else samples * self.seq / self.step.median
 
     def write(self, directory: Path) -> Path:
-        """The file in this directory, which is made where it isn't there; whole or not at all. Raises OSError."""
+        """Write the file atomically into this directory, which is created if needed, and return its path. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / FILE_NAME, self.model_dump_json(indent=1) + "\n")
         return directory / FILE_NAME
 
 
 def kind_name(instruction: Instruction) -> str:
-    """An instruction of any micro-batch, in short: "F@0", "RED@3#1"."""
+    """Return the short name of an instruction, without its micro-batch: "F@0", "RED@3#1"."""
     bucket = "" if instruction.bucket is None else f"#{instruction.bucket}"
     return f"{instruction.op.value}@{instruction.chunk}{bucket}"
 
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """The parts of a RunRecord that steps tell."""
+    """The fields of a RunRecord that follow from recorded steps."""
 
     instructions: dict[str, Timing]
     optimizer: Timing
@@ -146,7 +149,7 @@ class MeasuredTimes:
 
 
 def measure_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTopology) -> MeasuredTimes:
-    """Of recorded steps of one program, at least one, each with the records of all ranks of `topology`."""
+    """Measure recorded steps of one program, at least one, each with the records of all ranks of `topology`."""
     pipes, replicas = (_comm_lists(topology, axis) for axis in ("pipe", "data"))
     pipelines = [[records[rank] for rank in ranks] for records in steps for ranks in pipes]
     samples: Samples = {
@@ -180,18 +183,21 @@ def _mean_breakdown(pipelines: Sequence[Sequence[StepRecord]]) -> Breakdown:
     return combined([part for records in pipelines for part in break_down(records, reduced)], "mean")
 
 
-def print_of(names: Sequence[str], counts: Iterable[Mapping[str, int]]) -> ModelPrint:
-    """names: of all layers; counts: what ranks hold, "layers.<place>.<name>" (or another name, in a model of one layer) ->
-    elements of the whole tensor."""
+def fingerprint(names: Sequence[str], counts: Iterable[Mapping[str, int]]) -> ModelFingerprint:
+    """Return the fingerprint of a model.
+
+    - names: of all layers.
+    - counts: of each rank, "layers.<index>.<name>" (or another name, in a model of one layer) -> elements of the full tensor.
+    """
     held = {name: numel for rank in counts for name, numel in rank.items()}
     parameters = [0] * len(names)
     for name, numel in held.items():
         parameters[int(name.split(".")[1]) if len(names) > 1 else 0] += numel
-    return ModelPrint(layers=tuple(names), parameters=tuple(parameters))
+    return ModelFingerprint(layers=tuple(names), parameters=tuple(parameters))
 
 
 def read_run_record(path: str | Path) -> RunRecord:
-    """Of a file, or of the one in a directory. Raises ConfigError for what is not there or holds no record."""
+    """Read the record of a file, or of the file in a directory. Raises ConfigError if it is missing or holds no record."""
     file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
     try:
         return RunRecord.model_validate_json(file.read_text(encoding="utf-8"))
@@ -212,7 +218,7 @@ def read_run_record(path: str | Path) -> RunRecord:
 
 
 def find_run_records(paths: Iterable[str | Path]) -> list[tuple[Path, RunRecord]]:
-    """(file, record) of these files, and of all that lie in these directories at any depth, by path, each once.
+    """Read these files, and all record files in these directories at any depth: (file, record), by path, each once.
 
     Raises ConfigError as read_run_record, and for a directory that holds none.
     """

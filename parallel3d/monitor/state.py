@@ -1,4 +1,4 @@
-"""What `dump_state` prints: what is in force, and what it was made into, as a tree."""
+"""The tree that `dump_state` prints: the configuration in force, and what was built from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.simulate import simulate
 from parallel3d.topology import ProcessTopology
 
-# Of each set of owners (see ParameterInfo), the elements of each of its gradient buckets.
+# Owners (see ParameterInfo) -> the number of elements of each of their gradient buckets.
 Buckets = Mapping[tuple[int, ...], Sequence[int]]
 
 
@@ -29,9 +29,9 @@ def state_tree(
     num_shards: int,
     program: Program,
 ) -> Tree:
-    """partition: its table; buckets: every rank's; num_shards: the parts in which a bucket is updated.
+    """Return the tree. Values that differ from the defaults are bold.
 
-    Values that differ from the defaults are bold.
+    partition: the partition's table; buckets: of every rank; num_shards: the parts in which a bucket is updated.
     """
     tree = Tree("parallel3d")
     _add_section(tree.add("configuration in force"), config)
@@ -75,6 +75,6 @@ def _add_program(tree: Tree, program: Program) -> None:
 
 
 def print_tree(tree: Tree) -> None:
-    """To standard output, as wide as the terminal, or as most files are read."""
+    """Print to standard output, as wide as the terminal, or 160 columns wide."""
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(tree, highlight=False)

@@ -1,4 +1,4 @@
-"""What a run says of its steps, every steps_per_print: a line, where the time went, what memory was used."""
+"""Monitoring of steps: every steps_per_print a line, the breakdown of the time, and the memory in use."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from parallel3d.comm.collectives import Work, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.breakdown import Breakdown, break_down
-from parallel3d.monitor.report import breakdown_table, phase_table, step_line
-from parallel3d.monitor.timers import StepRecord, StepRecorder, clock_offset
-from parallel3d.monitor.usage import memory_in_use, start_peak
+from parallel3d.monitor.breakdown import Breakdown, break_down, breakdown_table
+from parallel3d.monitor.memory import memory_in_use, phase_table, start_peak
+from parallel3d.monitor.records import StepRecord, StepRecorder, clock_offset
 from parallel3d.schedule.instructions import Instruction, Program
 
 
 @dataclass(frozen=True)
 class StepSummary:
-    """A step that is done. loss and grad_norm: scalars on the device; samples: trained on so far, over all replicas."""
+    """A finished step.
+
+    - samples: trained on so far, over all replicas.
+    - loss, grad_norm: scalars on the device.
+    - lr, momentum: of each parameter group.
+    - skipped: number of skipped steps so far.
+    """
 
     step: int
     samples: int
@@ -36,21 +41,31 @@ class StepSummary:
     momentum: Sequence[object] = ()
     skipped: int = 0
 
+    def line(self, seconds: float, samples: float) -> str:
+        """Return the printed line; waits for the device. seconds: per step; samples: per second."""
+        norm = "-" if self.grad_norm is None else f"{float(self.grad_norm):.4g}"
+        rates = " ".join(f"{rate:.4g}" for rate in self.lr)
+        moments = f", mom {' '.join(str(m) for m in self.momentum)}" if self.momentum else ""
+        return (
+            f"step {self.step}: loss {float(self.loss):.4f}, grad norm {norm}, lr {rates}{moments}, skipped {self.skipped}, "
+            f"{seconds:.4g} s/step, {samples:.4g} samples/s"
+        )
 
-# Of recorded steps the last so many are kept, and of all others the begins and ends of the last so many.
+
+# Numbers of recorded steps that are kept, and of other steps whose begin and end are kept.
 _RECORDED, _OTHERS = 5, 32
 # The first steps of a process load kernels, compile, and fill the allocator.
 _WARM_UP = 2
 
 
 class StepMonitor:
-    """Watches train_batch: call `begin`, `recorder_of`, `computed`, `reduced` and `finish` in every step on every rank.
+    """Monitor of train_batch: call `begin`, `recorder_of`, `computed`, `reduced` and `finish` in every step on every rank.
 
-    Only the steps that print are recorded (where nothing is printed, each, and the last ones kept): of the others no more is
-    marked than when they begin and end. Nothing waits for the device before what was recorded is asked for.
+    Only steps that print are recorded (if nothing is printed, every step, and the last ones are kept); of the others only
+    begin and end are marked. Nothing waits for the device before records are read.
 
-    sequence: tokens of a sample of the last recorded step, where this rank's inputs tell; peak: the most bytes that CUDA
-    allocated in any phase of a step with memory_breakdown.
+    - sequence: tokens of a sample of the last recorded step, if this rank's inputs show it.
+    - peak: the most bytes that CUDA allocated in any phase of a step with memory_breakdown.
     """
 
     def __init__(self, config: Config, groups: ProcessGroups, device: torch.device):
@@ -61,7 +76,7 @@ class StepMonitor:
         self._record_next = False
         self._recorder: StepRecorder | None = None
         self._recorded: deque[StepRecorder] = deque(maxlen=_RECORDED)
-        self._beside: torch.cuda.Stream | None = None
+        self._side: torch.cuda.Stream | None = None
         self._program: Program | None = None
         self._begin: Any = None
         self._steps = 0
@@ -79,15 +94,15 @@ class StepMonitor:
         self._record_next = True
 
     def leave_out_next(self) -> None:
-        """The next step takes other time than its like: it is no part of `step_seconds`."""
+        """Leave the next step out of `step_seconds`: its time is not typical."""
         self._leave_out = True
 
     def prints(self, step: int) -> bool:
-        """Whether rank 0 prints after this step, counted from 1."""
+        """Return whether rank 0 prints after this step, counted from 1."""
         return bool(self._every) and step % (self._every or 1) == 0
 
     def begin(self, step: int, samples: int) -> None:
-        """A step begins, counted from 1, `samples` after the run's beginning."""
+        """Begin a step, counted from 1. samples: trained on so far."""
         due = self.prints(step) or self._every is None
         wanted = self._record_next or (self._times and due)
         self._recorder = self._make_recorder() if wanted else None
@@ -100,12 +115,12 @@ class StepMonitor:
             self._printed = (time.monotonic(), step - 1, samples)
 
     def _make_recorder(self) -> StepRecorder:
-        if self._beside is None and self._device.type == "cuda":
-            self._beside = torch.cuda.Stream(self._device)
-        return StepRecorder(self._groups.coordinate("pipe"), self._clock, self._beside)
+        if self._side is None and self._device.type == "cuda":
+            self._side = torch.cuda.Stream(self._device)
+        return StepRecorder(self._groups.coordinate("pipe"), self._clock, self._side)
 
     def recorder_of(self, program: Program, inputs: Any = None) -> StepRecorder | None:
-        """What records the step under way, which runs this program, if anything does. inputs: of a micro-batch, if any."""
+        """Return the recorder of this step, which runs the program, if it is recorded. inputs: of a micro-batch, if any."""
         self._program = program
         if self._recorder is not None:
             self.sequence = _tokens(inputs)
@@ -113,22 +128,22 @@ class StepMonitor:
         return self._recorder
 
     def launched(self, instruction: Instruction, work: Work) -> None:
-        """A reduction of gradients or a gather of weights has just been launched."""
+        """Record a reduction of gradients or a gather of weights that has just been launched."""
         if self._recorder is not None:
             self._recorder.launched(instruction, work)
 
     def computed(self) -> None:
-        """The program of the step is through."""
+        """Note that the step's program has run."""
         self._sample("forward, backward")
 
     def reduced(self) -> None:
-        """The gradients of the step are reduced."""
+        """Note that the step's gradients are reduced."""
         if self._recorder is not None:
             self._recorder.reduced()
         self._sample("reduce")
 
     def finish(self, summary: StepSummary) -> None:
-        """The step is done: print what is due. Collective where something is."""
+        """End the step and print what is due. Collective if something is."""
         self._sample("step")
         self._steps += 1
         if self._recorder is not None:
@@ -150,12 +165,10 @@ class StepMonitor:
     def _print_line(self, summary: StepSummary) -> None:
         if self._groups.rank != 0 or self._printed is None:
             return
-        loss = float(summary.loss)  # waits for the device
-        norm = None if summary.grad_norm is None else float(summary.grad_norm)
+        float(summary.loss)  # waits for the device
         when, step, samples = self._printed
         seconds = max(time.monotonic() - when, 1e-9)
-        rates = (seconds / (summary.step - step), (summary.samples - samples) / seconds)
-        self._print(step_line(summary.step, loss, norm, summary.lr, summary.momentum, summary.skipped, *rates))
+        self._print(summary.line(seconds / (summary.step - step), (summary.samples - samples) / seconds))
 
     def _print(self, text: str) -> None:
         if self._groups.rank == 0:
@@ -168,7 +181,7 @@ class StepMonitor:
             start_peak(self._device)
 
     def records(self) -> tuple[Program, list[StepRecord]]:
-        """The program of the last recorded step, and every rank's record of it. Collective.
+        """Return the program of the last recorded step, and every rank's record of it. Collective.
 
         Raises ConfigError when none was recorded.
         """
@@ -176,7 +189,7 @@ class StepMonitor:
         return program, all_gather_object(own[-1], self._groups.control)
 
     def last_records(self) -> tuple[Program, list[list[StepRecord]]]:
-        """The program of the last recorded step, and of the last steps that were recorded of it every rank's records.
+        """Return the program of the last recorded step, and every rank's records of the last recorded steps of that program.
 
         Collective; raises as `records`.
         """
@@ -197,8 +210,10 @@ class StepMonitor:
         return program, [recorder.read(self._offset) for recorder in same[-most:]]
 
     def step_seconds(self, program: Program) -> list[float]:
-        """Of the last steps that ran this program without being recorded, from when the last rank began until all were
-        through. Collective."""
+        """Return the times of the last unrecorded steps of this program, from when the last rank began until all had ended.
+
+        Collective.
+        """
         same = [(begin, end) for begin, end, ran in self._others if ran is program]
         times = self._clock.read([mark for pair in same for mark in pair])
         if self._offset is None:
@@ -210,7 +225,7 @@ class StepMonitor:
         ]
 
     def breakdown(self) -> list[Breakdown]:
-        """Where the time of the last recorded step went, of every rank of the world. Collective; raises as `records`."""
+        """Return the breakdown of the last recorded step for every rank of the world. Collective; raises as `records`."""
         _, records = self.records()
         reduced = max(record.reduced for record in records)
         parts: dict[int, Breakdown] = {}
@@ -220,6 +235,6 @@ class StepMonitor:
 
 
 def _tokens(inputs: Any) -> int | None:
-    """The length of the first matrix of integers among these inputs: [samples, tokens]."""
+    """Return the length of the first matrix of integers among the inputs, [samples, tokens]; None if there is none."""
     matrices = (t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point())
     return next((t.shape[1] for t in matrices if t.dtype is not torch.bool), None)

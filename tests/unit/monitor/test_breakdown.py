@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.monitor.breakdown import Breakdown, break_down, combined
-from parallel3d.monitor.report import breakdown_table, phase_table, step_line
-from parallel3d.monitor.timers import StepRecord, offset_between
+from parallel3d.monitor.breakdown import Breakdown, break_down, breakdown_table, combined
+from parallel3d.monitor.memory import phase_table
+from parallel3d.monitor.records import StepRecord, offset_between
+from parallel3d.monitor.steps import StepSummary
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import COMPUTE_OPS, SEND_OPS, Instruction
 from parallel3d.schedule.simulate import Span, Timeline, simulate
@@ -124,6 +126,7 @@ def test_tables_literally():
     ]
     rows = [line.split() for line in phase_table(7, memory).splitlines()]
     assert rows == ["step 7, MiB allocated peak (mean / max over ranks)".split(), "start 2.0 / 3.0 3.0 / 3.0".split()]
-    assert step_line(3, 2.0, None, [0.1, 0.2], [], 1, 0.5, 128.0) == (
+    summary = StepSummary(3, 512, torch.tensor(2.0), None, [0.1, 0.2], skipped=1)
+    assert summary.line(0.5, 128.0) == (
         "step 3: loss 2.0000, grad norm -, lr 0.1 0.2, skipped 1, 0.5 s/step, 128 samples/s"
     )

@@ -6,8 +6,7 @@ import pytest
 
 from parallel3d.clock import HostClock
 from parallel3d.comm.collectives import Awaited, Group
-from parallel3d.monitor.measured import traffic_times
-from parallel3d.monitor.timers import StepRecord, StepRecorder
+from parallel3d.monitor.records import StepRecord, StepRecorder, traffic_times
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.simulate import Span
 

@@ -12,9 +12,8 @@ from parallel3d.clock import HostClock
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
 from parallel3d.config import Config, without_removed
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.measured import reduction_times, transfer_time, transfer_times
+from parallel3d.monitor.records import StepRecord, StepRecorder, reduction_times, transfer_time, transfer_times
 from parallel3d.monitor.run_record import Timing, find_run_records, kind_name, read_run_record
-from parallel3d.monitor.timers import StepRecord, StepRecorder
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.simulate import Span
 

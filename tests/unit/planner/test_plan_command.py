@@ -10,7 +10,7 @@ from records import timing
 
 from parallel3d.cli import main
 from parallel3d.config import load
-from parallel3d.monitor.run_record import ModelPrint, RankRecord, RunRecord
+from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
 from parallel3d.planner.calibrate.calibration import read_calibration
 from parallel3d.planner.search.result import PlanResult
 
@@ -99,7 +99,7 @@ def record(step: float, forward: float) -> RunRecord:
         bounds=(0, 3, 7),
         seq=64,
         program=None,
-        model=ModelPrint(layers=LAYERS, parameters=(1,) * 7),
+        model=ModelFingerprint(layers=LAYERS, parameters=(1,) * 7),
         backend="nccl",
         versions={},
         config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}},

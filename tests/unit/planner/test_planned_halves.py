@@ -17,7 +17,7 @@ from parallel3d.cli.plan import show
 from parallel3d.config.run_layout import parse_run_layout
 from parallel3d.costs.layer_times import LayerSeconds
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.run_record import ModelPrint, RankRecord, RunRecord
+from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
 from parallel3d.parity.layout import config_of
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.calibrate.runs import RunPredictor
@@ -147,7 +147,7 @@ def test_runs_of_half_blocks_are_predicted_by_half_blocks() -> None:
         bounds=(0, cut, len(names)),
         seq=64,
         program=None,
-        model=ModelPrint(layers=names, parameters=(1,) * len(names)),
+        model=ModelFingerprint(layers=names, parameters=(1,) * len(names)),
         backend="nccl",
         versions={},
         config={**model.config, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
