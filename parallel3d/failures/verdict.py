@@ -1,4 +1,4 @@
-"""Who is to blame: a pure function of what each rank says of itself."""
+"""Verdict on a failure: which rank is at fault, as a pure function of what each rank reports."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from enum import Enum
 
 
 class State(str, Enum):
-    """What a rank is, as far as the others know."""
+    """State of a rank, as far as the others know."""
 
     RUNNING = "running"
     FAILED = "failed"
     ASKED_TO_END = "asked to end"
-    SILENT = "silent"  # it doesn't answer: stopped, stuck or dead
+    SILENT = "silent"  # no answer: stopped, stuck or dead
     EXITED = "exited"  # the launcher saw it end
     LEFT = "left"  # its script came to its end
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is. phase: in words; the rest where it runs a schedule's list, of which `position` is the place.
+    """Where a rank is.
 
-    program: number of micro-batches, and whether it trains.
+    - phase: in words; batch: number of batches begun; untimed: whether no timeout applies.
+    - instruction, chunk, micro_batch, position (in the stage's list), program (number of micro-batches, whether it trains):
+      where it runs a schedule.
     """
 
     phase: str
@@ -40,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception. follows: it is but the consequence of another rank's end."""
+    """An exception. follows: whether it is only the consequence of another rank's end."""
 
     type: str
     message: str
@@ -54,10 +56,12 @@ class Raised:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says of itself; of a rank that doesn't, a neighbour on its host says what is known.
+    """Report of one rank; for a rank that posts none, another one reports what is known of it.
 
-    time: when it failed or answered, in seconds since the epoch; seconds: for how long it has been at this place; waits:
-    what it is blocked in, of the ranks waits_for; ending: how a rank ended that did, as "SIGKILL" or "exit code 3".
+    - time: when it failed or answered, in seconds since the epoch.
+    - seconds: how long it has been at this place.
+    - waits: what it is blocked in; waits_for: the other ranks that this depends on.
+    - ending: how it ended, if it did, as "SIGKILL" or "exit code 3".
     """
 
     rank: int
@@ -79,20 +83,25 @@ class Report:
 
 
 class Kind(str, Enum):
-    """What a verdict finds."""
+    """Kind of failure."""
 
     FAILED = "failed"
     LATE = "late"
     SILENT = "silent"
     EXITED = "exited"
     LEFT = "left"
-    ENDED = "ended"  # by a signal, for which nobody asked
+    ENDED = "ended"  # by a signal that only some ranks got
     DEADLOCK = "deadlock"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """rank: the one to blame, the lowest of a deadlock's; line: what it did, in one line; waiting: the ranks it holds up."""
+    """A rank at fault and what it did.
+
+    - rank: the one at fault; in a deadlock the lowest of its ranks.
+    - line: what it did, in one line.
+    - waiting: the ranks that wait for it.
+    """
 
     kind: Kind
     rank: int
@@ -106,35 +115,40 @@ class Verdict:
 
 
 def judge(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
-    """The root cause. reports: of every rank, by rank. None where there is nothing to blame anyone for.
+    """Return the root cause, or None if no rank is at fault. reports: of every rank, by rank.
 
-    In this order: an exception that is no consequence of another's end; a rank that ended, or doesn't answer; one whose
-    script is over while others wait for it; one that was told to end when others were not; an exception that only follows;
-    of the ranks that others wait for and that wait for nobody, the one that has not moved for longest, if that is
-    timeout_s and nothing gives it the time; ranks that wait for each other.
+    The first of these that applies:
+
+    1. an exception that is no consequence of another rank's end;
+    2. a rank that ended, or doesn't answer, or whose script is over while others wait for it;
+    3. a rank that was asked to end when others were not;
+    4. an exception that follows from another rank's end;
+    5. of the ranks that others wait for and that wait for nobody, the one that has not moved for longest, if that is
+       timeout_s and it is not untimed;
+    6. ranks that wait for each other.
     """
-    blamed = _original(reports) or _gone(reports) or _signalled(reports) or _follower(reports)
-    if blamed is not None:
-        kind, report = blamed
+    at_fault = _original(reports) or _gone(reports) or _signalled(reports) or _follower(reports)
+    if at_fault is not None:
+        kind, report = at_fault
         return _verdict(kind, report, reports)
     return _stall(reports, timeout_s)
 
 
-_Blamed = tuple[Kind, Report] | None
+_AtFault = tuple[Kind, Report] | None
 
 
 def _earliest(reports: Iterable[Report]) -> Report | None:
     return min(reports, key=lambda r: (r.time, r.rank), default=None)
 
 
-def _original(reports: Mapping[int, Report]) -> _Blamed:
+def _original(reports: Mapping[int, Report]) -> _AtFault:
     found = _earliest(r for r in reports.values() if r.error is not None and not r.error.follows)
     return None if found is None else (Kind.FAILED, found)
 
 
-def _gone(reports: Mapping[int, Report]) -> _Blamed:
+def _gone(reports: Mapping[int, Report]) -> _AtFault:
     waited_for = {rank for r in reports.values() for rank in r.waits_for}
-    # While nothing else has happened, one that takes its time may be too busy to answer.
+    # Unless something else has happened, an untimed rank may be too busy to answer.
     alarm = any(r.error is not None or r.state is State.ASKED_TO_END for r in reports.values())
     for state, kind in ((State.EXITED, Kind.EXITED), (State.SILENT, Kind.SILENT), (State.LEFT, Kind.LEFT)):
         found = [r for r in reports.values() if r.state is state]
@@ -143,12 +157,12 @@ def _gone(reports: Mapping[int, Report]) -> _Blamed:
         elif state is State.LEFT:
             found = [r for r in found if r.rank in waited_for]
         if found:
-            # Of several the one that others wait for: the rest may be a host that went with it.
+            # Prefer the one that others wait for: the rest may be on a host that failed with it.
             return kind, min(found, key=lambda r: (r.rank not in waited_for, r.time, r.rank))
     return None
 
 
-def _signalled(reports: Mapping[int, Report]) -> _Blamed:
+def _signalled(reports: Mapping[int, Report]) -> _AtFault:
     asked = [r for r in reports.values() if r.state is State.ASKED_TO_END]
     if all(r.state in (State.ASKED_TO_END, State.LEFT) for r in reports.values()):
         return None  # the job is to end
@@ -156,7 +170,7 @@ def _signalled(reports: Mapping[int, Report]) -> _Blamed:
     return None if found is None else (Kind.ENDED, found)
 
 
-def _follower(reports: Mapping[int, Report]) -> _Blamed:
+def _follower(reports: Mapping[int, Report]) -> _AtFault:
     found = _earliest(r for r in reports.values() if r.error is not None)
     return None if found is None else (Kind.FAILED, found)
 
@@ -178,7 +192,7 @@ def _stall(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
 
 
 def _reach(start: int, reports: Mapping[int, Report]) -> set[int]:
-    """The ranks that `start` waits for, those that these wait for, and so on."""
+    """Return the ranks that `start` waits for, directly or through others."""
     seen: set[int] = set()
     front = [start]
     while front:
@@ -190,7 +204,7 @@ def _reach(start: int, reports: Mapping[int, Report]) -> set[int]:
 
 
 def _holds_up(report: Report, reports: Mapping[int, Report]) -> list[int]:
-    """The ranks that a rank waits for, without those that have come to the same collective."""
+    """Return the ranks that a rank waits for, without those that have come to the same collective."""
     members = {report.rank, *report.waits_for}
     return [
         rank
@@ -200,7 +214,7 @@ def _holds_up(report: Report, reports: Mapping[int, Report]) -> list[int]:
 
 
 def _cycle(reports: Mapping[int, Report]) -> list[int]:
-    """Ranks each of which waits for the next, and the last for the first; none where there are none."""
+    """Return ranks of which each waits for the next and the last for the first; [] if there are none."""
     for start in sorted(reports):
         path, rank = [start], start
         while True:
@@ -226,7 +240,7 @@ def _deadlock(cycle: list[int], reports: Mapping[int, Report]) -> Verdict | None
 
 
 def waiting_of(report: Report) -> str:
-    """'waits for an all-reduce with ranks 0, 2'."""
+    """Describe what a rank does: 'waits for an all-reduce with ranks 0, 2', or 'works'."""
     if report.waits is None:
         return "works"
     # A message names its other end.
@@ -236,7 +250,7 @@ def waiting_of(report: Report) -> str:
 
 def _verdict(kind: Kind, report: Report, reports: Mapping[int, Report]) -> Verdict:
     waiting = tuple(rank for rank in sorted(reports) if rank != report.rank and report.rank in _reach(rank, reports))
-    line = f"{report.where} {_deed(kind, report)}"
+    line = f"{report.where} {_describe(kind, report)}"
     if waiting and kind is not Kind.FAILED:
         line += f"; {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it"
     return Verdict(
@@ -244,7 +258,7 @@ def _verdict(kind: Kind, report: Report, reports: Mapping[int, Report]) -> Verdi
     )
 
 
-def _deed(kind: Kind, report: Report) -> str:
+def _describe(kind: Kind, report: Report) -> str:
     place = "an unknown place" if report.place is None else str(report.place)
     match kind:
         case Kind.FAILED:
@@ -267,7 +281,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _listed(ranks: list[int]) -> str:
-    """'0, 1, 2', or '0-63' of many in a row."""
+    """Format ranks: '0, 1, 2', or '0-63' for more than four in a row."""
     parts: list[str] = []
     start = 0
     for k in range(1, len(ranks) + 1):
@@ -279,7 +293,7 @@ def _listed(ranks: list[int]) -> str:
 
 
 def situation(reports: Mapping[int, Report]) -> str:
-    """A line for all ranks in the same situation: where they are, and what they wait for."""
+    """Format a line for all ranks in the same situation: where they are, and what they wait for."""
     groups: dict[str, list[int]] = {}
     for rank, r in sorted(reports.items()):
         place = "an unknown place" if r.place is None else str(r.place)

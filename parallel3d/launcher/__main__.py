@@ -1,4 +1,4 @@
-"""`python -m parallel3d.launcher` is the command `parallel3d`."""
+"""Entry point of `python -m parallel3d.launcher`, the same as the command `parallel3d`."""
 
 import sys
 

@@ -1,16 +1,22 @@
-"""Starts, watches and ends the workers of one node, on torch's elastic agent."""
+"""Start, watch and end the workers of one node, by torch's elastic agent.
+
+On Linux this process adopts orphaned descendants, so that none is left behind. Elsewhere the workers themselves still end, by
+their process groups.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
@@ -25,21 +31,22 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from parallel3d.comm.coordination import VERDICT_KEY, agents_store, exit_key
 from parallel3d.errors import ConfigError
 from parallel3d.launcher import worker
-from parallel3d.launcher.processes import adopt_orphans, children, kill_children
 from parallel3d.launcher.report import RankFailure, ending, rank_failures, summary
 
 GRACE_S = 5
 """Seconds between asking a worker to end and killing it."""
 
 _ADDRESS = "127.0.0.1"
+_PR_SET_CHILD_SUBREAPER = 36
 _RENDEZVOUS_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What to start. command: the script, or a module's name if is_module, then its own arguments.
+    """Options of a launch.
 
-    max_restarts: how often all workers are started again when one has failed.
+    - command: the script, or a module's name if is_module, then its own arguments.
+    - max_restarts: how often all workers are started again when one has failed.
     """
 
     num_workers: int
@@ -52,14 +59,14 @@ class LaunchOptions:
 
 
 class WorkerAgent(LocalElasticAgent):
-    """torch's local agent, which bounds how long ending the workers takes and notes who failed first.
+    """torch's local agent, with a limit to how long ending the workers takes, and a note of which failed first.
 
-    failed_first: ranks that had failed when the agent began to end the others; empty while all is well.
-    last_healthy: the last time, in seconds since the epoch, at which none had failed.
+    - failed_first: ranks that had failed when the agent began to end the others; empty before that.
+    - last_healthy: the last time, in seconds since the epoch, at which none had failed.
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, spare: set[int]) -> None:
-        """spare: processes that are not the workers'."""
+        """spare: child processes that are not the workers'."""
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
         self._spare = spare
         self._failures: Mapping[int, ProcessFailure] = {}
@@ -74,7 +81,7 @@ class WorkerAgent(LocalElasticAgent):
         self.failed_first = {rank for rank, code in codes.items() if code}
         if self.failed_first:
             self._note_exits({rank: codes[rank] for rank in self.failed_first})
-            # Left to itself torch's agent would end the others here too, but wait 30 s for them.
+            # torch's agent would end the others here too, but wait 30 s for them.
             self._shutdown()
         else:
             self.last_healthy = now
@@ -83,7 +90,7 @@ class WorkerAgent(LocalElasticAgent):
         return result
 
     def failures(self) -> list[RankFailure]:
-        """Of the workers that were started last, the root cause first."""
+        """Return the failures of the workers that were started last, the root cause first."""
         return rank_failures(self._failures, self.failed_first, self.last_healthy, self._culprit())
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -99,22 +106,22 @@ class WorkerAgent(LocalElasticAgent):
         return started
 
     def _note_exits(self, codes: Mapping[int, int]) -> None:
-        """Tell the other ranks, which are to find out what happened, before they are ended themselves."""
+        """Tell the other ranks, which find out what happened, before they are ended themselves."""
         for rank, code in codes.items():
             self.store().set(exit_key(rank), ending(code))
 
     def store(self) -> Store:
-        """The store by which ranks tell each other, and this agent, of failures."""
+        """Return the store by which ranks tell each other, and this agent, of failures."""
         group = self._worker_group
         return agents_store(_ADDRESS, cast(int, group.master_port), group.spec.max_restarts - self._remaining_restarts)
 
     def _culprit(self) -> int | None:
-        """The rank that the ranks have found at fault, where they have."""
+        """Return the rank that the ranks themselves have found at fault, if any."""
         store = self.store()
         return int(json.loads(store.get(VERDICT_KEY))["rank"]) if store.check([VERDICT_KEY]) else None
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
-        # torch 2.11's _shutdown takes no timeout, and 2.13 passes 30 s in places: so GRACE_S whatever is asked. It's
+        # torch 2.11's _shutdown takes no timeout, and 2.13 passes 30 s in places: so GRACE_S, whatever is passed. It is
         # called again when all have ended, or when a second signal interrupts the wait: then there is no more grace.
         grace, self._grace_s = self._grace_s, 0
         if self._pcontext:
@@ -125,8 +132,8 @@ class WorkerAgent(LocalElasticAgent):
 def launch(options: LaunchOptions) -> int:
     """Run the workers to their end and return the exit code of the job.
 
-    0, or the code of the first rank that failed (128 + N for signal N), after a summary on stderr; 128 + N when this
-    process got signal N. When it isn't 0 no process of the job is left. Raises ConfigError when it can't start them.
+    It is 0, or the code of the first rank that failed (128 + N for signal N), after a summary on stderr, or 128 + N if this
+    process got signal N. If it isn't 0, no process of the job is left. Raises ConfigError if the workers can't be started.
     """
     _set_environment(options)
     _silence_agent()
@@ -143,7 +150,7 @@ def launch(options: LaunchOptions) -> int:
     finally:
         if code != 0:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(number, signal.SIG_IGN)  # deaf to a second Ctrl-C
+                signal.signal(number, signal.SIG_IGN)  # ignore a second Ctrl-C
             end_leftovers(before)
     return code
 
@@ -173,10 +180,10 @@ def _worker_spec(options: LaunchOptions) -> WorkerSpec:
 
 
 class _StorePerStart(StaticTCPRendezvous):
-    """A rendezvous of this node alone, whose stores listen from the moment that their port is picked.
+    """Rendezvous of this node alone, with a store that listens as soon as its port is picked; the ranks join that store.
 
-    The ranks join that same store. Each start has one of its own: a rank that is started again must not find there what one
-    before it has left, as the address of its connections. port: of the first, 0 for a free one.
+    Each start has a store of its own: a rank that is started again must not find what an earlier one left there, such as
+    addresses of connections. port: of the first store, 0 for a free one.
     """
 
     def __init__(self, port: int):
@@ -184,7 +191,7 @@ class _StorePerStart(StaticTCPRendezvous):
         self._next: TCPStore | None = _listen(port)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See RendezvousHandler."""
+        """Return the address and store of the next start."""
         self._store, self._next = self._next or _listen(0), None
         self.master_port = self._store.port
         return super().next_rendezvous()
@@ -199,7 +206,7 @@ def _listen(port: int) -> TCPStore:
 
 @contextmanager
 def _log_folder(log_dir: str | None) -> Iterator[str]:
-    """The folder for the ranks' output and error files: `log_dir`, made if need be, or one for the time of the run."""
+    """Yield the folder for the ranks' output and error files: `log_dir`, created if needed, or a temporary one."""
     if log_dir is None:
         with TemporaryDirectory(prefix="parallel3d_") as folder:
             yield folder
@@ -212,7 +219,7 @@ def _log_folder(log_dir: str | None) -> Iterator[str]:
 
 
 def _set_environment(options: LaunchOptions) -> None:
-    """What the workers inherit; the agent adds the ranks."""
+    """Set the variables that the workers inherit; the agent adds the ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.num_workers)))
     if options.uses_gpus:
@@ -223,14 +230,50 @@ def _set_environment(options: LaunchOptions) -> None:
 
 
 def _silence_agent() -> None:
-    """Keep the agent's own account of a failure off the terminal: the summary says it shorter."""
+    """Keep the agent's own report of a failure off the terminal: the summary is shorter."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
 
+def adopt_orphans() -> None:
+    """Make this process the parent of each descendant whose own parent dies, so that `children` finds it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """Return the ids of this process's children, including ended ones that nobody has waited for."""
+    return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _parent(entry) == os.getpid()}
+
+
+def kill_children(spare: Set[int], timeout_s: float = 5.0) -> set[int]:
+    """Kill all children but those in `spare`, and their children after adoption; return those left after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while (left := children() - spare) and time.monotonic() < deadline:
+        for pid in left:
+            # A child's id is not reused before the child is waited for, so this can't hit another process.
+            with suppress(OSError):  # another user's process: reported as left
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    return left
+
+
+def _parent(entry: Path) -> int | None:
+    try:
+        stat = (entry / "stat").read_text()
+    except OSError:  # it ended meanwhile
+        return None
+    # The second field, the name in parentheses, may hold spaces and parentheses itself.
+    return int(stat.rpartition(")")[2].split()[1])
+
+
 def end_leftovers(spare: set[int]) -> None:
-    """Kill what the workers started and left behind. spare: what is not theirs."""
+    """Kill processes that the workers started and left. spare: children that are not theirs."""
     left = kill_children(spare=spare)
     if left:
-        print(f"parallel3d: these processes can't be killed, the kernel holds them: {sorted(left)}", file=sys.stderr)
+        print(
+            f"parallel3d: these processes can't be killed (they are blocked in the kernel): {sorted(left)}",
+            file=sys.stderr,
+        )

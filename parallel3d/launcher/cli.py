@@ -1,4 +1,4 @@
-"""The command line of the launcher."""
+"""Command line of the launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _USAGE = """parallel3d [options] script [args ...]
 _DESCRIPTION = """Run a Python script once per rank on this node. Each process finds RANK, LOCAL_RANK, WORLD_SIZE,
 LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. With neither --num_gpus nor --num_procs: one process
 per visible CUDA device, or a single CPU process where there is none. N may be a layout: pp2,tp2,dp2 are 8 processes.
-OMP_NUM_THREADS, unless set, shares out the cores."""
+If OMP_NUM_THREADS is not set, the cores are divided among the processes."""
 
 _EPILOG = f"""The exit code is that of the rank that failed first, 128 + N when signal N ended it or the launcher. When
 a rank fails, or on Ctrl-C, the others are asked to end and killed after {GRACE_S} seconds."""
@@ -28,8 +28,8 @@ a rank fails, or on Ctrl-C, the others are asked to end and killed after {GRACE_
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line `argv` (default: this process's own) and return the exit code.
 
-    Meant to own its process: installs signal handlers, changes the environment, and ends the processes that its workers
-    leave behind. Raises SystemExit for a command line that can't be carried out.
+    It owns its process: it installs signal handlers, changes the environment, and ends the processes that its workers
+    leave. Raises SystemExit for a command line that can't be carried out.
     """
     parser = _parser()
     options = parse(sys.argv[1:] if argv is None else argv, torch.cuda.device_count(), parser)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str], num_devices: int, parser: argparse.ArgumentParser | None = None) -> LaunchOptions:
-    """Read `argv` on a node with `num_devices` CUDA devices. Raises SystemExit(2), saying why, when it is wrong."""
+    """Parse `argv` on a node with `num_devices` CUDA devices. Raises SystemExit(2) with a message if it is wrong."""
     parser = parser or _parser()
     known, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -86,16 +86,16 @@ def _parser() -> argparse.ArgumentParser:
         type=_restarts,
         default=0,
         metavar="N",
-        help="start all ranks again, up to N times, when one has failed; the script goes on by engine.resume (default: 0)",
+        help="start all ranks again, up to N times, when one has failed; the script continues by engine.resume (default: 0)",
     )
     parser.add_argument("-m", action="store_true", help="what follows is a module, as in python -m")
-    # One positional for all that follows the options: argparse would drop a "--" between two positionals.
+    # One positional for everything after the options: argparse would drop a "--" between two positionals.
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
 def _processes(text: str) -> int:
-    """How many: as a number, or as a layout in words."""
+    """Parse a number of processes, given as a number or as a layout."""
     if text[:1].isalpha():
         try:
             return parse_layout(text).world_size

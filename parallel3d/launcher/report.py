@@ -1,4 +1,4 @@
-"""What the launcher says about failed workers: a line per rank, the root cause first, no traceback twice."""
+"""Summary of failed workers: a line per rank, the root cause first, no traceback twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel3d.errors import PeerDataError, PeerError
 # Errors that name another rank's failure.
 _OF_PEERS = (PeerError.__name__, PeerDataError.__name__)
 
-# Exit codes of the ranks that the launcher ends, be it while one that has raised still shuts down: its peers may be faster.
+# Exit codes of ranks that the launcher ends, maybe while one that has raised still shuts down: its peers may be faster.
 _OF_THE_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL)
 
 
@@ -22,9 +22,10 @@ _OF_THE_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL)
 class RankFailure:
     """One failed rank.
 
-    exit_code: the process's, -N when signal N ended it; 1 of a rank that raised and was ended as it shut down.
-    error: first line of the exception that it raised, None when it ended without raising. time: when it failed, in
-    seconds since the epoch. was_ended: it ended because the launcher ended it, not by itself.
+    - exit_code: of the process, -N if signal N ended it; 1 for a rank that raised and was ended while it shut down.
+    - error: first line of the exception that it raised, None if it ended without raising.
+    - time: when it failed, in seconds since the epoch.
+    - was_ended: whether the launcher ended it.
     """
 
     rank: int
@@ -42,12 +43,13 @@ class RankFailure:
 def rank_failures(
     failures: Mapping[int, ProcessFailure], failed_first: set[int], last_healthy: float, culprit: int | None = None
 ) -> list[RankFailure]:
-    """The failures of a run, in order of time, the ranks that the launcher ended last.
+    """Return the failures of a run in order of time, with the ranks that the launcher ended last.
 
-    failed_first: ranks that had failed when the launcher began to end the others. last_healthy: when none had yet.
-    A rank that ended without raising (by a signal, an exit code) is dated to last_healthy: its peers' exceptions of the
-    same moment, such as a closed connection, are its consequences and not its cause. culprit: the rank that the ranks
-    themselves found at fault; it goes first, and the others ended because of it, unless with an error of their own.
+    - failed_first: ranks that had failed when the launcher began to end the others.
+    - last_healthy: when none had failed. A rank that ended without raising (by a signal, an exit code) gets this time: its
+      peers' exceptions of the same moment, such as a closed connection, are its consequences and not its cause.
+    - culprit: the rank that the ranks themselves found at fault. It goes first, and the others ended because of it, unless
+      with an error of their own.
     """
     found = []
     for rank, failure in failures.items():
@@ -61,12 +63,12 @@ def rank_failures(
 
 
 def summary(failures: Sequence[RankFailure]) -> str:
-    """One line per rank that failed by itself, in the order given, and one for all that were ended because of them."""
+    """Format a line per rank that failed by itself, in the order given, and one for all that were ended because of them."""
     first = failures[0]
     lines = []
     for failure in failures:
         if not failure.was_ended:
-            seconds = failure.time - first.time  # before the first one where that was slow to end
+            seconds = failure.time - first.time  # negative if the first one was slow to end
             later = "" if failure is first else f" {seconds:.1f} s later" if seconds >= 0 else " too"
             error = f": {failure.error}" if failure.error else ""
             lines.append(f"parallel3d: rank {failure.rank} failed{later} ({ending(failure.exit_code)}){error}")
@@ -78,7 +80,7 @@ def summary(failures: Sequence[RankFailure]) -> str:
 
 
 def ending(exit_code: int) -> str:
-    """'SIGKILL' of -9, 'exit code 3' of 3."""
+    """Name an exit code: 'SIGKILL' for -9, 'exit code 3' for 3."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -88,7 +90,7 @@ def ending(exit_code: int) -> str:
 
 
 def _recorded(failure: ProcessFailure) -> tuple[str | None, float | None]:
-    """First line and time of the exception in the rank's error file; (None, None) when it wrote none."""
+    """Return first line and time of the exception in the rank's error file; (None, None) if it wrote none."""
     message = failure.error_file_data["message"]
     if not isinstance(message, dict):
         return None, None

@@ -1,7 +1,7 @@
-"""The program of each worker process: runs the user's script as python would, and notes its exception.
+"""Program of each worker process: runs the user's script as python would, and records its exception.
 
-`python worker.py LAUNCHER_PID [-m] SCRIPT ARGS...`, by path and on the standard library alone: what the script imports,
-and how long that takes, is the script's own affair.
+`python worker.py LAUNCHER_PID [-m] SCRIPT ARGS...`. It is run by path and uses only the standard library, so that the script
+alone decides what is imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_TIMEOUT_S = 10.0
-"""How long a failed rank may take to shut down (threads, exit handlers, process groups) before it is cut short."""
+"""How long a failed rank may take to shut down (threads, exit handlers, process groups) before it is killed."""
 
 
 def main() -> None:
@@ -40,14 +40,14 @@ def main() -> None:
 
 
 def print_lines() -> None:
-    """Have what is printed come out line by line, as on a terminal: at once, and not mixed with what other ranks print."""
+    """Print line by line, as on a terminal: at once, and not mixed with what other ranks print."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _run_recorded(target: str, is_module: bool, error_file: str) -> None:
-    """Run `target`; an exception is recorded in `error_file`, shown as python shows it, and becomes exit code 1."""
+    """Run `target`; record an exception in `error_file`, show it as python does, and exit with code 1."""
     try:
         _run(target, is_module)
     except SystemExit as exit_:
@@ -75,7 +75,7 @@ def _run(target: str, is_module: bool) -> None:
 
 
 def _die_with(launcher_pid: int) -> None:
-    """Have the kernel kill this process when the launcher dies, even of SIGKILL."""
+    """Have the kernel kill this process when the launcher dies, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher_pid:  # it died before the line above
@@ -85,18 +85,18 @@ def _die_with(launcher_pid: int) -> None:
 def _record(error: BaseException, path: str) -> None:
     """Write `error` to `path` in torch elastic's format, unless an error is there already.
 
-    One may be there by the script's own `@record`: the first exception is the cause.
+    The script's own `@record` may have written one: the first exception is the cause.
     """
     if os.path.exists(path):
         return
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     with open(path + ".part", "w") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
-    os.replace(path + ".part", path)  # whole or not at all: the launcher may end this rank right now
+    os.replace(path + ".part", path)  # atomically: the launcher may end this rank right now
 
 
 def _show(error: BaseException) -> None:
-    """Print `error` with the script's hook, in one write: other ranks may be printing theirs."""
+    """Print `error` with the script's excepthook, in one write: other ranks may be printing theirs."""
     error = error.with_traceback(_script_frames(error.__traceback__))
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
@@ -106,7 +106,7 @@ def _show(error: BaseException) -> None:
 
 
 def _script_frames(frames: TracebackType | None) -> TracebackType | None:
-    """`frames` without the leading ones of this file and of runpy."""
+    """Return `frames` without the leading ones of this file and of runpy."""
     own = {main.__code__.co_filename, runpy.run_path.__code__.co_filename}
     while frames is not None and frames.tb_frame.f_code.co_filename in own:
         frames = frames.tb_next

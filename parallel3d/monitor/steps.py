@@ -41,13 +41,13 @@ class StepSummary:
     momentum: Sequence[object] = ()
     skipped: int = 0
 
-    def line(self, seconds: float, samples: float) -> str:
-        """Return the printed line; waits for the device. seconds: per step; samples: per second."""
-        norm = "-" if self.grad_norm is None else f"{float(self.grad_norm):.4g}"
+    def line(self, loss: float, grad_norm: float | None, seconds: float, samples: float) -> str:
+        """Return the printed line. loss, grad_norm: their values; seconds: per step; samples: per second."""
+        norm = "-" if grad_norm is None else f"{grad_norm:.4g}"
         rates = " ".join(f"{rate:.4g}" for rate in self.lr)
         moments = f", mom {' '.join(str(m) for m in self.momentum)}" if self.momentum else ""
         return (
-            f"step {self.step}: loss {float(self.loss):.4f}, grad norm {norm}, lr {rates}{moments}, skipped {self.skipped}, "
+            f"step {self.step}: loss {loss:.4f}, grad norm {norm}, lr {rates}{moments}, skipped {self.skipped}, "
             f"{seconds:.4g} s/step, {samples:.4g} samples/s"
         )
 
@@ -165,10 +165,12 @@ class StepMonitor:
     def _print_line(self, summary: StepSummary) -> None:
         if self._groups.rank != 0 or self._printed is None:
             return
-        float(summary.loss)  # waits for the device
+        loss = float(summary.loss)  # waits for the device
+        norm = None if summary.grad_norm is None else float(summary.grad_norm)
         when, step, samples = self._printed
         seconds = max(time.monotonic() - when, 1e-9)
-        self._print(summary.line(seconds / (summary.step - step), (summary.samples - samples) / seconds))
+        rates = (seconds / (summary.step - step), (summary.samples - samples) / seconds)
+        self._print(summary.line(loss, norm, *rates))
 
     def _print(self, text: str) -> None:
         if self._groups.rank == 0:

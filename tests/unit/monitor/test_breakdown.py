@@ -127,6 +127,6 @@ def test_tables_literally():
     rows = [line.split() for line in phase_table(7, memory).splitlines()]
     assert rows == ["step 7, MiB allocated peak (mean / max over ranks)".split(), "start 2.0 / 3.0 3.0 / 3.0".split()]
     summary = StepSummary(3, 512, torch.tensor(2.0), None, [0.1, 0.2], skipped=1)
-    assert summary.line(0.5, 128.0) == (
+    assert summary.line(2.0, None, 0.5, 128.0) == (
         "step 3: loss 2.0000, grad norm -, lr 0.1 0.2, skipped 1, 0.5 s/step, 128 samples/s"
     )
