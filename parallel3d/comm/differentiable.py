@@ -1,20 +1,20 @@
 """Collectives that autograd follows, in three pairs, each the other's backward.
 
-The ranks of a tensor-slicing group compute one function together. A tensor is *replicated* (the same on every rank, and
+The ranks of a tensor-parallel group compute one function together. A tensor is *replicated* (the same on every rank, and
 its gradient too), a *shard* (rank r has part r along a dim) or *partial* (the ranks' tensors add up to it). With y the
 result, L the loss, n the group's size and [x_r] the concatenation over ranks:
 
 | forward                                                | backward                                         |
 |--------------------------------------------------------|--------------------------------------------------|
-| copy_to_region       y = x, used by sliced layers      | dL/dx = sum_r dL/dy_r           (all-reduce)     |
+| copy_to_region       y = x, used by sharded layers     | dL/dx = sum_r dL/dy_r           (all-reduce)     |
 | reduce_from_region   y = sum_r x_r       (all-reduce)  | dL/dx_r = dL/dy                                  |
 | gather_from_region   y = [x_r]           (all-gather)  | dL/dx_r = part r of dL/dy                        |
 | scatter_to_region    y_r = part r of x                 | dL/dx = [dL/dy_r]               (all-gather)     |
-| all_gather           y = [x_r], used by sliced layers  | dL/dx_r = part r of sum_s dL/dy_s (reduce-scatter) |
+| all_gather           y = [x_r], used by sharded layers | dL/dx_r = part r of sum_s dL/dy_s (reduce-scatter) |
 | reduce_scatter       y_r = part r of sum_s x_s         | dL/dx_s = [dL/dy_r]             (all-gather)     |
 
 copy and reduce are f and g of arXiv:1909.08053, all_gather and reduce_scatter g and g-bar of arXiv:2205.05198.
-Parts along a dim are equally long; CommunicationError where the group's size doesn't divide it.
+Parts along a dim are equally long; CommunicationError if the group's size doesn't divide it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ Started = Callable[[], Tensor]
 
 
 def _finish(work: Work, operand: Tensor, result: Started) -> Tensor:
-    """operand: held until here, for the allocator would reuse its memory during the collective."""
+    """Wait and return the result. operand: held until here, because the allocator would reuse its memory before."""
     work.wait()
     return result()
 
 
 def start_all_reduce(x: Tensor, group: Group, hidden: bool = False) -> Started:
-    """The sum over the group, in the memory of `x`, which must be contiguous. Not differentiable.
+    """Start to sum over the group in the memory of `x`, which must be contiguous. Not differentiable.
 
-    hidden: behind a product that runs meanwhile, which the backend's few multiprocessors slow down less than a kernel's many.
+    hidden: a matrix product runs at the same time, which the backend's few multiprocessors slow down less than the many of the
+    group's kernel.
     """
     kernel = None if hidden else group.all_reduce_kernel
     if kernel is not None and kernel.takes(x):
@@ -54,21 +55,8 @@ def start_all_reduce(x: Tensor, group: Group, hidden: bool = False) -> Started:
     return partial(_finish, work, x, lambda: x)
 
 
-def _sum(x: Tensor, group: Group, in_place: bool) -> Tensor:
-    """The sum over the group, at once, in the memory of `x` or not."""
-    kernel = group.all_reduce_kernel
-    if kernel is None or not kernel.takes(x):
-        # A gradient that arrives here may be another consumer's too.
-        return start_all_reduce(x if in_place else x.clone(memory_format=torch.contiguous_format), group)()
-    if in_place:
-        torch.ops.parallel3d.all_reduce_(x, kernel.number)
-        return x
-    total: Tensor = torch.ops.parallel3d.all_reduce(x, kernel.number)
-    return total
-
-
 def start_all_gather(x: Tensor, group: Group, dim: int) -> Started:
-    """x: [..., n, ...] -> [..., n * group.size, ...], every rank's along `dim` in group order. Not differentiable."""
+    """Start x: [..., n, ...] -> [..., n * group.size, ...], every rank's along `dim` in group order. Not differentiable."""
     if group.size == 1:
         return lambda: x
     shard = x.contiguous()
@@ -78,9 +66,9 @@ def start_all_gather(x: Tensor, group: Group, dim: int) -> Started:
 
 
 def start_reduce_scatter(x: Tensor, group: Group, dim: int) -> Started:
-    """x: [..., n * group.size, ...] -> [..., n, ...], this rank's part of the sum over the group. Not differentiable.
+    """Start x: [..., n * group.size, ...] -> [..., n, ...], this rank's part of the sum over the group. Not differentiable.
 
-    Raises CommunicationError where the group's size doesn't divide x.shape[dim].
+    Raises CommunicationError if the group's size doesn't divide x.shape[dim].
     """
     if group.size == 1:
         return lambda: x
@@ -102,7 +90,7 @@ def _cut(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _join(blocks: Tensor, dim: int) -> Tensor:
-    """[size, ..., n, ...] -> [..., n * size, ...], a view where nothing lies before `dim`."""
+    """[size, ..., n, ...] -> [..., n * size, ...], a view if all dims before `dim` have size 1."""
     shape = blocks.shape[1:]
     dim = dim % len(shape)
     if math.prod(shape[:dim]) == 1:
@@ -110,122 +98,118 @@ def _join(blocks: Tensor, dim: int) -> Tensor:
     return blocks.movedim(0, dim).flatten(dim, dim + 1)
 
 
-class _Copy(torch.autograd.Function):
+# The forwards of the table, on (x, group) or (x, group, dim).
+_Function = Callable[..., Tensor]
+
+
+def _copy(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    kernel = group.all_reduce_kernel
+    if kernel is None or not kernel.takes(x):
+        # A copy: a gradient that arrives here may be another consumer's too.
+        return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group)()
+    total: Tensor = torch.ops.parallel3d.all_reduce(x, kernel.number)
+    return total
+
+
+def _sum_in_place(x: Tensor, group: Group) -> Tensor:
+    kernel = group.all_reduce_kernel
+    if kernel is None or not kernel.takes(x):
+        return start_all_reduce(x, group)()
+    torch.ops.parallel3d.all_reduce_(x, kernel.number)
+    return x
+
+
+def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    return start_all_gather(x, group, dim)()
+
+
+def _own_part(x: Tensor, group: Group, dim: int) -> Tensor:
+    return _cut(x, group, dim)[group.index].contiguous()
+
+
+def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    return start_reduce_scatter(x, group, dim)()
+
+
+class _Collective(torch.autograd.Function):
+    """Applies `function`; its backward applies `dual`, which is differentiable itself."""
+
+    @staticmethod
+    def forward(ctx: Any, function: _Function, dual: _Function, x: Tensor, group: Group, *dim: int) -> Tensor:
+        ctx.dual, ctx.group, ctx.dim = dual, group, dim
+        return function(x, group, *dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.dual(gradient, ctx.group, *ctx.dim), None, *(None for _ in ctx.dim)
+
+
+class _SumInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        ctx.mark_dirty(x)
+        return _sum_in_place(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_from_region(gradient, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
-        ctx.group = group
-        if in_place:
-            ctx.mark_dirty(x)
-        return _sum(x, group, in_place)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return copy_to_region(gradient, ctx.group), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_all_gather(x, group, dim)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return scatter_to_region(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _cut(x, group, dim)[group.index].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_from_region(gradient, ctx.group, ctx.dim), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_all_gather(x, group, dim)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scatter(gradient, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_reduce_scatter(x, group, dim)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather(gradient, ctx.group, ctx.dim), None, None
+        return copy_to_region(gradient, ctx.group), None
 
 
 @torch.compiler.disable(reason=COMPILE_REASON)
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)
+def _apply(function: _Function, dual: _Function, x: Tensor, group: Group, *dim: int) -> Any:
+    return _Collective.apply(function, dual, x, group, *dim)
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
-    """x: [...], replicated -> itself, whose gradients from sliced layers are partial: the backward all-reduces them."""
-    y: Tensor = x if group.size == 1 else _apply(_Copy, x, group)
+    """x: [...], replicated -> itself, with partial gradients from sharded layers: the backward all-reduces them."""
+    y: Tensor = x if group.size == 1 else _apply(_copy, reduce_from_region, x, group)
     return y
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """x: [...], partial -> the sum over the group, replicated."""
-    y: Tensor = x if group.size == 1 else _apply(_Reduce, x, group, False)
+    y: Tensor = x if group.size == 1 else _apply(_sum, copy_to_region, x, group)
     return y
 
 
 def reduce_from_region_(x: Tensor, group: Group) -> Tensor:
-    """As reduce_from_region, in the memory of `x` unless that is a view; for a result that no backward needs."""
+    """Sum as reduce_from_region, in the memory of `x` unless that is a view; for a result that no backward needs."""
     y: Tensor = x if group.size == 1 else _apply_in_place(x, group)
     return y
 
 
 @torch.compiler.disable(reason=COMPILE_REASON)
 def _apply_in_place(x: Tensor, group: Group) -> Any:
-    # Which of its results an operation makes a view is its own affair; autograd forbids to change such a one in place.
-    return _Reduce.apply(x, group, x.is_contiguous() and not x._is_view())
+    # Whether an operation returns a view is not specified; autograd forbids changing some views in place.
+    if x.is_contiguous() and not x._is_view():
+        return _SumInPlace.apply(x, group)
+    return reduce_from_region(x, group)
 
 
 def gather_from_region(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n, ...], a shard along `dim` -> [..., n * group.size, ...], replicated, as are its gradients."""
-    y: Tensor = x if group.size == 1 else _apply(_Gather, x, group, dim)
+    y: Tensor = x if group.size == 1 else _apply(_gather, scatter_to_region, x, group, dim)
     return y
 
 
 def scatter_to_region(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n * group.size, ...], replicated -> [..., n, ...], this rank's shard along `dim`."""
-    y: Tensor = x if group.size == 1 else _apply(_Scatter, x, group, dim)
+    y: Tensor = x if group.size == 1 else _apply(_own_part, gather_from_region, x, group, dim)
     return y
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """x: [..., n, ...], a shard -> [..., n * group.size, ...], whose gradients from sliced layers are partial."""
-    y: Tensor = x if group.size == 1 else _apply(_AllGather, x, group, dim)
+    """x: [..., n, ...], a shard -> [..., n * group.size, ...], with partial gradients from sharded layers."""
+    y: Tensor = x if group.size == 1 else _apply(_gather, reduce_scatter, x, group, dim)
     return y
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n * group.size, ...], partial -> [..., n, ...], this rank's shard of the sum along `dim`."""
-    y: Tensor = x if group.size == 1 else _apply(_ReduceScatter, x, group, dim)
+    y: Tensor = x if group.size == 1 else _apply(_reduce_scatter, all_gather, x, group, dim)
     return y
