@@ -32,7 +32,7 @@ from parallel3d.planner.calibrate.runs import compare_run
 from parallel3d.planner.search.comparison import print_comparison
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.schedule.draw import chrome_trace, svg
-from parallel3d.schedule.simulate import measured_cost, simulate
+from parallel3d.schedule.timing import measured_cost, simulate
 from parallel3d.tensor_parallel.slicing import even_part
 from parallel3d.topology import PipeModelDataParallelTopology
 

@@ -8,11 +8,11 @@ from typing import Any
 import toy
 from layouts import Run, make_engine, own_iterator, run_steps
 
+from parallel3d.schedule.auto import Measured, Plan
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lowering import add_communication, add_gradient_reduction, add_parameter_gather
-from parallel3d.schedule.plan import Measured, Plan
-from parallel3d.schedule.simulate import simulate
-from parallel3d.schedule.validate import validate
+from parallel3d.schedule.order import validate
+from parallel3d.schedule.timing import simulate
 
 STEPS, ACCUMULATION = 10, 4  # of which 8 are measured
 

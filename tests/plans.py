@@ -18,7 +18,7 @@ from parallel3d.planner.search.result import (
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, lower
-from parallel3d.schedule.simulate import Span, simulate
+from parallel3d.schedule.timing import Span, simulate
 
 GIB = 1 << 30
 _COSTS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parallel3d.schedule.builders import gpipe, interleaved, one_f_one_b
 from parallel3d.schedule.draw import svg
-from parallel3d.schedule.simulate import Cost, simulate, unit_cost
+from parallel3d.schedule.timing import Cost, simulate, unit_cost
 from parallel3d.schedule.zero_bubble import looped_zero_bubble, zb_h1, zbv
 
 

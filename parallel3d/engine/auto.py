@@ -20,10 +20,10 @@ from parallel3d.monitor.records import StepRecord, instruction_cost, traffic_tim
 from parallel3d.monitor.steps import StepMonitor
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
+from parallel3d.schedule.auto import Measured, Plan, limits, make_plan
 from parallel3d.schedule.fuse import whole_backwards
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.memory import learn_chunks
-from parallel3d.schedule.plan import Measured, Plan, limits, make_plan
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
 Profile = Literal["time", "memory"]

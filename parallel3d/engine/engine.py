@@ -35,7 +35,7 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.numerics import NumericsCheck
 from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.rng import same_stream
-from parallel3d.schedule.plan import Plan
+from parallel3d.schedule.auto import Plan
 
 
 class Engine:

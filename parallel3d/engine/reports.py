@@ -33,7 +33,7 @@ from parallel3d.pipe.executor import Batch, Recorder, both, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
-from parallel3d.schedule.simulate import Timeline
+from parallel3d.schedule.timing import Timeline
 from parallel3d.zero.memory import StateBytes, moments_of, predict_state
 
 # What is recorded of the steps after run_record.after_steps.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from parallel3d.monitor.records import StepRecord
 from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, SEND_OPS, Instruction, Op, depends_on
-from parallel3d.schedule.simulate import Span
+from parallel3d.schedule.timing import Span
 
 # A table of more ranks than this shows mean and max alone.
 _MOST_RANKS = 16

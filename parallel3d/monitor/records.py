@@ -18,7 +18,7 @@ import torch
 from parallel3d.clock import Clock
 from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, depends_on
-from parallel3d.schedule.simulate import Cost, Span, Timeline, measured_cost
+from parallel3d.schedule.timing import Cost, Span, Timeline, measured_cost
 
 _CLOCK_ROUNDS = 10
 

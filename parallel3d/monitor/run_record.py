@@ -21,7 +21,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import PARTS, Breakdown, break_down, combined
 from parallel3d.monitor.records import Samples, StepRecord, compute_times, reduction_times, transfer_times
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.simulate import Timeline
+from parallel3d.schedule.timing import Timeline
 from parallel3d.topology import ProcessTopology
 
 FILE_NAME = "run_record.json"

@@ -13,7 +13,7 @@ from rich.tree import Tree
 
 from parallel3d.config import BatchSizes, Config
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.simulate import simulate
+from parallel3d.schedule.timing import simulate
 from parallel3d.topology import ProcessTopology
 
 # Owners (see ParameterInfo) -> the number of elements of each of their gradient buckets.

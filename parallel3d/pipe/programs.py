@@ -7,11 +7,11 @@ from weakref import ref
 
 from parallel3d.config import PipelineConfig
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.schedule.auto import Plan, first_plan
 from parallel3d.schedule.builders import build, inference
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_parameter_gather, lower, lower_training
-from parallel3d.schedule.plan import Plan, first_plan
-from parallel3d.schedule.validate import validate
+from parallel3d.schedule.order import validate
 
 
 class Programs:

@@ -29,7 +29,7 @@ from parallel3d.schedule.builders import build, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.schedule.search import Memory, search
-from parallel3d.schedule.simulate import decoder_cost, simulate
+from parallel3d.schedule.timing import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, blueprint, layer_name
 from parallel3d.zero.memory import moments_of, predict_state

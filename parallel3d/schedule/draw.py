@@ -10,9 +10,9 @@ from html import escape
 from math import ceil, floor, log10
 from typing import Any
 
-from parallel3d.schedule.graph import blocks_host
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
-from parallel3d.schedule.simulate import Cost, Span, Timeline, simulate, unit_cost
+from parallel3d.schedule.order import blocks_host
+from parallel3d.schedule.timing import Cost, Span, Timeline, simulate, unit_cost
 
 NAMES = {
     Op.FORWARD: "forward",

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import product
-from math import inf
 
 from parallel3d.schedule.instructions import Instruction, Op, Program
-from parallel3d.schedule.lowering import transfers_after
-from parallel3d.schedule.simulate import Cost, simulate
+from parallel3d.schedule.list_clock import ALL_OPS, ComputeTable, ListClock
+from parallel3d.schedule.timing import Cost, simulate
 
 _MOST_TRIALS = 40
 
@@ -27,63 +25,27 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
     changes neither times nor memory where micro-batches are alike. cost: as simulate()'s, of whole backwards too. All pairs
     are tried together, then halves of what made the step longer.
     """
-    step = _Step(program, cost)
-    shortest = step.length(program)
+    table = ComputeTable(program, cost, ALL_OPS)
+
+    def length(fused: Program) -> float:
+        return ListClock(table).run([[table.numbers[i] for i in rank] for rank in fused.instructions])
+
+    shortest = length(program)
     accepted: list[Pair] = []
     waiting = deque([pairs]) if (pairs := _pairs(program)) else deque()
     for _ in range(_MOST_TRIALS):
         if not waiting:
             break
         tried = waiting.popleft()
-        length = step.length(_fused(program, [*accepted, *tried]))
-        if length <= shortest * (1 + 1e-9):
-            shortest, accepted = length, [*accepted, *tried]
+        seconds = length(_fused(program, [*accepted, *tried]))
+        if seconds <= shortest * (1 + 1e-9):
+            shortest, accepted = seconds, [*accepted, *tried]
         elif len(tried) > 1:
             waiting += [tried[: len(tried) // 2], tried[len(tried) // 2 :]]
     fused = _fused(program, accepted)
     # Exactly, with transfers that wait for one another.
     later = simulate(fused, cost).makespan > simulate(program, cost).makespan * (1 + 1e-9)
     return program if later else fused
-
-
-class _Step:
-    """How long programs of the same chunks and micro-batches take: as simulate(), but for transfers in each other's way."""
-
-    def __init__(self, program: Program, cost: Cost):
-        self._shape = program.num_chunks, program.num_micro_batches
-        chunks, order = range(program.num_chunks), range(program.num_micro_batches)
-        ops = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-        self._times = {i: cost(i) for i in (Instruction(*key) for key in product(ops, chunks, order))}
-        self._travels = {i: sum(map(cost, transfers_after(program, i))) for i in self._times}
-
-    def length(self, program: Program) -> float:
-        """From the start of the first instruction to the end of the last."""
-        num_chunks, num_micro_batches = self._shape
-        # When each chunk's input and output gradient are there; beyond the ends from the beginning on.
-        inputs = [[0.0 if c == 0 else inf] * num_micro_batches for c in range(num_chunks + 1)]
-        gradients = [[0.0 if c == num_chunks else inf] * num_micro_batches for c in range(num_chunks + 1)]
-        free, left = [0.0] * program.num_ranks, [deque(instructions) for instructions in program.instructions]
-        while any(left):
-            before = sum(map(len, left))
-            for rank, instructions in enumerate(left):
-                while instructions and (end := self._end(instructions[0], free[rank], inputs, gradients)) < inf:
-                    free[rank] = end
-                    instructions.popleft()
-            assert sum(map(len, left)) < before, "the program deadlocks"
-        return max(free)
-
-    def _end(self, i: Instruction, free: float, inputs: list[list[float]], gradients: list[list[float]]) -> float:
-        """Of an instruction on a rank that is free at a time, noting when its result arrives; inf while it can't start.
-
-        A forward, and an input gradient, stand in the list of their rank ahead of what needs them there.
-        """
-        c, m = i.chunk, i.micro_batch
-        if i.op is Op.BACKWARD_WEIGHT:
-            return free + self._times[i]
-        end = max(free, inputs[c][m] if i.op is Op.FORWARD else gradients[c + 1][m]) + self._times[i]
-        if end < inf:
-            (inputs[c + 1] if i.op is Op.FORWARD else gradients[c])[m] = end + self._travels[i]
-        return end
 
 
 def _pairs(program: Program) -> list[Pair]:

@@ -15,9 +15,9 @@ from math import inf
 from typing import Literal
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedule.instructions import Instruction, Op, Program, depends_on
-from parallel3d.schedule.lowering import transfers_after
-from parallel3d.schedule.simulate import Cost
+from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.list_clock import SPLIT_OPS, ComputeTable, ListClock
+from parallel3d.schedule.timing import Cost
 
 _ROUNDING = 1e-9  # relative: a third of 3 is 1
 
@@ -81,7 +81,7 @@ def search(
             best, quality = order, found
         if quality <= bounds:
             break
-    return empty.with_instructions([[work.instructions[n] for n in order] for order in best])
+    return empty.with_instructions([[work.table.instructions[n] for n in order] for order in best])
 
 
 def least_makespan(program: Program, cost: Cost) -> float:
@@ -115,50 +115,42 @@ _SLACKS = (0.0, 0.1, 0.5)  # forwards by which transfers may be longer: of equal
 
 
 class _Work:
-    """A program's instructions as numbers, with the time that each takes and its result travels, and what it waits for."""
+    """The split backwards of a program's shape, and how good orders of them are.
+
+    forward_time: the mean time of a forward.
+    """
 
     def __init__(self, program: Program, cost: Cost) -> None:
         self.placement, self.num_ranks = program.placement, program.num_ranks
-        self.num_micro_batches = program.num_micro_batches
-        ops = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-        chunks, order = range(program.num_chunks), range(program.num_micro_batches)
-        self.instructions = [Instruction(*i) for i in product(ops, chunks, order)]
-        self.per_op = len(chunks) * len(order)
-        number = {i: n for n, i in enumerate(self.instructions)}
-        self.times = [cost(i) for i in self.instructions]
-        transfers = [transfers_after(program, i) for i in self.instructions]
-        self.travels = [sum(map(cost, sends)) for sends in transfers]
-        self.is_sent = [bool(sends) for sends in transfers]
-        # (what it needs, whether that comes from another chunk)
-        self.needs = [
-            [(number[d], d.chunk != i.chunk) for d in depends_on(i) if d in number] for i in self.instructions
-        ]
+        self.table = table = ComputeTable(program, cost, SPLIT_OPS)
+        self.num_micro_batches, self.per_op = table.num_micro_batches, table.per_op
+        self.times, self.chunk_of = table.times, table.chunk_of
         self.forward_time = sum(self.times[: self.per_op]) / self.per_op
 
+    def clock(self, slack: float) -> ListClock:
+        """Return a new clock, with transfers longer by `slack` forwards."""
+        return ListClock(self.table, slack * self.forward_time)
+
     def forward(self, chunk: int) -> range:
-        """The numbers of a chunk's forwards; of its input gradients they are `per_op` larger."""
+        """Return the numbers of a chunk's forwards; those of its input gradients are larger by `per_op`."""
         return range(chunk * self.num_micro_batches, (chunk + 1) * self.num_micro_batches)
 
-    def chunk_of(self, number: int) -> int:
-        """Of an instruction."""
-        return number % self.per_op // self.num_micro_batches
-
     def rounded(self, time: float) -> float:
-        """As a share of all work, so that equals tie."""
+        """Return a time as a share of all work, so that equal times tie."""
         return round(time / (sum(self.times) or 1.0), 9)
 
     def quality(self, order: Sequence[Sequence[int]], best: Sequence[float]) -> list[float]:
-        """The less the better: the makespan, and with slow transfers; no further than it is known to be worse than `best`."""
+        """Return the makespans of an order, also with slow transfers; smaller is better. Ends once it is worse than `best`."""
         found: list[float] = []
         for slack in _SLACKS:
-            found.append(self.rounded(self._makespan(order, slack)))
+            found.append(self.rounded(self.clock(slack).run(order)))
             if found > list(best[: len(found)]):
                 break
         return found
 
     def bound(self, slack: float) -> float:
-        """See least_makespan; transfers longer by `slack` forwards."""
-        clock, reached, latest = _Clock(self, slack), 0.0, 0.0
+        """Return a lower bound of the makespan, see least_makespan, with transfers longer by `slack` forwards."""
+        clock, reached, latest = self.clock(slack), 0.0, 0.0
         work = [0.0] * self.num_ranks
         for n, time in enumerate(self.times):
             work[self.placement[self.chunk_of(n)]] += time
@@ -170,49 +162,6 @@ class _Work:
             ways = (self.times[n] + clock.travels[n] for n in self.forward(chunk))
             reached += min(ways)
         return latest
-
-    def _makespan(self, order: Sequence[Sequence[int]], slack: float) -> float:
-        """As simulate() has it, without building its graph; transfers longer by `slack` forwards, no wait for a channel."""
-        clock = _Clock(self, slack)
-        free, position, left = [0.0] * len(order), [0] * len(order), sum(map(len, order))
-        while left:
-            for rank, numbers in enumerate(order):
-                while position[rank] < len(numbers):
-                    n = numbers[position[rank]]
-                    ready = clock.ready(n)
-                    if ready == inf:
-                        break
-                    free[rank] = clock.start(n, max(ready, free[rank]))
-                    position[rank] += 1
-                    left -= 1
-        return max(free)
-
-
-class _Clock:
-    """When each instruction ends and its result arrives; never, until it starts."""
-
-    def __init__(self, work: _Work, slack: float) -> None:
-        self._times, self._needs = work.times, work.needs
-        self.travels = [
-            travel + sent * slack * work.forward_time for travel, sent in zip(work.travels, work.is_sent, strict=True)
-        ]
-        self._ends = [inf] * len(work.times)
-        self.arrivals = [inf] * len(work.times)
-
-    def ready(self, number: int) -> float:
-        """When it may start."""
-        latest = 0.0
-        for need, elsewhere in self._needs[number]:
-            time = self.arrivals[need] if elsewhere else self._ends[need]
-            if time > latest:
-                latest = time
-        return latest
-
-    def start(self, number: int, now: float) -> float:
-        """Returns its end."""
-        end = self._ends[number] = now + self._times[number]
-        self.arrivals[number] = end + self.travels[number]
-        return end
 
 
 class _Rank:
@@ -240,7 +189,7 @@ class _ListSchedule:
 
     def __init__(self, work: _Work, rule: _Rule, memory: Memory) -> None:
         self._work, self._rule = work, rule
-        self._clock = _Clock(work, rule.slack)
+        self._clock = work.clock(rule.slack)
         self._limit = [limit * (1 + _ROUNDING) for limit in memory.limit]
         num_chunks = len(work.placement)
         self._needed = [memory.needed(c) for c in range(num_chunks)]

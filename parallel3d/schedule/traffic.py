@@ -14,13 +14,13 @@ from math import inf
 from typing import NamedTuple
 
 from parallel3d.schedule.instructions import Instruction, Op, Program
+from parallel3d.schedule.list_clock import ALL_OPS, ComputeTable
 from parallel3d.schedule.lowering import (
     add_gradient_reduction,
     add_parameter_gather,
-    transfers_after,
     with_communication,
 )
-from parallel3d.schedule.simulate import Cost
+from parallel3d.schedule.timing import Cost
 
 _ROUNDING = 1e-9  # relative
 # What orders are tried for: so many instructions are timed in all, in about a tenth of a second.
@@ -86,11 +86,14 @@ def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) 
 
 
 class _Row(NamedTuple):
-    """An instruction as the timing sees it.
+    """A compute instruction as the timing of reductions sees it.
 
-    needs, gives: places of what it waits for and of what it makes; travel: until that has arrived; floor: when it can be used
-    at the earliest; chunk: that a backward adds to, else -1; released: from its start to the end of the last reduction that
-    it launches, if none was under way.
+    needs: slot of what it waits for from another chunk.
+    gives: slot of its result.
+    travel: how long the result travels.
+    earliest: when its chunk's weights are gathered.
+    chunk: the chunk to whose gradients it adds, or -1.
+    released: from its start to the end of the last reduction that it launches, if no other one is under way.
     """
 
     instruction: Instruction
@@ -98,42 +101,30 @@ class _Row(NamedTuple):
     gives: int
     time: float
     travel: float
-    floor: float
+    earliest: float
     chunk: int
     released: float
 
 
 class _Step:
-    """When programs of the same chunks and micro-batches end: as simulate(), but for transfers in each other's way."""
+    """Times the compute and the reductions of lists of the same chunks and micro-batches, see ListClock."""
 
     def __init__(self, program: Program, cost: Cost, traffic: Traffic):
         self.program, self._traffic = program, traffic
         self._sums = [sum(buckets) for buckets in traffic.reductions]
-        num_chunks, m = program.num_chunks, program.num_micro_batches
-        self._gathered, self._gathers = _gathered(program, traffic)
-        # Places: of each chunk's inputs, then of the gradients of them; the last two are always and never read.
-        self._gradients = (num_chunks + 1) * m
-        self._always, self._nowhere = 2 * self._gradients, 2 * self._gradients + 1
-        self._at = [inf] * (self._nowhere + 1)
-        self._at[:m] = [self._gathered[0]] * m
-        self._at[2 * self._gradients - m :] = [0.0] * (m + 2)
-        ops = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-        self.rows = {
-            i: self._row(i, cost) for i in (Instruction(*k) for k in product(ops, range(num_chunks), range(m)))
-        }
-
-    def _row(self, i: Instruction, cost: Cost) -> _Row:
-        m, time = self.program.num_micro_batches, cost(i)
-        here, beyond = i.chunk * m + i.micro_batch, (i.chunk + 1) * m + i.micro_batch
-        travel = sum(map(cost, transfers_after(self.program, i)))
-        if i.op is Op.FORWARD:
-            floor = self._gathered[i.chunk + 1] if i.chunk + 1 < self.program.num_chunks else 0.0
-            return _Row(i, here, beyond, time, travel, floor, -1, 0.0)
-        released = _released(time, self._traffic.reductions[i.chunk])
-        if i.op is Op.BACKWARD_WEIGHT:
-            return _Row(i, self._always, self._nowhere, time, 0.0, 0.0, i.chunk, released)
-        chunk = i.chunk if i.op is Op.BACKWARD else -1
-        return _Row(i, self._gradients + beyond, self._gradients + here, time, travel, 0.0, chunk, released)
+        gathered, self._gathers = _gathered(program, traffic)
+        table = ComputeTable(program, cost, ALL_OPS)
+        always = len(table.instructions)  # a slot that is filled from the beginning
+        self._at = [inf] * always + [0.0]
+        self.rows: dict[Instruction, _Row] = {}
+        for i, number in table.numbers.items():
+            # What it needs of its own chunk stands before it in its rank's list.
+            needs = next((slot for slot, elsewhere in table.needs[number] if elsewhere), always)
+            earliest = gathered[i.chunk] if i.op is Op.FORWARD else 0.0
+            adds = i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+            released = _released(table.times[number], traffic.reductions[i.chunk]) if adds else 0.0
+            times = table.times[number], table.travels[number], earliest
+            self.rows[i] = _Row(i, needs, table.slots[number], *times, i.chunk if adds else -1, released)
 
     def ends(self, lists: Sequence[Sequence[_Row]]) -> tuple[list[float], list[float]]:
         """(end of each rank's compute, end of its compute and its traffic)."""
@@ -145,14 +136,15 @@ class _Step:
             before = left
             for rank, rows in enumerate(lists):
                 now, first, done = free[rank], position[rank], completed[rank]
-                for _, needs, gives, time, travel, floor, chunk, released in rows[first:]:
+                for _, needs, gives, time, travel, earliest, chunk, released in rows[first:]:
                     ready = at[needs]
                     if ready == inf:
                         break
                     start = ready if ready > now else now
+                    if start < earliest:
+                        start = earliest
                     now = start + time
-                    arrives = now + travel
-                    at[gives] = arrives if arrives > floor else floor
+                    at[gives] = now + travel
                     left -= 1
                     position[rank] += 1
                     if chunk >= 0:

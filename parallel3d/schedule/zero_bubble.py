@@ -14,7 +14,7 @@ from math import ceil
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.instructions import Instruction, Op, Program, loop_placement, v_placement
 from parallel3d.schedule.search import Memory, search
-from parallel3d.schedule.simulate import Cost, decoder_cost
+from parallel3d.schedule.timing import Cost, decoder_cost
 
 DEFAULT_MAX_IN_FLIGHT = 1.5
 

@@ -14,8 +14,8 @@ from layouts import BASE_SEED, Run, check, make_engine, make_optimizer, own_iter
 from reference import Reference
 
 from parallel3d.errors import ConfigError
+from parallel3d.schedule.auto import Measured, Plan, make_plan
 from parallel3d.schedule.instructions import COMPUTE_OPS
-from parallel3d.schedule.plan import Measured, Plan, make_plan
 
 
 @pytest.mark.parametrize(

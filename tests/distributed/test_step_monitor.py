@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel3d.monitor.breakdown import PARTS, Breakdown
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.simulate import simulate
+from parallel3d.schedule.timing import simulate
 
 
 def run_one_step(costs: Sequence[float], schedule: str) -> tuple[list[Breakdown], float]:

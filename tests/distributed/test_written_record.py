@@ -19,7 +19,7 @@ from parallel3d.config.run_layout import parse_run_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
-from parallel3d.schedule.simulate import simulate
+from parallel3d.schedule.timing import simulate
 
 COSTS = (1.0, 3.0)
 

@@ -12,7 +12,7 @@ from layouts import BASE_SEED, Run, check, make_optimizer, run_reference
 from ranks import RankPool
 from reference import Reference
 
-from parallel3d.schedule.plan import Plan
+from parallel3d.schedule.auto import Plan
 
 
 def reference_on_gpu(dp: int) -> Run:

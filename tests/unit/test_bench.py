@@ -23,7 +23,7 @@ from table import insert
 
 from parallel3d.schedule.builders import interleaved, one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.simulate import simulate, unit_cost
+from parallel3d.schedule.timing import simulate, unit_cost
 
 BENCH = Path(run.__file__).parent
 WORK = Workload("7b", micro_batch=1, micro_batches=16, warmup=3, steps=6)

@@ -31,7 +31,7 @@ from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.schedule.builders import one_f_one_b
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
-from parallel3d.schedule.simulate import Cost, Timeline, measured_cost, simulate
+from parallel3d.schedule.timing import Cost, Timeline, measured_cost, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

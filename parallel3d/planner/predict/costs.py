@@ -17,7 +17,7 @@ from parallel3d.planner.predict.profile import LayerProfile
 from parallel3d.planner.predict.program import Buckets
 from parallel3d.planner.predict.timing import Floats, LayoutLinks, StepCost, Times, compute_seconds
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
-from parallel3d.schedule.simulate import Length
+from parallel3d.schedule.timing import Length
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 

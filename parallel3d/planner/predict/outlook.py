@@ -10,7 +10,7 @@ from parallel3d.costs.work import Collective
 from parallel3d.planner.predict.costs import Reducing, makespan
 from parallel3d.planner.predict.timing import Floats, LayoutLinks, StepCost
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.simulate import Cost, CriticalPath, Simulation, Timeline
+from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
 
 
 @dataclass(frozen=True)

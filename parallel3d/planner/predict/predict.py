@@ -53,7 +53,7 @@ from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import lower
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
-from parallel3d.schedule.simulate import Simulation
+from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy

@@ -12,7 +12,7 @@ from parallel3d.planner.predict.flight import Replays
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
-from parallel3d.schedule.simulate import Simulation
+from parallel3d.schedule.timing import Simulation
 from parallel3d.schedule.zero_bubble import looped_zero_bubble
 from parallel3d.zero.buckets import Owners, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy

@@ -14,7 +14,7 @@ from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.profile import LayerProfile
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.simulate import Cost
+from parallel3d.schedule.timing import Cost
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

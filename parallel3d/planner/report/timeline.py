@@ -9,7 +9,7 @@ from parallel3d.planner.report.words import duration
 from parallel3d.planner.search.result import TimelineSpan
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
-from parallel3d.schedule.simulate import Span, Timeline
+from parallel3d.schedule.timing import Span, Timeline
 
 # Of a step, in the page: one has a ten millionth of it. A window of a thousandth still shows times to three digits.
 _TICKS = 10_000_000

@@ -9,9 +9,9 @@ from parallel3d.config.run_layout import RunLayout, write_run_layout
 from parallel3d.errors import ScheduleError
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.found import Found, find
+from parallel3d.schedule.auto import Measured, limits, make_plan
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
-from parallel3d.schedule.plan import Measured, limits, make_plan
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
 # The named schedule that splits backwards, of each placement that "auto" may have.

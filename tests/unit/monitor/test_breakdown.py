@@ -15,7 +15,7 @@ from parallel3d.monitor.records import StepRecord, offset_between
 from parallel3d.monitor.steps import StepSummary
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import COMPUTE_OPS, SEND_OPS, Instruction
-from parallel3d.schedule.simulate import Span, Timeline, simulate
+from parallel3d.schedule.timing import Span, Timeline, simulate
 
 SCHEDULES = [
     ("gpipe", 1, "loop"),

@@ -8,7 +8,7 @@ from parallel3d.clock import HostClock
 from parallel3d.comm.collectives import Awaited, Group
 from parallel3d.monitor.records import StepRecord, StepRecorder, traffic_times
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.simulate import Span
+from parallel3d.schedule.timing import Span
 
 Work = tuple[str, int, int, int, float, float]
 

@@ -15,7 +15,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.monitor.records import StepRecord, StepRecorder, reduction_times, transfer_time, transfer_times
 from parallel3d.monitor.run_record import Timing, find_run_records, kind_name, read_run_record
 from parallel3d.schedule.instructions import Instruction
-from parallel3d.schedule.simulate import Span
+from parallel3d.schedule.timing import Span
 
 
 def spans(rank: int, *given: tuple[str, float, float]) -> tuple[Span, ...]:

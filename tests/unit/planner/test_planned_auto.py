@@ -13,7 +13,7 @@ from parallel3d.planner.search.auto_schedule import is_quick, with_auto
 from parallel3d.planner.search.found import Found, find
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
-from parallel3d.schedule.validate import validate
+from parallel3d.schedule.order import validate
 
 PLACES = range(4)
 

@@ -13,8 +13,8 @@ from schedule_emulator import programs, unhurried
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, from_lists, gpipe, inference, interleaved, one_f_one_b, placement_of
 from parallel3d.schedule.instructions import BUCKET_OPS, Instruction, Op, Program
-from parallel3d.schedule.simulate import simulate
-from parallel3d.schedule.validate import in_flight, validate
+from parallel3d.schedule.order import in_flight, validate
+from parallel3d.schedule.timing import simulate
 
 
 def figure(program: Program, first: int) -> list[str]:

@@ -17,7 +17,7 @@ from parallel3d.schedule.builders import from_lists, gpipe, inference, interleav
 from parallel3d.schedule.draw import chrome_trace, neighbourhood, svg, text_grid
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, lower
-from parallel3d.schedule.simulate import Span, Timeline, simulate
+from parallel3d.schedule.timing import Span, Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

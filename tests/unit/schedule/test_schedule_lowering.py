@@ -19,7 +19,7 @@ from parallel3d.schedule.lowering import (
     lower,
     lower_rank,
 )
-from parallel3d.schedule.validate import validate
+from parallel3d.schedule.order import validate
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 

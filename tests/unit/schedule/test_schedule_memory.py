@@ -7,7 +7,7 @@ import pytest
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight, learn_chunks
-from parallel3d.schedule.validate import in_flight
+from parallel3d.schedule.order import in_flight
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])

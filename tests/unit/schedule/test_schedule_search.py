@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from schedule_emulator import SEEDS, unhurried
 
 from parallel3d.errors import ScheduleError
+from parallel3d.schedule.auto import Measured, Plan, first_plan, limits, make_plan, most_held
 from parallel3d.schedule.builders import build, from_lists, placement_of
-from parallel3d.schedule.fuse import _Step, fuse_backwards, whole_backwards
+from parallel3d.schedule.fuse import fuse_backwards, whole_backwards
 from parallel3d.schedule.instructions import Instruction, Op, Program
-from parallel3d.schedule.plan import Measured, Plan, first_plan, limits, make_plan, most_held
+from parallel3d.schedule.list_clock import ALL_OPS, ComputeTable, ListClock
+from parallel3d.schedule.order import in_flight, validate
 from parallel3d.schedule.search import Memory, search
-from parallel3d.schedule.simulate import Cost, decoder_cost, simulate
-from parallel3d.schedule.validate import in_flight, validate
+from parallel3d.schedule.timing import Cost, decoder_cost, simulate
 
 
 def chunk_costs(seed: int, num_chunks: int) -> Cost:
@@ -242,5 +243,7 @@ def test_the_quick_length_of_a_step_is_the_simulators(p: int, m: int, v: int, se
         return 0.001 if i.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT) else own(i)
 
     split = search("s", placement, m, Memory.of_activations(placement, 1.5 * p * v), cost)
+    table = ComputeTable(split, cost, ALL_OPS)
     for program in (split, whole_backwards(split, range(0, m, 2)), whole_backwards(split, range(m))):
-        assert _Step(split, cost).length(program) == pytest.approx(simulate(program, cost).makespan, rel=1e-6)
+        lists = [[table.numbers[i] for i in rank] for rank in program.instructions]
+        assert ListClock(table).run(lists) == pytest.approx(simulate(program, cost).makespan, rel=1e-6)

@@ -13,7 +13,7 @@ from schedule_emulator import SEEDS, Emulator, programs, unhurried
 from parallel3d.schedule.builders import from_lists, gpipe, inference, interleaved, one_f_one_b
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.lowering import add_communication, add_gradient_reduction, add_replica_reduction, lower
-from parallel3d.schedule.simulate import Simulation, Span, Timeline, simulate
+from parallel3d.schedule.timing import Simulation, Span, Timeline, simulate
 
 
 def costs(**by_op: float):

@@ -14,7 +14,7 @@ from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import from_lists, gpipe, inference, one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Program
 from parallel3d.schedule.lowering import add_communication, lower
-from parallel3d.schedule.validate import in_flight, validate
+from parallel3d.schedule.order import in_flight, validate
 
 
 def program_of(lists: Sequence[str], placement: tuple[int, ...], num_micro_batches: int) -> Program:

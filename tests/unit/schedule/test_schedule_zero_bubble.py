@@ -15,8 +15,8 @@ from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Op, Program, v_placement
 from parallel3d.schedule.lowering import add_communication, lower
-from parallel3d.schedule.simulate import Cost, Timeline, decoder_cost, simulate, unit_cost
-from parallel3d.schedule.validate import in_flight, validate
+from parallel3d.schedule.order import in_flight, validate
+from parallel3d.schedule.timing import Cost, Timeline, decoder_cost, simulate, unit_cost
 from parallel3d.schedule.zero_bubble import looped_zero_bubble, zb_h1, zbv
 
 

@@ -11,10 +11,10 @@ from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import BUILDERS, from_lists
 from parallel3d.schedule.fuse import fuse_backwards
 from parallel3d.schedule.instructions import COLLECTIVE_OPS, SEND_OPS, Instruction, Op, Program
+from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import Memory, search
-from parallel3d.schedule.simulate import decoder_cost, simulate
+from parallel3d.schedule.timing import decoder_cost, simulate
 from parallel3d.schedule.traffic import Traffic, hide_reductions
-from parallel3d.schedule.validate import validate
 
 
 class Measured(BaseModel):

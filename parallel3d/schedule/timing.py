@@ -11,9 +11,9 @@ from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
-from parallel3d.schedule.graph import blocks_host, line_of, transfer_of, wait_graph
 from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, Instruction, Op, Program, depends_on, reduces_behind
 from parallel3d.schedule.lowering import with_communication
+from parallel3d.schedule.order import blocks_host, line_of, transfer_of, wait_graph
 
 Cost = Callable[[Instruction], float]
 
