@@ -1,4 +1,4 @@
-"""The engine: one for every layout; see Engine."""
+"""The engine, one for all layouts."""
 
 from parallel3d.engine.engine import Engine
 

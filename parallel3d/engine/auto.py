@@ -1,4 +1,4 @@
-"""An engine's side of schedule "auto": measures the first steps, plans, and runs the plan from then on."""
+"""Schedule "auto": measures the first steps, plans a program from them, and runs it from then on."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
 Profile = Literal["time", "memory"]
 
-# What is recorded of the first steps; those of which nothing is load kernels and compile.
+# Profile of each of the first steps. In those with None, kernels are loaded and layers compiled.
 _STEPS: tuple[Profile | None, ...] = (None, None, "memory", None, "time", "time", "time", "time")
-# From this one on every other micro-batch's backward is whole. Both kinds are timed in the same steps, for a device's clock
-# falls with its load: programs of one kind would be timed by clocks of their own.
+# From this step on, every other micro-batch's backward is whole. Whole and split backwards are timed in the same steps: a
+# device's clock rate falls with its load, so steps of one kind each would be timed at different clock rates.
 _MIXED_FROM = 3
-_USABLE = 0.9  # of the device's memory: the allocator's blocks don't fit without gaps
+# Usable share of the device's memory: the allocator leaves gaps between blocks.
+_USABLE = 0.9
 
 
 class AutoSchedule:
-    """Which program an engine runs under schedule "auto".
+    """Chooses the program of an engine with schedule "auto".
 
-    Call `wants` before a training batch and `learn` after it, on every rank. With a plan's file that is there, nothing is
-    measured. Raises ConfigError for a file that holds no plan for this pipeline.
+    Call `wants` before a training batch and `learn` after it, on every rank. If the plan's file exists, nothing is measured.
+    Raises ConfigError for a file without a plan for this pipeline.
     """
 
     def __init__(self, model: PipelineModule, programs: Programs, config: PipelineConfig, monitor: StepMonitor):
@@ -54,24 +55,26 @@ class AutoSchedule:
 
     @property
     def plan(self) -> Plan | None:
-        """What was planned, or read from the file; None while steps are measured."""
+        """The plan, made or read from the file; None while steps are measured."""
         return self._programs.plan if self._done == len(_STEPS) else None
 
     def wants(self) -> Profile | None:
-        """What is to be recorded of the next training batch."""
+        """Return the profile to record in the next training batch, if any."""
         return _STEPS[self._done] if self._done < len(_STEPS) else None
 
     def learn(self, num_micro_batches: int, full: int, memory: MemoryProfile | None) -> None:
-        """A training batch of so many micro-batches is done, of `full` ones as configured; short ones don't count.
+        """Use the measurements of a training batch, and plan when there are enough. Collective.
 
-        Another number in the configuration than before starts everything anew. Collective.
+        - num_micro_batches: of the batch. One with fewer than configured does not count.
+        - full: the configured number; when it changes, measuring starts over.
+        - memory: the batch's memory profile, if one was recorded.
         """
         plan = self._programs.plan
         if self._done == len(_STEPS) or plan is None:
             return
         if plan.num_micro_batches != full:
             self._done, self._recorded = 0, []
-            self._programs.start_anew(full)
+            self._programs.reset_plan(full)
         if num_micro_batches != plan.num_micro_batches or plan.num_micro_batches != full:
             return
         profile = _STEPS[self._done]
@@ -89,7 +92,7 @@ class AutoSchedule:
             self._programs.replan(plan.model_copy(update={"instructions": lists}))
 
     def _make(self, num_micro_batches: int) -> None:
-        """Plan on the first rank, for all to run the same."""
+        """Plan on the first rank, so that all ranks run the same plan."""
         measured = self._measured()
         control = self._model.groups.control
         first = self._model.groups.rank == 0
@@ -107,14 +110,14 @@ class AutoSchedule:
             print(f"schedule auto, {how}: {describe(plan)}", flush=True)
 
     def _measured(self) -> Measured:
-        """The same on every rank. Collective."""
+        """Return the measurements of all ranks, the same on every rank. Collective."""
         chunks = range(len(self._model.placement))
         cost = instruction_cost(self._recorded)
         forward, input_gradient, weight_gradient, backward = (
             tuple(cost(Instruction(op, c, 0)) for c in chunks)
             for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)
         )
-        if not any(backward):  # of a single micro-batch
+        if not any(backward):  # with a single micro-batch
             backward = tuple(i + w for i, w in zip(input_gradient, weight_gradient, strict=True))
         held, deferred, room = self._bytes()
         needed = [max(pair) for pair in zip(held, deferred, strict=True)]
@@ -137,12 +140,12 @@ class AutoSchedule:
         )
 
     def _along(self, axis: str) -> list[list[StepRecord]]:
-        """Of each recorded step, and of each group of ranks along the axis, their records."""
+        """Return the records of each group of ranks along the axis, in each recorded step."""
         groups = self._model.groups.topology.get_axis_comm_lists(axis)
         return [[records[rank] for rank in ranks] for records in self._recorded for ranks in groups]
 
     def _bytes(self) -> tuple[tuple[float, ...], tuple[float, ...], list[float]]:
-        """(held, deferred) of each chunk, the most of any replica, and of each stage the room for them, the least."""
+        """Return (held, deferred, room) in bytes: for each chunk the most of any replica, for each stage the least room."""
         assert self._memory is not None
         batch = self._memory.batch
         learned = learn_chunks([(i, change) for i, change, _ in batch.held])
@@ -150,13 +153,13 @@ class AutoSchedule:
         mine = (self._model.stage_id, own, _room(self._model.device, batch.start, batch.peak - batch.most_held))
         everyone = all_gather_object(mine, self._model.groups.control)
         of_chunk = [[o[c] for _, o, _ in everyone if c in o] for c in range(len(self._model.placement))]
-        # At least a byte: a chunk that holds nothing would be free to run ahead forever.
+        # At least one byte: a chunk that holds nothing could run ahead without limit.
         held, deferred = (tuple(max(1.0, *(pair[k] for pair in pairs)) for pairs in of_chunk) for k in (0, 1))
         room = [min(r for stage, _, r in everyone if stage == s) for s in range(self._model.num_stages)]
         return held, deferred, room
 
     def _stored_plan(self) -> Plan | None:
-        """Of the file that the configuration names, as the first rank sees it. Collective."""
+        """Return the plan in the configured file, as the first rank reads it; None without a file. Collective."""
         if self._config.plan is None:
             return None
         path, control = Path(self._config.plan), self._model.groups.control
@@ -170,12 +173,12 @@ class AutoSchedule:
             plan = Plan.model_validate_json(text)
             plan.check(self._model.placement)
         except (ValidationError, ScheduleError) as error:
-            raise ConfigError(f"pipeline.plan '{path}' can't be run: {error}. Delete it to measure anew") from error
+            raise ConfigError(f"pipeline.plan '{path}' can't be run: {error}. Delete it to measure again") from error
         return plan
 
 
 def _read(path: Path) -> tuple[str | None, str | None]:
-    """(contents of a file, None where there is none; what is wrong with it or its directory)."""
+    """Return (contents, problem): the file's contents, None without a file; and an error of the file or its directory."""
     if not os.access(path.parent, os.W_OK) or not path.parent.is_dir():
         return None, f"there is no directory '{path.parent}' to write into"
     try:
@@ -187,7 +190,7 @@ def _read(path: Path) -> tuple[str | None, str | None]:
 
 
 def _write(plan: Plan, path: Path) -> None:
-    """Whole or not at all; a training doesn't end for it."""
+    """Write the plan atomically; a failure is only a warning."""
     try:
         write_whole(path, plan.model_dump_json(indent=1) + "\n")
     except OSError as error:
@@ -197,7 +200,7 @@ def _write(plan: Plan, path: Path) -> None:
 
 
 def _room(device: torch.device, start: int, workspace: int) -> float:
-    """Bytes that activations may take on this rank's device: what its state and its operations leave; no bound on the CPU."""
+    """Return the bytes left for activations on this rank's device, besides state and workspace; infinite on the CPU."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)
@@ -205,7 +208,7 @@ def _room(device: torch.device, start: int, workspace: int) -> float:
 
 
 def describe(plan: Plan) -> str:
-    """A plan in some lines: the order, what it promises, and what it was made of."""
+    """Format a plan: the order, its predicted times, and the measurements that it was made from."""
     lines = [
         f"{plan.name!r} for {plan.num_micro_batches} micro-batches, {plan.makespan * 1e3:.4g} ms with a bubble of "
         f"{plan.bubble:.1%}"

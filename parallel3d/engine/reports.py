@@ -1,4 +1,4 @@
-"""What a training reports: printed lines, times, memory, and the record of a run as a file."""
+"""Reports of a training: printed lines, times, memory, and run records."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from parallel3d.monitor.run_record import RankRecord, RunRecord, Timing, fingerp
 from parallel3d.monitor.state import print_tree, state_tree
 from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.parameters import whole_shape
-from parallel3d.pipe.executor import Batch, Recorder, both, no_record
+from parallel3d.pipe.executor import Batch, Recorder, nest, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
 from parallel3d.schedule.timing import Timeline
 from parallel3d.zero.memory import StateBytes, moments_of, predict_state
 
-# What is recorded of the steps after run_record.after_steps.
+# Profiles of the steps after run_record.after_steps.
 _RECORDED: tuple[Literal["time", "memory"], ...] = ("memory", "time", "time", "time")
 
 
 class Reports:
-    """Records steps and reports on them. Collective: every rank calls its methods at the same places.
+    """Profiles steps and reports on them. Collective: every rank calls its methods at the same points.
 
-    monitor: times the steps; memory: the last memory profile, None before there is one.
+    - monitor: times the steps.
+    - memory: the last memory profile; None before the first.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class Reports:
         self._recorded_steps = 0  # that count towards run_record.after_steps
 
     def profile_next_batch(self, what: Literal["time", "memory"] = "time") -> None:
-        """Record in the next train_batch when each instruction runs, or how much memory each holds.
+        """Record, in the next train_batch, when each instruction runs, or how much memory each holds.
 
-        `timeline` and `time_breakdown`, or `memory_report`, give the result.
+        The results are those of `timeline` and `time_breakdown`, or of `memory_report`.
         """
         if what == "memory":
             self._memory_next = True
@@ -84,14 +85,14 @@ class Reports:
         return program, Timeline.of(spans, self._model.num_stages)
 
     def time_breakdown(self) -> list[Breakdown]:
-        """Return where the time of the last recorded batch (see `timeline`) went, in seconds, of every rank.
+        """Return the parts of the last recorded batch's time (see `timeline`), in seconds, for every rank.
 
         Collective over all ranks. Raises ConfigError if none was recorded.
         """
         return self.monitor.breakdown()
 
     def memory_report(self) -> list[dict[str, tuple[int, int]]]:
-        """Return what every rank holds, (predicted, measured) bytes by component and by phase; rank 0 prints a table.
+        """Return each rank's memory, (predicted, measured) bytes by component and by phase; rank 0 prints a table.
 
         Components: weights, gradients, masters, optimizer (from the first step on), transient (gradient buffers, from the
         first backward on), update (gradients in the masters' dtype). Phases: steady, between batches; backward; step,
@@ -105,7 +106,7 @@ class Reports:
         return everyone
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:
-        """Return what this training measured so far; rank 0 writes it as run_record.json into `directory`, atomically.
+        """Return the measurements so far; rank 0 writes them atomically as run_record.json into `directory`.
 
         directory: rank 0's is used. Instructions are those of the last batches after `profile_next_batch` (at most 5), the
         seconds of a step those of the last 32 that were not recorded. Collective over all ranks. Raises ConfigError on all
@@ -119,9 +120,7 @@ class Reports:
                     raise ConfigError("write_run_record needs a directory on rank 0")
                 record.write(Path(directory))
             except (OSError, ConfigError) as error:
-                problem = (
-                    f"the run record could not be written into '{directory}': {error}; name a directory that can be"
-                )
+                problem = f"the run record could not be written into '{directory}': {error}; name a directory that is writable"
         problem = all_gather_object(problem, self._groups.control)[0]
         if problem is not None:
             raise ConfigError(problem)
@@ -129,9 +128,9 @@ class Reports:
 
     @contextmanager
     def recording(self, program: Program, batch: Batch, messages: Messages) -> Iterator[tuple[Recorder, Recorder]]:
-        """Record a batch that is run inside, as far as it was asked for.
+        """Record a batch that is run inside, if its profile was requested.
 
-        Yields what wraps its instructions, and what wraps its waits for messages.
+        Yields the recorder of its instructions, and the recorder of its waits for messages.
         """
         recorder = self.monitor.recorder_of(program, batch.micro_batches[:1]) if batch.training else None
         record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
@@ -141,16 +140,16 @@ class Reports:
         with messages.tracking() as in_transit:
             memory = MemoryRecorder(self._model.device, in_transit)
             with memory.running():
-                yield both(record, memory), wait
+                yield nest(record, memory), wait
         self.memory = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
 
     def updating(self) -> AbstractContextManager[None]:
-        """Record the memory of the optimizer's step inside, if the batch's was recorded."""
+        """Record the memory of the optimizer's step inside, if the batch's memory was recorded."""
         wanted, self._memory_next = self._memory_next, False
         return self.memory.step.running() if wanted and self.memory is not None else nullcontext()
 
     def after_step(self, progress: StepProgress, loss: Tensor, records: bool) -> None:
-        """Print what is due after a step and, if `records`, record or write what run_record asks for."""
+        """Print what is due after a step and, if `records`, profile or write what run_record requests."""
         groups = self._update.optimizer.param_groups
         momentum = [g.get("betas", g.get("momentum")) for g in groups if "betas" in g or "momentum" in g]
         rates = [group["lr"] for group in groups]
@@ -166,7 +165,7 @@ class Reports:
             self._record_run()
 
     def dump_state(self, program: Program) -> None:
-        """Print, on rank 0, the configuration in force and what it was made into. Collective."""
+        """Print, on rank 0, the resolved configuration, batch sizes, topology, partition, buckets and program. Collective."""
         own = {owners: [b.numel for b in buckets] for owners, buckets in self._update.reducer.buckets.items()}
         buckets = all_gather_object(own, self._groups.control)
         if self._groups.rank == 0:
@@ -176,7 +175,7 @@ class Reports:
             print_tree(state_tree(self._config, sizes, *tables, buckets, shards, program))
 
     def _memory_rows(self) -> dict[str, tuple[int, int]]:
-        """(predicted, measured) bytes of this rank by component and by phase."""
+        """Return this rank's (predicted, measured) bytes by component and by phase."""
         update, profile = self._update, self.memory
         measured = replace(update.reducer.state_bytes(), optimizer=update.sharded.state_bytes())
         moments = moments_of(update.optimizer)
@@ -196,7 +195,7 @@ class Reports:
         return rows
 
     def _record_run(self) -> None:
-        """After every step: profile the next one, or write what was measured, where the configuration asks for it."""
+        """After a step, profile the next one or write the record, as the configuration requests."""
         wanted = self._config.run_record
         if wanted.directory is None or self._recorded_steps == wanted.after_steps + len(_RECORDED):
             return
@@ -262,13 +261,13 @@ class Reports:
         )
 
     def _config_in_force(self) -> dict[str, Any]:
-        """All values, and those that "auto" derived from the device's memory, which isn't known where the record is read."""
+        """Return all values, including what "auto" resolved to: a reader does not know the device's memory."""
         values = self._config.model_dump(mode="json")
         values["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
         return values
 
     def _rank_record(self) -> RankRecord:
-        """This rank's record, without the number of its host."""
+        """Return this rank's record, without the number of its host."""
         parts = {name: measured for name, (_, measured) in self._memory_rows().items()}
         device, profile = self._model.device, self.memory
         processor = platform.processor() or platform.machine()

@@ -27,11 +27,10 @@ _MAX_NAMES = 3
 
 @dataclass(frozen=True)
 class LossShare:
-    """This rank's part of a batch's loss: float64 scalars, which are not 0 only on the first tensor-parallel rank of the
-    last chunk.
+    """This rank's share of a batch's loss, as float64 scalars.
 
-    The mean loss is total / count, each summed over all ranks. counted: whether the loss function returns counts, such as
-    numbers of tokens; else the counts add up to 1.
+    It is 0 except on the first tensor-parallel rank of the last chunk. The mean loss is total / count, each summed over all
+    ranks. counted: whether the loss function returns counts, such as numbers of tokens; else the counts add up to 1.
     """
 
     total: Tensor

@@ -25,7 +25,7 @@ from parallel3d.zero.reducer import GradientReducer
 
 # A micro-batch on a chunk: (chunk, micro-batch)
 Cell = tuple[int, int]
-# Makes a context that is entered around an instruction
+# Makes the context in which an instruction runs
 Recorder = Callable[[Instruction], AbstractContextManager[None]]
 _NOTHING = nullcontext()
 
@@ -372,7 +372,7 @@ def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
     return total, torch.full((), float(count), dtype=torch.float64, device=total.device)
 
 
-def both(outer: Recorder, inner: Recorder) -> Recorder:
+def nest(outer: Recorder, inner: Recorder) -> Recorder:
     """Nest two recorders."""
 
     @contextmanager

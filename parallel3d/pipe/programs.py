@@ -8,7 +8,7 @@ from weakref import ref
 from parallel3d.config import PipelineConfig
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.auto import Plan, first_plan
-from parallel3d.schedule.builders import build, inference
+from parallel3d.schedule.builders import inference
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_parameter_gather, lower, lower_training
 from parallel3d.schedule.order import validate
@@ -56,7 +56,7 @@ class Programs:
         self.plan = plan
         self._cache = {key: program for key, program in self._cache.items() if not key[1]}
 
-    def start_anew(self, num_micro_batches: int) -> None:
+    def reset_plan(self, num_micro_batches: int) -> None:
         """Reset schedule "auto" to the plan that it begins with, for this number of micro-batches."""
         self.replan(None)
         self.get(num_micro_batches, training=True)
@@ -79,19 +79,11 @@ class Programs:
         )
 
     def _compute(self, num_micro_batches: int) -> Program:
-        settings, given = self._settings, self._pipeline
-        if given.schedule != "auto":
-            return build(
-                given.schedule,
-                settings.num_stages,
-                num_micro_batches,
-                settings.num_chunks,
-                settings.placement,
-                given.max_in_flight,
-            )
+        if self._pipeline.schedule != "auto":
+            return self._settings.program(self._pipeline, num_micro_batches)
         if self.plan is None:
             # As long as it is unknown what fits into memory, hold no more than 1F1B does.
-            multiple = min(given.max_in_flight or 1.0, 1.0)
+            multiple = min(self._pipeline.max_in_flight or 1.0, 1.0)
             self.plan = first_plan(self._placement, num_micro_batches, multiple)
         return self.plan.program(num_micro_batches)
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from parallel3d.comm.environment import get_world_size
-from parallel3d.config import Config, load_layout
+from parallel3d.config import Config, PipelineConfig, load_layout
 from parallel3d.errors import ConfigError, PartitionError
 from parallel3d.layer_choice import LayerChoice
 from parallel3d.partition import Method
+from parallel3d.schedule.builders import build
+from parallel3d.schedule.instructions import Program
 from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 T = TypeVar("T")
@@ -19,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How a module is split and its layers are built; see PipelineModule, and the rng section for layout_independent."""
+    """Settings by which a module is split and its layers are built, with the names of PipelineModule's arguments."""
 
     topology: ProcessTopology
     num_stages: int
@@ -32,6 +34,17 @@ class BuildSettings:
     sequence_parallel: bool
     layout_independent: bool
     max_stage_bytes: int | None = None
+
+    def program(self, pipeline: PipelineConfig, num_micro_batches: int) -> Program:
+        """Build the configured schedule's program, compute alone. Raises ScheduleError for one that can't be built."""
+        return build(
+            pipeline.schedule,
+            self.num_stages,
+            num_micro_batches,
+            self.num_chunks,
+            self.placement,
+            pipeline.max_in_flight,
+        )
 
 
 def resolve_settings(

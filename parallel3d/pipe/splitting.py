@@ -180,14 +180,7 @@ class LayerSplitter:
             # This bounds a stage, and so the share of each of its chunks, whichever program is planned.
             most = ceil((given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * settings.num_stages)
             return [min(most, num_micro_batches)] * len(self._placement)
-        program = build(
-            given.schedule,
-            settings.num_stages,
-            num_micro_batches,
-            settings.num_chunks,
-            settings.placement,
-            given.max_in_flight,
-        )
+        program = settings.program(given, num_micro_batches)
         one = ChunkBytes(saved=1, deferred=1)
         return [max(bytes_in_flight(program, rank, {c: one})) for c, rank in enumerate(self._placement)]
 

@@ -131,7 +131,7 @@ def test_a_plan_that_does_not_fit_is_refused_by_all_ranks(run_ranks, tmp_path: P
     for raised in run_ranks(2, refusal, str(file)):
         assert raised is not None
         assert re.search(message, raised, re.DOTALL), raised
-        assert "Delete it to measure anew" in raised
+        assert "Delete it to measure again" in raised
 
 
 def test_a_plan_that_could_not_be_written_or_read_is_refused_at_once(run_ranks, tmp_path: Path):
