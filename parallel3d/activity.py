@@ -13,7 +13,7 @@ from threading import get_ident, main_thread
 
 
 class Phase(IntEnum):
-    """What a process is busy with."""
+    """Phase of a process."""
 
     SETUP = 0
     USER = 1

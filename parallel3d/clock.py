@@ -1,4 +1,4 @@
-"""What time it is on a device: marks made without waiting, and read later, all at once."""
+"""Clocks of devices: marks are made without waiting and read later, all at once."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import torch
 
 
 class Clock(Protocol):
-    """Marks are made in order and compared with marks of the same clock alone."""
+    """Clock whose marks are made in order and compared only with each other."""
 
     def mark(self) -> Any:
-        """Now. Waits for nothing."""
+        """Return a mark of the present time, without waiting."""
 
     def read(self, marks: Sequence[Any]) -> list[float]:
-        """When each was made, in seconds of `time.monotonic`, which ranks of one host share; may wait for the device once."""
+        """Return the times of marks, in seconds of `time.monotonic`, which ranks of one host share; may wait for the device."""
 
 
 class HostClock:
-    """A mark is the time itself."""
+    """Clock of the host: a mark is the time itself."""
 
     def mark(self) -> float:
-        """See Clock."""
+        """Return a mark of the present time, without waiting."""
         return time.monotonic()
 
     def read(self, marks: Sequence[float]) -> list[float]:
-        """See Clock."""
+        """Return the marks, which are times."""
         return list(marks)
 
 
 class CudaClock:
-    """A mark is an event: the time at which the current stream of `device` reaches it."""
+    """Clock of a CUDA device: a mark is an event, the time at which the device's current stream reaches it."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def mark(self) -> torch.cuda.Event:
-        """See Clock."""
+        """Return a mark of the present time, without waiting."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def read(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """See Clock."""
+        """Return the times of marks; waits for the device."""
         if not marks:
             return []
         # The device's time is tied to the host's when it is read: nothing needs to wait before.
@@ -57,5 +57,5 @@ class CudaClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock by which work on `device` is timed."""
+    """Return the clock that times work on `device`."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -1,4 +1,4 @@
-"""Errors a user can meet. Each message gives the values at fault and the remedy."""
+"""Errors that a user can get. Each message gives the values at fault and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TopologyError(Parallel3DError, ValueError):
 
 
 class PartitionError(Parallel3DError, ValueError):
-    """Layers that can't be split into the stages or tensor slices asked for."""
+    """Layers that can't be split into the stages or tensor-parallel ranks asked for."""
 
 
 class ScheduleError(Parallel3DError, ValueError):
@@ -40,21 +40,21 @@ class ExecutionError(Parallel3DError, RuntimeError):
 
 
 def execution_error(message: str, cause: Exception) -> ExecutionError:
-    """An ExecutionError that an `except` clause for the cause's own type catches too, where types can be joined."""
+    """Return an ExecutionError that is also an instance of the cause's type, if the types can be joined."""
     kind = type(cause)
-    if isinstance(cause, (ExecutionError, StopIteration)):  # a StopIteration would end the training loop in silence
+    if isinstance(cause, (ExecutionError, StopIteration)):  # a StopIteration would end the training loop silently
         return ExecutionError(message)
     try:
         joined: Any = type("ExecutionError", (ExecutionError, kind), {**_LIKE_EXECUTION_ERROR, "__module__": __name__})
         error: ExecutionError = joined.__new__(joined, message)
-    except TypeError:  # a type of C code with a layout or a constructor of its own
+    except TypeError:  # a type in C with its own layout or constructor
         return ExecutionError(message)
     vars(error).update(vars(cause))
     error.args = (message,)
     return error
 
 
-# Joined types can't be pickled by name, and some (KeyError) print or construct themselves in a way of their own.
+# Joined types can't be pickled by name, and some (KeyError) have their own constructor or text.
 _LIKE_EXECUTION_ERROR: dict[str, Any] = {
     "__init__": ExecutionError.__init__,
     "__str__": ExecutionError.__str__,
@@ -63,7 +63,7 @@ _LIKE_EXECUTION_ERROR: dict[str, Any] = {
 
 
 class PeerError(CommunicationError):
-    """Another rank failed, so this one can't go on. rank: that rank's, where it is known."""
+    """Another rank failed, so this one can't continue. rank: the one that failed, if known."""
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
@@ -75,7 +75,7 @@ class PeerDataError(PeerError, DataError):
 
 
 class NumericsError(Parallel3DError, ArithmeticError):
-    """An inf or NaN, where check_numerics found it first."""
+    """An inf or NaN that check_numerics found."""
 
 
 class CheckpointError(Parallel3DError, RuntimeError):
@@ -91,7 +91,7 @@ class PrecisionError(Parallel3DError, ArithmeticError):
 
 
 def nearest(word: str, vocabulary: Iterable[str]) -> str:
-    """ " Did you mean 'x'?" for the closest known word, whatever its case, or an empty string when none is close."""
+    """Return " Did you mean 'x'?" for the closest known word, whatever its case, or "" if none is close."""
     known = {w.lower(): w for w in vocabulary}
     close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
     return f" Did you mean {known[close[0]]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Named random streams: what a seed decides, and that no layout does."""
+"""Random streams that depend on the seed and never on the layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-# Called before a layer runs, with its place in the list.
+# Called before a layer runs, with its index in the list.
 EnterLayer = Callable[[int], None]
 # numpy's legacy generator takes seeds of 32 bits.
 _NUMPY_SEEDS = 2**32
@@ -27,7 +27,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Where the generators are that a script draws from: torch's on the CPU and on `device`, numpy's, Python's."""
+    """Return the states of the generators that a script draws from: torch's on the CPU and on `device`, numpy's, Python's."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -38,7 +38,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Let a script's draws go on where `generator_states` was taken."""
+    """Restore the states that `generator_states` returned."""
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -49,7 +49,7 @@ def set_generator_states(states: Mapping[str, Any], device: torch.device) -> Non
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run with torch's generators (CPU, and `device` if it is CUDA) seeded; their states are put back afterwards."""
+    """Seed torch's generators (CPU, and `device` if it is CUDA) for the block, and restore their states after it."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
@@ -57,18 +57,18 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def layer_seed(base_seed: int, layer: int) -> int:
-    """Seed of a layer's initial weights, from its place in the list alone."""
+    """Return the seed of a layer's initial weights, which depends only on its index in the list."""
     return base_seed + layer
 
 
 def stream_seed(*coordinates: int) -> int:
-    """A seed of 63 bits for a stream with these coordinates: unlike ones give unrelated streams."""
+    """Return a seed of 63 bits for a stream with these coordinates; different coordinates give unrelated streams."""
     text = ",".join(map(str, coordinates))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    """The CPU's, and the device's if it is CUDA."""
+    """Return the CPU's generator, and the device's if it is CUDA."""
     return [
         torch.default_generator,
         *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []),
@@ -76,10 +76,12 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 
 class RandomStreams:
-    """What layers draw in training, such as dropout masks: a stream for each (seed, step, micro-batch, layer).
+    """Random streams of layers in training, as for dropout masks: one for each (seed, step, micro-batch, layer).
 
-    Micro-batches are numbered over all replicas, so that a mask depends on no layout. seed: a tuple of integers, the same on
-    all ranks; device: whose generator is seeded besides the CPU's.
+    Micro-batches are numbered over all replicas, so that a mask doesn't depend on the layout.
+
+    - seed: a tuple of integers, the same on all ranks.
+    - device: whose generator is seeded besides the CPU's.
     """
 
     def __init__(self, seed: tuple[int, ...], device: torch.device):
@@ -87,15 +89,15 @@ class RandomStreams:
         self._generators = _generators(device)
 
     def state_dict(self) -> dict[str, list[int]]:
-        """The seed: a stream holds nothing between two layers."""
+        """Return the seed: a stream has no state between two layers."""
         return {"seed": list(self._seed)}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        """Go on with the streams of a saved run."""
+        """Continue with the streams of a saved run."""
         self._seed = tuple(state["seed"])
 
     def of(self, step: int, micro_batch: int) -> EnterLayer:
-        """What begins the stream of each layer for one micro-batch of a step."""
+        """Return a function that begins the stream of each layer for one micro-batch of a step."""
         return partial(self._enter, step, micro_batch)
 
     def _enter(self, step: int, micro_batch: int, layer: int) -> None:
@@ -105,7 +107,7 @@ class RandomStreams:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Afterwards the generators go on as if nothing inside had been drawn: a script's own numbers depend on no layout."""
+        """Restore the generators after the block: a script's own random numbers don't depend on the layout."""
         states = [generator.get_state() for generator in self._generators]
         try:
             yield
@@ -116,10 +118,13 @@ class RandomStreams:
 
 @contextmanager
 def own_stream(index: int, size: int, device: torch.device) -> Iterator[None]:
-    """Inside, part `index` of `size` of a tensor that is sliced draws numbers of its own; afterwards all parts go on alike.
+    """Draw different numbers for each shard of a tensor in the block; after it all ranks continue with equal generators.
 
-    So that slices of one tensor don't get one dropout mask. A single part draws as if there were no slices. The whole
-    tensor's mask then depends on `size`. device: of what is drawn.
+    Without it all shards of a tensor would get the same dropout mask. With `size` 1 numbers are those of an unsharded tensor;
+    otherwise the mask depends on `size`.
+
+    - index, size: of this rank's shard, and the number of shards.
+    - device: of what is drawn.
     """
     if size == 1:
         yield
@@ -129,15 +134,15 @@ def own_stream(index: int, size: int, device: torch.device) -> Iterator[None]:
 
 
 def _own_seed(index: int) -> int:
-    # Drawn on the CPU: on CUDA the host would have to wait. A number, also where layers are traced on fake tensors.
+    # Drawn on the CPU: on CUDA the host would have to wait. A number, even when layers are traced on fake tensors.
     with unset_fake_temporarily():
         return stream_seed(int(torch.randint(2**62, ())), index)
 
 
 class OwnStream:
-    """`own_stream` for part `index` of several, begun and ended by forward pre-hooks of two modules, in training.
+    """`own_stream` for shard `index` of several, begun and ended by forward pre-hooks of two modules, in training.
 
-    A begin without an end (a recomputation that stops as soon as it has what it was for) leaves nothing behind.
+    A begin without an end (a recomputation that stops early) has no effect afterwards.
     """
 
     def __init__(self, index: int):
@@ -145,7 +150,7 @@ class OwnStream:
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """Draw from the part's own stream."""
+        """Draw from the shard's own stream from now on."""
         if not module.training:
             return
         seed = _own_seed(self._index)
@@ -161,4 +166,4 @@ class OwnStream:
 
 
 def same_stream(layer: int) -> None:
-    """An EnterLayer that leaves the generators alone, as in evaluation."""
+    """Do nothing: an EnterLayer for evaluation."""

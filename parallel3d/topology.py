@@ -1,4 +1,4 @@
-"""Named axes <-> ranks: where each process sits in the pipeline × data × tensor grid, and which ranks share an axis."""
+"""Topology of ranks: the coordinates of each process in the pipeline × data × tensor grid, and the ranks along each axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProcessTopology:
 
     axes: tuple[str, ...]
     dims: tuple[int, ...]
-    strides: tuple[int, ...]  # ranks between neighbours along each axis
+    strides: tuple[int, ...]  # difference of ranks between neighbours along each axis
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         _check_axes(axes, dims)
@@ -33,23 +33,23 @@ class ProcessTopology:
 
     @property
     def ProcessCoord(self) -> Any:
-        """The named tuple class of this topology's coordinates, one field an axis."""
+        """Named tuple class of this topology's coordinates, with a field per axis."""
         return _coord_class(self.axes)
 
     def world_size(self) -> int:
-        """Number of ranks: the product of all dims."""
+        """Return the number of ranks, the product of all dims."""
         return math.prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
-        """Axis names, slowest axis first."""
+        """Return the axis names, slowest axis first."""
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """Number of ranks along `axis`; 0 for an axis that this topology doesn't have, as in DeepSpeed."""
+        """Return the number of ranks along `axis`; 0 for an axis that this topology doesn't have, as in DeepSpeed."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coord: int) -> int:
-        """The rank at `coord`, one index for each axis; TopologyError for a missing or unknown axis or index."""
+        """Return the rank at `coord`, one index for each axis; TopologyError for a missing or unknown axis or index."""
         self._check_known(coord)
         missing = [axis for axis in self.axes if axis not in coord]
         if missing:
@@ -64,7 +64,7 @@ class ProcessTopology:
         return self.filter_match(**coord)[0]
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinate of `rank` as a named tuple (`coord.pipe`, `coord.data`); TopologyError if no such rank."""
+        """Return the coordinate of `rank` as a named tuple (`coord.pipe`, `coord.data`); TopologyError if no such rank."""
         if rank not in range(self.world_size()):
             raise TopologyError(f"rank {rank!r} is outside {self}; ranks go from 0 to {self.world_size() - 1}")
         return self.ProcessCoord(*(rank // stride % dim for stride, dim in zip(self.strides, self.dims, strict=True)))
@@ -72,13 +72,13 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """The coordinate of `rank` as text for file names, without `omit_axes`: `"model_01"`."""
+        """Return the coordinate of `rank` as text for file names, without `omit_axes`: `"model_01"`."""
         omitted = frozenset(omit_axes)
         coord = self.get_coord(rank)._asdict()
         return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in coord.items() if axis not in omitted)
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """All ranks, ascending, at the given index of each given axis; TopologyError for an unknown axis."""
+        """Return all ranks, ascending, at the given index of each given axis; TopologyError for an unknown axis."""
         self._check_known(filter_kwargs)
         choices: list[Iterable[int]] = []
         for axis, dim, stride in zip(self.axes, self.dims, self.strides, strict=True):
@@ -92,11 +92,11 @@ class ProcessTopology:
         return [sum(offsets) for offsets in product(*choices)]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """All ranks, ascending, whose index along `axis` is `idx`; TopologyError for an unknown axis."""
+        """Return all ranks, ascending, whose index along `axis` is `idx`; TopologyError for an unknown axis."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ along `axis` only; [] for an unknown axis, as in DeepSpeed."""
+        """Return the groups of ranks that differ along `axis` only; [] for an unknown axis, as in DeepSpeed."""
         if axis not in self.axes:
             return []
         span = self.strides[self.axes.index(axis)]
@@ -124,14 +124,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline × data: data-parallel neighbours are adjacent ranks, so gradient reductions use the fastest links."""
+    """Pipeline × data topology: data-parallel neighbours are adjacent ranks, so gradient reductions use the fastest links."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline × data × tensor: the ranks of a tensor-parallel ("model") group are adjacent."""
+    """Pipeline × data × tensor topology: the ranks of a tensor-parallel ("model") group are adjacent."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])

@@ -1,7 +1,7 @@
 """Process groups, collectives and transports: all communication of the package goes through here.
 
-The names below are those that scripts use, as in `deepspeed.comm`: over torch's process groups, and torch's own but for
-those about the world.
+The names below are for scripts, as in `deepspeed.comm`: torch's own functions on torch's process groups, besides those about
+the world.
 """
 
 from torch.distributed import (

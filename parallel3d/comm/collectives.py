@@ -1,4 +1,4 @@
-"""Collectives over a Group, the only place that calls torch.distributed's. A group of one takes the same path."""
+"""Collectives over a Group; nothing else calls torch.distributed's. A group of one takes the same path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.activity import Activity, Waiting
 
-# Why torch.compile's graphs break at collectives that autograd follows.
+# Reason for graph breaks of torch.compile at collectives that autograd follows.
 COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgraph"
 
 
@@ -215,7 +215,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
-    """Start to sum `whole` [n * group.size] over the group, each rank its part into `shard` [n], maybe a part of whole."""
+    """Start to sum `whole` [n * group.size] over the group; `shard` [n] gets this rank's part, and may be a part of whole."""
     if (imagined := _imagined(group, "reduce_scatter", whole)) is not None:
         return imagined
     if group.handle is None:
@@ -228,7 +228,7 @@ def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
 
 
 def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
-    """Start to put every rank's `shard` [n] into `whole` [n * group.size] in group order; shard may be a part of it."""
+    """Start to gather every rank's `shard` [n] into `whole` [n * group.size] in group order; shard may be a part of whole."""
     if (imagined := _imagined(group, "all_gather", whole)) is not None:
         return imagined
     if group.handle is None:
@@ -248,7 +248,7 @@ def broadcast(tensor: Tensor, source: int, group: Group) -> None:
 
 
 def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:
-    """Every rank's equally long list of int64, in group order; on the host, over a CPU group."""
+    """Return every rank's list of int64, of equal lengths, in group order; on the host, over a CPU group."""
     if group.handle is None:
         return [values]
     mine = torch.tensor(values, dtype=torch.int64)
@@ -259,12 +259,12 @@ def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:
 
 
 def everywhere(good: bool, control: Group) -> bool:
-    """Whether it is so on every rank. Collective over control, the world."""
+    """Return whether `good` is true on every rank. Collective over control, the world."""
     return all(row[0] for row in all_gather_integers([int(good)], control))
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
-    """Every rank's picklable value, in group order; for set-up, not for a step."""
+    """Return every rank's picklable value, in group order; for set-up, not for a step."""
     if group.handle is None:
         return [value]
     gathered: list[Any] = [None] * group.size
@@ -281,7 +281,7 @@ def send_bytes(tensor: Tensor, rank: int, group: Group) -> None:
 
 
 def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Group) -> Tensor:
-    """A tensor, on the host, whose bytes a global rank sends over a CPU group."""
+    """Return a tensor, on the host, whose bytes a global rank sends over a CPU group."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     with group.waiting(f"a message of rank {rank}", (rank,)):
         dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle)

@@ -1,4 +1,4 @@
-"""Joining the world: which rank this process is, on which device, by whichever launcher started it."""
+"""Join the world: rank and device of this process, whichever launcher started it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LOOKS, _LOOK_S = 3, 0.002
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) from those that `srun` sets.
+    """Return torch's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) from those that `srun` sets.
 
-    The port follows from job and step, so that two jobs on one host don't collide.
+    The port depends on job and step, so that two jobs on one host don't collide.
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
     job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
@@ -43,7 +43,7 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a SLURM node list: 'gpu[07-12,15],cpu1' -> 'gpu07'."""
+    """Return the first host of a SLURM node list: 'gpu[07-12,15],cpu1' -> 'gpu07'."""
     match = re.match(r"([^\[,]+)(?:\[(\w+))?", node_list)
     if match is None:
         raise CommunicationError(f"can't read a host from the SLURM node list {node_list!r}; set MASTER_ADDR")
@@ -51,14 +51,14 @@ def first_host(node_list: str) -> str:
 
 
 def _adopt_slurm() -> None:
-    """srun sets no RANK; torchrun and our launcher do, and win when both are there."""
+    """Set torch's variables under srun, which sets no RANK; those of torchrun and our launcher win."""
     if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
         for name, value in slurm_environment(os.environ).items():
             os.environ.setdefault(name, value)
 
 
 def _prepare_cuda() -> None:
-    """Have kernels load eagerly and streams run apart, unless the user has chosen.
+    """Load kernels eagerly and give streams hardware queues of their own, unless the user has chosen.
 
     Loading a kernel at its first launch waits for those that run. One that sends to another rank runs until that rank
     receives, which may wait for a kernel of its own to load: with lazy loading, the first batch of a pipeline can hang.
@@ -77,12 +77,12 @@ def _prepare_cuda() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Have a process that ends leave the world while Python still runs.
+    """Leave the world at exit while Python still runs.
 
-    A thread of gloo's that lets go of a tensor after that aborts the process ("terminate called without an active
-    exception"), of a script that went well too: so its threads end, or, where something still refers to their group, come to
-    rest. But no longer than _LEAVE_TIMEOUT_S: where a rank ends early, a collective that the others never join would keep such
-    a thread for good. Python starts no thread at exit, so now.
+    A thread of gloo that releases a tensor later aborts the process ("terminate called without an active exception"), even
+    after a successful script: so gloo's threads must end, or be idle if something still refers to their group. This waits at
+    most _LEAVE_TIMEOUT_S: if a rank ends early, a collective that the others never join would keep such a thread for ever.
+    Python starts no thread at exit, so the thread that leaves is started now.
     """
     leaving, left = threading.Event(), threading.Event()
 
@@ -101,9 +101,9 @@ def _leave_at_exit() -> None:
 
 
 def _rest(tasks: Path) -> None:
-    """Return when gloo's threads, in Linux's directory of this process's, were asleep _LOOKS times in a row.
+    """Return when gloo's threads, listed in Linux's directory `tasks`, were asleep _LOOKS times in a row.
 
-    One that has completed a collective still has its tensors for as long as others take the processor from it.
+    A thread that has completed a collective still holds its tensors while others keep the processor from it.
     """
     asleep, end = 0, time.monotonic() + _LEAVE_TIMEOUT_S
     while asleep < _LOOKS and time.monotonic() < end:
@@ -131,12 +131,14 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the world that the launcher describes; a process that none started is a world of one.
+    """Join the world that the launcher describes; without a launcher, a world of one. A second call does nothing.
 
-    dist_backend: "nccl", "gloo", or None for NCCL where CUDA is there. distributed_port: the MASTER_PORT, where no
-    launcher set one. dist_init_required: False where the script has joined the world itself. A second call does nothing.
-    auto_mpi_discovery, verbose and config are DeepSpeed's, and change nothing here.
-    Raises CommunicationError when a launcher's variables are there in part.
+    - dist_backend: "nccl", "gloo", or None for NCCL if there is CUDA.
+    - distributed_port: the MASTER_PORT, if no launcher set one.
+    - dist_init_required: False if the script has joined the world itself.
+    - auto_mpi_discovery, verbose, config: DeepSpeed's, without effect here.
+
+    Raises CommunicationError if only some of a launcher's variables are set.
     """
     if dist.is_initialized():
         return
@@ -174,28 +176,28 @@ def _join(dist_backend: str | None, timeout: timedelta, init_method: str | None,
 
 
 def is_initialized() -> bool:
-    """Whether this process has joined a world."""
+    """Return whether this process has joined a world."""
     return dist.is_initialized()
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in the world, or in a group of torch's; before init_distributed the launcher's, or 0."""
+    """Return this process's rank in the world or in a torch group; before init_distributed the launcher's, or 0."""
     return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of processes in the world, or in a group of torch's; joins the world first where that hasn't happened."""
+    """Return the number of processes in the world or in a torch group; joins the world first if needed."""
     init_distributed()
     return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """This process's rank on its host."""
+    """Return this process's rank on its host."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 
 def local_device(backend: str | None = None) -> torch.device:
-    """The device this rank computes on: its own GPU under NCCL, else the CPU. Raises CommunicationError without one."""
+    """Return the device of this rank: its own GPU under NCCL, else the CPU. Raises CommunicationError without a GPU."""
     if (backend or dist.get_backend()) != "nccl":
         return torch.device("cpu")
     count, local_rank = torch.cuda.device_count(), get_local_rank()
@@ -208,6 +210,6 @@ def local_device(backend: str | None = None) -> torch.device:
 
 
 def destroy() -> None:
-    """Leave the world; the process groups made from it are gone."""
+    """Leave the world, which destroys the process groups made from it."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Process groups built from a topology, and DeepSpeed's view of them (`engine.grid`)."""
+"""Process groups of a topology, and DeepSpeed's view of them (`engine.grid`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from parallel3d.topology import ProcessTopology
 
 
 class ProcessGroups:
-    """The groups this rank belongs to. Every rank must build them from the same topology at the same place.
+    """The groups that this rank belongs to. Every rank must make them from the same topology at the same place.
 
-    world: all ranks; control: all ranks, on the CPU, for the few integers that ranks agree on before a batch; activity: what
-    this process does, of all its groups.
-    Raises TopologyError when the topology is not one of this world.
+    - world: all ranks; control: all ranks, on the CPU, for the few integers that ranks agree on before a batch.
+    - pipe, data, model: the ranks along each axis, this one included.
+    - activity: records what this process does, for all of its groups.
+
+    Raises TopologyError if the topology doesn't fit the world.
     """
 
     def __init__(self, topology: ProcessTopology):
@@ -55,11 +57,11 @@ class ProcessGroups:
 
     @property
     def backend(self) -> str:
-        """'nccl' or 'gloo'."""
+        """Name of the backend: 'nccl' or 'gloo'."""
         return str(dist.get_backend())
 
     def coordinate(self, axis: str, rank: int | None = None) -> int:
-        """Position of a rank (this one by default) along an axis; 0 along one the topology doesn't have."""
+        """Return the position of a rank (default: this one) along an axis; 0 if the topology doesn't have the axis."""
         coord = self.topology.get_coord(self.rank if rank is None else rank)
         return int(getattr(coord, axis, 0))
 
@@ -70,10 +72,10 @@ class ProcessGroups:
         return self.build(lists)
 
     def build(self, lists: Iterable[Iterable[int]], max_ctas: int | None = None) -> Group:
-        """Make a group of each list, in order, on every rank; returns the one that holds this rank.
+        """Make a group of each list, in order, on every rank, and return the one with this rank.
 
         A rank in none of them gets a group of itself alone. max_ctas: under NCCL, the most thread blocks, and so
-        streaming multiprocessors, that a kernel of the group takes.
+        streaming multiprocessors, that a kernel of the group uses.
         """
         options = None
         if max_ctas is not None and self.backend == "nccl":
@@ -89,20 +91,20 @@ class ProcessGroups:
         return mine
 
     def alone(self) -> Group:
-        """The group of this rank alone."""
+        """Return the group of this rank alone."""
         return Group((self.rank,), None, activity=self.activity)
 
     def unsliced(self) -> ProcessGroups:
-        """These groups for layers that are built whole, by this rank alone: its slice group has one rank."""
+        """Return these groups for layers that are not sharded: the tensor-parallel group has this rank alone."""
         groups = copy.copy(self)
         groups.model = self.alone()
         return groups
 
     @classmethod
     def imagined(cls, num_slices: int, note: Callable[[str, int], Work]) -> ProcessGroups:
-        """Of a world that isn't there: the first of so many ranks that slice one layer, see ImaginedGroup.
+        """Return groups of a world that does not exist: this is the first of several tensor-parallel ranks, see ImaginedGroup.
 
-        For layers that are traced; it joins no world, and leaves one that this process has joined alone.
+        They are for traces of layers, and neither join a world nor use one that this process has joined.
         """
         groups = cls.__new__(cls)
         groups.topology = ProcessTopology(["pipe", "data", "model"], [1, 1, num_slices])
@@ -114,20 +116,20 @@ class ProcessGroups:
         return groups
 
     def across_stages(self, stages: Iterable[int], max_ctas: int | None = None) -> Group:
-        """The ranks of these stages in this rank's own pipeline; see `build`. Collective over the world, in one order."""
+        """Return the group of these stages in this rank's pipeline, see `build`. Collective over the world, in one order."""
         stages = sorted(stages)
         pipelines = self.topology.get_axis_comm_lists("pipe") or [[r] for r in range(self.topology.world_size())]
         return self.build(([pipeline[s] for s in stages] for pipeline in pipelines), max_ctas)
 
 
 class PipelineParallelGrid:
-    """DeepSpeed's `mpu`: which rank this is along each axis, and the torch groups of each."""
+    """DeepSpeed's `mpu`: this rank's position along each axis, and the torch group of each."""
 
     def __init__(self, groups: ProcessGroups):
         self._groups = groups
 
     def topology(self) -> ProcessTopology:
-        """The topology the groups were built from."""
+        """Topology of the groups."""
         return self._groups.topology
 
     def get_global_rank(self) -> int:
@@ -147,7 +149,7 @@ class PipelineParallelGrid:
         return self._groups.pipe.size
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup | None:
-        """The group of this rank's pipeline; None for a single stage."""
+        """Group of this rank's pipeline; None for a single stage."""
         return self._groups.pipe.handle
 
     def get_data_parallel_id(self) -> int:
@@ -163,19 +165,19 @@ class PipelineParallelGrid:
         return self._groups.data.size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The group of this rank's replicas; None for a single one."""
+        """Group of this rank's replicas; None for a single one."""
         return self._groups.data.handle
 
     def get_model_parallel_rank(self) -> int:
-        """Position along tensor slicing."""
+        """Position along tensor parallelism."""
         return self._groups.coordinate("model")
 
     def get_model_parallel_world_size(self) -> int:
-        """Number of tensor slices."""
+        """Number of tensor-parallel ranks."""
         return self._groups.model.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The group of this rank's tensor slices; None for a single one."""
+        """Group of this rank's tensor-parallel ranks; None for a single one."""
         return self._groups.model.handle
 
     get_slice_parallel_rank = get_model_parallel_rank
@@ -183,7 +185,7 @@ class PipelineParallelGrid:
     get_slice_parallel_group = get_model_parallel_group
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """World rank of a stage in this rank's own pipeline, other coordinates replaced by `kwargs`."""
+        """Return the world rank of a stage in this rank's pipeline, with other coordinates replaced by `kwargs`."""
         topology = self._groups.topology
         coord = topology.get_coord(self._groups.rank)
         own = {axis: getattr(coord, axis) for axis in topology.get_axis_names()}

@@ -1,7 +1,7 @@
 """Point-to-point transports: post a send, post a receive, wait on the stream.
 
-A transport moves tensors between neighbours of one pipeline; ends are named by their stage. Each ordered pair of stages
-is one FIFO channel. Bytes travel, so that every dtype does.
+A transport moves tensors between neighbours of one pipeline, named by their stages. Each ordered pair of stages is one FIFO
+channel. Tensors are sent as bytes, so every dtype works.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind, open_peer_copies
 
 _HEADER_TAG, _HOST_TAG = 1, 2
-# A receive posted early spins on the multiprocessors it takes until its message comes, beside the kernels that compute:
-# with NCCL's own choice, 1F1B of the 7b model on 4 stages took 4% longer. One is too slow for the message itself.
+# A receive posted early spins on its multiprocessors until its message comes, while other kernels compute: with NCCL's own
+# choice, 1F1B of the 7b model on 4 stages took 4% longer. One is too slow for the message itself.
 _CHANNEL_CTAS = 2
 
 
 class Incoming(Work, Protocol):
-    """A tensor that is expected."""
+    """Work of receiving a tensor."""
 
     def wait(self) -> Tensor:
-        """The tensor, for what the current stream does from now on; to be called once."""
+        """Return the tensor, for what the current stream does from now on; to be called once."""
 
 
 class Transport(Protocol):
-    """What the executor needs of point-to-point communication."""
+    """Point-to-point communication as the executor uses it."""
 
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
-        """Post tensors to `stage`; never blocks. The transport keeps them alive until they have left."""
+        """Post tensors to `stage`; never blocks. The transport keeps them alive until they are sent."""
 
     def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
         """Post the receive of the next message of the channel from `stage`, of tensors of these kinds."""
@@ -48,13 +48,13 @@ class Transport(Protocol):
         """Send a picklable value on the host; never blocks."""
 
     def receive_header(self, stage: int) -> Any:
-        """The next value that `stage` sent by send_header; blocks the host."""
+        """Return the next value that `stage` sent by send_header; blocks the host."""
 
     def use_host(self, use: bool) -> None:
-        """Let tensors travel through host memory from now on, or no longer; the same on both ends of every message."""
+        """Send tensors through host memory from now on, or no longer; the same on both ends of every message."""
 
     def finish(self) -> None:
-        """Return when all that was posted here has left."""
+        """Return when all that was posted here is sent."""
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Buffered:
-    """A receive into a buffer, or into host memory that is to be copied there."""
+    """A receive into a buffer, or into host memory (`staging`) that is then copied there."""
 
     work: Work
     buffer: Tensor
@@ -80,10 +80,13 @@ class _Buffered:
 
 
 class DistributedTransport:
-    """gloo and NCCL. Under NCCL each channel has its own communicator, so that the directions don't wait for each other.
+    """Transport over gloo or NCCL.
 
-    peer_copies: where the ranks of each pipeline share a host, tensors travel by peer_copies.py instead of NCCL. gloo reports
-    that a send has left only when it is waited for, so there what was sent is held until `finish`.
+    Under NCCL each channel has its own communicator, so that directions don't wait for each other.
+
+    peer_copies: if the ranks of each pipeline share a host, tensors are copied between devices instead (peer/copies.py).
+
+    gloo reports that a send is complete only when it is waited for, so under gloo sent tensors are held until `finish`.
     """
 
     def __init__(self, groups: ProcessGroups, peer_copies: bool = True):
@@ -97,9 +100,9 @@ class DistributedTransport:
             self._open_channels()
 
     def _open_channels(self) -> None:
-        """One communicator per ordered pair of neighbours, made and warmed up in the same order on all ranks.
+        """Make and warm up a communicator per ordered pair of neighbours, in the same order on all ranks.
 
-        NCCL connects at the first use and blocks the host while it does: better now than in the middle of a step.
+        NCCL connects at the first use and blocks the host meanwhile: better now than in the middle of a step.
         """
         # It warns that point-to-point on a shared communicator is serialized; ours are not shared.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -118,7 +121,7 @@ class DistributedTransport:
             torch.cuda.synchronize()
 
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
-        """See Transport."""
+        """Post tensors to `stage`; never blocks."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         group, tag = self._channels.get((self._stage, stage), self._groups.pipe.handle), 0
@@ -133,13 +136,10 @@ class DistributedTransport:
             message = [data.cpu() for data in message] if self._by_host else message
             works = [dist.isend(data, target, group=group, tag=tag) for data in message]
         for work, data in zip(works, message, strict=True):
-            assert work is not None
-            self._sent.append(
-                (Awaited(work, self._groups.pipe.waiting(f"rank {target} to take a message", (target,))), data)
-            )
+            self._keep(work, data, target)
 
     def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
-        """See Transport."""
+        """Post the receive of the next message from `stage`, tensors of these kinds."""
         source = self._groups.pipe.ranks[stage]
         waiting = self._groups.pipe.waiting(f"a message of rank {source}", (source,))
         full = [kind for kind in kinds if kind.nbytes]
@@ -162,22 +162,24 @@ class DistributedTransport:
         return _Buffered(work, buffer)
 
     def use_host(self, use: bool) -> None:
-        """See Transport."""
+        """Send tensors through host memory from now on, or no longer."""
         self._by_host = use
 
     def send_header(self, header: Any, stage: int) -> None:
-        """See Transport."""
+        """Send a picklable value on the host; never blocks."""
         payload = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
         target = self._groups.pipe.ranks[stage]
         for data in (torch.tensor([payload.numel()]), payload):
-            work = dist.isend(data, target, group=self._groups.control.handle, tag=_HEADER_TAG)
-            assert work is not None
-            self._sent.append(
-                (Awaited(work, self._groups.pipe.waiting(f"rank {target} to take a message", (target,))), data)
-            )
+            self._keep(dist.isend(data, target, group=self._groups.control.handle, tag=_HEADER_TAG), data, target)
+
+    def _keep(self, work: Work | None, data: Tensor, target: int) -> None:
+        """Keep data alive until its send to a rank is complete."""
+        assert work is not None
+        waiting = self._groups.pipe.waiting(f"rank {target} to take a message", (target,))
+        self._sent.append((Awaited(work, waiting), data))
 
     def receive_header(self, stage: int) -> Any:
-        """See Transport."""
+        """Return the next value that `stage` sent by send_header; blocks the host."""
         source, group = self._groups.pipe.ranks[stage], self._groups.control
         size = torch.zeros(1, dtype=torch.int64)
         with group.waiting(f"a message of rank {source}", (source,)):
@@ -187,6 +189,6 @@ class DistributedTransport:
         return pickle.loads(payload.numpy().tobytes())
 
     def finish(self) -> None:
-        """See Transport."""
+        """Return when all that was posted here is sent."""
         while self._sent:
             self._sent.popleft()[0].wait()

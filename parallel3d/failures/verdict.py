@@ -20,7 +20,7 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """Place that a rank is at.
 
     - phase: in words; batch: number of batches begun; untimed: whether no timeout applies.
     - instruction, chunk, micro_batch, position (in the stage's list), program (number of micro-batches, whether it trains):

@@ -1,1 +1,1 @@
-"""CUDA and Triton kernels, their PyTorch references, and the choice between them."""
+"""CUDA and Triton kernels with their PyTorch references."""

@@ -1,4 +1,4 @@
-"""AdamW in one pass over memory (csrc/adamw.cu): how parameters are laid out for it, and the reference in torch."""
+"""AdamW in one pass over memory (csrc/adamw.cu): the layout of its parameters, and its reference in torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_GROUPS = 32  # of parameters; csrc/adamw.cuh
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a parameter group, as torch.optim.AdamW has them."""
+    """Settings of a parameter group, as in torch.optim.AdamW."""
 
     lr: float
     betas: tuple[float, float]
@@ -27,16 +27,17 @@ class Settings:
     decoupled: bool
 
     def numbers(self) -> tuple[float, ...]:
-        """As the launcher takes them."""
+        """Return the settings in the order of the launcher."""
         return self.lr, *self.betas, self.eps, self.weight_decay, self.decoupled
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is updated of one parameter: tensors of its size, fp32 but for the gradient, which may be as the weights.
+    """Updated part of one parameter: tensors of equal size in fp32, the gradient in fp32 or the weights' dtype.
 
-    step: fp32, on the device, which step it is. place: of the first element in the bucket's weights; group: the number of its
-    parameter group.
+    - step: number of the step, fp32, on the device.
+    - place: index of the first element in the bucket's weights.
+    - group: index of its parameter group.
     """
 
     master: Tensor
@@ -49,7 +50,7 @@ class Part:
 
 
 def adamw_ref(part: Part, settings: Settings, divisor: Tensor | None, weight_dtype: torch.dtype) -> Tensor:
-    """Update a part's master and moments; returns the weights. divisor: of the gradient, a scalar. (arXiv:1711.05101)"""
+    """Update a part's master and moments and return the weights. divisor: of the gradient, a scalar. arXiv:1711.05101."""
     beta1, beta2 = settings.betas
     step = part.step.item()
     gradient = part.gradient.float()
@@ -66,9 +67,9 @@ def adamw_ref(part: Part, settings: Settings, divisor: Tensor | None, weight_dty
 
 
 def table(parts: Sequence[Part], weight_bytes: int) -> tuple[Tensor, int]:
-    """The parts as the kernel reads them, in the order of their places, int64 [parts, 9] on the CPU; and their vectors.
+    """Return the parts as the kernel reads them, int64 [parts, 9] on the CPU, and their number of vectors.
 
-    A vector has 16 bytes of weights.
+    parts: in the order of their places. A vector has 16 bytes of weights.
     """
     rows, end = [], 0
     for part in parts:
@@ -80,6 +81,6 @@ def table(parts: Sequence[Part], weight_bytes: int) -> tuple[Tensor, int]:
 
 
 def numbers(groups: Sequence[Settings]) -> Any:
-    """The settings of all groups as C takes them."""
+    """Return the settings of all groups as an array for C."""
     flat = [number for settings in groups for number in settings.numbers()]
     return (ctypes.c_double * len(flat))(*flat)

@@ -1,6 +1,6 @@
-"""RMSNorm that hands its input on: the gradient of what is added to that input later meets the norm's own in one pass.
+"""RMSNorm that also returns its input: its backward adds the gradient of the residual path in the same pass.
 
-arXiv:1910.07467. Left to autograd, the sum of the two gradients is a kernel of its own over all hidden states.
+arXiv:1910.07467. In plain autograd, the sum of the two gradients is a separate kernel over all hidden states.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch.autograd.function import once_differentiable
 
 from parallel3d.fake_device import has_memory, on_cuda
 
-NORM = "parallel3d normalizes and hands its input on in one function; compile without fullgraph"
-"""Why torch.compile breaks its graph at the norm."""
+NORM = "parallel3d's RMSNorm is one function with the residual path; compile without fullgraph"
+"""Reason for the graph break of torch.compile at the norm."""
 
-_LONGEST = 16384  # numbers of a row that a program holds
+_LONGEST = 16384  # elements of a row that a program holds
 _PROGRAMS_A_MULTIPROCESSOR = 4
 _ASSUMED_MULTIPROCESSORS = 132  # of an H100 or H200, where there is none to ask
 
-# What a trace on fake tensors sees of a kernel: that it reads and writes.
+# Shown to traces on fake tensors instead of a kernel: what it reads and writes.
 library.define("parallel3d::rms_norm_pass", "(Tensor[] read, Tensor(a!)[] written) -> ()")
 library.register_fake("parallel3d::rms_norm_pass", lambda read, written: None)
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `rms_norm`."""
+    """Compute the same as `rms_norm`."""
     return F.rms_norm(x, weight.shape, weight, eps), x
 
 
 @torch.compiler.disable(reason=NORM)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x: [..., n], weight: [n] -> (x / sqrt(mean(x^2) + eps) * weight, x): continue with both. Differentiable once."""
+    """x: [..., n], weight: [n] -> (x / sqrt(mean(x^2) + eps) * weight, x). Differentiable once; use the returned x."""
     if not _has_kernel(x, weight):
         return rms_norm_ref(x, weight, eps)
     result: tuple[Tensor, Tensor] = _RMSNorm.apply(x, weight, eps)
@@ -58,7 +58,7 @@ class _RMSNorm(torch.autograd.Function):
         if not has_memory(x):
             torch.ops.parallel3d.rms_norm_pass([given, weight], [out, scale])
             return out, x.view_as(x)
-        from parallel3d.kernels.rms_norm_triton import rms_norm_forward  # here, for the CPU's PyTorch has no Triton
+        from parallel3d.kernels.rms_norm_triton import rms_norm_forward  # here: PyTorch for the CPU has no Triton
 
         rms_norm_forward[(rows,)](given, weight, out, scale, size, eps, BLOCK=_power_of_two(size))
         return out, x.view_as(x)
@@ -75,9 +75,11 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm_gradients(
     gradient: Tensor, handed_on: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Of x and, where that is needed, of weight. gradient: of the norm; handed_on: of x itself, if it has one.
+    """Return the gradients of x and, if needed, of weight.
 
-    x: [..., n], contiguous; scale: [rows], at least in fp32, 1 / sqrt(mean(x^2) + eps) of each.
+    - gradient: of the norm's result; handed_on: of the returned x, if it has one.
+    - x: [..., n], contiguous.
+    - scale: [rows], at least in fp32, 1 / sqrt(mean(x^2) + eps) of each.
     """
     if not _has_kernel(x, weight):
         return rms_norm_gradients_ref(gradient, handed_on, x, weight, scale, needs_weight)
@@ -111,7 +113,7 @@ def rms_norm_gradients(
 def rms_norm_gradients_ref(
     gradient: Tensor, handed_on: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `rms_norm_gradients`."""
+    """Compute the same as `rms_norm_gradients`."""
     factor, given = scale.view(*x.shape[:-1], 1), gradient.to(scale.dtype)
     normed = x * factor
     dweight = (given * normed).view(-1, x.shape[-1]).sum(0).to(weight.dtype) if needs_weight else None

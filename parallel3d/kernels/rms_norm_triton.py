@@ -1,4 +1,4 @@
-"""The kernels of rms_norm. A program holds a row of `size` numbers, in fp32."""
+"""Triton kernels of rms_norm. A program holds a row of `size` elements in fp32."""
 
 import triton
 import triton.language as tl

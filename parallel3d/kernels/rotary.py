@@ -1,6 +1,6 @@
-"""Rotary positions with a backward written out: half of the operators that autograd would run, and a quarter of its nodes.
+"""Rotary positions with an explicit backward: half of the operators that autograd would run, and a quarter of its nodes.
 
-arXiv:2104.09864. Every product and sum is the one that autograd has, so that no bit differs.
+arXiv:2104.09864. Every product and sum is the same as in autograd, so that results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 def rotate_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs (i, i + dim / 2) of x, [..., dim], by angles with these cosines and sines, [..., dim / 2]."""
+    """Rotate pairs (i, i + dim / 2) of x, [..., dim], by angles with these cosines and sines, [..., dim / 2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, [batch, seq, heads, head_dim], turned by their positions' angles: `rotate_ref`.
+    """Rotate query and key, [batch, seq, heads, head_dim], by the angles of their positions, see `rotate_ref`.
 
-    cos, sin: [seq, head_dim / 2] or [batch, seq, head_dim / 2], which get no gradient.
+    cos, sin: [seq, head_dim / 2] or [batch, seq, head_dim / 2], without gradients.
     """
     cos, sin = cos[..., None, :], sin[..., None, :]
-    if torch.compiler.is_compiling():  # who fuses all this
+    if torch.compiler.is_compiling():  # which fuses all this
         return rotate_ref(query, cos, sin), rotate_ref(key, cos, sin)
     turned: tuple[Tensor, Tensor] = _Rotate.apply(cos, sin, query, key)
     return turned

@@ -1,6 +1,6 @@
-"""silu(gate) * up, of both in one tensor: one pass each way.
+"""silu(gate) * up with gate and up in one tensor, in one pass forward and one backward.
 
-torch.compile writes the gradient of the fused projection as a concatenation, which takes twice the time of its bytes.
+torch.compile writes the gradient of the fused projection as a concatenation, which takes twice as long as its bytes need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward_ref(gradient: Tensor, gate_up: Tensor) -> Tensor:
-    """gradient: of the result, [..., n] -> that of gate_up, [..., 2 n]; at least in fp32 inside."""
+    """gradient of the result: [..., n] -> gradient of gate_up: [..., 2 n]; computed at least in fp32."""
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, dim=-1)
     sigmoid, gradient = gate.sigmoid(), gradient.to(wide)
@@ -33,7 +33,7 @@ def _forward(gate_up: Tensor) -> Tensor:
     if not _has_kernel(gate_up):
         return swiglu_ref(gate_up).contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    from parallel3d.kernels.swiglu_triton import swiglu_forward  # here, for the CPU's PyTorch has no Triton
+    from parallel3d.kernels.swiglu_triton import swiglu_forward  # here: PyTorch for the CPU has no Triton
 
     swiglu_forward[_grid(out)](gate_up.contiguous(), out, out.shape[-1], BLOCK=_BLOCK)
     return out
@@ -49,7 +49,7 @@ def _backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return out
 
 
-# What torch.compile, and a trace on fake tensors, see: one operator each way.
+# Torch.compile and traces on fake tensors see one operator forward and one backward.
 _swiglu = library.custom_op("parallel3d::swiglu", _forward, mutates_args=())
 _swiglu_backward = library.custom_op("parallel3d::swiglu_backward", _backward, mutates_args=())
 
@@ -77,7 +77,7 @@ _swiglu.register_autograd(_gradient, setup_context=_keep)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """The operator without its wrappers, which take the host several times as long as to start the kernels."""
+    """The operator without its wrappers, which take several times as much host time as launching the kernels."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up: [..., 2 n], gate before up -> silu(gate) * up, [..., n]. Differentiable once. arXiv:2002.05202."""
     is_plain = type(gate_up) is Tensor or type(gate_up) is nn.Parameter
     result: Tensor
-    # Who watches by a dispatch mode is shown one operator too.
+    # Dispatch modes see one operator too.
     if torch.compiler.is_compiling() or not is_plain or torch._C._len_torch_dispatch_stack():
         result = torch.ops.parallel3d.swiglu(gate_up)
     else:
@@ -108,6 +108,6 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def _grid(rows: Tensor) -> tuple[int, int]:
-    """A program for each row and each block of its columns."""
+    """Return one program for each row and each block of its columns."""
     size = rows.shape[-1]
     return rows.numel() // size, -(-size // _BLOCK)

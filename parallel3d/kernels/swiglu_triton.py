@@ -1,4 +1,4 @@
-"""The kernels of swiglu.py. A program computes BLOCK columns of one row; in fp32 inside."""
+"""Triton kernels of swiglu. A program computes BLOCK columns of one row, in fp32."""
 
 import triton
 import triton.language as tl

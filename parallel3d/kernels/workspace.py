@@ -37,7 +37,7 @@ VECTOR_BYTES = 16
 MOST_BLOCKS = 256
 PAD_BYTES = MOST_BLOCKS * max(WORLD_SIZES) * 8
 LIMIT_S = DEFAULT_TIMEOUT.total_seconds()
-"""How long a kernel waits for a peer by default."""
+"""Default limit to a kernel's wait for a peer, in seconds."""
 
 _STATE_BYTES = 16  # csrc/peers.cuh: State
 _TRIAL_LIMIT_S = 60.0
@@ -128,7 +128,7 @@ class SymmetricWorkspace:
 
     @property
     def limit_ns(self) -> int:
-        """How long a call waits for a peer."""
+        """Limit to a call's wait for a peer, in nanoseconds."""
         return int(self.limit_s * 1e9)
 
     def follow(self) -> int:

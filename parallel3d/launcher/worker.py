@@ -21,7 +21,7 @@ from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_TIMEOUT_S = 10.0
-"""How long a failed rank may take to shut down (threads, exit handlers, process groups) before it is killed."""
+"""Limit to the shutdown of a failed rank (threads, exit handlers, process groups), after which it is killed."""
 
 
 def main() -> None:

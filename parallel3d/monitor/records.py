@@ -211,7 +211,7 @@ def traffic_times(
 
 
 def _times_in_order(replicas: Sequence[Sequence[Sequence[Span]]]) -> Samples:
-    """See `reduction_times`. replicas: for each group, the spans of each rank from launch to end."""
+    """Compute `reduction_times`. replicas: for each group, the spans of each rank from launch to end."""
     samples: Samples = {}
     for ranks in replicas:
         ready: dict[Instruction, list[Span]] = {}

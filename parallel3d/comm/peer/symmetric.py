@@ -17,7 +17,7 @@ from parallel3d.comm.groups import ProcessGroups
 
 @dataclass(frozen=True)
 class Unavailable:
-    """Why a kernel or a way to communicate is off, and what turns it on."""
+    """Reason why a kernel or a way to communicate is off, and the remedy that turns it on."""
 
     reason: str
     remedy: str
@@ -112,7 +112,7 @@ def first_unavailable(own: Unavailable | None, control: Group) -> Unavailable | 
 
 @dataclass(frozen=True)
 class Mapped:
-    """The same number of bytes on each device of a group.
+    """Bytes on each device of a group, equally many, that all ranks map.
 
     - memory: this rank's bytes; while it lives, all stay mapped.
     - handle: torch's handle, which has the addresses.
