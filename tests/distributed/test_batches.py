@@ -1,4 +1,4 @@
-"""What a batch may be: evaluated or trained, short, uneven, odd in what it carries; and where it comes from."""
+"""Batches: trained or evaluated, short, uneven, with unusual contents; and the sources of their data."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_every_rank_stops_when_the_data_end(run_ranks, num_micro_batches: int, s
 
 
 class Faulty(Feed):
-    """Raises once, where it holds an exception."""
+    """Raises an exception that it contains, once."""
 
     def __next__(self) -> Any:
         item = super().__next__()
@@ -330,7 +330,7 @@ NUM_SAMPLES, GLOBAL_BATCH = 20, 12
 
 
 def train_on_dataset(pp: int, dp: int, seed: int, drop_last: bool) -> tuple[list[float], list[list[list[int]]], int]:
-    """Losses, the samples of each micro-batch of each step on this rank, and the length of the loader."""
+    """Return losses, the samples of each micro-batch of each step on this rank, and the length of the loader."""
     config = {
         "train_batch_size": GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": 2,
@@ -452,7 +452,7 @@ class FrozenLine(Line):
 
 
 class Branch(nn.Module):
-    """x -> x and other forms of it, which the layers named by the class attribute `how` make."""
+    """x -> x and other forms of it, made as the class attribute `how` says."""
 
     def __init__(self, how: str):
         super().__init__()
@@ -485,7 +485,7 @@ class Branch(nn.Module):
 
 
 class Join(nn.Module):
-    """What `Branch` made -> x again."""
+    """Output of `Branch` -> x."""
 
     def __init__(self, how: str):
         super().__init__()
@@ -526,7 +526,7 @@ class Join(nn.Module):
 
 
 class Bump(nn.Module):
-    """Works in place on what it is given."""
+    """Works in place on its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.add_(1)
@@ -538,7 +538,7 @@ def line() -> Item:
 
 
 def branched(how: str) -> list[Item]:
-    """Of two layers a stage, so that branch and join lie on neighbouring stages, and on stages with one between."""
+    """Two layers per stage, so that branch and join lie on neighbouring stages, or with one stage between."""
     branch, join = Item(Branch, (how,)), Item(Join, (how,))
     return [line(), branch, join, branch, line(), line(), join, line()]
 
@@ -625,7 +625,7 @@ def test_odd_data_give_the_numbers_of_one_process(run_ranks, case: str, pipeline
 
 
 class Top(nn.Module):
-    """Keeps as many rows as its input's values say: the shape depends on the data."""
+    """Keeps a number of rows given by its input's values: the shape depends on the data."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -678,7 +678,7 @@ def test_the_last_layer_may_be_the_loss(run_ranks):
 
 
 def decayed(parameters: Any) -> list[dict[str, Any]]:
-    """Weight decay on matrices alone, as scripts have it."""
+    """Parameter groups with weight decay on matrices only, as scripts often have."""
     parameters = list(parameters)
     matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
     return [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "lr": 0.05}]
@@ -762,7 +762,7 @@ def test_axes_that_nothing_trains_over_are_refused(run_ranks):
 
 
 def attempt(module_options: dict[str, Any], pipeline: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """The error of a module with these options and of an engine whose configuration has these sections."""
+    """Return the error of a module with these options, or of an engine with these sections in its configuration."""
     whole = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,

@@ -1,4 +1,4 @@
-"""check_numerics says where the first inf or NaN appeared; each is planted at a known place."""
+"""check_numerics reports where the first inf or NaN appeared; each is planted at a known place."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_first_place_is_named(run_ranks: Any, plant: str, schedule: str):
 
 
 def by_calls(plant: str) -> str:
-    """Of the second micro-batch."""
+    """Checks the second micro-batch."""
     net = nn.Sequential(Planted(), Planted(plant, at=1))
     engine, *_ = parallel3d.initialize(model=net, config=config_of("1f1b"))
 

@@ -1,4 +1,4 @@
-"""The sliced layer of docs/training.md, run as it is printed there, trains as the plain one does."""
+"""The tensor-parallel layer of docs/training.md, run as printed there, trains as the plain layer does."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def test_time_by_calls_is_broken_down_as_a_batchs(run_ranks):
 
 
 class Encoding(UserDict[str, Tensor]):
-    """As tokenizers return: a mapping that is no dict."""
+    """A mapping that is no dict, as tokenizers return."""
 
 
 class Features(dict[str, Tensor]):

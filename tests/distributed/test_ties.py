@@ -31,7 +31,7 @@ STEPS, ACCUMULATION, DP = 20, 2, 2
 
 
 class Projection(nn.Module):
-    """Logits by a weight that has another name than the embedding's, and a bias of its own."""
+    """Logits from a weight with another name than the embedding's, and a bias of its own."""
 
     def __init__(self, hidden: int, vocabulary: int):
         super().__init__()
@@ -69,7 +69,7 @@ class MixBack(Mix):
 
 
 class Twin(nn.Module):
-    """One weight under two names, of which the second is the tied one."""
+    """One weight with two names; the second is the tied one."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -196,7 +196,7 @@ class Frozen(Mix):
 
 
 def refused(layers: list, num_stages: int) -> str:
-    """The message of the PartitionError that a module of these layers raises."""
+    """Return the message of the PartitionError that a module of these layers raises."""
     with pytest.raises(PartitionError) as error:
         PipelineModule(layers, num_stages=num_stages, partition_method="uniform")
     return str(error.value)

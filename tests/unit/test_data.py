@@ -68,7 +68,7 @@ sizes = {
 
 
 def epochs(dp: int, per_step: int, number: int, num_samples: int, micro_batch_size: int, **options: bool | int):
-    """Of so many epochs, the global order of micro-batches, joined from the replicas."""
+    """Return the global order of micro-batches in some epochs, joined from the replicas."""
     samplers = [MicroBatchSampler(num_samples, micro_batch_size, r, dp, per_step // dp, **options) for r in range(dp)]
     result = []
     for _ in range(number):
@@ -192,7 +192,7 @@ def test_what_is_no_iterator_is_refused():
 @unhurried
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6))), st.integers(0, 30))
 def test_every_micro_batch_is_used_once_and_in_order(rounds: list[tuple[int, int]], total: int):
-    """rounds: how many are asked for, and how many of them other ranks have too."""
+    """rounds: (number of micro-batches to take, number of them that other ranks have too)."""
     source, iterator = MicroBatchSource(), iter(range(total))
     used: list[int] = []
     for most, others in rounds:

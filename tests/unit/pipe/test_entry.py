@@ -1,4 +1,4 @@
-"""Where tensors of another chunk enter a graph."""
+"""Entry of another chunk's tensors into the autograd graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_gradients_arrive_and_are_zeros_where_the_backward_did_not_come():
 
 
 def test_an_input_lives_no_longer_than_the_chunk_holds_it():
-    """So that a recomputed region may keep its copy on the host alone."""
+    """A recomputed region may then keep its only copy on the host."""
     tensor = torch.ones(3)
     entry, reference = Entry([tensor]), weakref.ref(tensor)
     y = tensor + 1

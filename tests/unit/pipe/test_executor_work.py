@@ -1,4 +1,4 @@
-"""What an instruction costs the host doesn't grow: not with the steps taken, not with the length of the list."""
+"""The host's work for an instruction grows neither with the number of steps nor with the length of the list."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel3d.pipe.messages import Messages
 
 
 def count_calls(function: Callable[[], object]) -> int:
-    """Calls of Python and C functions."""
+    """Count the calls of Python and C functions."""
     calls = 0
 
     def note(_: Any, event: str, __: Any) -> None:
@@ -38,7 +38,7 @@ def count_calls(function: Callable[[], object]) -> int:
 
 
 def held_by(*roots: object) -> int:
-    """Entries of all containers of Python that can be reached from objects of this project."""
+    """Count the entries of all Python containers that are reachable from objects of this project."""
     seen: set[int] = set()
     waiting, entries = list(roots), 0
     while waiting:

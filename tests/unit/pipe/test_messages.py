@@ -1,4 +1,4 @@
-"""Structures of what travels, and the protocol that tells the other end of them."""
+"""Structures of messages, and the protocol by which both ends know them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ trees = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in containers, values and their types, and of tensors shape, dtype and requires_grad."""
+    """Return whether containers, values and types are equal, and shape, dtype and requires_grad of tensors."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and _kind(a) == _kind(b)
     if type(a) is not type(b):
@@ -138,7 +138,7 @@ def test_what_differs_in_more_than_contents_has_another_signature(other: Any):
 
 
 class Wire:
-    """What two ends have sent each other, in order; a transport of stage 0 or 1."""
+    """Messages that two ends have sent each other, in order; makes the transport of stage 0 or 1."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -176,7 +176,7 @@ class End:
 
 
 class Arrival:
-    """Tensors are taken in the order in which they are waited for: the channel's, if the ends agree."""
+    """An expected tensor. Tensors arrive in the order of the waits, which is the channel's if both ends agree."""
 
     def __init__(self, channel: deque[Tensor], kind: TensorKind):
         self.channel, self.kind = channel, kind
@@ -357,7 +357,7 @@ def test_a_batch_with_inputs_of_a_new_structure_goes_through_the_host():
 
 
 def test_after_a_batch_that_broke_off_amid_messages_no_other_begins():
-    """What was posted is still to come, and would be taken for the next batch's."""
+    """Messages that were posted are still to come, and would be received as the next batch's."""
     _, sender, receiver = ends()
     sender.begin([7], True)
     sender.abort()  # before anything was posted
