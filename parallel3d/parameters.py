@@ -1,4 +1,4 @@
-"""What a parameter is in the whole model, whatever the layout; buckets, norm and checkpoints read only this.
+"""Parameters as parts of the whole model, whatever the layout; buckets, norm and checkpoints read only this.
 
 Under tensor slicing a parameter may say two more things, as attributes of its own: `slicing`, where it is a part of a
 tensor, and `partial_over`, the group over which its gradient is to be summed, where it is a copy of a whole one of whose
@@ -48,7 +48,7 @@ class Slicing:
 
     @property
     def length(self) -> int:
-        """Of the part along `dim`."""
+        """The length of the part along `dim`."""
         return sum(stop - start for start, stop in self.ranges)
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def slicing_of(parameter: Tensor) -> Slicing | None:
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Of the whole tensor that a parameter is a part of."""
+    """Return the shape of the whole tensor that a parameter is a part of."""
     slicing = slicing_of(parameter)
     if slicing is None:
         return tuple(parameter.shape)

@@ -172,11 +172,11 @@ class CudaTransfers:
         return stream
 
     def leaves(self, tensor: Tensor) -> bool:
-        """See Transfers."""
+        """Return whether a tensor goes to the host: those on CUDA with strides."""
         return tensor.is_cuda and tensor.layout is torch.strided
 
     def to_host(self, tensor: Tensor) -> Copy:
-        """See Transfers."""
+        """Copy a tensor to pinned host memory, on a stream for that."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         stream = self._stream(tensor.device, "out")
         with torch.cuda.stream(stream):
@@ -186,7 +186,7 @@ class CudaTransfers:
         return Copy(host, stream.record_event())
 
     def to_device(self, copy: Copy, device: torch.device) -> Copy:
-        """See Transfers."""
+        """Copy a tensor back to the device, on a stream for that."""
         tensor = torch.empty_like(copy.tensor, device=device)
         stream = self._stream(device, "back")
         stream.wait_event(copy.done)
@@ -197,7 +197,7 @@ class CudaTransfers:
         return Copy(tensor, stream.record_event())
 
     def wait(self, copy: Copy) -> None:
-        """See Transfers."""
+        """Let the current stream wait for a copy."""
         torch.cuda.current_stream(copy.tensor.device).wait_event(copy.done)
 
 
@@ -327,7 +327,7 @@ def is_configured() -> bool:
 
 
 def times() -> RecomputationTimes:
-    """Of all regions run by `checkpoint` since the last call, where configured with `profile`."""
+    """Return the times of all regions run by `checkpoint` since the last call, if configured with `profile`."""
     return _process.checkpointer.times()
 
 

@@ -41,11 +41,12 @@ def rows_of(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
-class Border:
-    """What lies between linear layers and their input, or, the other way round, their output: here nothing.
+class RegionBoundary:
+    """Boundary of a region of linear layers, through which their input enters or their output leaves. This one does nothing.
 
-    Tensor slicing has communication there. All methods start it and return what waits for its result, so that a backward
-    hides it behind the layers' products. Under torch.is_grad_enabled() the result must be differentiable.
+    Tensor parallelism communicates there. Every method starts the communication and returns a function that waits for its
+    result, so that a backward overlaps it with the layers' matrix products. Under torch.is_grad_enabled() the result must be
+    differentiable.
     """
 
     def enter(self, x: Tensor) -> Callable[[], Tensor]:
@@ -58,7 +59,7 @@ class Border:
         return [F.linear(entered, *pair) for pair in pairs]
 
     def enter_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """What enters, and its product with weight, [in, out]."""
+        """Return the input as it enters, and its product with weight [in, out]."""
         entered = self.enter(x)()
         return entered, multiply([(entered, weight)])
 
@@ -74,11 +75,11 @@ class Border:
         return self.leave(multiply(factors))
 
 
-NO_BORDER = Border()
+NO_BOUNDARY = RegionBoundary()
 
 
 class SplitLinears(torch.autograd.Function):
-    """F.linear, by one or several weights, of what a border makes of one input.
+    """F.linear, by one or several weights, of what a boundary makes of one input.
 
     x: what enters as [..., in]; parameters: of each linear weight [out, in] and bias, [out] or None -> [..., out] of each.
     The gradient of x is summed in one buffer, and leaves while the weights' products run: where those are deferred, while
@@ -87,15 +88,15 @@ class SplitLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sinks: Sequence[GradientSink], border: Border, x: Tensor, *parameters: Tensor | None
+        ctx: Any, sinks: Sequence[GradientSink], boundary: RegionBoundary, x: Tensor, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Of the layers, see the class. sinks: of each."""
+        """Run the forward of the layers. sinks: one for each."""
         ctx.set_materialize_grads(False)
-        ctx.sinks, ctx.border, ctx.parameters = sinks, border, parameters
+        ctx.sinks, ctx.boundary, ctx.parameters = sinks, boundary, parameters
         _, _, needs_x, *needs = ctx.needs_input_grad
         weights: Any = parameters[::2]
         ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else ()))
-        return tuple(border.enter_products(x, list(zip(weights, parameters[1::2], strict=True))))
+        return tuple(boundary.enter_products(x, list(zip(weights, parameters[1::2], strict=True))))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -108,11 +109,11 @@ class SplitLinears(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         needs_weight = any(needs[2 * k] for k in used)
         if needs_weight:
-            entering = ctx.border.enter(x)
+            entering = ctx.boundary.enter(x)
         if needs_x:
             factors: Any = [(gradients[k], weights[k]) for k in used]
             hidden = needs_weight and not ctx.sinks[0].is_deferring
-            leaving = ctx.border.leave_products(factors, hidden)
+            leaving = ctx.boundary.leave_products(factors, hidden)
         entered: Any = rows_of(entering()) if needs_weight else None
         # Edges lead to the tensors among the arguments, the first being x.
         edges = iter(ctx.next_functions[1:])
@@ -128,16 +129,16 @@ class SplitLinears(torch.autograd.Function):
 
 
 class SplitRowLinear(torch.autograd.Function):
-    """F.linear before a border: what `border.leave` makes of x W^T. x: [..., in], weight: [out, in] -> [..., out]."""
+    """F.linear before a boundary: what `boundary.leave` makes of x W^T. x: [..., in], weight: [out, in] -> [..., out]."""
 
     @staticmethod
-    def forward(ctx: Any, sink: GradientSink, border: Border, x: Tensor, weight: Tensor) -> Tensor:
-        """Of the layer, see the class."""
+    def forward(ctx: Any, sink: GradientSink, boundary: RegionBoundary, x: Tensor, weight: Tensor) -> Tensor:
+        """Run the forward of the layer."""
         ctx.set_materialize_grads(False)
-        ctx.sink, ctx.weight, ctx.border = sink, weight, border
+        ctx.sink, ctx.weight, ctx.boundary = sink, weight, boundary
         _, _, needs_x, needs_weight = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return border.leave_products([(x, weight.t())])()
+        return boundary.leave_products([(x, weight.t())])()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -148,9 +149,9 @@ class SplitRowLinear(torch.autograd.Function):
         _, _, needs_x, needs_weight = ctx.needs_input_grad
         dx, dweight = None, None
         if needs_x:
-            entered, dx = ctx.border.enter_kept(gradient, weight)
+            entered, dx = ctx.boundary.enter_kept(gradient, weight)
         else:
-            entered = ctx.border.enter(gradient)()
+            entered = ctx.boundary.enter(gradient)()
         if needs_weight:
             dweight = ctx.sink.route(ctx.weight, ctx.next_functions[1], Product(rows_of(entered), rows_of(x)))
         return None, None, dx, dweight
@@ -161,7 +162,7 @@ class SplitEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
-        """Of the layer, see the class."""
+        """Run the forward of the layer."""
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.weight, ctx.padding_idx = sink, weight, padding_idx
         ctx.save_for_backward(indices)
@@ -189,9 +190,9 @@ class SplittableLayer(nn.Module):
 
 
 class _SplitForward:
-    """What stands in for the `forward` of one layer.
+    """The replacement of one layer's `forward`.
 
-    An object, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows.
+    It is an object, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows.
     """
 
     def __init__(self, layer: nn.Module, sink: GradientSink):
@@ -213,7 +214,7 @@ class _SplitForward:
         if not self._sink.takes(layer.weight) or torch._C._are_functorch_transforms_active():
             return self._ordinary(layer, x)
         if isinstance(layer, nn.Linear):
-            (y,) = SplitLinears.apply((self._sink,), NO_BORDER, x, layer.weight, layer.bias)
+            (y,) = SplitLinears.apply((self._sink,), NO_BOUNDARY, x, layer.weight, layer.bias)
             return y
         return SplitEmbedding.apply(self._sink, x, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import (
-    NO_BORDER,
-    Border,
+    NO_BOUNDARY,
     Pair,
+    RegionBoundary,
     SplitEmbedding,
     SplitLinears,
     SplitRowLinear,
@@ -23,28 +23,28 @@ from parallel3d.autograd.split_backward import (
 
 
 def linear(
-    sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None = None, border: Border = NO_BORDER
+    sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None = None, boundary: RegionBoundary = NO_BOUNDARY
 ) -> Tensor:
-    """F.linear of what `border` makes of x; gradients of weight and bias go to `sink` where it takes them.
+    """F.linear of what `boundary` makes of x; gradients of weight and bias go to `sink` where it takes them.
 
     x: what enters as [..., in], weight: [out, in], bias: [out] -> [..., out]. Follows autocast.
     """
-    (y,) = linears([sink], x, [(weight, bias)], border)
+    (y,) = linears([sink], x, [(weight, bias)], boundary)
     return y
 
 
 def linears(
-    sinks: Sequence[GradientSink], x: Tensor, pairs: Sequence[Pair], border: Border = NO_BORDER
+    sinks: Sequence[GradientSink], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary = NO_BOUNDARY
 ) -> tuple[Tensor, ...]:
     """`linear` of one input by several weights and biases, each with its sink; x enters once, and so leaves its gradient."""
     parameters = _following_autocast(x, x, *(parameter for pair in pairs for parameter in pair))
-    outputs: tuple[Tensor, ...] = SplitLinears.apply(tuple(sinks), border, *parameters)
+    outputs: tuple[Tensor, ...] = SplitLinears.apply(tuple(sinks), boundary, *parameters)
     return outputs
 
 
-def row_linear(sink: GradientSink, x: Tensor, weight: Tensor, border: Border) -> Tensor:
-    """What `border.leave` makes of x W^T. x: [..., in], weight: [out, in] -> [..., out], left. Follows autocast."""
-    y: Tensor = SplitRowLinear.apply(sink, border, *_following_autocast(x, x, weight))
+def row_linear(sink: GradientSink, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
+    """Return `boundary.leave` of x W^T. x: [..., in], weight: [out, in] -> [..., out]. Follows autocast."""
+    y: Tensor = SplitRowLinear.apply(sink, boundary, *_following_autocast(x, x, weight))
     return y
 
 

@@ -16,7 +16,7 @@ from parallel3d.checkpoint.read import Reader
 from parallel3d.checkpoint.values import decode, encode
 from parallel3d.errors import CheckpointError
 from parallel3d.parameters import whole_shape
-from parallel3d.zero.buckets import Bucket, Piece
+from parallel3d.zero.buckets import Bucket, ParameterShard
 
 # Settings of a group that say how this process computes, or name its tensors, and not what.
 _OWN_SETTINGS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
@@ -92,7 +92,7 @@ class OptimizerTarget:
                         wanted.add(self._reader, part)
             self._state[piece.master] = state
 
-    def _source(self, piece: Piece, key: str, wanted: Wanted) -> StoredTensor | None:
+    def _source(self, piece: ParameterShard, key: str, wanted: Wanted) -> StoredTensor | None:
         """The tensor that holds a piece's state of that key, None for no such state."""
         tensors, name = self._reader.tensors, state_name(piece, key)
         own = own_state_name(piece, key)
@@ -104,7 +104,7 @@ class OptimizerTarget:
             wanted.missing.append(f"{own} (it fits the layout that saved it alone)")
         return None
 
-    def _memory(self, piece: Piece, key: str, stored: StoredTensor) -> Tensor:
+    def _memory(self, piece: ParameterShard, key: str, stored: StoredTensor) -> Tensor:
         elementwise = stored.shape == whole_shape(piece.info.parameter)
         shape = tuple(piece.master.shape) if elementwise else stored.shape
         held = self._optimizer.state.get(piece.master, {}).get(key)

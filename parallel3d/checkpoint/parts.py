@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parallel3d.checkpoint.boxes import Box, boxes_of_range, cut, in_whole, whole_box
 from parallel3d.checkpoint.format import MASTER, MODEL, OPTIMIZER
 from parallel3d.parameters import ParameterInfo, slicing_of, whole_shape
-from parallel3d.zero.buckets import Bucket, Piece
+from parallel3d.zero.buckets import Bucket, ParameterShard
 
 # A box is read, and its checksum compared, as a whole: of larger ones much might be read for little.
 _MOST_ELEMENTS = 1 << 24
@@ -91,7 +91,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket])
     return found
 
 
-def state_parts(piece: Piece, key: str, value: Tensor) -> Iterable[Part]:
+def state_parts(piece: ParameterShard, key: str, value: Tensor) -> Iterable[Part]:
     """A tensor of a piece's state: elementwise ones are as the master is; others, such as step counts, as they are."""
     if value.shape == piece.master.shape:
         return parts_of(state_name(piece, key), piece.info.parameter, value, piece.start)
@@ -99,12 +99,12 @@ def state_parts(piece: Piece, key: str, value: Tensor) -> Iterable[Part]:
     return [Part(name, tuple(value.shape), whole_box(value.shape), value.detach())]
 
 
-def state_name(piece: Piece, key: str) -> str:
+def state_name(piece: ParameterShard, key: str) -> str:
     """What a state of a parameter is called: one that is elementwise, or one number."""
     return f"{OPTIMIZER}{key}/{piece.info.name}"
 
 
-def own_state_name(piece: Piece, key: str) -> str:
+def own_state_name(piece: ParameterShard, key: str) -> str:
     """What any other is called: of a part of a parameter it fits that part alone, and says which."""
     name, slicing = state_name(piece, key), slicing_of(piece.info.parameter)
     if slicing is not None:

@@ -45,7 +45,7 @@ class Slices:
     """A rank's slices of the layers that it builds: makes them, and stands at the borders of their regions.
 
     context: of the build; without one, a group of this rank alone. With sequence parallelism hidden states between regions
-    are shards [batch, ceil(seq / tp), hidden], and what is behind a border is given the whole sequence's length.
+    are shards [batch, ceil(seq / tp), hidden], and what is behind a boundary is given the whole sequence's length.
     """
 
     def __init__(self, context: BuildContext | None):

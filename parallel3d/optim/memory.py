@@ -1,4 +1,4 @@
-"""What a step of an optimizer takes beyond its state."""
+"""Memory that a step of an optimizer needs besides its state."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ class Precision:
 
 
 def make_precision(config: Config) -> Precision:
-    """What the sections fp16, bf16, torch_autocast and amp of a configuration ask for.
+    """Resolve the sections fp16, bf16, torch_autocast and amp of a configuration.
 
-    amp's levels, as apex has them, without apex: O0 changes nothing; O1 is fp16 autocast with a dynamic loss scale; O2 has
-    fp16 weights over fp32 masters besides; O3 has fp16 weights and no loss scale.
+    amp has the levels of apex, without apex: O0 changes nothing; O1 is fp16 autocast with a dynamic loss scale; O2 adds fp16
+    weights with fp32 masters; O3 has fp16 weights and no loss scale.
     """
     weights = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
     autocast = _NAMES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None

@@ -48,7 +48,7 @@ class Partition:
         return bisect_right(self.bounds, layer) - 1
 
     def loads(self, placement: Sequence[int]) -> tuple[float, ...]:
-        """What each stage's parts cost together, where part i lies on stage placement[i]."""
+        """Return the total cost of each stage, if part i is on stage placement[i]."""
         loads = [0.0] * (max(placement) + 1)
         for stage, cost in zip(placement, self.costs, strict=True):
             loads[stage] += cost

@@ -1,4 +1,4 @@
-"""What a stage may hold: bytes of each layer against the memory of a rank."""
+"""Memory limit of a stage: bytes of each layer against the memory of a rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StageLimit:
 
 
 def stage_bytes(held: FloatArray, bounds: Sequence[int], placement: Sequence[int]) -> list[float]:
-    """What each stage holds. held: as chunk_bytes returns it."""
+    """Return the bytes of each stage. held: as chunk_bytes returns it."""
     loads = [0.0] * (max(placement) + 1)
     for chunk, (a, b) in enumerate(pairwise(bounds)):
         loads[placement[chunk]] += float(held[chunk, a, b])

@@ -124,14 +124,14 @@ class Search:
         return np.maximum((self._parts(self._held, bounds) @ self._stage).max(axis=-1) - 1.0, 0.0)
 
     def _score(self, bounds: _Bounds) -> FloatArray:
-        """What the descent makes small: the largest stage above all, but the others too, or it would stop on plateaus."""
+        """Return the objective of the descent: the largest stage, and a little of the others, to leave plateaus."""
         parts = self._parts(self._cost, bounds)
         loads = parts @ self._stage
         spread = 1e-3 * np.sqrt((loads * loads).mean(axis=-1))
         return 1e6 * self._excess(bounds) + loads.max(axis=-1) + self._evenness * parts.max(axis=-1) + spread
 
     def _objectives(self, bounds: _Bounds) -> list[FloatArray]:
-        """What counts, the weightiest first."""
+        """Return the objectives, the most important first."""
         parts = self._parts(self._cost, bounds)
         loads = parts @ self._stage
         largest = parts.max(axis=-1)

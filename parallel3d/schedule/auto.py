@@ -18,13 +18,15 @@ from parallel3d.schedule.traffic import Traffic, hide_reductions
 
 
 class Measured(BaseModel):
-    """What a model's chunks take on its ranks.
+    """Measurements of the chunks of a pipeline.
 
-    Seconds of a micro-batch on each chunk: forward, input_gradient, weight_gradient, backward (whole); transfer: of a
-    message between ranks. Bytes: held, of a micro-batch on each chunk from its forward to its input gradient; deferred, from
-    there to its weight gradient; limit, of each rank. Seconds of what is exchanged with replicas, empty for nothing:
-    gather, of each chunk's weights; reductions, of each of its buckets of gradients, after its last backward or, if
-    reduces_every_micro_batch, after each.
+    forward, input_gradient, weight_gradient, backward: seconds of a micro-batch on each chunk; backward: of a whole one.
+    transfer: seconds of a message between ranks.
+    held: bytes of a micro-batch on each chunk from its forward to its input gradient; deferred: from there to its weight
+        gradient; limit: of each rank.
+    gather: seconds to all-gather each chunk's weights, empty for none.
+    reductions: seconds to reduce each of the chunk's buckets of gradients, after its last backward or, with
+        reduces_every_micro_batch, after each; empty for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -208,7 +210,7 @@ def _candidates(
 
 
 def most_held(program: Program, memory: Memory) -> tuple[float, ...]:
-    """Of each rank, the most that it holds after any instruction of the program."""
+    """Return the most bytes that each rank holds after any instruction of the program."""
     return tuple(_peak(instructions, memory) for instructions in program.instructions)
 
 
@@ -232,9 +234,9 @@ def _change(i: Instruction, memory: Memory) -> float:
 
 
 def first_plan(placement: Sequence[int], num_micro_batches: int, max_in_flight: float) -> Plan:
-    """What to run before anything is measured: every backward split, the same times on every chunk, activations of 1 byte.
+    """Return the plan to run before anything is measured: every backward split, equal times on all chunks.
 
-    max_in_flight: as a multiple of 1F1B's on its first rank.
+    max_in_flight: activations in flight, as a multiple of those of 1F1B on its first rank.
     """
     where, ones = tuple(placement), (1.0,) * len(placement)
     ops = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)
@@ -256,9 +258,9 @@ def first_plan(placement: Sequence[int], num_micro_batches: int, max_in_flight: 
 
 
 def limits(placement: Sequence[int], needed: Sequence[float], max_in_flight: float) -> tuple[float, ...]:
-    """Of each rank: `max_in_flight` times what it would hold if its chunks were one, and the first stage of 1F1B.
+    """Return the activation limit of each rank: `max_in_flight` times what it would hold as first stage of 1F1B.
 
-    needed: by a micro-batch on each chunk. At least what one micro-batch needs.
+    needed: by a micro-batch on each chunk. The limit is at least what one micro-batch needs.
     """
     num_ranks = max(placement) + 1
     own = [sum(n for n, r in zip(needed, placement, strict=True) if r == rank) for rank in range(num_ranks)]

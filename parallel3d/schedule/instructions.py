@@ -17,7 +17,7 @@ from parallel3d.errors import ScheduleError
 
 
 class Op(Enum):
-    """What an instruction does; the value is its short printed form."""
+    """Kind of an instruction; the value is its short printed form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -78,10 +78,10 @@ class Instruction(NamedTuple):
 
 
 def depends_on(i: Instruction) -> tuple[Instruction, ...]:
-    """What must have finished before `i` starts; those that a program doesn't hold fall away.
+    """Return the instructions that must end before `i` starts; those that a program doesn't contain don't count.
 
-    A program without communication is ordered by the compute instructions named here; once transfers are added, the
-    same rule orders it through them.
+    A program without communication is ordered by the compute instructions among them; once transfers are added, the same
+    rule orders it through them.
     """
     m, c = i.micro_batch, i.chunk
     match i.op:

@@ -76,7 +76,7 @@ class _Transfers:
         return out + sends
 
     def _due(self, i: Instruction, posted: dict[Channel, int]) -> list[Instruction]:
-        """What is to be received before an instruction, of all that its channels' senders send until then."""
+        """Return the receives to post before an instruction: all that its channels' senders send until then."""
         out: list[Instruction] = []
         for (recv, at), channel in self._rules.before(i.op, i.chunk):
             stop = self._place.get((recv, at, i.micro_batch, None), -1) + 1
@@ -99,7 +99,7 @@ Channel = tuple[int, int]
 
 
 class _Rules:
-    """What the rules say of each kind of instruction, which is the same for all micro-batches: asked for once."""
+    """The rules for each kind of instruction on each chunk, which hold for all micro-batches; looked up once."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -210,7 +210,7 @@ def add_collectives(
     partitioned: bool = False,
     per_micro_batch: bool = False,
 ) -> Program:
-    """What lower_training() adds to what lower() makes."""
+    """Add the collectives of a training step to a lowered program, see lower_training."""
     reduced = add_gradient_reduction(lowered, chunk_buckets, per_micro_batch)
     whole = add_replica_reduction(reduced, replica_owners)
     return add_parameter_gather(whole) if partitioned else whole

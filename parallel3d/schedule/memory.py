@@ -42,7 +42,10 @@ class ChunkBytes:
 
 
 def bytes_in_flight(program: Program, rank: int, chunks: Mapping[int, ChunkBytes]) -> list[int]:
-    """What the rank holds of activations and their gradients after each of its instructions. chunks: of its own."""
+    """Return the bytes of activations and their gradients that the rank holds after each of its instructions.
+
+    chunks: those of the rank.
+    """
     held, total = [], 0
     for i in program.instructions[rank]:
         total += chunks[i.chunk].change(i) if i.chunk in chunks else 0

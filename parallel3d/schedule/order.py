@@ -60,7 +60,7 @@ def wait_graph(program: Program) -> dict[Node, list[Node]]:
 
 
 def line_of(program: Program, rank: int, i: Instruction) -> object:
-    """What an instruction that doesn't block the host waits in: a channel by one of its ends, or a rank's collectives."""
+    """Return the queue of an instruction that doesn't block the host: one end of a channel, or a rank's collectives."""
     return rank if i.op in COLLECTIVE_OPS else (i.op in SEND_OPS, *program.channel(i))
 
 

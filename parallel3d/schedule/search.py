@@ -24,10 +24,11 @@ _ROUNDING = 1e-9  # relative: a third of 3 is 1
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank may hold, in any unit.
+    """Memory limits of the ranks, in any unit.
 
-    held: of a micro-batch on each chunk, from its FORWARD to its BACKWARD_INPUT; deferred: from there to its
-    BACKWARD_WEIGHT; limit: of each rank.
+    held: of a micro-batch on each chunk, from its FORWARD to its BACKWARD_INPUT.
+    deferred: from there to its BACKWARD_WEIGHT.
+    limit: of each rank.
     """
 
     held: tuple[float, ...]
@@ -36,7 +37,7 @@ class Memory:
 
     @staticmethod
     def of_activations(placement: Sequence[int], most: float) -> Memory:
-        """Of `most` activations a rank, each held until its BACKWARD_WEIGHT."""
+        """Limit each rank to `most` activations, each held until its BACKWARD_WEIGHT."""
         ones = (1.0,) * len(placement)
         return Memory(ones, ones, (most,) * (max(placement) + 1))
 
@@ -45,7 +46,7 @@ class Memory:
         return max(self.held[chunk], self.deferred[chunk])
 
     def least(self, placement: Sequence[int]) -> tuple[float, ...]:
-        """Of each rank, what a micro-batch needs alone."""
+        """Return what one micro-batch alone needs on each rank."""
         ranks = range(max(placement) + 1)
         return tuple(sum(self.needed(c) for c, r in enumerate(placement) if r == rank) for rank in ranks)
 
@@ -165,9 +166,9 @@ class _Work:
 
 
 class _Rank:
-    """What a rank has to do, of each chunk in the order of the micro-batches, and what it holds.
+    """The instructions that a rank has left, of each chunk in the order of the micro-batches, and what it holds.
 
-    forwards: from the last chunk on; gradients: from the first on.
+    forwards: from the last chunk to the first; gradients: from the first to the last.
     """
 
     def __init__(self, forwards: Sequence[range], gradients: Sequence[range]) -> None:
@@ -222,7 +223,7 @@ class _ListSchedule:
         return [rank.order for rank in self._ranks]
 
     def _choose(self, rank: _Rank, limit: float, now: float) -> int | None:
-        """What a free rank starts now; None: it waits."""
+        """Return the instruction that a free rank starts now, or None if it waits."""
         forward, forward_at = self._first(rank.forwards, now, limit - rank.held)
         gradient, gradient_at = self._first(rank.gradients, now, inf)
         turn = {"alternate": rank.after_forward, "gradient": True, "forward": False}[self._rule.choice]

@@ -86,10 +86,11 @@ class Length(NamedTuple):
 
 
 class CriticalPath(NamedTuple):
-    """What determines a makespan: the host of a rank for so many seconds, from the start, then instructions, in order, each of
-    which starts when the one before it ends, or releases it.
+    """The critical path of a program.
 
-    With each the seconds by which it moves the end: of a backward that releases a reduction the share until then.
+    host: seconds of a rank's host at its beginning.
+    instructions: in order, each of which starts when the one before it ends or releases it, with the seconds that it
+        contributes: of a backward that releases a reduction, the share until then.
     """
 
     host: float
@@ -129,7 +130,7 @@ class Simulation:
         return Timeline.of(spans, self.program.num_ranks)
 
     def makespan(self, cost: Cost) -> float:
-        """Of `run`'s timeline, in less time."""
+        """Return the makespan of `run`'s timeline, in less time."""
         return max(self._times(cost)[1], default=0.0)
 
     def length(self, cost: Cost, host: Cost | None = None) -> Length:
@@ -140,8 +141,9 @@ class Simulation:
 
     @cached_property
     def _loops(self) -> list[tuple[int, int, int]]:
-        """Of each chunk its first forward, that micro-batch's backward, and how many micro-batches are at most in between; of a
-        chunk that may hold more than the program has, nothing.
+        """(first forward, that micro-batch's backward, most micro-batches in between) of each chunk.
+
+        Without the chunks that may hold more micro-batches than the program has.
         """
         loops = []
         for instructions, numbers in zip(self.program.instructions, self._lists, strict=True):
@@ -164,7 +166,7 @@ class Simulation:
         return loops
 
     def critical_path(self, cost: Cost, host: Cost | None = None) -> CriticalPath:
-        """What determines the makespan. host: see run()."""
+        """Return what determines the makespan. host: see run()."""
         start, end, called = self._times(cost, host)
         path: list[tuple[Instruction, float]] = []
         until = max(end, default=0.0)
@@ -244,8 +246,10 @@ def _numbered(program: Program) -> tuple[Numbers, list[Instruction]]:
 
 
 def _waits(program: Program, lists: Sequence[Sequence[int]], numbers: Numbers, count: int) -> list[list[int]]:
-    """What each thing waits for, as wait_graph() has it: that a host reaches what it posts once it has passed what blocks it
-    before means that each thing waits for the last one that blocks each host. lists: the program's, as numbers.
+    """Return what each numbered thing waits for, as wait_graph() has it. lists: the program's, as numbers.
+
+    A host reaches what it posts once it has passed what blocks it before: each thing waits for the last one that blocks
+    each of its hosts.
     """
     waits: list[list[int]] = [[] for _ in range(count)]
     kinds = {(op, chunk) for op, chunk, _, _ in numbers}

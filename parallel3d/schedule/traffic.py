@@ -31,10 +31,11 @@ Fits = Callable[[int, Sequence[Instruction]], bool]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the ranks of a chunk exchange with their replicas, in any unit of time.
+    """Communication of the ranks of a chunk with their replicas, in any unit of time.
 
-    gather: of each chunk's weights, before its first forward; reductions: of each of its buckets of gradients, in the order in
-    which a backward fills them, behind the last one, or behind each if every_micro_batch.
+    gather: the all-gather of each chunk's weights, before its first forward.
+    reductions: of each of its buckets of gradients, in the order in which a backward fills them, after the last backward
+        or, with every_micro_batch, after each.
     """
 
     gather: tuple[float, ...]
@@ -46,7 +47,7 @@ class Traffic:
         return any(self.gather) or any(map(any, self.reductions))
 
     def cost(self, i: Instruction) -> float:
-        """Of a GATHER_PARAMS or REDUCE_GRADS."""
+        """Return the time of a GATHER_PARAMS or REDUCE_GRADS."""
         return self.gather[i.chunk] if i.bucket is None else self.reductions[i.chunk][i.bucket]
 
     def added(self, program: Program) -> Program:
@@ -161,7 +162,7 @@ class _Step:
         return free, [max(pair) for pair in zip(free, line, strict=True)]
 
     def unavoidable(self) -> float:
-        """What any rank has left to reduce, at least, when its last backward is through."""
+        """Return the least time that any rank still reduces after its last backward."""
         return min(buckets[-1] if buckets else 0.0 for buckets in self._traffic.reductions)
 
 
@@ -194,7 +195,7 @@ class _Search:
 
     @property
     def makespan(self) -> float:
-        """Of the best lists so far."""
+        """The makespan of the best lists so far."""
         return max(self._ends)
 
     def run(self) -> None:

@@ -19,7 +19,7 @@ from parallel3d.tensor_parallel.slicing import even_part
 
 @dataclass(frozen=True)
 class _Terms:
-    """What the loss of a token is made of, see vocab_parallel_cross_entropy."""
+    """Terms of the loss of a token, see vocab_parallel_cross_entropy."""
 
     vocab_size: int
     label_smoothing: float
@@ -43,7 +43,10 @@ def _sums(logits: Tensor, largest: Tensor, places: Tensor, here: Tensor, terms: 
 
 
 def _losses(sums: Tensor, largest: Tensor, valid: Tensor, terms: _Terms) -> tuple[Tensor, Tensor]:
-    """Of each token the loss, and the logarithm of the sum of all words' exponentials; sums: over the whole vocabulary."""
+    """Return the loss of each token, and the logarithm of the sum of the exponentials of all words.
+
+    sums: over the whole vocabulary.
+    """
     log_sum = sums[-1].log()
     loss = log_sum - (1 - terms.label_smoothing) * sums[0]
     if terms.label_smoothing:
@@ -55,7 +58,7 @@ def _losses(sums: Tensor, largest: Tensor, valid: Tensor, terms: _Terms) -> tupl
 
 
 def _gradient(gradient: Tensor, logits: Tensor, log_z: Tensor, places: Tensor, here: Tensor, terms: _Terms) -> Tensor:
-    """Of the logits; gradient: of each token's loss, 0 where none counts."""
+    """Return the gradient of the logits. gradient: of each token's loss, 0 for tokens that don't count."""
     dlogits = logits.to(log_z.dtype).sub(log_z.unsqueeze(-1)).exp_()
     dlogits = dlogits.mul_((gradient * (1 + 2 * terms.z_loss * log_z)).unsqueeze(-1))
     if terms.label_smoothing:
@@ -72,7 +75,7 @@ def _gradient(gradient: Tensor, logits: Tensor, log_z: Tensor, places: Tensor, h
 
 @dataclass(frozen=True)
 class Passes:
-    """What a cross entropy computes between its collectives: each a few passes over the logits, or, compiled, one."""
+    """The computations of a cross entropy between its collectives: several passes over the logits each, or one if compiled."""
 
     largest: Callable[..., Tensor] = _largest
     sums: Callable[..., Tensor] = _sums

@@ -19,7 +19,7 @@ from parallel3d.tensor_parallel.slicing import Segments, cut
 
 
 class DropoutContext(Context, Protocol):
-    """What LayerSpec.build passes, as far as dropout reads it."""
+    """The part of LayerSpec.build's context that dropout needs."""
 
     @property
     def layout_independent(self) -> bool:

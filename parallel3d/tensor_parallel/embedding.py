@@ -12,7 +12,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
 from parallel3d.tensor_parallel.linear import SlicedLayer
-from parallel3d.tensor_parallel.regions import Context, border, reduce_scatter_sequence, slicing_group
+from parallel3d.tensor_parallel.regions import Context, boundary, reduce_scatter_sequence, slicing_group
 from parallel3d.tensor_parallel.slicing import cut
 
 
@@ -64,13 +64,13 @@ class VocabParallelEmbedding(SlicedLayer):
         return layer.train(whole.training)
 
     def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """See SlicedLayer; there is no bias."""
+        """Take this rank's rows of a whole weight. There is no bias."""
         assert bias is None
         self._hold(sliced(weight, self.cut.slicing(0, self.group.index)), None)
 
     @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, indices: Tensor) -> Tensor:
-        """See the class."""
+        """Look up the embeddings of indices."""
         here = (indices >= self.start) & (indices < self.stop)
         check_indices(indices, self.num_embeddings)
         padded = self.padding_idx is not None and self.start <= self.padding_idx < self.stop
@@ -87,7 +87,7 @@ class VocabParallelEmbedding(SlicedLayer):
 
         With sequence_parallel x is a shard of the sequence, length as in ColumnParallelLinear.
         """
-        return linear(self.sink, x, self.weight, None, border(self.group, self.sequence_parallel, length))
+        return linear(self.sink, x, self.weight, None, boundary(self.group, self.sequence_parallel, length))
 
     def extra_repr(self) -> str:
         """As nn.Embedding's, and the slice."""

@@ -15,14 +15,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from parallel3d.autograd.split_backward import COMPILE_REASON, NO_BORDER, Border, SplittableLayer, has_hooks
+from parallel3d.autograd.split_backward import COMPILE_REASON, NO_BOUNDARY, RegionBoundary, SplittableLayer, has_hooks
 from parallel3d.autograd.split_functions import linear, linears, row_linear
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
 from parallel3d.tensor_parallel.regions import (
     Context,
-    border,
+    boundary,
     gather_features,
     scatter_features,
     sequence_length,
@@ -94,7 +94,7 @@ class ColumnParallelLinear(SlicedLayer):
         self.take(whole.weight, whole.bias)
 
     def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """See SlicedLayer; where ranks share rows, the whole parameters."""
+        """Take this rank's rows of a whole weight and bias; all of them if ranks share rows."""
         if self.cut.shared:
             self._hold(weight, bias)
             sum_gradients_over(self.parameters(), self.group)
@@ -105,10 +105,10 @@ class ColumnParallelLinear(SlicedLayer):
     @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor, length: int | None = None) -> Tensor:
         """length: of the whole sequence, with sequence_parallel where it may be padded; see regions.py."""
-        return self._output(linear(self.sink, x, self.weight, self.bias, self._border(length)))
+        return self._output(linear(self.sink, x, self.weight, self.bias, self._boundary(length)))
 
-    def _border(self, length: int | None) -> Border:
-        return NO_BORDER if self.in_region else border(self.group, self.sequence_parallel, length)
+    def _boundary(self, length: int | None) -> RegionBoundary:
+        return NO_BOUNDARY if self.in_region else boundary(self.group, self.sequence_parallel, length)
 
     def _output(self, y: Tensor) -> Tensor:
         """y: [..., rows of the weight that is held]."""
@@ -124,10 +124,10 @@ class ColumnParallelLinear(SlicedLayer):
 
 @torch.compiler.disable(reason=COMPILE_REASON)
 def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
-    """What each of these layers, built alike but for their segments, makes of one input: `layer(x, length)`.
+    """Return `layer(x, length)` of each of these layers, which are alike but for their segments.
 
-    x enters their region once. In the backward its gradient is summed in one buffer and leaves once, which all of the
-    layers' weight gradients hide.
+    x enters their region once. In the backward its gradient is summed in one buffer and communicated once, overlapped with
+    all of the layers' weight gradients.
     """
     # A layer that somebody has put in place of one, or hooks, want to see a call.
     own = all(type(layer) is ColumnParallelLinear and not has_hooks(layer) for layer in layers)
@@ -135,7 +135,7 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: in
         return tuple(layer(x, length) for layer in layers)
     first = layers[0]
     pairs = [(layer.weight, layer.bias) for layer in layers]
-    outputs = linears([layer.sink for layer in layers], x, pairs, first._border(length))
+    outputs = linears([layer.sink for layer in layers], x, pairs, first._boundary(length))
     return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))
 
 
@@ -172,18 +172,18 @@ class RowParallelLinear(SlicedLayer):
         self.take(whole.weight, whole.bias)
 
     def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """See SlicedLayer; the bias is whole."""
+        """Take this rank's columns of a whole weight, and the whole bias."""
         self._hold(sliced(weight, self.cut.slicing(1, self.group.index)), bias)
         if bias is not None and self.sequence_parallel:
             sum_gradients_over([bias], self.group)
 
     @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """Multiply this rank's features and reduce over the ranks."""
         if not self.input_is_parallel:
             x = scatter_features(x, self.cut, self.group)
         length = sequence_length(x) if self.sequence_parallel else None
-        y = row_linear(self.sink, x, self.weight, border(self.group, self.sequence_parallel, length))
+        y = row_linear(self.sink, x, self.weight, boundary(self.group, self.sequence_parallel, length))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

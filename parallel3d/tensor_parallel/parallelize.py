@@ -188,7 +188,7 @@ def _replace(name: str, layer: nn.Module, style: Style, group: Group, sequence_p
 
 
 def _unsuitable(layer: nn.Module) -> str | None:
-    """What about a linear layer or embedding a sliced one does not do."""
+    """Return why a linear layer or embedding can't be replaced by a tensor-parallel one, or None."""
     if type(layer._parameters.get("weight")) is not nn.Parameter:
         return "has no weight of its own (parametrized?)"
     if "forward" in vars(layer) or has_hooks(layer):

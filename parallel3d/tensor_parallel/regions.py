@@ -1,4 +1,4 @@
-"""The borders of sliced regions: features split over ranks, and sequences split over ranks.
+"""The boundaries of sliced regions: features split over ranks, and sequences split over ranks.
 
 Sequence parallelism (arXiv:2205.05198): between a row layer and the next column layer, activations are shards of the
 sequence, [batch, ceil(seq / tp), hidden]: dim -2 is the sequence. A sequence that tp does not divide is padded at its
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.autograd.split_backward import NO_BORDER, Border, Factors, Pair, multiply, rows_of
+from parallel3d.autograd.split_backward import NO_BOUNDARY, Factors, Pair, RegionBoundary, multiply, rows_of
 from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import Started
@@ -39,7 +39,7 @@ class HasModelGroup(Protocol):
 
 
 class Context(Protocol):
-    """What LayerSpec.build passes, as far as a sliced layer reads it."""
+    """The part of LayerSpec.build's context that a tensor-parallel layer needs."""
 
     @property
     def groups(self) -> Any:
@@ -106,7 +106,7 @@ def gather_sequence(x: Tensor, group: Group, length: int | None = None) -> Tenso
 
 
 def enter_region(x: Tensor, group: Group, sequence_parallel: bool = False, length: int | None = None) -> Tensor:
-    """What column layers built with in_region take: one all-reduce, or one gathering, for several layers of one input.
+    """Return the input of column-parallel layers built with in_region: one collective for all layers of one input.
 
     x: [..., hidden], replicated; with sequence_parallel a shard [..., shard, hidden] -> [..., length, hidden].
     """
@@ -121,7 +121,7 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def sequence_length(x: Tensor) -> int:
-    """Of x: [..., seq, hidden]. Raises CommunicationError for one vector."""
+    """Return the sequence length of x: [..., seq, hidden]. Raises CommunicationError for a single vector."""
     if x.dim() < 2:
         raise CommunicationError(
             f"sequence parallelism needs [..., sequence, hidden], not {list(x.shape)}; add a dim, or build without it"
@@ -155,7 +155,7 @@ ROWS_FROM = 512
 
 
 def _shape(factors: Factors) -> tuple[int, ...]:
-    """Of the sum of products."""
+    """Return the shape of a sum of products."""
     left, right = factors[0]
     return *left.shape[:-1], right.shape[1]
 
@@ -172,7 +172,7 @@ def halves(size: int) -> tuple[slice, slice]:
 
 
 @dataclass(frozen=True)
-class ReplicatedBorder(Border):
+class ReplicatedBoundary(RegionBoundary):
     """copy_to_region before a column layer: the input's gradient is all-reduced behind the weight's product.
 
     Behind a row layer, the other way round: its outputs are all-reduced, in halves where they are large.
@@ -197,7 +197,7 @@ class ReplicatedBorder(Border):
         return differentiable.start_all_reduce(gradient, self.group, hidden)
 
     def leave_products(self, factors: Factors, hidden: bool = False) -> Started:
-        """See Border."""
+        """Multiply and all-reduce; large outputs in two halves, of which one is reduced while the other is multiplied."""
         if hidden or not in_halves(factors, self.group):
             return self._leave(multiply(factors), hidden)
         *_, features = shape = _shape(factors)
@@ -217,7 +217,7 @@ class ReplicatedBorder(Border):
 
 
 @dataclass(frozen=True)
-class SequenceBorder(Border):
+class SequenceBoundary(RegionBoundary):
     """all_gather before a column layer. The layer keeps the shard; its backward gathers it again, while the input's
     gradient is multiplied, and reduce-scatters that one behind the weight's product.
 
@@ -229,7 +229,7 @@ class SequenceBorder(Border):
     length: int | None
 
     def _by_copies(self, x: Tensor, shard: int) -> ShardProducts | None:
-        """What hides the communication of x, or of something alike, behind products; None where it goes as collectives.
+        """Return what overlaps the communication of x with matrix products, or None if it runs as collectives.
 
         shard: rows of each rank.
         """
@@ -239,12 +239,12 @@ class SequenceBorder(Border):
         return ShardProducts(self.group, copies) if shard >= ROWS_FROM and self.length in (None, whole) else None
 
     def enter_products(self, x: Tensor, pairs: Sequence[Pair]) -> Sequence[Tensor]:
-        """See Border."""
+        """All-gather x and multiply it with each weight."""
         by_copies = self._by_copies(x, sequence_length(x))
         return super().enter_products(x, pairs) if by_copies is None else by_copies.gather_products(x, pairs)
 
     def enter_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """See Border."""
+        """All-gather x; return it and its product with weight [in, out]."""
         by_copies = self._by_copies(x, sequence_length(x))
         return super().enter_kept(x, weight) if by_copies is None else by_copies.gather_kept(x, weight)
 
@@ -266,7 +266,7 @@ class SequenceBorder(Border):
         return differentiable.start_reduce_scatter(_pad(gradient, self.group), self.group, SEQUENCE_DIM)
 
     def leave_products(self, factors: Factors, hidden: bool = False) -> Started:
-        """See Border."""
+        """Multiply, and reduce-scatter the result over the sequence."""
         *others, seq, features = _shape(factors)
         tp, shard = self.group.size, seq // self.group.size
         by_copies = None if seq % tp else self._by_copies(factors[0][0], shard)
@@ -290,15 +290,15 @@ class SequenceBorder(Border):
         return finish
 
 
-def border(group: Group, sequence_parallel: bool, length: int | None) -> Border:
-    """What lies before a column layer and behind a row layer.
+def boundary(group: Group, sequence_parallel: bool, length: int | None) -> RegionBoundary:
+    """Return the boundary before a column-parallel layer and after a row-parallel one.
 
     Raises CommunicationError for a length without sequence parallelism.
     """
     if sequence_parallel:
-        return SequenceBorder(group, length)
+        return SequenceBoundary(group, length)
     if length is not None:
         raise CommunicationError(
             f"length={length} is the length of a sequence split over ranks; build the layer with sequence_parallel=True"
         )
-    return NO_BORDER if group.size == 1 else ReplicatedBorder(group)
+    return NO_BOUNDARY if group.size == 1 else ReplicatedBoundary(group)

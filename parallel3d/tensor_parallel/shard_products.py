@@ -62,7 +62,7 @@ class ShardProducts:
         return self._gather(x, pairs, None)
 
     def gather_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """What is gathered, and its product with weight [in, out]: [..., shard, in] -> [..., seq, in], [..., seq, out]."""
+        """Return the gathered x [..., seq, in], and its product [..., seq, out] with weight [in, out]. x: [..., shard, in]."""
         kept = self._whole(x, x.shape[-1])
         (product,) = self._gather(x, [(weight.t(), None)], kept)
         return kept, product
@@ -157,7 +157,7 @@ class ShardProducts:
 
 
 def rows_of_message(rows: int, row_bytes: int, most_bytes: int) -> int:
-    """Of a shard of so many rows, in as few and as equal messages of at most most_bytes as can be; one row at least."""
+    """Return the rows of each message of a shard, in as few and as equal messages of at most most_bytes as possible."""
     most = max(1, most_bytes // row_bytes)
     return -(-rows // -(-rows // most))
 

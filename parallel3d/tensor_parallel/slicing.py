@@ -130,7 +130,7 @@ class Cut:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of every rank's part."""
+        """The length of each rank's part."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
     @property

@@ -58,11 +58,11 @@ def cut_buckets(sizes: Sequence[int], bucket_size: int, num_shards: int = 1) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """What the optimizer updates on this rank of one parameter: `master`, with its gradient in `gradient`.
+class ParameterShard:
+    """The part of one parameter that the optimizer updates on this rank: `master`, with its gradient in `gradient`.
 
-    The whole parameter, in its shape, where nothing is partitioned; else the flat part of it that lies in the shard.
-    start: where that part begins in the flat parameter.
+    Without partitioning it is the whole parameter, in its shape; else the flat part of it that lies in the shard, which begins
+    at `start` in the flat parameter.
     """
 
     info: ParameterInfo
@@ -146,12 +146,12 @@ class Bucket:
         master = masters[self.shard]
         return weights, master.clone() if weights is not masters else master
 
-    def _cut_pieces(self) -> list[Piece]:
+    def _cut_pieces(self) -> list[ParameterShard]:
         pieces = []
         for k, info in enumerate(self.infos):
             if self.master is None:
                 assert self.gradients is not None, "an unpartitioned bucket accumulates in place"
-                pieces.append(Piece(info, info.parameter, self.view(self.gradients, k)))
+                pieces.append(ParameterShard(info, info.parameter, self.view(self.gradients, k)))
                 continue
             start = max(self.offsets[k], self.shard.start) - self.shard.start
             stop = min(self.offsets[k] + self.sizes[k], self.shard.stop) - self.shard.start
@@ -160,7 +160,9 @@ class Bucket:
             part, gradient = self.master[start:stop], self.gradient_shard[start:stop]
             if self.partition.size == 1:
                 part, gradient = part.view(info.parameter.shape), gradient.view(info.parameter.shape)
-            pieces.append(Piece(info, nn.Parameter(part), gradient, max(0, self.shard.start - self.offsets[k])))
+            pieces.append(
+                ParameterShard(info, nn.Parameter(part), gradient, max(0, self.shard.start - self.offsets[k]))
+            )
         return pieces
 
     @property
@@ -204,7 +206,7 @@ class Bucket:
                 self._versions[piece] = version
                 piece.master.copy_(self.weights_of(piece))
 
-    def place_of(self, piece: Piece) -> int:
+    def place_of(self, piece: ParameterShard) -> int:
         """Where a piece begins in the bucket's flat buffers."""
         assert self.master is not None
         start: int = self.shard.start
@@ -218,8 +220,8 @@ class Bucket:
         for k, info in enumerate(self.infos):
             info.parameter.data = self.view(self.weights, k)
 
-    def weights_of(self, piece: Piece) -> Tensor:
-        """What the layers compute with of a piece, in the master's shape; the master itself where that is the same."""
+    def weights_of(self, piece: ParameterShard) -> Tensor:
+        """Return the weights that the layers compute with, in the master's shape; the master itself if they are the same."""
         if not self.has_own_master:
             return piece.master.detach()
         assert self.weights is not None
@@ -248,7 +250,7 @@ class Bucket:
 
     @torch.no_grad()
     def whole_masters(self) -> dict[nn.Parameter, Tensor]:
-        """What the optimizer updates, of each parameter in its shape. Collective over the partition."""
+        """Return the whole master of each parameter, in its shape. Collective over the partition."""
         if self.master is None:
             return {info.parameter: info.parameter.detach() for info in self.infos}
         flat = torch.empty(self.numel, dtype=self.master.dtype, device=self.device)
@@ -264,9 +266,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parameters of a bucket have in common. dtype: as built; sliced: each rank of a slice group holds another part.
+    """Properties that all parameters of a bucket share.
 
-    partial_over: of copies, the group over which their gradients are summed, None where they are whole on every rank.
+    dtype: in which they were built.
+    sliced: each tensor-parallel rank holds another part.
+    partial_over: of copies, the group over which their gradients are summed; None if they are whole on every rank.
     """
 
     dtype: torch.dtype

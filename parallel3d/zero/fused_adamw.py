@@ -15,7 +15,7 @@ from parallel3d.kernels import adamw
 from parallel3d.kernels.library import addresses, check, load_library
 from parallel3d.kernels.shared_weights import SharedWeights
 from parallel3d.kernels.workspace import DTYPES
-from parallel3d.zero.buckets import Bucket, Piece
+from parallel3d.zero.buckets import Bucket, ParameterShard
 
 
 @dataclass
@@ -147,7 +147,7 @@ class FusedAdamW:
             laid = self._laid[bucket] = _Laid(known, on_device, vectors, [part.step for part in parts])
         return laid
 
-    def _part(self, bucket: Bucket, piece: Piece) -> adamw.Part:
+    def _part(self, bucket: Bucket, piece: ParameterShard) -> adamw.Part:
         state, master = self._optimizer.state[piece.master], piece.master
         if not state:  # as torch's fused optimizer begins
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)

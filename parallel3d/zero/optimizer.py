@@ -138,7 +138,7 @@ class ShardedOptimizer:
                     self._on_gather(bucket.infos[0].owners, number, work)
 
     def _wait_for_gathers(self) -> None:
-        """Of weights that nobody has used since."""
+        """Wait for gathers of weights that were not used since."""
         for work in self._gathers.values():
             work.wait()
         self._gathers.clear()
@@ -178,7 +178,7 @@ def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
 
 
 def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: int) -> Any:
-    """What is elementwise is cut, and widened, as the parameter was; what is not, such as a step count, is copied."""
+    """Cut and widen elementwise state as the parameter was; copy other state, such as a step count."""
     if not isinstance(value, Tensor):
         return value
     if key == "step" or value.shape != parameter.shape:

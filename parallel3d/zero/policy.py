@@ -1,4 +1,4 @@
-"""What ZeRO is asked to do: the stage, the dtypes, the sizes of buckets."""
+"""Policy of ZeRO: the stage, the dtypes, the sizes of buckets."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class ZeroPolicy:
     reduce_per_micro_batch: bool = False
 
     def master_dtype(self, built: torch.dtype) -> torch.dtype:
-        """Of the copy that the optimizer updates: fp32, or the dtype a parameter was built in where that is wider."""
+        """Return the dtype of the masters: fp32, or the dtype that a parameter was built in if that is wider."""
         return torch.promote_types(torch.float32, built)
 
     def accumulator_dtype(self, built: torch.dtype) -> torch.dtype:
-        """Of the gradient accumulator of a parameter built in `built`."""
+        """Return the dtype of the gradient accumulator of a parameter built in `built`."""
         return self.gradient_dtype or self.master_dtype(built)
 
 

@@ -300,7 +300,7 @@ class GradientReducer:
         return torch.cat(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
 
     def state_bytes(self) -> StateBytes:
-        """What weights, gradients and masters take on this rank now."""
+        """Return the bytes of weights, gradients and masters on this rank now."""
         buckets = list(self.all_buckets())
         return StateBytes(
             weights=bytes_of(info.parameter for b in buckets for info in b.infos),

@@ -116,7 +116,7 @@ How = Literal["fused", "at once", "one by one"]
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from one weight, or from three that share the region's border."""
+    """Queries, keys and values from one weight, or from three that share the region's boundary."""
 
     def __init__(self, layers: Layers, heads: AttentionHeads, how: How):
         super().__init__()

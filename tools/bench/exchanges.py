@@ -18,7 +18,7 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import PeerCopies, TensorKind, open_peer_copies, open_shard_copies
 from parallel3d.kernels.all_reduce import open_all_reduce
 from parallel3d.kernels.workspace import check_kernels
-from parallel3d.tensor_parallel.regions import SequenceBorder
+from parallel3d.tensor_parallel.regions import SequenceBoundary
 from parallel3d.topology import ProcessTopology
 
 ALONE, KERNEL, COPIES = "alone", "kernel", "copies"
@@ -153,7 +153,7 @@ class Exchanges:
         """
         tokens, hidden, ffn = self._products
         group, heads, wide = self._groups.model, hidden // self._world, ffn // self._world
-        border = SequenceBorder(group, tokens)
+        boundary = SequenceBoundary(group, tokens)
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=dtype, device=self.device)
@@ -165,7 +165,7 @@ class Exchanges:
                 f"gather, {name}",
                 whole.nbytes,
                 partial(_multiply_each, whole, weights),
-                partial(border.enter_products, shard, [(weight, None) for weight in weights]),
+                partial(boundary.enter_products, shard, [(weight, None) for weight in weights]),
                 partial(self._gather_by_operator, shard, [weight.t() for weight in weights], keep=False),
             )
         for name, width in (("attention", heads), ("feed-forward", wide)):
@@ -174,14 +174,14 @@ class Exchanges:
                 f"scatter, of {name}",
                 whole.nbytes,
                 partial(multiply, [(x, weight.t())]),
-                partial(_leave, border, [(x, weight.t())]),
+                partial(_leave, boundary, [(x, weight.t())]),
                 partial(self._scatter_by_operator, x, weight.t()),
             )
             yield from self._each(
                 f"gather and keep, of {name}",
                 whole.nbytes,
                 partial(multiply, [(whole, weight)]),
-                partial(border.enter_kept, shard, weight),
+                partial(boundary.enter_kept, shard, weight),
                 partial(self._gather_by_operator, shard, [weight], keep=True),
             )
 
@@ -235,5 +235,5 @@ def _multiply_each(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return [F.linear(x, weight) for weight in weights]
 
 
-def _leave(border: SequenceBorder, factors: Factors) -> Tensor:
-    return border.leave_products(factors)()
+def _leave(boundary: SequenceBoundary, factors: Factors) -> Tensor:
+    return boundary.leave_products(factors)()
