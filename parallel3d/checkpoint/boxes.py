@@ -27,7 +27,7 @@ class Box:
         return math.prod(self.shape)
 
     def common(self, other: Box) -> Box | None:
-        """What both hold; None for nothing."""
+        """Return the intersection with another box, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         shape = tuple(min(a, b) - s for a, b, s in zip(self.stop, other.stop, start, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None

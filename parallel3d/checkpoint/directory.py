@@ -70,7 +70,7 @@ def complete_checkpoints(save_dir: Path) -> list[Found]:
 
 
 def latest_tag(save_dir: Path) -> str | None:
-    """What `latest` says; None without such a file."""
+    """Return the tag in the file `latest`, or None without such a file."""
     try:
         return (save_dir / LATEST).read_text().strip()
     except FileNotFoundError:

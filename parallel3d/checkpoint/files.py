@@ -38,7 +38,7 @@ class Target:
 
 
 def dtype_of(have: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Of a tensor in a file: what is asked for, of floating-point numbers."""
+    """Return the dtype of a tensor in a file: the one asked for, for floating-point tensors."""
     return asked if asked is not None and have.is_floating_point else have
 
 

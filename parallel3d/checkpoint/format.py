@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: safetensors files of boxes, and a manifest that says which box of which tensor is where.
+"""Format of a checkpoint: safetensors files of boxes, and a manifest of which box of which tensor is in which file.
 
     <save_dir>/latest                              the tag of the last one
     <save_dir>/<tag>/manifest.json                 this module's Manifest, with its own checksum

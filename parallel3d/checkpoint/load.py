@@ -21,7 +21,7 @@ _MOST = 20
 
 @dataclass
 class Wanted:
-    """What a rank wants to read, and what it found not to be there as it should; `known` are the model's tensors.
+    """The parts that a rank wants to read, and those that are missing or differ; `known` are the model's tensors.
 
     targets: each with the name of the stored tensor that it is read from. misshapen: name -> (expected, found).
     """

@@ -1,4 +1,4 @@
-"""What layers say of the names that another format has for their parameters, for an export without the model."""
+"""Names of parameters in another format, as layers give them, for an export without the model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def huggingface_names(layers: nn.ModuleDict, global_name: Callable[[int, str], s
 
 
 def merge_names(everyone: Iterable[Json | None]) -> Json | None:
-    """Of all ranks; None where one of them has none."""
+    """Merge the names of all ranks; None if a rank has none."""
     merged: Json = {"config": {}, "names": {}}
     for own in everyone:
         if own is None:

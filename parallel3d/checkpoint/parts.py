@@ -1,4 +1,4 @@
-"""What a rank holds of the tensors of a checkpoint: boxes of them, as views of its own memory, to write from and read into."""
+"""A rank's parts of the tensors of a checkpoint: boxes, as views of its memory, to write from and read into."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def parts_of(name: str, like: Tensor, values: Tensor, start: int = 0) -> Iterato
 
 
 def weights(buckets: Iterable[Bucket]) -> Iterator[Part]:
-    """What the layers compute with, of the parameters that this rank updates."""
+    """Iterate over the weights that the layers compute with, of the parameters that this rank updates."""
     for bucket in buckets:
         for piece in bucket.pieces:
             yield from parts_of(MODEL + piece.info.name, piece.info.parameter, bucket.weights_of(piece), piece.start)
 
 
 def masters(buckets: Iterable[Bucket], wider_alone: bool) -> Iterator[Part]:
-    """What the optimizer updates on this rank. wider_alone: only where that is a wider copy of the weights."""
+    """Iterate over the masters that this rank updates. wider_alone: only those that are wider copies of the weights."""
     for bucket in buckets:
         if bucket.has_own_master or not wider_alone:
             for piece in bucket.pieces:
@@ -100,12 +100,12 @@ def state_parts(piece: ParameterShard, key: str, value: Tensor) -> Iterable[Part
 
 
 def state_name(piece: ParameterShard, key: str) -> str:
-    """What a state of a parameter is called: one that is elementwise, or one number."""
+    """Return the name of an elementwise state of a parameter, or of one that is a number."""
     return f"{OPTIMIZER}{key}/{piece.info.name}"
 
 
 def own_state_name(piece: ParameterShard, key: str) -> str:
-    """What any other is called: of a part of a parameter it fits that part alone, and says which."""
+    """Return the name of any other state. The state of a part of a parameter fits only that part, which the name says."""
     name, slicing = state_name(piece, key), slicing_of(piece.info.parameter)
     if slicing is not None:
         name += f" of dim {slicing.dim} {slicing.ranges}"

@@ -1,4 +1,4 @@
-"""What a rank reads: the boxes that its own meet, checked before anything is changed."""
+"""Reading of the stored boxes that a rank's boxes overlap, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reader:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What there is."""
+        """The stored tensors, by name."""
         return self.manifest.tensors
 
     def read(self, name: str, box: Box | None = None) -> Tensor:

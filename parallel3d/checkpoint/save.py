@@ -29,7 +29,7 @@ _LONGEST_FAILING_S = 20.0
 
 @dataclass(frozen=True)
 class Contents:
-    """What a rank gives to a checkpoint: its parts, and a mapping of JSON values of its own."""
+    """A rank's contribution to a checkpoint: its parts, and its own mapping of JSON values."""
 
     parts: Sequence[Part]
     own: Json
@@ -41,7 +41,7 @@ Summarize = Callable[[list[Json]], tuple[Json, list[Json]]]
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be written under way. directory: where; save_dir, tag: where it goes then."""
+    """A write under way. directory: where it is written; save_dir, tag: where it goes afterwards."""
 
     save_dir: Path
     tag: str

@@ -19,7 +19,7 @@ class Section:
 
     @property
     def rows(self) -> int:
-        """Of the stored tensor."""
+        """Number of rows of the stored tensor."""
         return self.size if self.of is None else self.of
 
 
@@ -36,7 +36,7 @@ class Stored:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each tensor, as stored."""
+        """Shape of each tensor, as stored."""
         whole = {section.name: (section.rows, *self.rest) for section in self.sections}
         return {name: shape[::-1] if self.transposed else shape for name, shape in whole.items()}
 

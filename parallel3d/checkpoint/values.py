@@ -17,7 +17,7 @@ _KIND = "$"
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """What JSON can hold of a value; the tensors and arrays in it are put into `tensors`, by names that begin with `path`.
+    """Return a value as JSON; its tensors and arrays go into `tensors`, by names that begin with `path`.
 
     Values may be None, bools, numbers, strings, tensors, numpy's arrays and numbers, and nested lists, tuples and mappings of
     these, with any of the plain ones as keys. Raises CheckpointError with the path and type of any other.

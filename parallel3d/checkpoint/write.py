@@ -113,7 +113,7 @@ def checksum(values: Tensor) -> int:
 
 
 def stored_file(path: Path) -> StoredFile:
-    """What the manifest says of a file. Raises OSError."""
+    """Return the manifest's entry for a file. Raises OSError."""
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))

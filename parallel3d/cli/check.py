@@ -100,6 +100,6 @@ def findings(report: Report) -> list[str]:
 
 
 def _layer_of(name: str, classes: Sequence[str]) -> str:
-    """What to call the layer, as "layers.2 MLP", of a parameter "layers.2.down.weight"."""
+    """Return the name of the layer, as "layers.2 MLP", of a parameter "layers.2.down.weight"."""
     place = int(name.split(".")[1])
     return f"layers.{place} {classes[place]}"

@@ -105,7 +105,7 @@ def _found(*obstacles: Unavailable | None) -> list[Unavailable]:
 
 
 def _calling(ranks: int, noun: str) -> list[Unavailable | None]:
-    """What is in the way of so many ranks that call a kernel together. noun: what each holds."""
+    """Return why these ranks can't call a kernel together. noun: what each rank holds."""
     return _among(ranks, noun, check_kernels(), check_ranks)
 
 
@@ -130,7 +130,7 @@ _OFF_SHARDS = Unavailable(
 
 
 def _by_copies(ranks: int, noun: str) -> list[Unavailable | None]:
-    """What is in the way of so many ranks that send each other messages by copies. noun: what each holds."""
+    """Return why these ranks can't send each other messages by copies. noun: what each rank holds."""
     alone = Unavailable(f"there is 1 of the {noun}", f"copies are between 2 {noun} or more") if ranks == 1 else None
     # Unset, the number of queues becomes 32.
     return [alone, *_among(ranks, noun, check_copies(unset_queues=32), check_hosts)]

@@ -49,7 +49,7 @@ def add_command(commands: Any) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `p3d plan` takes."""
+    """Add the arguments of `p3d plan`."""
     known = ", ".join(MODELS)
     parser.add_argument(
         "--model",

@@ -56,7 +56,7 @@ def autos(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def look_up(given: Mapping[str, Any], path: str) -> Any:
-    """What stands at a dotted path, or None."""
+    """Return the value at a dotted path, or None."""
     value: Any = given
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -36,7 +36,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a configuration means for a world of data x pipe x model ranks."""
+    """Meaning of a configuration for a world of data x pipe x model ranks."""
 
     values: tuple[Value, ...]
     left_out: tuple[LeftOut, ...]

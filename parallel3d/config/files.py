@@ -19,7 +19,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def read_mapping(path: Path) -> Mapping[str, Any]:
-    """What a .yaml or .yml file, or else a JSON file, holds. Raises ConfigError with file, line and remedy."""
+    """Return the contents of a .yaml or .yml file, or else of a JSON file. Raises ConfigError with file, line and remedy."""
     text = _read_text(path)
     content = _parse_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else _parse_json(text, path)
     if not text.strip() or content is None:

@@ -27,7 +27,7 @@ _FROM_ZERO = ("zero", "ckpt")
 
 @dataclass(frozen=True)
 class Layout:
-    """What words say; zero: None where they don't. sequence_parallel: shares sequences over the slices."""
+    """A layout as its text gives it; zero: None if the text has none. sequence_parallel: with tensor parallelism."""
 
     stages: int = 1
     slices: int = 1

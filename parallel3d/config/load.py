@@ -31,7 +31,7 @@ class Reading:
 
     @property
     def warnings(self) -> list[str]:
-        """What the user should know about keys that were left out."""
+        """Return the warnings about keys that were left out."""
         return warnings_of(self.config, self.review)
 
 
@@ -53,7 +53,7 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
 
 
 class LayoutSections(NamedTuple):
-    """What of a configuration decides how layers are built."""
+    """The sections of a configuration that determine how layers are built."""
 
     pipeline: PipelineConfig
     tensor_parallel: TensorParallelConfig

@@ -21,7 +21,7 @@ from parallel3d.errors import nearest
 
 @dataclass
 class Review:
-    """What came up while a mapping was read.
+    """Findings while a mapping was read.
 
     ignored: path -> the key that was left out and its value, in the mapping's order; silent: the paths of those that ask for
     what is done anyway; kept: the paths of fields that were given; unset: those whose "auto" means not given.
@@ -92,7 +92,7 @@ class Review:
 
 
 def warnings_of(config: Config, review: Review) -> list[str]:
-    """What the user should know about keys that were left out: one line for all without effect, one for each other."""
+    """Return warnings about keys that were left out: one line for all without effect, one for each other key."""
     lines = [f"{path}: {key.reason}" for path, (key, _) in review.ignored.items() if key.support is Support.LATER]
     stage = config.zero_optimization.stage
     if stage != config.zero_optimization.effective_stage:

@@ -87,7 +87,7 @@ class StatedLayout(BaseModel):
         }
 
     def run_layout(self) -> RunLayout:
-        """What was stated."""
+        """Return the stated layout."""
         names = [field.name for field in fields(RunLayout) if field.name != "text"]
         return RunLayout(text=self.layout, **{name: getattr(self, name) for name in names})
 

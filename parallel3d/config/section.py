@@ -1,4 +1,4 @@
-"""What every section of the configuration is: immutable, typed, and with a place for each of DeepSpeed's keys."""
+"""Base of all sections of the configuration: immutable, typed, with a place for each of DeepSpeed's keys."""
 
 from __future__ import annotations
 

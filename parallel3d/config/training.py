@@ -162,7 +162,7 @@ class ElasticConfig(Section):
 
 
 class RngConfig(Section):
-    """What random numbers depend on besides the seed."""
+    """Dependence of random numbers on the layout."""
 
     layout_independent: bool = Field(
         False,

@@ -19,7 +19,7 @@ STAGE_3_AS_2 = (
 
 
 class ZeroConfig(Section):
-    """What is partitioned over the data-parallel ranks, and how gradients are bucketed."""
+    """Partitioning over the data-parallel ranks, and the buckets of gradients."""
 
     known_keys: ClassVar[Mapping[str, KnownKey]] = {
         **known(

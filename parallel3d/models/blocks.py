@@ -72,7 +72,7 @@ class _Activation(nn.Module):
             super().compile(*args, **options)
 
     def forward(self, up: Tensor) -> Tensor:
-        """See the class."""
+        """Apply the activation, gated if the configuration says so."""
         if self._is_swiglu:
             return swiglu(up)
         if not self._gated:
@@ -91,7 +91,7 @@ class _Residual(DecoderLayer):
 
     @staticmethod
     def cost_key(config: DecoderConfig, layer: int, *others: object, **options: object) -> object:
-        """See LayerSpec.costs_like: of its place in the model only the window counts."""
+        """Return a key that layers of equal cost share, see LayerSpec.costs_like; of the position only the window counts."""
         return config, config.window(layer), options.get("dtype")
 
     def compile(self, *args: Any, **options: Any) -> None:
@@ -176,7 +176,7 @@ class Block(_Attends, _FeedsForward):
         self._finish(weights, dtype)
 
     def forward(self, x: Travels) -> Travels:
-        """See the class."""
+        """Run attention and feed-forward with their residuals."""
         hidden, attention_mask, position_ids, length = open_stream(x)
         mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
         normed, hidden = self._added_and_normed(mixed, hidden, length)
@@ -205,7 +205,7 @@ class Attention(_Attends):
         self._finish(weights, dtype)
 
     def forward(self, x: Travels) -> Travels:
-        """See the class."""
+        """Add attention to the hidden states."""
         hidden, attention_mask, position_ids, length = open_stream(x)
         mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
         hidden = self._add(hidden, self.attention_out(mixed), length)
@@ -228,7 +228,7 @@ class FeedForward(_FeedsForward):
         self._finish(weights, dtype)
 
     def forward(self, x: Travels) -> Travels:
-        """See the class."""
+        """Add the feed-forward network to the hidden states."""
         hidden, attention_mask, position_ids, length = open_stream(x)
         hidden = self._feed_forward(*normalized(self.mlp_norm, hidden), length)
         return close_stream(Stream(hidden, attention_mask, position_ids, length))

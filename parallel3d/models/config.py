@@ -98,5 +98,5 @@ class DecoderConfig:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     def window(self, layer: int) -> int | None:
-        """Of block `layer`, from 0 on."""
+        """Return the attention window of block `layer`, counted from 0, or None."""
         return self.windows[layer] if self.windows else None

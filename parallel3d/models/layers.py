@@ -1,4 +1,4 @@
-"""What every layer of a decoder is, and those at its ends: embedding, final norm, head. Blocks: see blocks.py."""
+"""Base of the layers of a decoder, and those at its ends: embedding, final norm, head. Blocks: see blocks.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parallel3d.specs import BuildContext
 
 
 class Stream(NamedTuple):
-    """What travels between layers where the input has more than token ids.
+    """The values that travel between layers if the input has more than token ids.
 
     hidden: [batch, seq, hidden]; attention_mask: see Tables.mask; position_ids: [batch or 1, seq]; length: of the sequence,
     where hidden is a rank's shard of it.
@@ -39,7 +39,7 @@ Travels = Tensor | Stream
 
 
 def open_stream(x: Travels) -> Stream:
-    """What travels, as a Stream."""
+    """Return what travels as a Stream."""
     return x if isinstance(x, Stream) else Stream(x)
 
 
@@ -91,7 +91,7 @@ class DecoderLayer(nn.Module):
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:
-    """Of hidden states."""
+    """Return a norm of hidden states."""
     make = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
     return make(config.hidden_size, eps=config.norm_eps)
 
@@ -122,7 +122,7 @@ class TokenEmbedding(DecoderLayer):
         self._finish(weights, dtype)
 
     def forward(self, inputs: Tensor | dict[str, Tensor | None]) -> Travels:
-        """See the class. Raises DataError for other keys, and for more positions than there are learned ones."""
+        """Embed tokens. Raises DataError for unknown keys, and for more positions than there are learned ones."""
         given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
         ids, mask, positions = (given.pop(key, None) for key in ("input_ids", "attention_mask", "position_ids"))
         if given or ids is None:
@@ -155,7 +155,7 @@ class FinalNorm(DecoderLayer):
         self._finish(weights, dtype)
 
     def forward(self, x: Travels) -> Travels:
-        """See the class."""
+        """Normalize the hidden states."""
         hidden, _, _, length = open_stream(x)
         return close_stream(Stream(self.norm(hidden), length=length))
 
@@ -176,7 +176,7 @@ class Head(DecoderLayer):
         self._finish(weights, dtype)
 
     def forward(self, x: Travels) -> Tensor | SlicedLogits:
-        """See the class."""
+        """Return the logits."""
         stream = open_stream(x)
         logits = self.logits(stream.hidden, stream.length)
         return logits if self._group.size == 1 else SlicedLogits(logits, self._group, self.config.vocab_size)

@@ -42,7 +42,7 @@ class CausalLMLoss:
         return replace(self.in_one(), passes=Passes.compiled(**options))
 
     def __call__(self, logits: Tensor | SlicedLogits, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """See the class."""
+        """Return the loss, or (sum of losses, number of tokens)."""
         if isinstance(logits, Tensor):
             logits = SlicedLogits(logits, slicing_group(None, None), logits.shape[-1])
         local = logits.local

@@ -54,13 +54,13 @@ class Slices:
         self.layout_independent = context is not None and context.layout_independent
 
     def dropout(self, rate: float) -> nn.Module:
-        """Of what lies between regions; called with it and the length of the whole sequence."""
+        """Return dropout between regions; called with its input and the length of the whole sequence."""
         if not self.sequence_parallel:
             return Dropout(rate)
         return SequenceDropout(rate, layout_independent=self.layout_independent, group=self.group)
 
     def attention_dropout(self, config: DecoderConfig) -> SlicedDropout:
-        """Of attention probabilities, [batch, a rank's heads, query, key]."""
+        """Return dropout of attention probabilities, [batch, a rank's heads, query, key]."""
         heads = AttentionHeads(config.num_heads, config.kv_heads, head_dim=1)
         return SlicedDropout(
             config.attention_dropout,
@@ -138,7 +138,7 @@ class Slices:
         return scatter_sequence(x, self.group) if self.sequence_parallel else x
 
     def length(self, seq: int) -> int | None:
-        """What travels with hidden states between regions."""
+        """Return the sequence length that travels with hidden states between regions, or None."""
         return seq if self.sequence_parallel else None
 
 

@@ -1,4 +1,4 @@
-"""What all blocks of a decoder on a rank compute attention with: rotary tables and causal masks, each made once."""
+"""Tables for the attention of all blocks on a rank: rotary angles and causal masks, each made once."""
 
 from __future__ import annotations
 

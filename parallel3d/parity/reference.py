@@ -26,7 +26,7 @@ from parallel3d.user_model import Subject
 
 @dataclass(frozen=True)
 class Step:
-    """Of one step: the mean loss, the gradient norm before clipping, the weights after it, on the CPU."""
+    """One step: the mean loss, the gradient norm before clipping, and the weights after it, on the CPU."""
 
     loss: float
     norm: float
@@ -119,7 +119,7 @@ def _is_float(leaf: Any) -> bool:
 def _build(
     layers: Sequence[Layer], seed: int, device: torch.device
 ) -> tuple[list[Callable[[Any], Any]], list[nn.Module | None]]:
-    """What to call for each layer, and its module, None for a function."""
+    """Return the function to call for each layer, and its module or None."""
     calls: list[Callable[[Any], Any]] = []
     modules: list[nn.Module | None] = []
     for k, layer in enumerate(layers):
@@ -188,7 +188,7 @@ def _named(layers: Sequence[Layer], modules: Sequence[nn.Module | None]) -> dict
 
 
 def _tied_attributes(layers: Sequence[Layer], layer: Layer) -> tuple[str, ...]:
-    """What of a layer is tied to modules other than its own, with a dot behind."""
+    """Return the attributes of a layer that are tied to other modules, each followed by a dot."""
     if not isinstance(layer, TiedLayerSpec):
         return ()
     tie = [other for other in layers if isinstance(other, TiedLayerSpec) and other.key == layer.key]

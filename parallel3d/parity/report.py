@@ -1,4 +1,4 @@
-"""What a layout computed, beside what one process computed, and whether they agree."""
+"""Comparison of a layout's results with those of one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one layout. gradients, weights: name -> relative difference, after the first and the last step, in model order."""
+    """Report on one layout. gradients, weights: name -> relative difference, after the first and last step, in model order."""
 
     layout: str
     steps: tuple[StepReport, ...]
@@ -67,7 +67,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one process computed: its steps, and the gradients of the first."""
+    """Result of one process: its steps, and the gradients of the first."""
 
     steps: Sequence[Step]
     gradients: Mapping[str, Tensor]
@@ -161,7 +161,7 @@ def _note(error: Tensor, part: Held, wanted: Tensor) -> None:
 
 
 def _farthest(ranks: Sequence[RankResult], what: str, k: int, wanted: float) -> float:
-    """Of the numbers that ranks report, which ought to be one, the one farthest from what is wanted."""
+    """Return the number, of those that ranks report and that should be equal, that differs most from the wanted one."""
     numbers: list[float] = [r["losses"][k] if what == "losses" else r["norms"][k] for r in ranks]
     return max(numbers, key=lambda number: math.inf if math.isnan(number) else abs(number - wanted))
 

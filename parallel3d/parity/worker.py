@@ -1,4 +1,4 @@
-"""What each rank does: train the layouts of a plan and leave what it holds in files, for the checking process.
+"""Worker of a check: each rank trains the layouts of a plan and writes what it holds into files.
 
 Rank r writes <layout>.<r>.pt, a RankResult, or error.<r>.json where the layout can't be carried out.
 """
@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks of one world do: train these layouts one after the other."""
+    """Work of the ranks of one world: to train these layouts one after the other."""
 
     target: str
     layouts: tuple[str, ...]
@@ -101,7 +101,7 @@ def _own_batches(engine: Engine, subject: Subject, total: int, seed: int) -> Ite
 
 @torch.no_grad()
 def held(engine: Engine, what: Literal["gradient", "master"]) -> list[Held]:
-    """What this rank updates of each parameter: gradients of the mean loss (before the step), or masters."""
+    """Return what this rank updates of each parameter: gradients of the mean loss (before the step), or masters."""
     update = engine.update
     parts = []
     for piece in (piece for bucket in update.reducer.all_buckets() for piece in bucket.pieces):

@@ -34,7 +34,7 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
 
 
 class Family(Json):
-    """What every architecture here has; `decoder` gives its switches. Keys are those of config.json."""
+    """Keys of config.json that every architecture has; `decoder` returns its DecoderConfig."""
 
     architecture: ClassVar[str]
     model_type: ClassVar[str]
@@ -122,13 +122,13 @@ class Llama(_Rotary):
     mlp_bias: bool = False
 
     def decoder(self) -> DecoderConfig:
-        """See Family."""
+        """Return the decoder of this configuration."""
         biases = {"qkv_bias": self.attention_bias, "attention_out_bias": self.attention_bias, "mlp_bias": self.mlp_bias}
         return self._decoder(**biases)
 
     @classmethod
     def of(cls, config: DecoderConfig) -> dict[str, Any]:
-        """See Family."""
+        """Return the keys of config.json for a decoder."""
         return {**cls._keys(config), "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
@@ -144,7 +144,7 @@ class Qwen2(_Rotary):
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
 
     def decoder(self) -> DecoderConfig:
-        """See Family."""
+        """Return the decoder of this configuration."""
         window = self.sliding_window if self.use_sliding_window else None
         slides = [k >= self.max_window_layers for k in range(self.num_hidden_layers)]
         if self.layer_types is not None:
@@ -154,7 +154,7 @@ class Qwen2(_Rotary):
 
     @classmethod
     def of(cls, config: DecoderConfig) -> dict[str, Any]:
-        """See Family."""
+        """Return the keys of config.json for a decoder."""
         first = next((k for k, window in enumerate(config.windows) if window is not None), config.num_layers)
         window = config.windows[first] if first < config.num_layers else None
         return {
@@ -175,12 +175,12 @@ class Mistral(_Rotary):
     sliding_window: int | None = 4096
 
     def decoder(self) -> DecoderConfig:
-        """See Family."""
+        """Return the decoder of this configuration."""
         return self._decoder(windows=(self.sliding_window,) * self.num_hidden_layers if self.sliding_window else ())
 
     @classmethod
     def of(cls, config: DecoderConfig) -> dict[str, Any]:
-        """See Family."""
+        """Return the keys of config.json for a decoder."""
         return {**cls._keys(config), "sliding_window": config.windows[0] if config.windows else None}
 
 
@@ -207,7 +207,7 @@ class Gpt2(Family):
     add_cross_attention: Literal[False] = False
 
     def decoder(self) -> DecoderConfig:
-        """See Family."""
+        """Return the decoder of this configuration."""
         return DecoderConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.n_embd,
@@ -235,7 +235,7 @@ class Gpt2(Family):
 
     @classmethod
     def of(cls, config: DecoderConfig) -> dict[str, Any]:
-        """See Family."""
+        """Return the keys of config.json for a decoder."""
         return {
             "vocab_size": config.vocab_size,
             "n_embd": config.hidden_size,

@@ -42,7 +42,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a stored parameter: of shape `shape` here, of `whole` in all."""
+    """A rank's part of a stored parameter, of shape `shape`; `whole` is the shape of all parts together."""
 
     stored: Stored
     shape: tuple[int, ...]
@@ -116,7 +116,7 @@ Key = tuple[int, str]
 
 @dataclass
 class _Own:
-    """What a rank has to give, or why it can't."""
+    """A rank's contribution, or why it has none."""
 
     pieces: dict[Key, Piece] = field(default_factory=dict)
     values: dict[Key, Tensor] = field(default_factory=dict)

@@ -52,7 +52,7 @@ class RopeJson(Json):
 
     @classmethod
     def of(cls, rope: Rope) -> dict[str, Any]:
-        """What is not the default; the values that each kind needs always."""
+        """Return the values that differ from the default, and those that each kind always needs."""
         scaled = cls(
             rope_theta=rope.theta,
             rope_type=rope.kind,

@@ -36,7 +36,7 @@ class TensorPlan:
 
     @classmethod
     def of(cls, model: nn.Module, prefix: str, layers: str) -> TensorPlan:
-        """Of the list `layers` of the model's `prefix`, what the config says; of what is around, what the model says too."""
+        """Return the plan of the layers, which the configuration gives, and of the rest, for which the model may add to it."""
         hf: Any = model
         own = f"{prefix}.{layers}."
         words = {key: word for key, word in (getattr(hf, "tp_plan", None) or {}).items() if not key.startswith(own)}
@@ -82,7 +82,7 @@ class TensorPlan:
         return result
 
     def around(self, part: nn.Module, prefix: str, context: BuildContext | None) -> nn.Module:
-        """What is before or behind the layers: embeddings by the vocabulary, a head by its outputs; see `layer`."""
+        """Parallelize a part before or after the layers: embeddings over the vocabulary, a head over its outputs."""
         group = self._group(context)
         styles = {} if group.size == 1 else self._styles(part, prefix)
         sliced_styles = {name: style for name, style in styles.items() if not isinstance(style, Whole)}
@@ -116,7 +116,7 @@ class TensorPlan:
         return group
 
     def _styles(self, part: nn.Module, prefix: str) -> dict[str, Style]:
-        """Of the modules in a part that the plan names."""
+        """Return the styles of the modules in a part that the plan names."""
         modules = {name: self.words.get(_generic(prefix + name)) for name, _ in part.named_modules() if name}
         parameters = {name: self.words.get(_generic(prefix + name)) for name, _ in part.named_parameters()}
         for name, word in (*modules.items(), *parameters.items()):

@@ -84,14 +84,14 @@ class Region:
         return any(rates)
 
     def _by_numbers(self, columns: Mapping[str, Any], row: Any) -> dict[str, Style]:
-        """Of a feed-forward network: each number that the row layer takes is made of one that each column layer gives."""
+        """Return the styles of a feed-forward network: each row input comes from one output of each column layer."""
         for name, column in columns.items():
             if column.out_features != self.columns[name].fused * row.in_features:
                 raise UnknownRegion(f"has {name} of {column.out_features} outputs before {row.in_features} inputs")
         return self._others(None)
 
     def _by_heads(self, columns: Mapping[str, Any], row: Any, group: Group) -> dict[str, Style]:
-        """Of attention: separate projections, or one of (query, key, value) of one head behind those of another."""
+        """Return the styles of attention: separate projections, or one that has query, key and value of each head in turn."""
         attention: Any = self.module
         size = next((getattr(attention, name) for name in _HEAD_SIZES if hasattr(attention, name)), 0)
         groups = getattr(attention, "num_key_value_groups", 1)
@@ -119,7 +119,7 @@ class Region:
         return styles
 
     def _others(self, size_of_head: int | None) -> dict[str, Style]:
-        """What else has weights: norms of single heads, of whose gradient each rank has a part."""
+        """Return the styles of other modules with weights: norms of single heads, whose gradients are partial on each rank."""
         partial: dict[str, Style] = {}
         for name, module in self.module.named_modules():
             shapes = [list(parameter.shape) for parameter in module.parameters(recurse=False)]
@@ -140,7 +140,7 @@ class _Entry:
         self._inside: Tensor | None = None
 
     def enter(self, column: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a column layer is called with instead."""
+        """Return the arguments with which a column layer is called instead."""
         if args[0] is not self._outside:
             self._outside, self._inside = args[0], enter_region(args[0], self._group)
         return (self._inside, *args[1:])

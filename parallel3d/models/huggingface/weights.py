@@ -26,7 +26,7 @@ class Weights(Protocol):
     """Named tensors to read from."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of all tensors there are."""
+        """Return the shapes of all tensors."""
 
     def alias(self, name: str, other: str) -> None:
         """Let the tensor `other` be there as `name` too, unless there is one of that name."""
@@ -42,15 +42,15 @@ class StateDict:
         self._tensors = dict(tensors)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See Weights."""
+        """Return the shapes of all tensors."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def alias(self, name: str, other: str) -> None:
-        """See Weights."""
+        """Give a tensor a second name, if that isn't taken."""
         self._tensors.setdefault(name, self._tensors[other])
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """See Weights."""
+        """Return rows [start, stop) of a tensor along `dim`."""
         return self._tensors[name].detach().narrow(dim, start, stop - start)
 
 
@@ -80,16 +80,16 @@ class Safetensors:
         return list(self._open(path).keys())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See Weights."""
+        """Return the shapes of all tensors."""
         return self._shapes
 
     def alias(self, name: str, other: str) -> None:
-        """See Weights."""
+        """Give a tensor a second name, if that isn't taken."""
         self._place.setdefault(name, self._place[other])
         self._shapes.setdefault(name, self._shapes[other])
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """See Weights."""
+        """Return rows [start, stop) of a tensor along `dim`."""
         path, stored = self._place[name]
         there = self._open(path).get_slice(stored)
         return there[start:stop] if dim == 0 else there[:, start:stop]

@@ -41,7 +41,7 @@ class WrappedPart(nn.Module):
         }
 
     def name_in_model(self, name: str) -> str:
-        """Of a parameter by its name here."""
+        """Return the model's name of a parameter of this part."""
         return self._prefix + name.partition(".")[2]
 
     def config_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class _Recorder(nn.Module):
 
 
 class _Output:
-    """What a base model returns, as far as a head looks at it."""
+    """The output of a base model, as far as a head reads it."""
 
     past_key_values = hidden_states = attentions = router_logits = None
 
@@ -110,7 +110,7 @@ class Entry(WrappedPart):
         self.model = _with_modules(plan.around(before, prefix, context), {layers: nn.ModuleList(self._recorders)})
 
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
-        """See the class. Raises DataError for other inputs."""
+        """Run the model up to its layers. Raises DataError for inputs that are neither token ids nor a dict."""
         if not isinstance(inputs, (Tensor, Mapping)):
             raise DataError(f"the inputs of a model are token ids or a dict, not {type(inputs).__name__}")
         given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
@@ -148,7 +148,7 @@ class Layer(WrappedPart):
         self._place = place
 
     def forward(self, x: dict[str, Any]) -> dict[str, Any]:
-        """See the class."""
+        """Run the layer with the arguments that the model would pass."""
 
         def unshare(leaf: Any) -> Any:
             return x["shared"][leaf] if isinstance(leaf, _Shared) else leaf
@@ -159,7 +159,7 @@ class Layer(WrappedPart):
 
 
 class Behind(WrappedPart):
-    """What the plan names behind the layers, such as a last norm; from here on hidden states travel alone."""
+    """The modules that the plan names after the layers, such as a last norm. From here on only hidden states travel."""
 
     def __init__(self, config: Any, prefix: str, modules: Mapping[str, nn.Module]):
         super().__init__(config, prefix)
@@ -188,7 +188,7 @@ class Exit(WrappedPart):
         self._sliced = [(head.group, head.out_features) for head in heads]
 
     def forward(self, hidden: Tensor) -> Tensor | SlicedLogits:
-        """See the class."""
+        """Run the part of the model after its layers."""
         self._result.hidden = hidden
         logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
         return SlicedLogits(logits, *self._sliced[0]) if self._sliced else logits
