@@ -1,4 +1,4 @@
-"""`p3d doctor`: which kernels run here, and of each other one why it doesn't and what to do."""
+"""`p3d doctor`: which kernels run here, why the others don't, and what to do about it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _WIDTH = 140  # of the table where there is no terminal
 
 @dataclass(frozen=True)
 class Finding:
-    """A kernel, what runs without it, all that is in the way, and whether the configuration asks for it."""
+    """A kernel, what runs without it, the reasons why it is off, and whether the configuration turns it on."""
 
     kernel: str
     instead: str
-    obstacles: Sequence[Unavailable]
+    reasons: Sequence[Unavailable]
     asked: bool
 
     @property
     def missed(self) -> bool:
         """Whether it is asked for and off."""
-        return self.asked and bool(self.obstacles)
+        return self.asked and bool(self.reasons)
 
 
 def add_command(commands: Any) -> None:
@@ -52,7 +52,7 @@ def add_command(commands: Any) -> None:
         "--slices",
         type=int,
         metavar="N",
-        help="tensor slices of a layer (default: tensor_parallel.size, or this host's GPUs)",
+        help="tensor-parallel ranks (default: tensor_parallel.size, or this host's GPUs)",
     )
     parser.add_argument(
         "--stages", type=int, metavar="N", help="stages of a pipeline (default: pipeline.stages, or this host's GPUs)"
@@ -84,9 +84,9 @@ def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Fin
     """
     triton, kernels, pipeline, tensor = _triton(), config.kernels, config.pipeline, config.tensor_parallel
     messages = [None if pipeline.peer_copies else _OFF_STAGES, *_by_copies(stages, "stages")]
-    shards = [None if tensor.copies_shards else _OFF_SHARDS, *_by_copies(slices, "tensor slices")]
+    shards = [None if tensor.copies_shards else _OFF_SHARDS, *_by_copies(slices, "tensor-parallel ranks")]
     steps = [_turned_off("optimizer_step", kernels.optimizer_step), check_kernels()]
-    among_slices, among_replicas = _calling(slices, "tensor slices"), _calling(replicas, "replicas")
+    among_slices, among_replicas = _calling(slices, "tensor-parallel ranks"), _calling(replicas, "replicas")
     reduces = _turned_off("reduce_scatter", kernels.reduce_scatter)
     sums = _turned_off("all_reduce", kernels.all_reduce)
     return [
@@ -100,8 +100,8 @@ def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Fin
     ]
 
 
-def _found(*obstacles: Unavailable | None) -> list[Unavailable]:
-    return [obstacle for obstacle in obstacles if obstacle is not None]
+def _found(*reasons: Unavailable | None) -> list[Unavailable]:
+    return [reason for reason in reasons if reason is not None]
 
 
 def _calling(ranks: int, noun: str) -> list[Unavailable | None]:
@@ -149,16 +149,16 @@ def _triton() -> list[Unavailable]:
 
 
 def show(findings: Sequence[Finding]) -> Table:
-    """A table, a line for each obstacle."""
+    """Return a table with a line for each reason."""
     table = Table(title="Kernels", title_justify="left")
     for column in ("kernel", "", "why", "what to do"):
         table.add_column(column, overflow="fold")
     for finding in findings:
-        if not finding.obstacles:
+        if not finding.reasons:
             table.add_row(finding.kernel, "on", "", "")
-        for number, obstacle in enumerate(finding.obstacles):
+        for number, reason in enumerate(finding.reasons):
             names = (finding.kernel, f"off: {finding.instead}") if number == 0 else ("", "")
-            table.add_row(*names, escape(obstacle.reason), escape(obstacle.remedy))
+            table.add_row(*names, escape(reason.reason), escape(reason.remedy))
     return table
 
 

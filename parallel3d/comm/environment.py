@@ -72,7 +72,7 @@ def _prepare_cuda() -> None:
     else:
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if not torch.cuda.is_initialized():
-        # As many hardware queues as there may be streams: peer_copies.py has some that wait, which hold up their queue.
+        # As many hardware queues as there may be streams: those of peer/copies.py may wait, which blocks their queue.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 

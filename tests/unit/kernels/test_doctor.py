@@ -52,7 +52,7 @@ def told(slices: int, config=ASKED, kernel: str = "all_reduce", replicas: int = 
     """Of a kernel."""
     findings = examine(config, slices, replicas, stages)
     (found,) = [finding for finding in findings if finding.kernel.startswith(f"{kernel} (")]
-    return [f"{obstacle.reason} | {obstacle.remedy}" for obstacle in found.obstacles]
+    return [f"{reason.reason} | {reason.remedy}" for reason in found.reasons]
 
 
 @pytest.mark.parametrize("slices", [2, 4, 8])
@@ -69,8 +69,8 @@ def test_on_where_nothing_is_in_the_way(host: Host, slices: int) -> None:
         ({"symmetric_memory": False}, 2, "PyTorch lacks symmetric memory", "2.11"),
         ({"compiled": False}, 2, "not compiled", "run: p3d build-kernels"),
         ({"compiled": False, "nvcc": None}, 2, "not compiled, and there is no nvcc", "CUDA_HOME"),
-        ({"gpus": 4}, 8, "8 tensor slices are on 2 hosts", "no more tensor slices"),
-        ({"gpus": 4}, 3, "3 tensor slices", "for 2, 4, 8"),
+        ({"gpus": 4}, 8, "8 tensor-parallel ranks are on 2 hosts", "no more tensor-parallel ranks"),
+        ({"gpus": 4}, 3, "3 tensor-parallel ranks", "for 2, 4, 8"),
         ({"gpus": 4, "unreached": {(2, 1)}}, 4, "device 2 doesn't reach", "NVLink"),
     ],
 )
