@@ -1,7 +1,7 @@
-"""Tensors without memory that stand for tensors on CUDA: what a machine without a GPU traces layers with.
+"""Tensors without memory that stand for CUDA tensors, so that layers can be traced on a machine without a GPU.
 
-They are on the meta device, or fake ones on the CPU. Fake ones can be on CUDA themselves, but autograd refuses those where
-PyTorch has none.
+They are meta tensors, or fake tensors on the CPU. Fake tensors could have a CUDA device, but autograd refuses them if
+PyTorch is built without CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STANDS_FOR: ContextVar[str] = ContextVar("stands_for", default="")
 
 @contextmanager
 def standing_for(device_type: str) -> Iterator[None]:
-    """Inside, tensors without memory stand for tensors on a device of this type."""
+    """Let tensors without memory stand for tensors on a device of this type, inside."""
     token = _STANDS_FOR.set(device_type)
     try:
         yield
@@ -27,10 +27,10 @@ def standing_for(device_type: str) -> Iterator[None]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether there are values, for a kernel to work on."""
+    """Return whether a tensor has values for a kernel to work on."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def on_cuda(tensor: Tensor) -> bool:
-    """Whether a tensor is on CUDA, or stands for one that is: what code asks that chooses a way of its own for CUDA."""
+    """Return whether a tensor is on CUDA or stands for one that is: asked by code that differs on CUDA."""
     return tensor.is_cuda or (_STANDS_FOR.get() == "cuda" and not has_memory(tensor))

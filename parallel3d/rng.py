@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Called before a layer runs, with its index in the list.
 EnterLayer = Callable[[int], None]
@@ -134,8 +134,8 @@ def own_stream(index: int, size: int, device: torch.device) -> Iterator[None]:
 
 
 def _own_seed(index: int) -> int:
-    # Drawn on the CPU: on CUDA the host would have to wait. A number, even when layers are traced on fake tensors.
-    with unset_fake_temporarily():
+    # Drawn on the CPU: on CUDA the host would have to wait. While layers are traced, neither fake nor counted.
+    with _disable_current_modes():
         return stream_seed(int(torch.randint(2**62, ())), index)
 
 

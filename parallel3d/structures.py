@@ -1,9 +1,9 @@
-"""Structure of a pytree of tensors: what both ends of a message know before its tensors move."""
+"""Nested structures of tensors: the structure of a message, and a tree whose tensors can be replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -78,3 +78,72 @@ def describe(value: Any) -> tuple[Structure, list[Tensor]]:
         else:
             specs.append(leaf)
     return Structure(tree, tuple(specs)), tensors
+
+
+@dataclass
+class TensorTree:
+    """A pytree of tensors, to be made again with other tensors; its leaves may be dataclasses with tensors as fields.
+
+    - leaves: the pytree's leaves, with the list of its tensors in place of each dataclass.
+    - opened: index of a leaf -> the dataclass, and the names of the fields that hold its tensors.
+    """
+
+    leaves: list[Any]
+    tree: TreeSpec
+    opened: dict[int, tuple[Any, list[str]]]
+
+    @classmethod
+    def of(cls, value: Any) -> TensorTree:
+        """Return the tree of a layer's output, or of a sample."""
+        leaves, tree = tree_flatten(value)
+        opened: dict[int, tuple[Any, list[str]]] = {}
+        for k, leaf in enumerate(leaves):
+            if is_dataclass(leaf) and not isinstance(leaf, type):
+                names = [f.name for f in fields(leaf) if isinstance(getattr(leaf, f.name), Tensor)]
+                opened[k] = (leaf, names)
+                leaves[k] = [getattr(leaf, name) for name in names]
+        return cls(leaves, tree, opened)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in order."""
+        flat = [t for leaf in self.leaves for t in (leaf if isinstance(leaf, list) else [leaf])]
+        return [t for t in flat if isinstance(t, Tensor)]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> TensorTree:
+        """Return the same tree with these tensors; it keeps none of its own alive."""
+        remaining = iter(tensors)
+
+        def renewed(leaf: Any) -> Any:
+            if isinstance(leaf, list):
+                return [next(remaining) for _ in leaf]
+            return next(remaining) if isinstance(leaf, Tensor) else leaf
+
+        opened = {
+            k: (replace(leaf, **dict.fromkeys(names)), names) if names else (leaf, names)
+            for k, (leaf, names) in self.opened.items()
+        }
+        return TensorTree([renewed(leaf) for leaf in self.leaves], self.tree, opened)
+
+    def value(self) -> Any:
+        """Return the pytree."""
+        leaves = list(self.leaves)
+        for k, (leaf, names) in self.opened.items():
+            leaves[k] = replace(leaf, **dict(zip(names, self.leaves[k], strict=True)))
+        return tree_unflatten(leaves, self.tree)
+
+    def empty_like(self, keep_requires_grad: bool = False) -> TensorTree:
+        """Return the tree with new tensors of the same shapes and strides, which are leaves.
+
+        keep_requires_grad: they require gradients where these tensors do, instead of none.
+        """
+        new = [torch.empty_like(t.detach()) for t in self.tensors]
+        if keep_requires_grad:
+            new = [a.requires_grad_(b.requires_grad) for a, b in zip(new, self.tensors, strict=True)]
+        return self.with_tensors(new)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Structure, and shape, strides, dtype and requires_grad of each tensor: all that a traced layer can depend on."""
+        kinds = tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in self.tensors)
+        return self.tree, kinds

@@ -14,9 +14,11 @@ from rich.table import Table
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import parse_run_layout
-from parallel3d.costs.layer_times import LayerSeconds, measure_layers
+from parallel3d.costs.layer_costs import Sample
+from parallel3d.costs.profilers import LayerSeconds, measure_layers
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
+from parallel3d.optim.precision import make_precision
 from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
 from parallel3d.planner.calibrate.measure import default_path, measure_cluster
 from parallel3d.planner.calibrate.runs import RunPredictor
@@ -171,11 +173,12 @@ def _calibration(options: argparse.Namespace, model: PlannedModel, cluster: Clus
     return found
 
 
-def _measured_layers(model: PlannedModel, cluster: Cluster) -> tuple[LayerSeconds, ...]:
+def _measured_layers(model: PlannedModel, cluster: Cluster) -> list[LayerSeconds]:
     """On this host, which the cluster is."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = load({**model.config, "train_micro_batch_size_per_gpu": 1})
-    return measure_layers(model, config, device)
+    sample = Sample(*model.sample(1), model.loss_fn, make_precision(config))
+    return measure_layers(model.layers, sample, config, device)
 
 
 def _compare(

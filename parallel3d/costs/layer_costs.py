@@ -1,7 +1,7 @@
-"""What each layer of a list costs on a sample micro-batch, counted on tensors without memory or measured on the device.
+"""Cost of each layer of a list on a sample micro-batch, computed on tensors without memory or measured on the device.
 
-Layers run one after the other, each on what the one before returned. A layer that was there already, with the same
-arguments and inputs of the same structure, is taken to cost the same.
+Layers run one after the other, each on the previous one's output. A layer that repeats an earlier one, with the same
+arguments and inputs of the same structure, is assumed to cost the same.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ from parallel3d.structures import Structure, describe
 
 @dataclass(frozen=True)
 class LayerCost:
-    """forward and backward: in the unit of whoever found it; saved: bytes that the forward keeps for the backward, and
-    given: of the layer's input, both 0 where that isn't counted.
+    """Cost of one layer, in FLOPs or in seconds.
+
+    - forward, backward: the two passes.
+    - weight: the gradients of weights, if they are measured apart from `backward`, else 0.
+    - saved: bytes that the forward keeps for the backward; given: bytes of the layer's input. Both 0 if not counted.
     """
 
     forward: float
     backward: float
+    weight: float = 0.0
     saved: int = 0
     given: int = 0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One micro-batch to find costs with: what the first layer takes, and labels, with which the loss is counted too.
+    """One micro-batch: the first layer's inputs, and labels, with which the loss is counted too.
 
     loss_fn: as PipelineModule takes it; precision: of training, for weights, inputs and autocast.
     """
@@ -52,8 +56,14 @@ class Sample:
         """Whether the last layer's cost includes the loss."""
         return self.loss_fn is not None and self.labels is not None
 
+    def build_loss(self, context: BuildContext) -> Callable[[Any, Any], Any] | None:
+        """Return the loss function, built if it is a spec; None if the cost doesn't include it."""
+        if not self.has_loss:
+            return None
+        return self.loss_fn.build(context) if isinstance(self.loss_fn, LayerSpec) else self.loss_fn
 
-class Ruler(ABC):
+
+class LayerProfiler(ABC):
     """Finds the cost of layers, in their order."""
 
     def __init__(self, sample: Sample, context: BuildContext):
@@ -61,36 +71,36 @@ class Ruler(ABC):
 
     @abstractmethod
     def place(self, tree: Any) -> Any:
-        """The sample's tensors where layers are to run."""
+        """Return the sample's tensors on the device on which layers run."""
 
     @abstractmethod
     def measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
-        """(cost, output) of a layer on x; where is_last and the sample has a loss, that of both."""
+        """Return (cost, output) of a layer on x; if is_last, the loss is part of both where the sample has one."""
 
     def measure_all(self, layers: Sequence[Layer]) -> list[LayerCost]:
-        """One cost a layer. Raises PartitionError that names the layer which can't run, and the remedy."""
+        """Return the cost of each layer. Raises PartitionError that names the layer which can't run, and the remedy."""
         x = self.sample.precision.cast(self.place(self.sample.inputs))
         labels = self.place(self.sample.labels)
         known: list[tuple[Layer, Structure, tuple[LayerCost, Any]]] = []
         costs = []
         for k, layer in enumerate(layers):
             structure, is_last = describe(x)[0], k == len(layers) - 1
-            found = None
+            result = None
             if not (is_last and self.sample.has_loss):
-                found = next((f for other, s, f in known if alike(layer, other) and structure == s), None)
-            if found is None:
+                result = next((r for other, s, r in known if alike(layer, other) and structure == s), None)
+            if result is None:
                 try:
-                    found = self.measure(layer, x, labels, is_last)
+                    result = self.measure(layer, x, labels, is_last)
                 except PartitionError as error:
                     raise PartitionError(f"layer {k} ({layer_name(layer)}): {error}") from error
-                known.append((layer, structure, found))
-            cost, x = found
+                known.append((layer, structure, result))
+            cost, x = result
             costs.append(cost)
         return costs
 
 
 def alike(a: Layer, b: Layer) -> bool:
-    """Whether two entries of a list run the same computation, with weights of their own or not."""
+    """Return whether two entries of a list run the same computation, with shared weights or not."""
     if a is b:
         return True
     if type(a) is not type(b) or not isinstance(a, LayerSpec) or not isinstance(b, LayerSpec):
@@ -99,8 +109,10 @@ def alike(a: Layer, b: Layer) -> bool:
     return same_call and a.costs_like(b)
 
 
-def bound(layer: Layer, module: Any, loss: Callable[[Any, Any], Any] | None, labels: Any) -> Callable[[Any], Any]:
-    """What runs a layer that was built as `module`, and then the loss, if there is one."""
+def bind_forward(
+    layer: Layer, module: Any, loss: Callable[[Any, Any], Any] | None, labels: Any
+) -> Callable[[Any], Any]:
+    """Return the function that runs a layer, built as `module`, and then the loss, if there is one."""
     function = module
     if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
         function = partial(layer.forward_fn, module)
@@ -108,9 +120,9 @@ def bound(layer: Layer, module: Any, loss: Callable[[Any, Any], Any] | None, lab
 
 
 def replace_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Put convert(tensor) in place of each parameter and buffer, wherever one is shared.
+    """Replace each parameter and buffer by convert(tensor), a shared one everywhere by the same tensor.
 
-    Not module.to(): that swaps the contents of fake tensors, which it can't for those that something else refers to.
+    Unlike module.to(), which swaps the contents of fake tensors and fails if something else refers to them.
     """
     converted: dict[Tensor, Tensor] = {}
     for owner in module.modules():
@@ -127,10 +139,10 @@ def replace_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> N
                 table[name] = converted[tensor]
 
 
-def made_ready(module: Any, device: torch.device, weights: torch.dtype | None) -> list[nn.Parameter]:
-    """The parameters of a layer, now in training mode on `device`, with floating-point tensors in dtype `weights`, if any.
+def prepare(module: Any, device: torch.device, weights: torch.dtype | None) -> list[nn.Parameter]:
+    """Put a layer in training mode on `device`, cast as `initialize` casts it, and return its parameters.
 
-    Buffers too, as initialize casts them. Of a function there are none.
+    weights: dtype of floating-point parameters and buffers, None to keep theirs. A function has no parameters.
     """
     if not isinstance(module, nn.Module):
         return []
@@ -142,41 +154,44 @@ def made_ready(module: Any, device: torch.device, weights: torch.dtype | None) -
     return list(module.train().parameters())
 
 
-@dataclass
-class Run:
-    """One forward and backward of a layer, which leave no gradient in its parameters.
+class LayerRun:
+    """One forward and backward of a layer, as `function`, on x.
 
-    tensors: copies of the input's tensors, not leaves, for a layer may work on its input in place.
+    The layer gets copies of the input's tensors that aren't leaves, since it may work on its input in place. A gradient
+    goes to those inputs for which the previous layer's output requires one, and to none of the first layer's.
     """
 
-    function: Callable[[Any], Any]
-    x: Any
-    parameters: Sequence[nn.Parameter]
-    autocasting: AbstractContextManager[Any]
-
-    def __post_init__(self) -> None:
-        # Of the first layer's inputs nothing asks for a gradient; of the others those that the layer before computed with one.
-        self._leaves = [
-            t.detach().requires_grad_(t.requires_grad) for t in tree_leaves(self.x) if isinstance(t, Tensor)
-        ]
+    def __init__(self, function: Callable[[Any], Any], x: Any, autocasting: AbstractContextManager[Any]):
+        self._function, self._autocasting = function, autocasting
+        self._leaves = [t.detach().requires_grad_(t.requires_grad) for t in tree_leaves(x) if isinstance(t, Tensor)]
         copies = iter([leaf.clone() for leaf in self._leaves])
-        self.x = tree_map(lambda t: next(copies) if isinstance(t, Tensor) else t, self.x)
-        self.output: Any = None
+        self._x = tree_map(lambda t: next(copies) if isinstance(t, Tensor) else t, x)
+        self._output: Any = None
 
     def forward(self) -> None:
         """Run the layer."""
-        with self.autocasting:
-            self.output = self.function(self.x)
+        with self._autocasting:
+            self._output = self._function(self._x)
 
-    def backward(self) -> None:
-        """Gradients of the inputs and parameters, from ones as the gradients of all outputs."""
-        outputs = [t for t in tree_leaves(self.output) if isinstance(t, Tensor) and t.requires_grad]
-        inputs = [t for t in (*self._leaves, *self.parameters) if t.requires_grad]
+    def backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Compute gradients of the inputs and of these parameters, without storing them; output gradients are ones."""
+        outputs, ones = self._outputs()
+        inputs = [t for t in (*self._leaves, *parameters) if t.requires_grad]
         if outputs and inputs:
-            torch.autograd.grad(outputs, inputs, [torch.ones_like(t) for t in outputs], allow_unused=True)
+            torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
 
-    def handed_on(self) -> Any:
-        """The output for the next layer, without the graph behind it."""
+    def accumulate(self) -> None:
+        """Run a backward whose gradients go to the leaves, or where their hooks take them; output gradients are ones."""
+        outputs, ones = self._outputs()
+        if outputs:
+            torch.autograd.backward(outputs, ones)
+
+    def _outputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        outputs = [t for t in tree_leaves(self._output) if isinstance(t, Tensor) and t.requires_grad]
+        return outputs, [torch.ones_like(t) for t in outputs]
+
+    def next_input(self) -> Any:
+        """Return the output as the next layer's input, without its autograd graph."""
         return tree_map(
-            lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, self.output
+            lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, self._output
         )

@@ -1,4 +1,4 @@
-"""The profile of one layer at one number of samples, and at others."""
+"""Profile of one layer: its work and memory at one number of samples, extrapolated to others."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from parallel3d.costs.work import Work
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """A layer at one number of samples, on the first of its slices, whose share is the largest.
+    """A layer at one number of samples, on the first of its tensor-parallel ranks, whose share is the largest.
 
-    input_gradient and weight_gradient are what BACKWARD_INPUT and BACKWARD_WEIGHT do, backward what a BACKWARD does; where it
-    is recomputed, input_gradient and backward begin with another forward. inputs: bytes of the memory of each tensor that
-    comes in; whole, split: what it holds under schedules with whole backwards, and with split ones; parameters, frozen: by
-    name, as built, without memory; early: the parameters whose gradients come with BACKWARD_INPUT, as norms' do; buffers:
-    bytes, as they are cast; tables: bytes that its first forward makes for good, once for all alike; tie: key of a
-    TiedLayerSpec; tied_gradient: bytes of the gradient of what is tied that autograd holds until all layers of a chunk have
-    added to it, 0 where none is; loss: the loss function behind the last layer, whose work counts in this one.
+    - forward: work of the forward; input_gradient, weight_gradient, backward: work of a BACKWARD_INPUT, of a BACKWARD_WEIGHT
+      and of a BACKWARD. If the layer is recomputed, input_gradient and backward begin with another forward.
+    - inputs: bytes of the memory of each input; outputs: the tensors that it returns.
+    - whole, split: memory under schedules with whole backwards, and with split ones.
+    - parameters, frozen: (name, parameter) as built, without memory.
+    - early: names of the parameters whose gradients come with BACKWARD_INPUT, such as those of norms.
+    - buffers: bytes, as cast in training.
+    - tables: bytes that its first forward makes for good, once for all layers that are alike.
+    - tie: key of a TiedLayerSpec; tied_gradient: bytes of the gradient of tied weights that autograd holds until all layers
+      of a chunk have added to it, 0 if there is none.
+    - loss: profile of the loss, whose work is part of the last layer's.
     """
 
     name: str
@@ -45,73 +49,73 @@ class LayerProfile:
 
     @property
     def output_bytes(self) -> int:
-        """Of the message to the next stage."""
+        """Bytes of the message to the next stage."""
         return sum(boundary.nbytes for boundary in self.outputs)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the message back from the next stage."""
+        """Bytes of the message back from the next stage."""
         return sum(boundary.nbytes for boundary in self.outputs if boundary.requires_grad)
 
     def held(self, splits: bool) -> LayerBytes:
-        """By the kind of backward."""
+        """Return the memory by the kind of backward."""
         return self.split if splits else self.whole
 
 
-# Of an operator, that the host takes to keep apart what it saves, once in the forward and twice in the backward, which
-# makes it anew and hands it out: by a 1b model's steps with micro-batches too small for an H200.
-_KEPT = 0.5
+# Host time to set apart the tensors that a recomputed operator saves, in operator calls: once in the forward, and twice in
+# the backward, which recomputes and returns them. From steps of a 1b model with micro-batches too small for an H200.
+_SAVING = 0.5
 
 
 def recomputed(profile: LayerProfile) -> LayerProfile:
-    """The same layer, whose backward begins with another forward."""
+    """Return the profile of the same layer with recomputation: its backward begins with another forward."""
     again = profile.forward
-    if profile.loss is not None:  # is behind all regions, and runs once
+    if profile.loss is not None:  # the loss is in no recomputed region
         loss = profile.loss.forward
         own = again.exchanges[: len(again.exchanges) - len(loss.exchanges)]
         again = replace(again.beyond(loss), exchanges=own)
     inputs, both = again + profile.input_gradient, again + profile.backward
-    forward = _kept_apart(profile.forward, _KEPT * again.operators)
-    inputs, both = (_kept_apart(work, 2 * _KEPT * again.operators) for work in (inputs, both))
+    forward = _add_operators(profile.forward, _SAVING * again.operators)
+    inputs, both = (_add_operators(work, 2 * _SAVING * again.operators) for work in (inputs, both))
     return replace(profile, forward=forward, input_gradient=inputs, backward=both, recomputed=True)
 
 
-def _kept_apart(work: Work, operators: float) -> Work:
+def _add_operators(work: Work, operators: float) -> Work:
     return replace(work, operators=work.operators + operators)
 
 
-class _Bends(Exception):
-    """Two profiles differ in more than in numbers that grow with the samples."""
+class _NotLinear(Exception):
+    """Two profiles differ in more than numbers that grow with the samples."""
 
 
 def extrapolated(one: LayerProfile, two: LayerProfile, steps: float) -> LayerProfile | None:
-    """The layer so many steps from one number of samples to another behind the first; None where more than numbers change.
+    """Return the profile at another number of samples, on the line through two profiles: `one` + `steps` * (`two` - `one`).
 
-    As where it runs other kernels: of a single sample some copies are mere views.
+    None if they differ in more than numbers that grow with the samples: with a single sample, some copies are views.
     """
 
     def line(a: Any, b: Any) -> Any:
         if type(a) in (int, float) and type(b) in (int, float):
             return type(a)(a + (b - a) * steps)
         if isinstance(a, Work) and (a.kernels, a.operators) != (b.kernels, b.operators):
-            raise _Bends
+            raise _NotLinear
         if isinstance(a, LayerProfile):
-            return moved(a, b)
+            return at_steps(a, b)
         if isinstance(a, tuple) and len(a) == len(b):
             parts = [line(x, y) for x, y in zip(a, b, strict=True)]
             return type(a)(*parts) if hasattr(a, "_fields") else tuple(parts)
         if is_dataclass(a) and not isinstance(a, type):
             return replace(a, **{f.name: line(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)})
         if a != b:
-            raise _Bends
+            raise _NotLinear
         return a
 
-    def moved(a: LayerProfile, b: LayerProfile) -> LayerProfile:
+    def at_steps(a: LayerProfile, b: LayerProfile) -> LayerProfile:
         return replace(a, **{name: line(getattr(a, name), getattr(b, name)) for name in _GROW})
 
     try:
-        return moved(one, two)
-    except _Bends:
+        return at_steps(one, two)
+    except _NotLinear:
         return None
 
 

@@ -1,4 +1,4 @@
-"""What layers ask of a device and of the links: the words between the model's profile and the time model."""
+"""Work of layers: what they ask of a device and of the links, as the time model reads it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One over a slice group. nbytes: of the whole tensor, reduced, gathered or to be scattered."""
+    """A collective over the tensor-parallel group. nbytes: of the whole tensor, reduced, gathered or to be scattered."""
 
     kind: CollectiveKind
     nbytes: float
 
     def times(self, samples: int) -> Collective:
-        """Of a tensor of so many samples, of one's."""
+        """Return the collective of a number of samples, from that of one."""
         return self if samples == 1 else Collective(self.kind, samples * self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a device does, and a host for it.
+    """Work of a device, and of the host that feeds it.
 
-    gemm_flops: of products of matrices; attention_flops: of fused attention; moved: bytes that all other kernels read and
-    write; kernels: how many are launched; operands: bytes that products of matrices read and write, but for weights: those of
-    weights and their gradients, the same for any number of samples; operators: that the host calls, fused ones each;
-    exchanges: over the slice group.
+    - gemm_flops: FLOPs of matrix products; attention_flops: FLOPs of fused attention.
+    - moved: bytes that all other kernels read and write.
+    - kernels: number of kernel launches.
+    - operands: bytes that matrix products read and write, without those of weights and their gradients.
+    - weights: bytes of weights and their gradients that matrix products read and write; the same for any number of samples.
+    - operators: number of operators that the host calls, also those that are fused into one kernel.
+    - exchanges: over the tensor-parallel group.
     """
 
     gemm_flops: float = 0.0
@@ -52,7 +55,7 @@ class Work:
         )
 
     def beyond(self, before: Work) -> Work:
-        """What is more than `before`, exchanges aside."""
+        """Return this work minus `before`, without exchanges."""
         return Work(
             self.gemm_flops - before.gemm_flops,
             self.attention_flops - before.attention_flops,
@@ -65,21 +68,21 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Of all matrix products."""
+        """FLOPs of all matrix products, those of attention included."""
         return self.gemm_flops + self.attention_flops
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Of all exchanges."""
+        """The collectives of all exchanges."""
         return tuple(collective for exchange in self.exchanges for collective, _ in exchange.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Collectives under way, from the first one's start until the last of them is waited for.
+    """Collectives in flight, from the start of the first one until the last of them is waited for.
 
-    parts: each collective, one after the other on the links, with what of the device's work goes on behind its start, until
-    the next one's or the end. It is part of the Work that the exchange belongs to.
+    parts: each collective, one after the other on the links, with the device's work from its start to the start of the next
+    one, or to the end. That is part of the Work that the exchange belongs to.
     """
 
     parts: tuple[tuple[Collective, Work], ...]

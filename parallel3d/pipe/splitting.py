@@ -15,9 +15,8 @@ from torch import nn
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import Config, PipelineConfig, load_layout, load_precision, read, resolve_batch
 from parallel3d.config.load import Source
-from parallel3d.costs.layer_costs import LayerCost, Ruler, Sample
-from parallel3d.costs.profiling import Profiler
-from parallel3d.costs.roofline import Tracer
+from parallel3d.costs.layer_costs import LayerCost, LayerProfiler, Sample
+from parallel3d.costs.profilers import FlopProfiler, TimeProfiler
 from parallel3d.errors import PartitionError, ScheduleError
 from parallel3d.optim import build_optimizer
 from parallel3d.optim.precision import make_precision
@@ -108,18 +107,18 @@ class LayerSplitter:
                 f"partition method {method!r} runs the layers on a sample, and there is none; pass sample_input= (the inputs "
                 "of one micro-batch) to PipelineModule, on every rank, or use 'parameters'"
             )
-        costs = self._measure((Tracer if kind == "flops" else Profiler)(self._sample, self._context))
+        costs = self._measure((FlopProfiler if kind == "flops" else TimeProfiler)(self._sample, self._context))
         return [
             cost.backward + cost.forward * (2 if recomputed else 1)
             for cost, recomputed in zip(costs, self._recomputed, strict=True)
         ]
 
-    def _measure(self, ruler: Ruler) -> list[LayerCost]:
+    def _measure(self, profiler: LayerProfiler) -> list[LayerCost]:
         """Return the median of all ranks' costs, so that all split alike; the random generators keep their states."""
         states = generator_states(self._context.device)
         own: list[LayerCost] | str
         try:
-            own = ruler.measure_all(self._layers)
+            own = profiler.measure_all(self._layers)
         except PartitionError as error:
             own = str(error)
         finally:
@@ -143,7 +142,7 @@ class LayerSplitter:
         config = source if isinstance(source, Config) else read(source).config
         activations = [0] * len(self._layers)
         if self._sample is not None:
-            costs = self._measure(Tracer(self._sample, self._context))
+            costs = self._measure(FlopProfiler(self._sample, self._context))
             activations = [c.given if r else c.saved for c, r in zip(costs, self._recomputed, strict=True)]
         if self._context.sequence_parallel:
             # All activations are sharded. Without sequence parallelism count as if none was.

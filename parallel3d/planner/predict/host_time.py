@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from parallel3d.config import load
-from parallel3d.costs.layer_times import measure_layers
+from parallel3d.costs.layer_costs import Sample
+from parallel3d.costs.profilers import measure_layers
+from parallel3d.optim.precision import make_precision
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import load_model
 
@@ -17,6 +19,7 @@ def seconds_per_operator(device: torch.device) -> float:
     model = load_model(_MODEL, seq=_TOKENS)
     config = load({**model.config, "train_micro_batch_size_per_gpu": 1})
     inputs, labels = model.sample(1)
+    sample = Sample(inputs, labels, model.loss_fn, make_precision(config))
     block = ModelProfile(model.layers, inputs, labels, model.loss_fn, config).layers()[_BLOCK]
     works = block.forward, block.input_gradient, block.weight_gradient
-    return sum(measure_layers(model, config, device)[_BLOCK]) / sum(work.operators for work in works)
+    return sum(measure_layers(model.layers, sample, config, device)[_BLOCK]) / sum(work.operators for work in works)

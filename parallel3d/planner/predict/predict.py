@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from parallel3d.config.run_layout import RunLayout
-from parallel3d.costs.layer_times import LayerSeconds, factors
+from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import layer_chain
@@ -46,7 +46,16 @@ from parallel3d.planner.predict.program import (
     untimed_flight,
     with_collectives,
 )
-from parallel3d.planner.predict.timing import Floats, LayoutLinks, Shape, StepCost, Times, chunk_times, layer_times
+from parallel3d.planner.predict.timing import (
+    Floats,
+    LayoutLinks,
+    Shape,
+    StepCost,
+    Times,
+    chunk_times,
+    factors,
+    layer_times,
+)
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from parallel3d.config import Config
+from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
-from parallel3d.costs.sliced_traces import LossFunction, SlicedTraces, Traceable, rows_of
-from parallel3d.costs.tracing import Template
-from parallel3d.costs.watch import Watch
+from parallel3d.costs.model_traces import INSTEAD, LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.errors import PartitionError
 from parallel3d.layer_choice import choice_rule
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.parameters import stage_parameters
 from parallel3d.specs import Layer, layer_name
+from parallel3d.structures import TensorTree
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 __all__ = ["LayerProfile", "ModelProfile"]
@@ -39,8 +39,8 @@ class ModelProfile:
     layers, loss_fn: as PipelineModule takes them; inputs, labels: of one micro-batch, whose samples lie along dim 0 of its
     tensors; config: with precision, compilation and which layers may be recomputed. device: on whose behalf, "cuda" or
     "cpu". Tensors are without memory, on the meta device or fake ones on the CPU, so that no device is needed; with "cuda"
-    attention, dropout and this project's kernels are those of CUDA (cuda_functions.py, standing.py). compiled: torch.compile
-    fuses element-wise work, see Watch; the configuration says by default.
+    attention, dropout and this project's kernels are those of CUDA (costs/fakes.py, fake_device.py). compiled: torch.compile
+    fuses element-wise work, see OperatorCounter; the configuration says by default.
     Nothing is joined or communicated: collectives of sliced layers are noted where they are called.
     """
 
@@ -57,15 +57,15 @@ class ModelProfile:
         self.specs, self.names = list(layers), [layer_name(layer) for layer in layers]
         self.config, self.device = config, device
         fuses = config.compile.enabled if compiled is None else compiled
-        self._traceable = Traceable(self.specs, loss_fn, (inputs, labels), config, device, fuses)
+        self._traceable = TracedModel(self.specs, loss_fn, (inputs, labels), config, device, fuses)
         self.precision = self._traceable.precision
         chosen = choice_rule(config.pipeline.checkpointable_layers, self.names, "checkpointable_layers")
         self._recomputes = [chosen(k, layer) for k, layer in enumerate(self.specs)]
         # Attention of the CPU's is found on fake tensors alone; the meta device has no autocast.
         self._on_meta = device == "cuda" and self.precision.autocast is None
-        self._watch = Watch(fuses)
+        self._counter = OperatorCounter(INSTEAD, fuses)
         self._losses: dict[Any, LayerProfile] = {}
-        self._slicings: dict[_Layout, SlicedTraces] = {}
+        self._slicings: dict[_Layout, ModelTraces] = {}
         self._profiles: dict[tuple[_Layout, int], tuple[LayerProfile, ...]] = {}
         self._again: dict[tuple[_Layout, int], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[tuple[object, ...], list[list[ParameterInfo]]] = {}
@@ -105,8 +105,8 @@ class ModelProfile:
             return round(samples * tensor.numel()) * dtype.itemsize
 
         return (
-            tuple(nbytes(t, True) for t in Template.of(inputs).tensors),
-            tuple(nbytes(t, False) for t in Template.of(labels).tensors),
+            tuple(nbytes(t, True) for t in TensorTree.of(inputs).tensors),
+            tuple(nbytes(t, False) for t in TensorTree.of(labels).tensors),
         )
 
     def layers(
@@ -152,7 +152,7 @@ class ModelProfile:
 
     def _made(self, layout: _Layout, micro_batch: int) -> tuple[LayerProfile, ...]:
         if layout not in self._slicings:
-            self._slicings[layout] = SlicedTraces(self._traceable, *layout, self._on_meta, self._watch, self._losses)
+            self._slicings[layout] = ModelTraces(self._traceable, *layout, self._on_meta, self._counter, self._losses)
         traced = self._slicings[layout].profiles
         for few in _FEW:
             if micro_batch <= max(few):

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from parallel3d.config.run_layout import RunLayout
-from parallel3d.costs.layer_times import LayerSeconds, factors
+from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.planner.predict.costs import pace
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.timing import Floats, layer_times
+from parallel3d.planner.predict.timing import Floats, factors, layer_times
 from parallel3d.planner.search.found import Found
 from parallel3d.planner.search.search import Bounds, Search
 from parallel3d.planner.search.space import VARIANTS, Space

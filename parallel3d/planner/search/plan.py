@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import RunLayout
-from parallel3d.costs.layer_times import LayerSeconds
+from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.calibrate.corrected import corrected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 import parallel3d
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.costs.layer_costs import LayerCost, Sample
-from parallel3d.costs.profiling import Profiler
-from parallel3d.costs.roofline import FLOPS_PER_BYTE, Tracer
+from parallel3d.costs.profilers import FLOPS_PER_BYTE, FlopProfiler, TimeProfiler
 from parallel3d.errors import PartitionError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
@@ -32,7 +32,7 @@ def context() -> BuildContext:
 
 
 def trace(context: BuildContext, layers: list[Any], x: Any, labels: Any = None, loss: Any = None) -> list[LayerCost]:
-    return Tracer(Sample(x, labels, loss, Precision()), context).measure_all(layers)
+    return FlopProfiler(Sample(x, labels, loss, Precision()), context).measure_all(layers)
 
 
 def matmul(m: int, n: int, k: int) -> int:
@@ -194,13 +194,16 @@ def test_layers_that_cannot_be_traced_are_named(context: BuildContext, layer: An
 
 
 class Clock:
-    """Stands still but for what layers say that they take."""
+    """Clock that advances only by the seconds that layers add."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def mark(self) -> float:
         return self.now
+
+    def read(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
 
 
 class Takes(nn.Module):
@@ -223,12 +226,11 @@ class Takes(nn.Module):
         return y
 
 
-def test_measured_is_the_median_after_a_warm_up(context: BuildContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_is_the_median_after_a_warm_up(context: BuildContext) -> None:
     clock = Clock()
-    monkeypatch.setattr("parallel3d.costs.profiling.time", clock)
     sample = Sample(torch.randn(4, 8), None, None, Precision())
     layers = [nn.Linear(8, 8), *(Takes(clock, rounds) for rounds in (8, 1, 64))]
-    found = Profiler(sample, context).measure_all(layers)
+    found = TimeProfiler(sample, context, clock=clock).measure_all(layers)
     assert [(cost.forward, cost.backward) for cost in found] == [(0, 0), (8, 8), (1, 1), (64, 64)]
 
 
@@ -241,15 +243,15 @@ def test_layers_are_measured_in_the_precision_of_training(context: BuildContext,
             seen.append((x.dtype, self.weight.dtype))
             return super().forward(x)
 
-    Profiler(Sample(torch.randn(4, 8), None, None, Precision(weights=dtype)), context).measure_all([Notes(8, 8)])
+    TimeProfiler(Sample(torch.randn(4, 8), None, None, Precision(weights=dtype)), context).measure_all([Notes(8, 8)])
     assert set(seen) == {(dtype, dtype)}
 
 
 def test_a_layer_may_work_on_its_input_in_place(context: BuildContext) -> None:
     layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.ReLU, inplace=True)]
     sample = Sample(torch.randn(4, 8), None, None, Precision())
-    for ruler in (Tracer(sample, context), Profiler(sample, context)):
-        assert all(cost.forward > 0 and cost.backward > 0 for cost in ruler.measure_all(layers))
+    for profiler in (FlopProfiler(sample, context), TimeProfiler(sample, context)):
+        assert all(cost.forward > 0 and cost.backward > 0 for cost in profiler.measure_all(layers))
 
 
 def test_a_tied_layer_is_found_by_how_it_is_called(context: BuildContext) -> None:

@@ -8,8 +8,10 @@ from torch import nn
 
 from parallel3d.config import load
 from parallel3d.config.run_layout import parse_run_layout
-from parallel3d.costs.layer_times import LayerSeconds, measure_layers
+from parallel3d.costs.layer_costs import Sample
+from parallel3d.costs.profilers import LayerSeconds, measure_layers
 from parallel3d.errors import PartitionError
+from parallel3d.optim.precision import make_precision
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.timing import layer_times
 from parallel3d.planner.search.model import PlannedModel
@@ -44,11 +46,14 @@ def model(*layers: LayerSpec) -> PlannedModel:
     return PlannedModel("linears", layers, nn.functional.mse_loss, sample, 64, {})
 
 
-CONFIG = load({"train_micro_batch_size_per_gpu": 1})
+def measure(layers: list[LayerSpec]) -> list[LayerSeconds]:
+    config = load({"train_micro_batch_size_per_gpu": 1})
+    sample = Sample(torch.randn(64, WIDTH), torch.randn(64, WIDTH), nn.functional.mse_loss, make_precision(config))
+    return measure_layers(layers, sample, config, torch.device("cpu"))
 
 
 def test_each_kind_of_layer_is_measured_once_and_in_its_parts() -> None:
-    found = measure_layers(model(*[LayerSpec(Twice)] * 3, LayerSpec(nn.Identity)), CONFIG, torch.device("cpu"))
+    found = measure([*[LayerSpec(Twice)] * 3, LayerSpec(nn.Identity)])
     assert len(found) == 4
     assert found[1] == found[2], "alike, but for the first one, whose inputs want no gradient"
     assert min(found[1]) > 0
@@ -58,7 +63,7 @@ def test_each_kind_of_layer_is_measured_once_and_in_its_parts() -> None:
 
 def test_a_layer_that_cannot_run_is_named() -> None:
     with pytest.raises(PartitionError, match=r"layer 1 \(Refuses\): .*ValueError: no"):
-        measure_layers(model(LayerSpec(Twice), LayerSpec(Refuses)), CONFIG, torch.device("cpu"))
+        measure([LayerSpec(Twice), LayerSpec(Refuses)])
 
 
 @pytest.mark.parametrize("times", [0.5, 3.0])

@@ -15,7 +15,7 @@ from test_search import hosts, small_model
 
 from parallel3d.cli.plan import show
 from parallel3d.config.run_layout import parse_run_layout
-from parallel3d.costs.layer_times import LayerSeconds
+from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
 from parallel3d.parity.layout import config_of

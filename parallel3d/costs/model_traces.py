@@ -1,0 +1,275 @@
+"""Traces of a model's layers at one tensor-parallel degree; each distinct layer is traced once per number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import make_splittable
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.config import Config
+from parallel3d.costs.counter import OperatorCounter
+from parallel3d.costs.fakes import CudaFunctions, Fakes, MetaFakes
+from parallel3d.costs.layer_costs import alike, bind_forward, prepare
+from parallel3d.costs.layer_profile import LayerProfile
+from parallel3d.costs.tracing import LayerTrace, LayerTracer
+from parallel3d.errors import PartitionError
+from parallel3d.fake_device import standing_for
+from parallel3d.optim.precision import Precision, make_precision
+from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
+from parallel3d.structures import TensorTree
+from parallel3d.zero.policy import ZeroPolicy, make_policy
+
+LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
+# Advice of errors, for layers that communicate by themselves.
+INSTEAD = "communicate by parallel3d.tensor_parallel alone"
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model to trace.
+
+    - layers, loss_fn: as PipelineModule takes them.
+    - sample: (inputs, labels) of one micro-batch.
+    - device: type of the device on which it trains, "cpu" or "cuda".
+    - fuses: torch.compile runs the layers, see OperatorCounter. A loss with a method `in_one`, which returns the loss computed
+      over all positions at once, is then traced so, since the engine compiles it in that form.
+    """
+
+    layers: Sequence[Layer]
+    loss_fn: LossFunction
+    sample: tuple[Any, Any]
+    config: Config
+    device: str
+    fuses: bool
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Index of the first layer that costs the same, for each layer."""
+        first: list[int] = []
+        kinds = []
+        for k, layer in enumerate(self.layers):
+            kind = next((j for j in first if alike(layer, self.layers[j])), k)
+            if kind == k:
+                first.append(k)
+            kinds.append(kind)
+        return kinds
+
+    @cached_property
+    def precision(self) -> Precision:
+        """Precision of training."""
+        return make_precision(self.config)
+
+    @cached_property
+    def policy(self) -> ZeroPolicy:
+        """Policy that decides the dtypes of gradients' accumulators."""
+        return make_policy(self.config, [], torch.device("cpu"), self.precision.weights)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Tensors of a module as built. parameters, frozen: (name, parameter without memory); buffers: bytes, as cast."""
+
+    parameters: tuple[tuple[str, nn.Parameter], ...] = ()
+    frozen: tuple[tuple[str, nn.Parameter], ...] = ()
+    buffers: int = 0
+
+
+class ModelTraces:
+    """Traces a model's layers on the first of `num_slices` tensor-parallel ranks.
+
+    - on_meta: on the meta device instead of fake tensors.
+    - counter: counts operators and collectives of all traces.
+    - losses: traces of the loss, shared by ModelTraces of one model: sequence parallelism doesn't change them.
+    """
+
+    def __init__(
+        self,
+        model: TracedModel,
+        num_slices: int,
+        sequence_parallel: bool,
+        on_meta: bool,
+        counter: OperatorCounter,
+        losses: dict[Any, LayerProfile],
+    ):
+        self._model, self._counter, self._losses = model, counter, losses
+        groups = ProcessGroups.imagined(num_slices, counter.start_collective)
+        independent = model.config.rng.layout_independent
+        self._context = BuildContext(groups, torch.device("cpu"), sequence_parallel, independent)
+        self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)
+        self._modules: dict[tuple[int, bool], tuple[LayerTracer, _Tensors]] = {}
+        self._tables: dict[int, int] = {}
+        self._known: dict[Any, tuple[LayerProfile, TensorTree]] = {}
+        self._profiles: dict[int, tuple[LayerProfile, ...]] = {}
+        loss = model.loss_fn
+        self._loss = loss.build(self._context) if isinstance(loss, LayerSpec) else loss
+        in_one = getattr(self._loss, "in_one", None)
+        if model.fuses and in_one is not None:
+            self._loss = in_one()
+
+    def profiles(self, samples: int) -> tuple[LayerProfile, ...]:
+        """Return the profile of each layer. Raises PartitionError, which names the layer, for one that can't be traced."""
+        if samples not in self._profiles:
+            self._profiles[samples] = self._trace_all(samples)
+        return self._profiles[samples]
+
+    def _trace_all(self, samples: int) -> tuple[LayerProfile, ...]:
+        with self._fakes.mode, self._fakes.device:
+            inputs, labels = _resized(self._fakes.place(self._model.sample), samples)
+            x = TensorTree.of(self._model.precision.cast(inputs))
+        profiles = []
+        for k in range(len(self._model.layers)):
+            profile, x = self._profile(k, x)
+            profiles.append(profile)
+        if self._loss is not None and labels is not None:
+            profiles[-1] = self._with_loss(profiles[-1], x, labels)
+        return tuple(profiles)
+
+    def _profile(self, k: int, x: TensorTree) -> tuple[LayerProfile, TensorTree]:
+        layer, kind = self._model.layers[k], self._model.kinds[k]
+        tie = layer.key if isinstance(layer, TiedLayerSpec) else None
+        key = (kind, x.key, tie)
+        if key not in self._known:
+            try:
+                (whole, returned), (split, _) = (self._trace(kind, x, splits) for splits in (False, True))
+            except PartitionError as error:
+                raise PartitionError(f"layer {k} ({layer_name(layer)}): {error}") from error
+            _, tensors = self._modules[kind, True]
+            self._tables[kind] = max(self._tables.get(kind, 0), whole.tables, split.tables)
+            made = _make_profile(layer_name(layer), whole, split, tensors, tie, self._tables[kind])
+            if isinstance(layer, TiedLayerSpec) and self._model.precision.weights is None:
+                made = replace(made, tied_gradient=_tied_bytes(layer, tensors))
+            self._known[key] = made, returned
+        return self._known[key]
+
+    def _trace(self, kind: int, x: TensorTree, splits: bool) -> tuple[LayerTrace, TensorTree]:
+        # Whole backwards of half-precision weights also add past autograd.
+        splittable = splits or self._model.precision.weights is not None
+        layer = self._model.layers[kind]
+        if (kind, splittable) in self._modules:
+            return self._run(self._modules[kind, splittable][0], x, splits)
+
+        def traced(module: Any) -> tuple[LayerTrace, TensorTree]:
+            tracer, tensors = self._prepare(layer, module, splittable)
+            result = self._run(tracer, x, splits)
+            self._modules[kind, splittable] = tracer, tensors
+            return result
+
+        result: tuple[LayerTrace, TensorTree] = self._fakes.first_that_works(layer, traced)
+        return result
+
+    def _run(self, tracer: LayerTracer, x: TensorTree, splits: bool) -> tuple[LayerTrace, TensorTree]:
+        with ExitStack() as stack:
+            # Tensor-parallel layers draw the seed of a rank's own random stream.
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(self._fakes.mode)
+            stack.enter_context(standing_for(self._model.device))
+            if self._model.device == "cuda":
+                stack.enter_context(CudaFunctions())
+            return tracer.run(x, splits)
+
+    def _prepare(self, layer: Layer, module: Any, splittable: bool) -> tuple[LayerTracer, _Tensors]:
+        """Make a layer as it is trained, with a sink that adds its gradients to accumulators."""
+        precision, policy, sink = self._model.precision, self._model.policy, GradientSink()
+        tensors = _tensors_of(module, precision.weights)
+        accumulators: list[Tensor] = []
+        with self._fakes.mode, self._fakes.device:
+            parameters = [p for p in prepare(module, self._fakes.device, precision.weights) if p.requires_grad]
+            for parameter, (_, built) in zip(parameters, tensors.parameters, strict=True):
+                accumulators.append(torch.empty(parameter.shape, dtype=policy.accumulator_dtype(built.dtype)))
+                sink.attach(parameter, accumulators[-1])
+        if splittable and isinstance(module, nn.Module):
+            make_splittable(module, sink)
+        function = bind_forward(layer, module, None, None)
+        return LayerTracer(function, parameters, sink, precision, self._counter, accumulators), tensors
+
+    def _with_loss(self, last: LayerProfile, x: TensorTree, labels: Any) -> LayerProfile:
+        """Return the last layer's profile with the loss added."""
+
+        def loss(pair: Any) -> Any:
+            assert self._loss is not None
+            result = self._loss(*pair)
+            return result[0] if isinstance(result, (tuple, list)) else result
+
+        tracer = LayerTracer(loss, (), GradientSink(), self._model.precision, self._counter)
+        given = TensorTree.of((x.value(), labels))
+        key = (self._context.groups.model.size, type(self._fakes), given.key)
+        if key not in self._losses:
+            trace, _ = self._run(tracer, given, splits=False)  # it has no weights whose gradients could be split off
+            self._losses[key] = _make_profile("loss", trace, trace, _Tensors())
+        own = self._losses[key]
+        return replace(
+            last,
+            forward=last.forward + own.forward,
+            input_gradient=own.input_gradient + last.input_gradient,
+            backward=own.backward + last.backward,
+            loss=own,
+        )
+
+
+def _tied_bytes(layer: TiedLayerSpec, tensors: _Tensors) -> int:
+    tied = [p for n, p in tensors.parameters for a in layer.tied_weight_attr if n == a or n.startswith(a + ".")]
+    return sum(parameter.nbytes for parameter in tied)
+
+
+def _make_profile(
+    name: str, whole: LayerTrace, split: LayerTrace, tensors: _Tensors, tie: str | None = None, tables: int = 0
+) -> LayerProfile:
+    return LayerProfile(
+        name,
+        split.forward,
+        split.backward,
+        split.weight,
+        whole.backward + whole.weight,
+        split.inputs,
+        split.outputs,
+        whole.held,
+        split.held,
+        tensors.parameters,
+        tensors.frozen,
+        frozenset(tensors.parameters[k][0] for k in split.early),
+        tensors.buffers,
+        tables,
+        tie,
+    )
+
+
+def _tensors_of(module: Any, weights: torch.dtype | None) -> _Tensors:
+    if not isinstance(module, nn.Module):
+        return _Tensors()
+
+    def described(parameter: nn.Parameter) -> nn.Parameter:
+        like = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        vars(like).update(vars(parameter))
+        return like
+
+    everything = [(name, described(parameter)) for name, parameter in module.named_parameters()]
+    return _Tensors(
+        tuple((n, p) for n, p in everything if p.requires_grad),
+        tuple((n, p) for n, p in everything if not p.requires_grad),
+        sum(
+            b.numel() * (weights if weights is not None and b.is_floating_point() else b.dtype).itemsize
+            for b in module.buffers()
+        ),
+    )
+
+
+def rows_of(sample: tuple[Any, Any]) -> int:
+    """Return the number of samples of a micro-batch: the rows of its first tensor."""
+    return next((t.shape[0] for t in TensorTree.of(sample).tensors if t.dim()), 0)
+
+
+def _resized(sample: tuple[Any, Any], samples: int) -> tuple[Any, Any]:
+    """Return the micro-batch with `samples` samples: tensors with as many rows as the first one are resized."""
+    template = TensorTree.of(sample)
+    tensors, rows = template.tensors, rows_of(sample)
+    resized = [t.new_empty((samples, *t.shape[1:])) if t.dim() and t.shape[0] == rows else t for t in tensors]
+    pair: tuple[Any, Any] = template.with_tensors(resized).value()
+    return pair
