@@ -46,16 +46,7 @@ from parallel3d.planner.predict.program import (
     untimed_flight,
     with_collectives,
 )
-from parallel3d.planner.predict.timing import (
-    Floats,
-    LayoutLinks,
-    Shape,
-    StepCost,
-    Times,
-    chunk_times,
-    factors,
-    layer_times,
-)
+from parallel3d.planner.predict.timing import Floats, LayoutLinks, Shape, StepCost, Times, chunk_times, layer_times
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
@@ -135,7 +126,7 @@ class Predictor:
     @cached_property
     def _factors(self) -> Floats:
         assert self._measured is not None
-        return factors(self._measured, self.expected)
+        return self.expected.factors_of(self._measured)
 
     @cached_property
     def expected(self) -> Times:

@@ -168,6 +168,16 @@ class Times:
         scaled = (works - self.exchanges) * factors + self.exchanges
         return Times(scaled[0], scaled[1], scaled[2], self.exchanges, self.host)
 
+    def factors_of(self, measured: Sequence[LayerSeconds]) -> Floats:
+        """Return measured / these seconds of each layer's forward and both parts of its backward; 1 if one is 0.
+
+        Shape [3, layers].
+        """
+        seconds = np.array(measured).T
+        computed = np.stack([self.forward, self.input_gradient, self.weight_gradient])
+        known = (seconds > 0) & (computed > 0)
+        return np.where(known, seconds / np.where(known, computed, 1.0), 1.0)
+
     @property
     def total(self) -> Floats:
         """Of a micro-batch's forward and backward."""
@@ -217,17 +227,6 @@ def layer_times(
             known[id(layer)] = [c + e for c, e in zip(computed, exchanged, strict=True)], exchanged, host
     works_of, exchanges, host_of = (np.array([known[id(layer)][k] for layer in layers]).T for k in range(3))
     return Times(works_of[0], works_of[1], works_of[2], exchanges, host_of)
-
-
-def factors(measured: Sequence[LayerSeconds], expected: Times) -> Floats:
-    """Return measured / expected seconds of each layer's forward and both parts of its backward; 1 if one is 0.
-
-    Shape [3, layers].
-    """
-    seconds = np.array(measured).T
-    computed = np.stack([expected.forward, expected.input_gradient, expected.weight_gradient])
-    known = (seconds > 0) & (computed > 0)
-    return np.where(known, seconds / np.where(known, computed, 1.0), 1.0)
 
 
 def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:

@@ -10,7 +10,7 @@ from parallel3d.config.run_layout import RunLayout
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.planner.predict.costs import pace
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.timing import Floats, factors, layer_times
+from parallel3d.planner.predict.timing import Floats, layer_times
 from parallel3d.planner.search.found import Found
 from parallel3d.planner.search.search import Bounds, Search
 from parallel3d.planner.search.space import VARIANTS, Space
@@ -32,7 +32,7 @@ def predictor_of_halves(whole: Predictor, measured: Sequence[LayerSeconds] | Non
         return Predictor(model, profile, whole.network, whole.calibration, beside=whole)
     expected = layer_times(profile.layers(), whole.network.cluster.gpus[0].device, lambda collective: 0.0)
     works = np.stack([expected.forward, expected.input_gradient, expected.weight_gradient])
-    each = (works * factors(measured, whole.expected)[:, _block_of_each(whole)]).T.tolist()
+    each = (works * whole.expected.factors_of(measured)[:, _block_of_each(whole)]).T.tolist()
     halves = [LayerSeconds(*seconds) for seconds in each]
     return Predictor(model, profile, whole.network, whole.calibration, measured=halves, beside=whole)
 
