@@ -110,8 +110,8 @@ class WeightUpdate:
             model.parameters(),
             config.zero_allow_untested_optimizer,
             on_gather=self._gather_reporter(on_launch),
+            open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
         )
-        self.sharded.fused = open_update_kernels(optimizer, self.sharded.buckets, groups, model.device, config.kernels)
         self._frozen = model.frozen_infos()
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)

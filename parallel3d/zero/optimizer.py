@@ -45,6 +45,8 @@ class ShardedOptimizer:
     the user's handles go on working. on_gather: called with the owners and the number of each bucket whose gather has just
     been launched, and its work. Raises ConfigError for an optimizer that shards would change, unless allow_untested, and for
     parameters that aren't the model's.
+
+    open_kernel: returns the kernel that steps these buckets, whose masters the optimizer has by then, or None.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ShardedOptimizer:
         model_parameters: Iterable[nn.Parameter],
         allow_untested: bool = False,
         on_gather: Callable[[tuple[int, ...], int, Work], None] | None = None,
+        open_kernel: Callable[[Sequence[Bucket]], FusedAdamW | None] | None = None,
     ):
         self.optimizer = optimizer
         # Built from the last layer on; needed by the next forward from the first on.
@@ -66,7 +69,7 @@ class ShardedOptimizer:
             _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
             group["params"] = [master for p in group["params"] for master in _masters_of(p, masters)]
-        self.fused: FusedAdamW | None = None  # set by who opens the kernel, once the buckets are made
+        self._fused = open_kernel(self.buckets) if open_kernel is not None else None
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
         self._on_gather = on_gather
@@ -95,7 +98,7 @@ class ShardedOptimizer:
         if overflow is not None:
             optimizer.found_inf = overflow.float()
         self._wait_for_gathers()
-        fused = self.fused
+        fused = self._fused
         ours = [bucket for bucket in self.buckets if fused is not None and fused.takes(bucket)]
         others = [bucket for bucket in self.buckets if bucket not in ours]
         for bucket in self.buckets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from parallel3d.kernels.reduce_scatter import open_reduce_scatter
 from parallel3d.kernels.workspace import DTYPES
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
-from parallel3d.zero.buckets import make_buckets
+from parallel3d.zero.buckets import Bucket, make_buckets
+from parallel3d.zero.fused_adamw import FusedAdamW
 from parallel3d.zero.kernels import open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
@@ -69,10 +71,14 @@ def updates(device: torch.device) -> None:
     infos = [ParameterInfo(f"layers.{k}.weight", p, (0,)) for k, p in enumerate(parameters)]
     buckets = make_buckets(infos, ZeroPolicy(1, 2**20, torch.bfloat16), groups.data, groups.rank)
     optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
-    sharded = ShardedOptimizer(optimizer, buckets, parameters)
-    config = KernelsConfig(optimizer_step=True)
-    sharded.fused = open_update_kernels(optimizer, sharded.buckets, groups, device, config)
-    assert sharded.fused is not None
+    opened: list[FusedAdamW | None] = []
+
+    def open_kernel(own: Sequence[Bucket]) -> FusedAdamW | None:
+        opened.append(open_update_kernels(optimizer, own, groups, device, KernelsConfig(optimizer_step=True)))
+        return opened[0]
+
+    sharded = ShardedOptimizer(optimizer, buckets, parameters, open_kernel=open_kernel)
+    assert opened != [None]
     for _ in range(2):
         for bucket in buckets:
             bucket.gradient_shard.fill_(1.0)

@@ -233,9 +233,13 @@ class Sharded:
         self.buckets: list[Bucket] = make_buckets(infos, policy, self.groups.data, self.groups.rank)
         self.reference = torch.optim.AdamW(self._grouped(self.plain), lr=0.01)
         optimizer = torch.optim.AdamW(self._grouped(self.parameters), lr=0.01, fused=True)
-        self.sharded = ShardedOptimizer(optimizer, self.buckets, self.parameters)
         config = KernelsConfig(**UPDATES[way])
-        self.sharded.fused = open_update_kernels(optimizer, self.sharded.buckets, self.groups, self.device, config)
+        self.sharded = ShardedOptimizer(
+            optimizer,
+            self.buckets,
+            self.parameters,
+            open_kernel=lambda own: open_update_kernels(optimizer, own, self.groups, self.device, config),
+        )
         self.module = nn.ParameterList(self.parameters)
 
     @staticmethod

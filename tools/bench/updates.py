@@ -16,7 +16,8 @@ from parallel3d.config import KernelsConfig
 from parallel3d.kernels.reduce_scatter import open_reduce_scatter
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
-from parallel3d.zero.buckets import make_buckets
+from parallel3d.zero.buckets import Bucket, make_buckets
+from parallel3d.zero.fused_adamw import FusedAdamW
 from parallel3d.zero.kernels import open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
@@ -76,12 +77,13 @@ class Updates:
         policy = ZeroPolicy(1, numel, dtype)
         optimizer = torch.optim.AdamW(parameters, fused=self._device.type == "cuda")
         buckets = make_buckets(infos, policy, self._groups.data, self._groups.rank)
-        sharded = ShardedOptimizer(optimizer, buckets, parameters)
         config = KernelsConfig(**_UPDATES[name])
-        sharded.fused = open_update_kernels(optimizer, sharded.buckets, self._groups, self._device, config)
-        step = sharded.fused
-        if step is not None and name == "kernel, {backend}":
-            sharded.fused = step.alone()
+
+        def open_kernel(own: Sequence[Bucket]) -> FusedAdamW | None:
+            step = open_update_kernels(optimizer, own, self._groups, self._device, config)
+            return step.alone() if step is not None and name == "kernel, {backend}" else step
+
+        sharded = ShardedOptimizer(optimizer, buckets, parameters, open_kernel=open_kernel)
         for bucket in buckets:
             bucket.gradient_shard.normal_()
         divisor = torch.tensor(_CLIP, dtype=torch.float64, device=self._device)

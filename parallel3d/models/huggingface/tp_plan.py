@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -147,7 +148,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
 
 def _slice_lookup(embedding: nn.Embedding, group: Group) -> None:
     """Slice by the vocabulary, in place, an embedding that goes on computing with the rows it has looked up."""
-    cls = type(embedding)
+    look_up = type(embedding).forward
     whole = cut(embedding.num_embeddings, None, group.size)
     ((start, stop),) = whole.ranges[group.index]
     padding = embedding.padding_idx
@@ -157,10 +158,10 @@ def _slice_lookup(embedding: nn.Embedding, group: Group) -> None:
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:
         check_indices(input, self.num_embeddings)
         here = (input >= start) & (input < stop)
-        rows: Tensor = cls.forward(self, (input - start).where(here, 0))
+        rows: Tensor = look_up(self, (input - start).where(here, 0))
         return differentiable.reduce_from_region(rows.masked_fill(~here.unsqueeze(-1), 0), group)
 
-    embedding.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+    vars(embedding)["forward"] = MethodType(forward, embedding)  # a copy of the module has a bound copy
 
 
 def _generic(name: str) -> str:

@@ -68,10 +68,11 @@ def built(by_kernel: bool, held: slice, dtype: torch.dtype = torch.float32) -> t
     infos = [ParameterInfo(f"layers.{k}.weight", p, (0,)) for k, p in enumerate(parameters)]
     (bucket,) = make_buckets(infos, POLICY, PAIR, 0)
     optimizer = torch.optim.AdamW(parameters[held], lr=0.1, fused=True)
-    sharded = ShardedOptimizer(optimizer, [bucket], parameters)
-    if by_kernel:
-        sharded.fused = FusedAdamW(optimizer, torch.device("cpu"))
-    return sharded, bucket
+
+    def open_kernel(_: object) -> FusedAdamW | None:
+        return FusedAdamW(optimizer, torch.device("cpu")) if by_kernel else None
+
+    return ShardedOptimizer(optimizer, [bucket], parameters, open_kernel=open_kernel), bucket
 
 
 @pytest.mark.parametrize("held", [slice(0, 3), slice(0, 1)], ids=["all", "some"])
