@@ -216,7 +216,9 @@ class _Pass:
         self._counter.count_with_others(self._inputs)
         with self._counting(self._base), how:
             if self._root is not None:
-                self._root.backward(torch.empty_like(self._root))
+                # From a tensor, the backward and the recomputations in it would run outside the function modes.
+                edge = torch.autograd.graph.get_gradient_edge(self._root)
+                torch.autograd.backward(edge, torch.empty_like(self._root))
         self._sole_peak = self._counter.peak_with_others - self._base
         self._root = None
         gradients = self._entry.gradients() if self._entry is not None else []
