@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +22,63 @@ _PARTS = 16
 # 1,024 replicas hands on 1,024 shards.
 _SMALLEST, _SMALLEST_SHARD = 1 << 20, 1 << 17
 
+Owners = tuple[int, ...]  # the chunks of the model that hold a copy
 
-@dataclass(frozen=True)
-class BucketLayout:
-    """Places of consecutive parameters in one flat buffer: parameter `first + k` starts at `offsets[k]`."""
+
+class Cut(NamedTuple):
+    """Places of consecutive parameters in one flat buffer of `numel` elements: parameter `first + k` starts at `offsets[k]`."""
 
     first: int
     offsets: tuple[int, ...]
     numel: int
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Properties that all parameters of a bucket share.
+
+    dtype: in which they were built.
+    sliced: each tensor-parallel rank holds another part.
+    partial_over: of copies, the group over which their gradients are summed; None if they are whole on every rank.
+    """
+
+    dtype: torch.dtype
+    sliced: bool
+    partial_over: Group | None
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The parameters of one bucket, all of one kind and with the same owners, and where each starts in `numel` elements."""
+
+    kind: Kind
+    infos: tuple[ParameterInfo, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+    @property
+    def owners(self) -> Owners:
+        """The chunks that hold these parameters."""
+        return self.infos[0].owners
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements of each parameter."""
+        return tuple(info.parameter.numel() for info in self.infos)
+
+    def is_transient(self, policy: ZeroPolicy, num_shards: int) -> bool:
+        """Whether its gradients pass through a buffer of several buckets, and only a shard of them is kept.
+
+        Not those of a shared parameter: they come from several chunks, and are reduced once, when all have run.
+        """
+        return policy.reduce_per_micro_batch and num_shards > 1 and len(self.owners) == 1
+
+
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def cut_buckets(sizes: Sequence[int], bucket_size: int, num_shards: int = 1) -> list[BucketLayout]:
+def cut_buckets(sizes: Sequence[int], bucket_size: int, num_shards: int = 1) -> list[Cut]:
     """Cut parameters of these numbers of elements, in order, into buckets of at most `bucket_size` elements.
 
     A bucket holds no more than 1/16 of a shard of all, so that buffers of a bucket's size don't count, though 2^20 elements,
@@ -44,17 +87,17 @@ def cut_buckets(sizes: Sequence[int], bucket_size: int, num_shards: int = 1) -> 
     """
     smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
     limit = min(bucket_size, max(smallest, -(-sum(sizes) // (_PARTS * num_shards))))
-    layouts: list[BucketLayout] = []
+    cuts: list[Cut] = []
     first, offsets, end = 0, [0] * 0, 0
     for k, size in enumerate(sizes):
         if offsets and end + size > limit:
-            layouts.append(BucketLayout(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
+            cuts.append(Cut(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
             first, offsets, end = k, [], 0
         offsets.append(end)
         end += _round_up(size, ALIGNMENT)
     if offsets:
-        layouts.append(BucketLayout(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
-    return layouts
+        cuts.append(Cut(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
+    return cuts
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,32 +121,24 @@ class Bucket:
     accumulator, [numel], None where a transient one stands in for each reduction; gradient_shard: [numel / partition].
     """
 
-    def __init__(
-        self, infos: Sequence[ParameterInfo], layout: BucketLayout, policy: ZeroPolicy, partition: Group, rank: int
-    ):
-        self.infos = tuple(infos[layout.first : layout.first + len(layout.offsets)])
+    def __init__(self, layout: BucketLayout, policy: ZeroPolicy, partition: Group, rank: int):
+        self.infos, self.offsets, self.sizes = layout.infos, layout.offsets, layout.sizes
+        self.numel, self.kind, self.owners = layout.numel, layout.kind, layout.owners
         self.parameters = tuple(info.parameter for info in self.infos)
-        self.offsets = layout.offsets
-        self.sizes = tuple(info.parameter.numel() for info in self.infos)
-        self.numel = layout.numel
         self.partition = partition
-        built = self.infos[0].parameter.dtype
-        self.kind = kind_of(self.infos[0])
-        self.device = self.infos[0].parameter.device
+        built = self.kind.dtype
+        self.device = self.parameters[0].device
         self.gradient_dtype = policy.accumulator_dtype(built)
         size = layout.numel // partition.size
         start = partition.ranks.index(rank) * size
         self.shard = slice(start, start + size)
         self.weights, self.master = self._place_weights(policy.weight_dtype or built, policy.master_dtype(built))
-        # A shared parameter's gradient comes from several chunks: it is reduced once, when all have run.
-        transient = policy.reduce_per_micro_batch and partition.size > 1 and not self.infos[0].shared
-        self.gradients = None
-        if not transient:
-            self.gradients = torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.device)
-        if self.gradients is not None:
-            self.gradient_shard = self.gradients[self.shard]
-        else:
+        if layout.is_transient(policy, partition.size):
+            self.gradients = None
             self.gradient_shard = torch.zeros(size, dtype=self.gradient_dtype, device=self.device)
+        else:
+            self.gradients = torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.device)
+            self.gradient_shard = self.gradients[self.shard]
         # Whether gradient_shard is zero since the last step.
         self.is_cleared = False
         self.pieces = self._cut_pieces()
@@ -264,65 +299,36 @@ class Bucket:
         return all_gather_into(self.weights, self.weights[self.shard], self.partition)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Properties that all parameters of a bucket share.
-
-    dtype: in which they were built.
-    sliced: each tensor-parallel rank holds another part.
-    partial_over: of copies, the group over which their gradients are summed; None if they are whole on every rank.
-    """
-
-    dtype: torch.dtype
-    sliced: bool
-    partial_over: Group | None
-
-
-def kind_of(info: ParameterInfo) -> Kind:
-    """Buckets hold parameters of one kind."""
-    partial_over = getattr(info.parameter, "partial_over", None)
-    return Kind(info.parameter.dtype, slicing_of(info.parameter) is not None, partial_over)
-
-
-Owners = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Laid:
-    """Where the parameters of some buckets lie. infos: all of one kind, which the layouts count along."""
-
-    kind: Kind
-    infos: Sequence[ParameterInfo]
-    layouts: Sequence[BucketLayout]
-
-
 def by_owners(parameters: Sequence[ParameterInfo]) -> dict[Owners, list[ParameterInfo]]:
-    """A rank's parameters, given in the model's order, as its buckets hold them.
+    """Return owners -> a rank's parameters, given in the model's order, in the order of their buckets.
 
     The backward reaches the last layer first: its gradients fill the first bucket. Owners of a replica hold their copies in
     layers of different order: by names, all have them in one.
     """
-    found: dict[Owners, list[ParameterInfo]] = {}
+    groups: dict[Owners, list[ParameterInfo]] = {}
     for info in reversed(parameters):
-        found.setdefault(info.owners, []).append(info)
-    for infos in found.values():
+        groups.setdefault(info.owners, []).append(info)
+    for infos in groups.values():
         if infos[0].shared:
             infos.sort(key=lambda info: info.name)
-    return found
+    return groups
 
 
-def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> list[Laid]:
-    """How parameters in the order given are cut into buckets, one kind to a bucket."""
-    laid = []
-    kinds = [kind_of(info) for info in infos]
-    for kind in dict.fromkeys(kinds):
-        same = [info for info, its in zip(infos, kinds, strict=True) if its == kind]
-        layouts = cut_buckets([info.parameter.numel() for info in same], policy.bucket_size, num_shards)
-        laid.append(Laid(kind, same, layouts))
-    return laid
+def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> list[BucketLayout]:
+    """Cut parameters of the same owners, in the order given, into buckets of one kind each."""
+    kinds: dict[Kind, list[ParameterInfo]] = {}
+    for info in infos:
+        parameter = info.parameter
+        partial_over = getattr(parameter, "partial_over", None)
+        kind = Kind(parameter.dtype, slicing_of(parameter) is not None, partial_over)
+        kinds.setdefault(kind, []).append(info)
+    layouts = []
+    for kind, alike in kinds.items():
+        for first, offsets, numel in cut_buckets([i.parameter.numel() for i in alike], policy.bucket_size, num_shards):
+            layouts.append(BucketLayout(kind, tuple(alike[first : first + len(offsets)]), offsets, numel))
+    return layouts
 
 
 def make_buckets(infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int) -> list[Bucket]:
-    """Buckets of parameters in the order given, one kind to a bucket."""
-    laid = lay_out(infos, policy, partition.size)
-    return [Bucket(alike.infos, its, policy, partition, rank) for alike in laid for its in alike.layouts]
+    """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket."""
+    return [Bucket(layout, policy, partition, rank) for layout in lay_out(infos, policy, partition.size)]

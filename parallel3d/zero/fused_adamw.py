@@ -49,10 +49,6 @@ class FusedAdamW:
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._laid: dict[Bucket, _Laid] = {}
 
-    def alone(self) -> FusedAdamW:
-        """The same that writes no replica's weights but this rank's."""
-        return FusedAdamW(self._optimizer, self._device)
-
     def writes_peers(self, bucket: Bucket) -> bool:
         """Whether the bucket, once stepped, need not be gathered."""
         return self._shared is not None and bucket in self._places
@@ -79,8 +75,8 @@ class FusedAdamW:
         divisor: of the gradients; skip: bool, whether to do nothing; scalars on the device. Raises CommunicationError after a
         replica was late, ConfigError where settings have changed to what the kernel can't take.
         """
-        if (obstacle := optimizer_obstacle(self._optimizer)) is not None:  # as by a checkpoint's settings
-            raise ConfigError(f"kernels.optimizer_step: {obstacle}, or set kernels.optimizer_step to false")
+        if (reason := check_adam(self._optimizer)) is not None:  # as by a checkpoint's settings
+            raise ConfigError(f"kernels.optimizer_step: {reason}, or set kernels.optimizer_step to false")
         laid = [(bucket, self._lay_out(bucket, untouched)) for bucket in buckets]
         steps = [step for _, its in laid for step in its.steps]
         if steps:
@@ -157,8 +153,8 @@ class FusedAdamW:
         return adamw.Part(master, piece.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], place, group)
 
 
-def optimizer_obstacle(optimizer: torch.optim.Optimizer) -> Unavailable | None:
-    """Why the kernel can't take an optimizer's step."""
+def check_adam(optimizer: torch.optim.Optimizer) -> Unavailable | None:
+    """Return why the kernel can't take an optimizer's step; None if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return Unavailable(f"it takes the steps of Adam and AdamW, and the optimizer is {name}", "use one of these")

@@ -15,7 +15,7 @@ from parallel3d.kernels.reduce_scatter import open_reduce_scatter
 from parallel3d.kernels.shared_weights import SharedWeights, shared_bytes
 from parallel3d.kernels.workspace import check_kernels, check_ranks, open_workspace
 from parallel3d.zero.buckets import Bucket
-from parallel3d.zero.fused_adamw import FusedAdamW, optimizer_obstacle
+from parallel3d.zero.fused_adamw import FusedAdamW, check_adam
 
 
 def open_update_kernels(
@@ -31,15 +31,16 @@ def open_update_kernels(
     optimizer: must hold the buckets' masters already. The weights of buckets move into shared memory where replicas share them.
     """
     steps, reduces = config.optimizer_step, config.reduce_scatter
-    partitioned = groups.data.size > 1 and (steps or reduces) and _everywhere_partitioned(buckets, groups)
+    partitioned = groups.data.size > 1 and (steps or reduces)
+    partitioned = partitioned and everywhere(all(b.partition.size > 1 for b in buckets), groups.control)
     if reduces and groups.data.size > 1 and not partitioned:
         unsharded = Unavailable("nothing is partitioned", "set zero_optimization.stage to 1 or 2")
         _warn(groups, "reduce_scatter", unsharded, f"{groups.backend} reduces gradients instead")
     groups.data.use_reduce_scatter(open_reduce_scatter(groups, device) if reduces and partitioned else None)
     if not steps:
         return None
-    obstacle = check_kernels(device) or optimizer_obstacle(optimizer) or _master_obstacle(buckets)
-    if (first := first_unavailable(obstacle if buckets else None, groups.control)) is not None:
+    reason = check_kernels(device) or check_adam(optimizer) or _check_masters(buckets)
+    if (first := first_unavailable(reason if buckets else None, groups.control)) is not None:
         _warn(groups, "optimizer_step", first, "torch updates weights instead")
         return None
     shared = _share(buckets, groups, device) if partitioned else None
@@ -52,10 +53,10 @@ def open_update_kernels(
 
 def _share(buckets: Sequence[Bucket], groups: ProcessGroups, device: torch.device) -> SharedWeights | Unavailable:
     """Move the weights into memory that all replicas map, unless something prevents it on any rank."""
-    obstacle = first_unavailable(_master_obstacle(buckets), groups.control)
-    obstacle = obstacle or check_axis(groups, "data", device, "replicas", check_kernels, check_ranks)
-    if obstacle is not None:
-        return obstacle
+    reason = first_unavailable(_check_masters(buckets), groups.control)
+    reason = reason or check_axis(groups, "data", device, "replicas", check_kernels, check_ranks)
+    if reason is not None:
+        return reason
     own = _rounded(buckets)
     weights = [bucket.weights for bucket in own if bucket.weights is not None]
     lengths = [tensor.nbytes for tensor in weights]
@@ -75,16 +76,12 @@ def _rounded(buckets: Sequence[Bucket]) -> list[Bucket]:
     return [bucket for bucket in buckets if bucket.has_own_master]
 
 
-def _master_obstacle(buckets: Sequence[Bucket]) -> Unavailable | None:
+def _check_masters(buckets: Sequence[Bucket]) -> Unavailable | None:
     if _rounded(buckets) or not buckets:
         return None
     return Unavailable("weights are their own masters", "set bf16.enabled or fp16.enabled")
 
 
-def _everywhere_partitioned(buckets: Sequence[Bucket], groups: ProcessGroups) -> bool:
-    return everywhere(all(bucket.partition.size > 1 for bucket in buckets), groups.control)
-
-
-def _warn(groups: ProcessGroups, kernel: str, obstacle: Unavailable, instead: str) -> None:
+def _warn(groups: ProcessGroups, kernel: str, reason: Unavailable, instead: str) -> None:
     if groups.rank == 0:
-        warnings.warn(f"kernels.{kernel}: {obstacle}; {instead}", stacklevel=2)
+        warnings.warn(f"kernels.{kernel}: {reason}; {instead}", stacklevel=2)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import BucketLayout, Laid, by_owners, lay_out
+from parallel3d.zero.buckets import BucketLayout, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
 
@@ -60,22 +60,30 @@ def predict_state(
     P parameters that is 2P + 4P + 12P/d for stage 1, and 2P + 16P/d for stage 2 with a reduction per micro-batch.
     early: the parameters whose gradients come with a BACKWARD_INPUT; their buckets fill until the BACKWARD_WEIGHT.
     """
-    shards = data_size if policy.stage > 0 else 1
     total = StateBytes()
     passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
-    for owners, infos in by_owners(parameters).items():
-        for laid in lay_out(infos, policy, shards):
-            transient = policy.reduce_per_micro_batch and shards > 1 and len(owners) == 1
-            total += _predict_alike(laid, transient, policy, shards, moments)
-            if transient:
-                sizes = [(layout.numel, _is_early(laid, layout, early)) for layout in laid.layouts]
-                passing.setdefault(policy.accumulator_dtype(laid.kind.dtype), []).extend(sizes)
+    shards = policy.num_shards(data_size)
+    for layout in _layouts(parameters, policy, data_size):
+        built, padded, shard = layout.kind.dtype, layout.numel, layout.numel // shards
+        weight, master = policy.weight_dtype or built, policy.master_dtype(built)
+        accumulator, transient = policy.accumulator_dtype(built), layout.is_transient(policy, shards)
+        in_place = shards == 1 and weight == master
+        total += StateBytes(
+            weights=(sum(layout.sizes) if in_place else padded) * weight.itemsize,
+            gradients=(shard if transient else padded) * accumulator.itemsize,
+            masters=shard * master.itemsize if weight != master else 0,
+            optimizer=moments * shard * master.itemsize,
+            update=shard * master.itemsize if accumulator != master else 0,
+        )
+        if transient:
+            is_early = any(info.parameter in early for info in layout.infos)
+            passing.setdefault(accumulator, []).append((padded, is_early))
     return total + StateBytes(transient=sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items()))
 
 
-def _is_early(laid: Laid, layout: BucketLayout, early: Collection[nn.Parameter]) -> bool:
-    infos = laid.infos[layout.first : layout.first + len(layout.offsets)]
-    return any(info.parameter in early for info in infos)
+def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> Iterator[BucketLayout]:
+    for infos in by_owners(parameters).values():
+        yield from lay_out(infos, policy, policy.num_shards(data_size))
 
 
 def _buffers(buckets: Sequence[tuple[int, bool]]) -> int:
@@ -85,49 +93,29 @@ def _buffers(buckets: Sequence[tuple[int, bool]]) -> int:
     return count * max(numel for numel, _ in buckets)
 
 
-def _predict_alike(laid: Laid, transient: bool, policy: ZeroPolicy, shards: int, moments: int) -> StateBytes:
-    built = laid.kind.dtype
-    layouts = laid.layouts
-    padded = sum(layout.numel for layout in layouts)
-    weight, master = policy.weight_dtype or built, policy.master_dtype(built)
-    accumulator = policy.accumulator_dtype(built).itemsize
-    in_place = shards == 1 and weight == master
-    return StateBytes(
-        weights=(sum(i.parameter.numel() for i in laid.infos) if in_place else padded) * weight.itemsize,
-        gradients=(padded // shards if transient else padded) * accumulator,
-        masters=padded // shards * master.itemsize if weight != master else 0,
-        optimizer=moments * (padded // shards) * master.itemsize,
-        update=padded // shards * master.itemsize if policy.accumulator_dtype(built) != master else 0,
-    )
-
-
 def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2) -> int:
     """Bytes that a rank reads and writes from reduced gradients to updated weights, before these are gathered.
 
     Gradients are read for the norm and for the step, which writes them back clipped, as torch's fused kernels do; masters
     and optimizer state are read and written; weights, where they are no masters themselves, are written.
     """
-    shards = data_size if policy.stage > 0 else 1
     total = 0
-    for laid in (laid for infos in by_owners(parameters).values() for laid in lay_out(infos, policy, shards)):
-        built = laid.kind.dtype
+    for layout in _layouts(parameters, policy, data_size):
+        built = layout.kind.dtype
         weight, master = policy.weight_dtype or built, policy.master_dtype(built)
         each = 3 * policy.accumulator_dtype(built).itemsize + 2 * (1 + moments) * master.itemsize
         each += weight.itemsize if weight != master else 0
-        total += each * sum(layout.numel for layout in laid.layouts) // shards
+        total += each * layout.numel // policy.num_shards(data_size)
     return total
 
 
 def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> int:
     """Copies of gradients in the dtype that they are reduced in, which are kept until all reductions are waited for."""
-    sent, total = policy.communication_dtype, 0
+    sent = policy.communication_dtype
     if sent is None:
         return 0
-    shards = data_size if policy.stage > 0 else 1
-    for laid in (laid for infos in by_owners(parameters).values() for laid in lay_out(infos, policy, shards)):
-        if sent != policy.accumulator_dtype(laid.kind.dtype):
-            total += sum(layout.numel for layout in laid.layouts) * sent.itemsize
-    return total
+    layouts = _layouts(parameters, policy, data_size)
+    return sent.itemsize * sum(a.numel for a in layouts if sent != policy.accumulator_dtype(a.kind.dtype))
 
 
 def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> tuple[int, int]:
@@ -135,15 +123,12 @@ def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_si
 
     Its tensors are parameters, or the parts of them that lie in one shard.
     """
-    shards = data_size if policy.stage > 0 else 1
     total = largest = 0
-    for laid in (laid for infos in by_owners(parameters).values() for laid in lay_out(infos, policy, shards)):
-        for layout in laid.layouts:
-            shard = layout.numel // shards
-            total += shard
-            own = laid.infos[layout.first : layout.first + len(layout.offsets)]
-            for start, info in zip(layout.offsets, own, strict=True):
-                largest = max(largest, _largest_part(start, start + info.parameter.numel(), shard))
+    for layout in _layouts(parameters, policy, data_size):
+        shard = layout.numel // policy.num_shards(data_size)
+        total += shard
+        for start, size in zip(layout.offsets, layout.sizes, strict=True):
+            largest = max(largest, _largest_part(start, start + size, shard))
     return total, largest
 
 

@@ -134,11 +134,11 @@ class ShardedOptimizer:
     def gather(self, chunk: int | None = None) -> None:
         """Start to gather the weights of a chunk, or all, bucket by bucket in the order of the layers, unless under way."""
         for number, bucket in enumerate(self.buckets):
-            if bucket in self._stale and (chunk is None or chunk in bucket.infos[0].owners):
+            if bucket in self._stale and (chunk is None or chunk in bucket.owners):
                 self._stale.remove(bucket)
                 work = self._gathers[bucket] = bucket.gather()
                 if self._on_gather is not None:
-                    self._on_gather(bucket.infos[0].owners, number, work)
+                    self._on_gather(bucket.owners, number, work)
 
     def _wait_for_gathers(self) -> None:
         """Wait for gathers of weights that were not used since."""

@@ -37,6 +37,10 @@ class ZeroPolicy:
         """Return the dtype of the masters: fp32, or the dtype that a parameter was built in if that is wider."""
         return torch.promote_types(torch.float32, built)
 
+    def num_shards(self, data_size: int) -> int:
+        """Return into how many shards the parameters' state is cut over `data_size` replicas."""
+        return data_size if self.stage > 0 else 1
+
     def accumulator_dtype(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype of the gradient accumulator of a parameter built in `built`."""
         return self.gradient_dtype or self.master_dtype(built)

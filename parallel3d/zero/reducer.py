@@ -252,7 +252,7 @@ class GradientReducer:
 
     def _squares_of(self, bucket: Bucket, size: int) -> Tensor | None:
         """None where the shard is summed over other ranks besides."""
-        if bucket.infos[0].shared or bucket.kind.partial_over is not None:
+        if len(bucket.owners) > 1 or bucket.kind.partial_over is not None:
             return None
         if bucket not in self._squares:
             self._squares[bucket] = torch.empty(size, dtype=torch.float64, device=bucket.device)

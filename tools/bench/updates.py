@@ -81,7 +81,7 @@ class Updates:
 
         def open_kernel(own: Sequence[Bucket]) -> FusedAdamW | None:
             step = open_update_kernels(optimizer, own, self._groups, self._device, config)
-            return step.alone() if step is not None and name == "kernel, {backend}" else step
+            return FusedAdamW(optimizer, self._device) if step is not None and name == "kernel, {backend}" else step
 
         sharded = ShardedOptimizer(optimizer, buckets, parameters, open_kernel=open_kernel)
         for bucket in buckets:

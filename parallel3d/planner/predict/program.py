@@ -39,12 +39,10 @@ def make_buckets(
     stages: Sequence[Sequence[ParameterInfo]], num_chunks: int, policy: ZeroPolicy, num_replicas: int
 ) -> Buckets:
     """As the stages' reducers make them. stages: parameters, see stage_parameters."""
-    shards = num_replicas if policy.stage > 0 else 1
     found: dict[Owners, list[int]] = {}
     for parameters in stages:
         for owners, infos in by_owners(parameters).items():
-            laid = lay_out(infos, policy, shards)
-            found[owners] = [layout.numel for alike in laid for layout in alike.layouts]
+            found[owners] = [layout.numel for layout in lay_out(infos, policy, policy.num_shards(num_replicas))]
     replicas = [(owners, numel) for owners in sorted(found) if len(owners) > 1 for numel in found[owners]]
     return Buckets(tuple(tuple(found.get((c,), ())) for c in range(num_chunks)), tuple(replicas))
 

@@ -15,7 +15,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.kernels.adamw import MAX_GROUPS, Part, Settings, adamw_ref, numbers, table
 from parallel3d.kernels.reduce_scatter import HALF_BYTES, MAX_BLOCKS, calls, reduce_scatter_ref, staging_bytes
 from parallel3d.kernels.workspace import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
-from parallel3d.zero.fused_adamw import optimizer_obstacle
+from parallel3d.zero.fused_adamw import check_adam
 
 THREADS = 512
 WIRES = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -122,7 +122,7 @@ class Mine(torch.optim.AdamW):
 
 @pytest.mark.parametrize("optimizer", [made(fused=True), made(torch.optim.Adam, fused=True, weight_decay=0.1)])
 def test_adam_and_adamw_can_step_by_the_kernel(optimizer: torch.optim.Optimizer) -> None:
-    assert optimizer_obstacle(optimizer) is None
+    assert check_adam(optimizer) is None
 
 
 @pytest.mark.parametrize(
@@ -143,4 +143,4 @@ def test_adam_and_adamw_can_step_by_the_kernel(optimizer: torch.optim.Optimizer)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_other_optimizers_are_left_to_torch(optimizer: torch.optim.Optimizer, why: str) -> None:
-    assert why in str(optimizer_obstacle(optimizer))
+    assert why in str(check_adam(optimizer))

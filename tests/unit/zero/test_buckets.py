@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import ALIGNMENT, Bucket, cut_buckets, make_buckets
+from parallel3d.zero.buckets import ALIGNMENT, cut_buckets, make_buckets
 from parallel3d.zero.policy import ZeroPolicy
 
 # A loaded machine is no failure.
@@ -94,9 +94,8 @@ def test_views_are_the_parameters_gradients_and_a_bucket_has_one_dtype(specs: li
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=6), st.sets(st.integers(0, 5)), st.integers(1, 3))
 def test_what_no_gradient_was_written_to_is_cleared(sizes: list[int], kept: set[int], num_shards: int):
     infos = [ParameterInfo(f"p{k}", nn.Parameter(torch.ones(size)), (0,)) for k, size in enumerate(sizes)]
-    (layout,) = cut_buckets(sizes, 10_000, num_shards)
     partition = Group(tuple(range(num_shards)), None)
-    bucket = Bucket(infos, layout, ZeroPolicy(stage=1, bucket_size=10_000), partition, rank=0)
+    (bucket,) = make_buckets(infos, ZeroPolicy(stage=1, bucket_size=10_000), partition, rank=0)
     kept &= set(range(len(sizes)))
     flat = torch.full((bucket.numel + 3,), torch.nan)
     expected = torch.zeros(bucket.numel + 3)
