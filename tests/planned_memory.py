@@ -11,7 +11,7 @@ from layouts import own_iterator
 
 import parallel3d
 from parallel3d.config import load
-from parallel3d.config.run_layout import RunLayout, parse_run_layout
+from parallel3d.config.layout import Layout, configuration, parse_layout
 from parallel3d.models import CausalLMLoss, DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.pipe import PipelineModule
@@ -20,7 +20,6 @@ from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.parameters import stage_parameters
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.program import Programs, make_buckets
-from parallel3d.planner.search.configure import configuration
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import placement_of
 from parallel3d.schedule.instructions import SEND_OPS, Program
@@ -83,7 +82,7 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
     config = configuration(layout, base(changes))
     module = PipelineModule(model(tied, layout.units), loss_fn=LOSS, config=config)
     engine, *_ = parallel3d.initialize(model=module, config=config)
-    data = own_iterator(engine, [micro_batch(layout.micro_batch or 1)] * 3 * (layout.micro_batches or 1) * 8)
+    data = own_iterator(engine, [micro_batch(layout.micro_batch)] * 3 * layout.micro_batches * 8)
     for _ in range(2):
         engine.train_batch(data)
     engine.reports.profile_next_batch("memory")
@@ -100,24 +99,13 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
         report,
         profile.batch.peak,
         profile.step.peak,
-        sends * (layout.micro_batch or 1) * SEQ * HIDDEN * (2 if "bf16" in changes else 4),
+        sends * layout.micro_batch * SEQ * HIDDEN * (2 if "bf16" in changes else 4),
         profile.program,
     )
 
 
-def parse(words: str) -> RunLayout:
-    layout = parse_run_layout(words)
-    filled = {
-        "micro_batch": layout.micro_batch or SAMPLES,
-        "micro_batches": layout.micro_batches or 4,
-        "chunks": layout.chunks or 1,
-        "replicas": layout.replicas or 1,
-        "zero": layout.zero or 0,
-        "recompute": layout.recompute or 0,
-        "schedule": layout.schedule or "1f1b",
-        "placement": layout.placement or "loop",
-    }
-    return RunLayout(**{**vars(layout), **filled})
+def parse(words: str) -> Layout:
+    return parse_layout(words).complete(micro_batch=SAMPLES, micro_batches=4)
 
 
 def predict(
@@ -128,12 +116,12 @@ def predict(
     inputs, labels = micro_batch(1)
     config = load({"train_micro_batch_size_per_gpu": 1, **base(changes)})
     profile = ModelProfile(model(tied, layout.units), inputs, labels, LOSS, config, "cpu")
-    memory, policy = MemoryModel(profile), profile.policy(layout.zero or 0)
-    placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+    memory, policy = MemoryModel(profile), profile.policy(layout.zero)
+    placement = placement_of(layout.placement, layout.stages, layout.chunks)
     layers = profile.layers(layout.slices, layout.sequence_parallel)
     parameters = stage_parameters(profile.specs, layers, bounds, placement)
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
-    program = Programs().simulation(layout, buckets, policy, layout.micro_batches or 1).program
+    program = Programs().simulation(layout, buckets, policy, layout.micro_batches).program
     replays = Replays.of_program(program)
     between = [memory.flight(replays, bounds, layout, stage).between for stage in range(layout.stages)]
     return memory.stages(replays, bounds, layout, [2**40] * layout.stages), between, program

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.parity import Report, Settings, check
 from parallel3d.parity.check import TOLERANCES
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
             f"--steps is {options.steps}, --seed {options.seed}, --tolerance {options.tolerance}; give --steps 1 or more, "
             "--seed 0 or more and --tolerance above 0"
         )
-    layouts = [parse_run_layout(text) for text in options.layouts]
+    layouts = [parse_layout(text) for text in options.layouts]
     settings = Settings(options.steps, options.seed, options.dtype, options.tolerance)
     console, passed = Console(), True
     for report in check(options.target, layouts, settings):

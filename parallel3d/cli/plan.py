@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from parallel3d.config import load
-from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.config.layout import parse_layout
 from parallel3d.costs.layer_costs import Sample
 from parallel3d.costs.profilers import LayerSeconds, measure_layers
 from parallel3d.errors import ConfigError
@@ -125,7 +125,7 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     if options.global_batch is None or options.top < 1:
         raise ConfigError(f"--global-batch is {options.global_batch}, --top {options.top}; give numbers of 1 or more")
-    fixed = None if options.explain is None else parse_run_layout(options.explain)
+    fixed = None if options.explain is None else parse_layout(options.explain)
     measured = None if options.measure is None else _measured_layers(model, cluster)
     question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto)
     result = Planner(question).answer()

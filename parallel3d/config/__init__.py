@@ -1,7 +1,7 @@
 """The typed, immutable configuration: DeepSpeed's keys from JSON, YAML or a dict, and batch-size arithmetic."""
 
 from parallel3d.config.batch import BatchSizes, resolve_batch
-from parallel3d.config.layout import Layout, parse_layout
+from parallel3d.config.layout import Layout, PartialLayout, parse_layout
 from parallel3d.config.load import (
     load,
     load_activation_checkpointing,
@@ -42,6 +42,7 @@ __all__ = [
     "KernelsConfig",
     "Layout",
     "OptimizerConfig",
+    "PartialLayout",
     "PipelineConfig",
     "SchedulerConfig",
     "TensorParallelConfig",

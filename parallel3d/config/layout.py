@@ -1,80 +1,185 @@
-"""A layout in words, "pp2,tp2,dp2,zero1,sp": how many processes work together, and how."""
+"""Layout of a training run, and the words that it is written in: "pp2,tp2,dp2,zero1,sp,zb-h1,m8"."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
+from parallel3d.config.pipeline import SCHEDULES
 from parallel3d.errors import ConfigError, nearest
 
 # A word that ends in a number -> the field that it sets, and what it counts.
-Numbered = Mapping[str, tuple[str, str]]
-# A whole word -> the field, and its value.
-Flags = Mapping[str, tuple[str, Any]]
-
-AXES: Numbered = {
+_NUMBERED = {
     "pp": ("stages", "pipeline stages"),
-    "tp": ("slices", "tensor slices"),
+    "tp": ("slices", "tensor-parallel ranks"),
     "dp": ("replicas", "data-parallel replicas"),
     "zero": ("zero", "the ZeRO stage"),
+    "mb": ("micro_batch", "samples of a micro-batch"),
+    "m": ("micro_batches", "micro-batches of a replica"),
+    "chunks": ("chunks", "chunks of a stage"),
+    "ckpt": ("recompute", "layers recomputed together"),
 }
-SHARING: Flags = {"sp": ("sequence_parallel", True)}
-# Numbers that may be 0.
-_FROM_ZERO = ("zero", "ckpt")
+_FROM_ZERO = ("zero", "ckpt")  # numbers that may be 0
+# A word without a number -> the field, and its value.
+_FLAGS: dict[str, tuple[str, Any]] = {
+    "sp": ("sequence_parallel", True),
+    "half": ("units", "half"),
+    "v": ("placement", "v"),
+    **{name: ("schedule", name) for name in SCHEDULES},
+}
+_TWO_CHUNKS = ("interleaved", "zb-looped", "zbv")  # schedules that run 2 chunks a stage unless a word says otherwise
+
+# The configuration's key of each field.
+_KEYS = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "micro_batches": "gradient_accumulation_steps",
+    "stages": "pipeline.stages",
+    "schedule": "pipeline.schedule",
+    "chunks": "pipeline.num_chunks",
+    "placement": "pipeline.placement",
+    "recompute": "pipeline.activation_checkpoint_interval",
+    "slices": "tensor_parallel.size",
+    "sequence_parallel": "tensor_parallel.sequence_parallel",
+    "zero": "zero_optimization.stage",
+}
+_AXES = ("stages", "slices", "sequence_parallel")  # an axis that no word names has 1 rank
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A layout as its text gives it; zero: None if the text has none. sequence_parallel: with tensor parallelism."""
+class Layout(BaseModel):
+    """Layout of a training run: its ranks along each axis, its batch, ZeRO stage and schedule.
+
+    - stages, slices, replicas: ranks of the pipeline, tensor-parallel and data-parallel axes.
+    - chunks: of a stage; schedule: a name, or "written" for lists of instructions.
+    - micro_batch: samples of a micro-batch; micro_batches: of each replica in a step.
+    - recompute: layers recomputed together, as pipeline.activation_checkpoint_interval.
+    - units: "half" where layers are half blocks, as the units of models.decoder; None for layers as they are given.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     stages: int = 1
-    slices: int = 1
     replicas: int = 1
-    zero: int | None = None
+    slices: int = 1
     sequence_parallel: bool = False
+    chunks: int = 1
+    placement: Literal["loop", "v"] = "loop"
+    schedule: str = "1f1b"
+    micro_batch: int = 1
+    micro_batches: int = 1
+    zero: int = 0
+    recompute: int = 0
+    units: Literal["half"] | None = None
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
         return self.stages * self.slices * self.replicas
 
+    @property
+    def text(self) -> str:
+        """Words that parse_layout reads, the same for equal layouts; axes of 1 rank and usual values are left out."""
+        axes = {"pp": self.stages, "dp": self.replicas, "tp": self.slices}
+        words = [f"{name}{size}" for name, size in axes.items() if size > 1] or ["pp1"]
+        words += ["sp"] * self.sequence_parallel + [f"zero{self.zero}"] * (self.zero > 0)
+        words += [] if self.units is None else [self.units]
+        words += [self.schedule] if self.schedule in SCHEDULES else []
+        words += ["v"] * (self.placement == "v" and self.schedule != "zbv")
+        words += [f"chunks{self.chunks}"] * (self.chunks != (2 if self.schedule in _TWO_CHUNKS else 1))
+        words += [f"m{self.micro_batches}", f"mb{self.micro_batch}"]
+        return ",".join(words + [f"ckpt{self.recompute}"] * (self.recompute > 0))
 
-def parse_layout(text: str) -> Layout:
-    """Read words separated by commas, in any order; an axis that isn't named has 1 rank. Raises as read_words does."""
-    return Layout(**read_words(text, AXES, SHARING))
 
+class PartialLayout(Layout):
+    """Layout that a user's words decide in part.
 
-def read_words(text: str, numbered: Numbered, flags: Flags) -> dict[str, Any]:
-    """The fields that a layout in these words sets.
-
-    Raises ConfigError for a word that is unknown, sets a field a second time, or asks for 0 where that is nothing.
+    - words: as the user wrote them; given: the fields that they set. The other fields are open, and have their defaults.
     """
-    found: dict[str, Any] = {}
-    for word in (part.strip() for part in text.split(",")):
-        field, value = _read(word, text, numbered, flags)
-        if field in found:
+
+    words: str = ""
+    given: frozenset[str] = frozenset()
+
+    @property
+    def text(self) -> str:
+        """The user's words."""
+        return self.words
+
+    def decided(self, name: str) -> Any:
+        """Return the value of a field that the words set, None for one that they leave open."""
+        return getattr(self, name) if name in self.given else None
+
+    def complete(self, **defaults: Any) -> Layout:
+        """Return the layout with these values of open fields, else the usual ones."""
+        return Layout(**(defaults | {name: getattr(self, name) for name in self.given}))
+
+
+def parse_layout(text: str) -> PartialLayout:
+    """Read words separated by commas, in any order.
+
+    Raises ConfigError for a word that is unknown, sets a field a second time, or gives 0 where that makes no sense.
+    """
+    fields: dict[str, Any] = {}
+    for word in (part.strip() for part in text.lower().split(",")):
+        field, value = _read(word, text)
+        if field in fields:
             raise ConfigError(f"layout {text!r}: {word!r} sets the {field} a second time; give one of them")
-        found[field] = value
-    return found
+        fields[field] = value
+    if fields.get("schedule") in _TWO_CHUNKS:
+        fields.setdefault("chunks", 2)
+    if fields.get("schedule") == "zbv":
+        fields["placement"] = "v"
+    return PartialLayout(words=text, given=frozenset(fields), **fields)
 
 
-def _read(word: str, text: str, numbered: Numbered, flags: Flags) -> tuple[str, Any]:
-    if word in flags:
-        return flags[word]
+def _read(word: str, text: str) -> tuple[str, Any]:
+    """Return the field that a word of a layout sets, and its value."""
+    if word in _FLAGS:
+        return _FLAGS[word]
     match = re.fullmatch(r"([a-z]+)([0-9]+)", word)
-    if match is None or match[1] not in numbered:
+    if match is None or match[1] not in _NUMBERED:
         letters = word.rstrip("0123456789")
-        near = [*flags, *(name + word[len(letters) :] for name in numbered)]
+        near = [*_FLAGS, *(name + word[len(letters) :] for name in _NUMBERED)]
         hint = nearest(word, near) if letters else ""
-        known = [f"{name}N ({meaning})" for name, (_, meaning) in numbered.items()]
-        known += ["sp (sequence parallelism)" if flag == "sp" else flag for flag in flags]
+        known = [f"{name}N ({meaning})" for name, (_, meaning) in _NUMBERED.items()]
+        known += ["sp (sequence parallelism)" if flag == "sp" else flag for flag in _FLAGS]
         raise ConfigError(
             f"layout {text!r}: unknown word {word!r}.{hint} Known are {', '.join(known)}; separate them by commas"
         )
     name, number = match[1], int(match[2])
-    field, meaning = numbered[name]
+    field, meaning = _NUMBERED[name]
     if number < 1 and name not in _FROM_ZERO:
         raise ConfigError(f"layout {text!r}: {word!r} asks for no {meaning}; give {name}1 or more, or leave it out")
     return field, number
+
+
+def configuration(layout: Layout, base: Mapping[str, Any], bounds: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return `base` with a layout's values in place of its own: of a PartialLayout those that are given, and its axes.
+
+    - bounds: the partition in layers.
+
+    A complete layout with ZeRO-2 reduces in every micro-batch, without which it saves nothing, unless `base` sets
+    reduce_per_micro_batch to false.
+    """
+    given = {*layout.given, *_AXES} if isinstance(layout, PartialLayout) else _KEYS.keys()
+    config: dict[str, Any] = {key: value for key, value in base.items() if key != "train_batch_size"}
+    for name, key in _KEYS.items():
+        if name in given:
+            section, _, last = key.rpartition(".")
+            own = {last: getattr(layout, name)}
+            config |= {section: {**_section(config, section), **own}} if section else own
+    if bounds is not None:
+        config["pipeline"]["partition"] = list(bounds)
+    each = _section(config, "zero_optimization").get("reduce_per_micro_batch")
+    if layout.zero == 2 and not isinstance(layout, PartialLayout):
+        config["zero_optimization"]["reduce_per_micro_batch"] = each is not False
+    elif each is True and layout.zero < 2 and "zero" in given:  # which these stages refuse
+        config["zero_optimization"]["reduce_per_micro_batch"] = "auto"
+    return config
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a configuration as given; an empty one where it is absent, or no mapping."""
+    given = config.get(name)
+    return given if isinstance(given, Mapping) else {}

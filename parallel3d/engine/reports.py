@@ -18,7 +18,7 @@ from torch import Tensor
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import BatchSizes, Config
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.engine.data import TrainingData
 from parallel3d.engine.progress import StepProgress
 from parallel3d.engine.update import WeightUpdate
@@ -226,7 +226,8 @@ class Reports:
         counts, sequences, hosts, ranks = zip(*all_gather_object(own, self._groups.control), strict=True)
         numbers = {host: k for k, host in enumerate(dict.fromkeys(hosts))}
         return RunRecord(
-            **RunRecord.fields_of(layout),
+            **dict(layout),
+            layout=layout.text,
             bounds=tuple(model.partition.bounds),
             seq=next((length for length in sequences if length is not None), None),
             program=_compute_lists(program) if layout.schedule == "auto" else None,
@@ -244,9 +245,9 @@ class Reports:
             ),
         )
 
-    def _run_layout(self, program: Program, sizes: BatchSizes) -> RunLayout:
+    def _run_layout(self, program: Program, sizes: BatchSizes) -> Layout:
         groups, settings, schedule = self._groups, self._model.settings, self._config.pipeline.schedule
-        return RunLayout(
+        return Layout(
             stages=settings.num_stages,
             slices=groups.model.size,
             replicas=groups.data.size,
@@ -256,7 +257,7 @@ class Reports:
             micro_batches=program.num_micro_batches,
             chunks=settings.num_chunks,
             recompute=settings.activation_checkpoint_interval,
-            schedule=schedule if isinstance(schedule, str) else None,
+            schedule=schedule if isinstance(schedule, str) else "written",
             placement=settings.placement,
         )
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from parallel3d.atomic_write import write_whole
 from parallel3d.config import Config, without_removed
-from parallel3d.config.run_layout import StatedLayout
+from parallel3d.config.layout import Layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import PARTS, Breakdown, break_down, combined
 from parallel3d.monitor.records import Samples, StepRecord, compute_times, reduction_times, transfer_times
@@ -85,10 +85,10 @@ def _present_keys(config: object) -> object:
     return without_removed(config, Config) if isinstance(config, Mapping) else config
 
 
-class RunRecord(StatedLayout):
+class RunRecord(Layout):
     """Measurements of one training.
 
-    - layout: in words, as parse_run_layout reads them; the words' fields, and bounds, as in Prediction.
+    - layout: in words, as parse_layout reads them; bounds: as in Prediction.
     - schedule: as configured, "written" for lists of instructions; program: the compute instructions of each stage, if the
       schedule is planned.
     - seq: tokens of a sample, if the inputs show it; config: all values in force.
@@ -100,6 +100,7 @@ class RunRecord(StatedLayout):
     """
 
     format: Literal[1] = 1
+    layout: str
     bounds: tuple[int, ...]
     seq: int | None
     program: tuple[tuple[str, ...], ...] | None

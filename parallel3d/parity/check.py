@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from parallel3d.config import load
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import PartialLayout
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
 from parallel3d.parity.layout import accumulation, config_of
 from parallel3d.parity.reference import Reference
@@ -37,7 +37,7 @@ class Settings:
     tolerance: float | None = None
 
 
-def check(target: str, layouts: Sequence[RunLayout], settings: Settings) -> Iterator[Report]:
+def check(target: str, layouts: Sequence[PartialLayout], settings: Settings) -> Iterator[Report]:
     """A report for each layout, in the order given. target: see load_subject.
 
     Layouts of equally many processes share one launch, on GPUs where there are enough, else on the CPU. Raises
@@ -77,7 +77,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _check_layout(layout: RunLayout, subject: Subject, settings: Settings) -> None:
+def _check_layout(layout: PartialLayout, subject: Subject, settings: Settings) -> None:
     """Raise ConfigError for a layout that this model or its configuration rules out."""
     try:
         config = load(config_of(layout, subject.given(), settings.seed, settings.dtype))
@@ -100,7 +100,7 @@ def _uses_gpus(world_size: int) -> bool:
 
 
 def _train_reference(
-    target: str, layout: RunLayout, settings: Settings, per_step: int, device: torch.device, dtype: torch.dtype
+    target: str, layout: PartialLayout, settings: Settings, per_step: int, device: torch.device, dtype: torch.dtype
 ) -> Trained:
     subject = load_subject(target, settings.seed)
     config = load(config_of(layout, subject.given(), settings.seed, settings.dtype))
@@ -116,7 +116,7 @@ def _train_reference(
             raise ExecutionError(f"on one process, where layers get no context: {describe(error)}") from error
 
 
-def _launch(folder: Path, target: str, layouts: Sequence[RunLayout], settings: Settings) -> None:
+def _launch(folder: Path, target: str, layouts: Sequence[PartialLayout], settings: Settings) -> None:
     """Train these layouts, all of one size; the ranks' results are then in `folder`. Raises Parallel3DError if one fails."""
     folder.mkdir()
     plan = Plan(target, tuple(layout.text for layout in layouts), settings.steps, settings.seed, settings.dtype)

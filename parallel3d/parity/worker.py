@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.environment import destroy, init_distributed
-from parallel3d.config.run_layout import RunLayout, parse_run_layout
+from parallel3d.config.layout import PartialLayout, parse_layout
 from parallel3d.engine import Engine
 from parallel3d.errors import Parallel3DError
 from parallel3d.initialization import initialize
@@ -66,7 +66,7 @@ def building_dtype(dtype: str) -> torch.dtype:
     return torch.float32 if dtype == "bfloat16" else DTYPES[dtype]
 
 
-def train(subject: Subject, layout: RunLayout, plan: Plan) -> RankResult:
+def train(subject: Subject, layout: PartialLayout, plan: Plan) -> RankResult:
     """The rank's part of training a subject in a layout. Collective."""
     config = config_of(layout, subject.given(), plan.seed, plan.dtype)
     module = PipelineModule(
@@ -129,7 +129,7 @@ def run_rank(rank: int, folder: Path, plan: Plan, world_size: int, uses_gpus: bo
     init_distributed("nccl" if uses_gpus else "gloo", init_method=meeting, rank=rank, world_size=world_size)
     for k, text in enumerate(plan.layouts):
         try:
-            result = train(load_subject(plan.target, plan.seed), parse_run_layout(text), plan)
+            result = train(load_subject(plan.target, plan.seed), parse_layout(text), plan)
         except Parallel3DError as error:
             told = {"layout": text, "message": str(error)}
             (folder / f"error.{rank}.json").write_text(json.dumps(told))

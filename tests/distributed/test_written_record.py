@@ -15,7 +15,7 @@ from layouts import make_engine, own_iterator
 from timed_runs import HIDDEN, LATENCY, MICRO_BATCHES, timed_engine, train
 
 import parallel3d
-from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
@@ -91,9 +91,9 @@ def test_the_record_says_what_ran(run_ranks, tmp_path: Path, pipeline: dict[str,
     record, report, _ = ranks[0]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run_record.json"]
     assert read_run_record(tmp_path / "run") == record
-    words = parse_run_layout(record.layout)
-    assert (words.stages, words.replicas, words.zero or 0) == (2, 2, zero)
-    assert (words.micro_batches, words.micro_batch, words.recompute or 0) == (4, toy.SAMPLES, 1 if memory else 0)
+    words = parse_layout(record.layout)
+    assert (words.stages, words.replicas, words.zero) == (2, 2, zero)
+    assert (words.micro_batches, words.micro_batch, words.recompute) == (4, toy.SAMPLES, 1 if memory else 0)
     assert words.schedule == record.schedule == pipeline.get("schedule", "1f1b")
     assert record.seq == toy.LENGTH
     assert record.step.count == 6 - 2 - 2 - memory

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from planned_run import model_of
 from results import as_text
 from run import SHORTEST, describe_run, environment, error_lines, find_result, run_process
 
-from parallel3d.config.run_layout import RunLayout, parse_run_layout
+from parallel3d.config.layout import PartialLayout, configuration, parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
 from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, calibrate
@@ -40,7 +40,6 @@ from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.search.configure import configuration
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.plan import profile_of
 from parallel3d.planner.search.presets import preset_of
@@ -71,7 +70,7 @@ class Task:
     """A layout of a model, and the configuration that it trains with."""
 
     model: str
-    layout: RunLayout
+    layout: PartialLayout
     config: dict[str, Any]
 
     @property
@@ -109,23 +108,14 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def decided(words: str) -> RunLayout:
-    """The layout of these words; what they leave open is as configurations have it, one sample a micro-batch too."""
-    layout = parse_run_layout(words)
-    if layout.micro_batches is None:
+def decided(words: str) -> PartialLayout:
+    """Read a layout that says its micro-batches. Raises ConfigError for one of half blocks too."""
+    layout = parse_layout(words)
+    if "micro_batches" not in layout.given:
         raise ConfigError(f"layout {words!r} doesn't say its micro-batches; add such as m8")
     if layout.units is not None:
         raise ConfigError(f"layout {words!r}: the models that are trained have whole blocks; leave half out")
-    return replace(
-        layout,
-        micro_batch=layout.micro_batch or 1,
-        chunks=layout.chunks or 1,
-        replicas=layout.replicas or 1,
-        zero=layout.zero or 0,
-        recompute=layout.recompute or 0,
-        schedule=layout.schedule or "1f1b",
-        placement=layout.placement or "loop",
-    )
+    return layout
 
 
 def tasks_of(names: Sequence[str], cluster: Cluster, models: Mapping[str, PlannedModel]) -> list[Task]:
@@ -134,14 +124,15 @@ def tasks_of(names: Sequence[str], cluster: Cluster, models: Mapping[str, Planne
     tasks = []
     for name in names:
         size, _, words = name.partition(":")
-        model, layout = models[size], decided(words)
+        model, written = models[size], decided(words)
+        layout = written.complete()
         if layout.world_size > len(cluster.gpus):
             raise ConfigError(f"{name} needs {layout.world_size} GPUs; {cluster.name} has {len(cluster.gpus)}")
         if size not in predictors:
             profile = profile_of(model, cluster, configuration(layout, model.config))
             predictors[size] = Predictor(model, profile, network)
         bounds = predictors[size].predict(layout, exactly=True).bounds
-        tasks.append(Task(size, layout, configuration(layout, model.config, bounds)))
+        tasks.append(Task(size, written, configuration(layout, model.config, bounds)))
     return tasks
 
 

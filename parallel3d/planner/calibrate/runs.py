@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, kind_name
@@ -92,7 +92,7 @@ class RunPredictor:
         if key not in self._profiles:
             self._profiles[key] = profile_of(model, self._cluster, record.config)
         predictor = Predictor(model, self._profiles[key], network, calibration)
-        placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+        placement = placement_of(layout.placement, layout.stages, layout.chunks)
         compute = None if record.program is None else from_lists(record.program, placement)
         return predictor, predictor.predict(layout, exactly=True, whole=True, bounds=record.bounds, compute=compute)
 
@@ -108,8 +108,8 @@ class RunPredictor:
             f"{self._model.name} {len(names)} ({', '.join(dict.fromkeys(names))}); give the run's model by --model"
         )
 
-    def _layout(self, record: RunRecord) -> RunLayout:
-        layout = record.run_layout()
+    def _layout(self, record: RunRecord) -> Layout:
+        layout = Layout(**{name: getattr(record, name) for name in Layout.model_fields})
         if layout.world_size > len(self._cluster.gpus):
             raise ConfigError(
                 f"the run {record.layout} had {layout.world_size} ranks, but {self._cluster.name} has "
@@ -160,7 +160,7 @@ class Components:
         self._outlook, self._links = outlook, outlook.links
         self._layers = predictor.layers(outlook.layout)
         layout = outlook.layout
-        self._placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+        self._placement = placement_of(layout.placement, layout.stages, layout.chunks)
         self._cost = outlook.cost.cost()
 
     def of(self, i: Instruction) -> dict[str, float]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Collective, CollectiveKind, Work
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.profile import LayerProfile
@@ -34,12 +34,12 @@ def _weight_bytes(policy: ZeroPolicy) -> int:
 
 
 def reductions(
-    layout: RunLayout, buckets: Buckets, policy: ZeroPolicy
+    layout: Layout, buckets: Buckets, policy: ZeroPolicy
 ) -> tuple[tuple[tuple[Collective, float], ...], ...]:
     """Of each chunk the collectives over its replicas, with how often they run in a step."""
     if layout.replicas == 1:
         return ((),) * len(buckets.of_chunk)
-    times = float(layout.micro_batches or 1) if policy.reduce_per_micro_batch else 1.0
+    times = float(layout.micro_batches) if policy.reduce_per_micro_batch else 1.0
     found: dict[tuple[int, ...], tuple[tuple[Collective, float], ...]] = {}
     for numels in set(buckets.of_chunk):
         gradients, weights = _wire_bytes(policy) * sum(numels), _weight_bytes(policy) * sum(numels)
@@ -69,7 +69,7 @@ def reduction_seconds(
 
 
 def step_cost(
-    layout: RunLayout,
+    layout: Layout,
     links: LayoutLinks,
     layers: Sequence[LayerProfile],
     bounds: Sequence[int],
@@ -151,7 +151,7 @@ def _replica_seconds(links: LayoutLinks, stages: Sequence[int], nbytes: float, k
     return over_replicas + links.over_stages(shard, tuple(sorted(set(stages))))
 
 
-def late_by(layout: RunLayout, times: Times) -> Floats:
+def late_by(layout: Layout, times: Times) -> Floats:
     """By how much each chunk makes those behind it start late, and those before it end late, in its schedule."""
     if layout.schedule in WHOLE_BACKWARDS:
         return times.total
@@ -167,14 +167,14 @@ class Least(NamedTuple):
     evenly: float
 
 
-def least_computing(layout: RunLayout, times: Times, placement: Sequence[int]) -> tuple[float, float, float]:
+def least_computing(layout: Layout, times: Times, placement: Sequence[int]) -> tuple[float, float, float]:
     """Seconds until the last stage is through: with these chunks, and with stages that take equally long; and the mean of what
     they compute.
     """
     late = late_by(layout, times)
     ends = np.cumsum(late) - late
     waits = ends[[placement.index(stage) for stage in range(layout.stages)]]
-    loads = np.bincount(np.asarray(placement), weights=times.total) * (layout.micro_batches or 1)
+    loads = np.bincount(np.asarray(placement), weights=times.total) * layout.micro_batches
     mean = float(loads.mean())
     return float((loads + waits).max()), mean + float(waits.max()), mean
 

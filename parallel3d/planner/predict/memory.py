@@ -12,7 +12,7 @@ from torch import nn
 from parallel3d.comm.environment import CONTEXT_BYTES
 from parallel3d.comm.groups import communicator_bytes
 from parallel3d.comm.peer.copies import pipeline_channels, shard_channels
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.kernels import all_reduce, reduce_scatter
 from parallel3d.kernels.workspace import WORLD_SIZES
@@ -49,7 +49,7 @@ class MemoryModel:
         self,
         replays: Replays,
         bounds: Sequence[int],
-        layout: RunLayout,
+        layout: Layout,
         capacities: Sequence[int],
         samples: float = 1,
         only: Collection[int] | None = None,
@@ -66,7 +66,7 @@ class MemoryModel:
             if only is None or stage in only
         )
 
-    def of_layers(self, layout: RunLayout) -> tuple[list[float], list[float]]:
+    def of_layers(self, layout: Layout) -> tuple[list[float], list[float]]:
         """Bytes of each layer: of its model state, and of what a micro-batch leaves in it for its backward, about."""
         whole = (0, len(self._model.specs))
         layers = self._layers(layout)
@@ -74,7 +74,7 @@ class MemoryModel:
         alone = [self._chunk((0,), bounds, layout, 0, splits=False).held.saved for bounds in each]
         # Alone each holds its output, which among others the next one may not need.
         share = self._chunk((0,), whole, layout, 0, splits=False).held.saved / max(1, sum(alone))
-        policy, moments = self._model.policy(layout.zero or 0), moments_of(self._optimizer)
+        policy, moments = self._model.policy(layout.zero), moments_of(self._optimizer)
         state = [
             predict_state(
                 [ParameterInfo("", p, (0,)) for _, p in layer.parameters], policy, layout.replicas, moments or 2
@@ -83,46 +83,44 @@ class MemoryModel:
         ]
         return [float(nbytes) for nbytes in state], [share * nbytes for nbytes in alone]
 
-    def held(self, layout: RunLayout) -> int:
+    def held(self, layout: Layout) -> int:
         """Bytes that a micro-batch leaves for its backward, of all layers as one chunk."""
         return self._chunk((0,), (0, len(self._model.specs)), layout, 0, splits=False).held.saved
 
-    def _layers(self, layout: RunLayout) -> tuple[LayerProfile, ...]:
-        return self._model.layers(
-            layout.slices, layout.sequence_parallel, layout.micro_batch or 1, layout.recompute or 0
-        )
+    def _layers(self, layout: Layout) -> tuple[LayerProfile, ...]:
+        return self._model.layers(layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
 
-    def flight(self, replays: Replays, bounds: Sequence[int], layout: RunLayout, stage: int) -> Flight:
+    def flight(self, replays: Replays, bounds: Sequence[int], layout: Layout, stage: int) -> Flight:
         """Activations and messages of a stage."""
         replay, placement = replays.of(stage), replays.placement
         own = [c for c, s in enumerate(placement) if s == stage]
         return replay.flight({c: self._chunk(placement, bounds, layout, c, replay.splits) for c in own})
 
-    def chunk_bytes(self, placement: Sequence[int], bounds: Sequence[int], layout: RunLayout) -> list[ChunkBytes]:
+    def chunk_bytes(self, placement: Sequence[int], bounds: Sequence[int], layout: Layout) -> list[ChunkBytes]:
         """Of a micro-batch on each chunk, with weight gradients deferred."""
         chunks = range(len(placement))
         return [self._chunk(placement, bounds, layout, c, splits=True).held for c in chunks]
 
     def _chunk(
-        self, placement: Sequence[int], bounds: Sequence[int], layout: RunLayout, chunk: int, splits: bool
+        self, placement: Sequence[int], bounds: Sequence[int], layout: Layout, chunk: int, splits: bool
     ) -> ChunkMemory:
         start, stop = bounds[chunk], bounds[chunk + 1]
         is_local = chunk > 0 and placement[chunk - 1] == placement[chunk]
-        layers, interval = self._layers(layout), layout.recompute or 0
+        layers, interval = self._layers(layout), layout.recompute
         # The same layers behind a like one hold the same, wherever they lie. The profile keeps them, so ids stay theirs.
         before = layers[start - 1] if start > 0 else None
         key = (layout.micro_batch, interval, is_local, splits, id(before), *map(id, layers[start:stop]))
         if key not in self._chunks:
             entering = self._entering(before, is_local, layout)
             if stop == len(layers) and layers[-1].loss is not None:
-                entering = replace(entering, labels=self._model.loaded(layout.micro_batch or 1)[1])
+                entering = replace(entering, labels=self._model.loaded(layout.micro_batch)[1])
             self._chunks[key] = chunk_memory(layers[start:stop], entering, splits, interval)
         return self._chunks[key]
 
-    def _entering(self, before: LayerProfile | None, is_local: bool, layout: RunLayout) -> Entering:
+    def _entering(self, before: LayerProfile | None, is_local: bool, layout: Layout) -> Entering:
         """What comes into a chunk behind a layer; from the loader behind none."""
         if before is None:
-            loaded, _ = self._model.loaded(layout.micro_batch or 1)
+            loaded, _ = self._model.loaded(layout.micro_batch)
             return Entering(loaded, (0,) * len(loaded), how="loaded")
         gradients = tuple(b.nbytes if b.requires_grad else 0 for b in before.outputs)
         inputs = tuple(b.nbytes for b in before.outputs)
@@ -132,7 +130,7 @@ class MemoryModel:
         self,
         replays: Replays,
         bounds: Sequence[int],
-        layout: RunLayout,
+        layout: Layout,
         layers: Sequence[LayerProfile],
         stage: int,
         capacity: int,
@@ -188,11 +186,11 @@ class MemoryModel:
         adam = config.optimizer is not None and config.optimizer.type.lower() in ("adam", "adamw")
         return adam and self._is_rounded and config.kernels.optimizer_step
 
-    def _shares_weights(self, layout: RunLayout) -> bool:
+    def _shares_weights(self, layout: Layout) -> bool:
         """Whether weights are in memory that replicas map, which PyTorch's allocator doesn't count."""
         return self._steps_by_kernel and bool(layout.zero) and layout.replicas in WORLD_SIZES
 
-    def _outside(self, layout: RunLayout) -> int:
+    def _outside(self, layout: Layout) -> int:
         """What PyTorch's allocator doesn't hold: the context, and buffers of communication."""
         stages, replicas = layout.stages, layout.replicas or 1
         communicators = communicator_bytes((stages * replicas * layout.slices, replicas, layout.slices))
@@ -207,7 +205,7 @@ class MemoryModel:
             buffers += reduce_scatter.staging_bytes()
         return CONTEXT_BYTES + communicators + buffers
 
-    def _state(self, replays: Replays, bounds: Sequence[int], layout: RunLayout, stage: int) -> _State:
+    def _state(self, replays: Replays, bounds: Sequence[int], layout: Layout, stage: int) -> _State:
         """Weights, gradients, masters and optimizer of each rank of a stage."""
         placement, splits = replays.placement, replays.of(stage).splits
         layers = self._model.layers(layout.slices, layout.sequence_parallel)
@@ -223,9 +221,9 @@ class MemoryModel:
         return self._states[key]
 
     def _predicted(
-        self, infos: Sequence[ParameterInfo], early: set[nn.Parameter], others: int, layout: RunLayout
+        self, infos: Sequence[ParameterInfo], early: set[nn.Parameter], others: int, layout: Layout
     ) -> _State:
-        policy, replicas = self._model.policy(layout.zero or 0), layout.replicas or 1
+        policy, replicas = self._model.policy(layout.zero), layout.replicas or 1
         optimizer = self._optimizer
         moments = moments_of(optimizer)
         state = predict_state(infos, policy, replicas, 2 if moments is None else moments, early)
@@ -246,7 +244,7 @@ class MemoryModel:
         return torch.optim.AdamW([one]) if given is None else build_optimizer(given.type, [one], given.params)
 
     def _parameters(
-        self, placement: Sequence[int], bounds: Sequence[int], layout: RunLayout, stage: int
+        self, placement: Sequence[int], bounds: Sequence[int], layout: Layout, stage: int
     ) -> tuple[list[ParameterInfo], set[nn.Parameter], int]:
         """What a stage trains, as PipelineModule.parameter_infos has it; of these the early ones, see LayerProfile; and bytes
         of what it doesn't train: frozen parameters and buffers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Collective
 from parallel3d.planner.predict.costs import Reducing, makespan
 from parallel3d.planner.predict.timing import Floats, LayoutLinks, StepCost
@@ -23,7 +23,7 @@ class Outlook:
     chunks' backwards is due to them.
     """
 
-    layout: RunLayout
+    layout: Layout
     bounds: tuple[int, ...]
     links: LayoutLinks
     simulation: Simulation
@@ -66,7 +66,7 @@ class Outlook:
         return self.makespan - self._makespan(replace(self.cost, times=replace(times, host=0.0 * times.host)), None)
 
     def _makespan(self, cost: StepCost, host: Cost | None) -> float:
-        untimed = (self.layout.micro_batches or 1) - self.timed
+        untimed = self.layout.micro_batches - self.timed
         return makespan(self.simulation.length(cost.cost(), host), cost.times, self.program.placement, untimed)
 
     @property
@@ -76,7 +76,7 @@ class Outlook:
 
     def _computing(self, of_chunks: Floats) -> float:
         """Seconds of a step, the mean of stages."""
-        return float(of_chunks.sum()) * (self.layout.micro_batches or 1) / self.layout.stages
+        return float(of_chunks.sum()) * self.layout.micro_batches / self.layout.stages
 
     def breakdown(self) -> dict[str, float]:
         """Seconds of a step by what takes them, the mean of stages."""

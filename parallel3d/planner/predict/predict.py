@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
@@ -95,13 +95,11 @@ class Predictor:
         if beside is not None:
             self._programs, self._links = beside._programs, beside._links
 
-    def layers(self, layout: RunLayout) -> tuple[LayerProfile, ...]:
+    def layers(self, layout: Layout) -> tuple[LayerProfile, ...]:
         """Profiles of the layers on a rank of the layout."""
-        return self.profile.layers(
-            layout.slices, layout.sequence_parallel, layout.micro_batch or 1, layout.recompute or 0
-        )
+        return self.profile.layers(layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
 
-    def links(self, layout: RunLayout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
+    def links(self, layout: Layout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
         """places: the GPU of each rank, in the cluster's order by default."""
         shape = (layout.stages, layout.replicas, layout.slices)
         roughly = not exactly and layout.world_size > _SMALL
@@ -111,14 +109,14 @@ class Predictor:
             self._links[key] = LayoutLinks(self.network, shape, placed, roughly)
         return self._links[key]
 
-    def times(self, layout: RunLayout, links: LayoutLinks, device: Device, exactly: bool = True) -> Times:
+    def times(self, layout: Layout, links: LayoutLinks, device: Device, exactly: bool = True) -> Times:
         """Of each layer of the layout on one kind of device; else from what a single sample asks for."""
         numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, bool(layout.recompute))
         splits = layout.schedule not in WHOLE_BACKWARDS
         key = (numbers, device, id(links), exactly, splits)
         if key not in self._times:
             layers = self.layers(layout if exactly else one_sample(layout))
-            samples = 1 if exactly else layout.micro_batch or 1
+            samples = 1 if exactly else layout.micro_batch
             times = layer_times(layers, device, links.over_slices, samples, links.overlap, splits)
             self._times[key] = times if self._measured is None else times.scaled(self._factors)
         return self._times[key]
@@ -142,7 +140,7 @@ class Predictor:
 
     def predict(
         self,
-        layout: RunLayout,
+        layout: Layout,
         places: Sequence[int] | None = None,
         exactly: bool = False,
         whole: bool = False,
@@ -166,7 +164,7 @@ class Predictor:
             buckets = self._rough_buckets(stages, len(placement))
         beside = reducing(links, placement, buckets, policy)
         times = with_reducing(times, beside)
-        samples = 1 if exactly else layout.micro_batch or 1
+        samples = 1 if exactly else layout.micro_batch
         cost = step_cost(layout, links, layers, bounds, placement, times, buckets, policy, samples)
         if compute is None:
             timed = timed_micro_batches(layout, exactly, whole)
@@ -182,10 +180,9 @@ class Predictor:
         )
 
     def _timed(
-        self, layout: RunLayout, simulation: Simulation, cost: StepCost, placement: Sequence[int], timed: int
+        self, layout: Layout, simulation: Simulation, cost: StepCost, placement: Sequence[int], timed: int
     ) -> tuple[StepCost, float]:
         """(the costs at the clock of a device that has computed and idled so long, the pipeline's seconds)."""
-        assert layout.micro_batches is not None
         times = cost.times
         untimed = layout.micro_batches - timed
         seconds = makespan(simulation.length(cost.cost(), cost.host()), times, placement, untimed)
@@ -202,10 +199,10 @@ class Predictor:
 
     def held(self, slices: int, sequence_parallel: bool, recompute: int) -> int:
         """Bytes of activations that a micro-batch of one sample leaves for its backward, over all layers."""
-        layout = RunLayout(slices=slices, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch=1)
+        layout = Layout(slices=slices, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch=1)
         return self._memory.held(layout)
 
-    def least(self, layout: RunLayout) -> Least:
+    def least(self, layout: Layout) -> Least:
         """Bounds of a prediction of the layout.
 
         Every stage works off all micro-batches, after those before it have begun the first one, and before they end the last
@@ -219,7 +216,7 @@ class Predictor:
         exchanging = reduction_seconds(links, placement, reductions(layout, buckets, policy))
         optimizer = self._optimizer_seconds(stages, policy, links, exactly=False)
         computing, evenly, mean = least_computing(layout, times, placement)
-        host = (layout.micro_batches or 1) * host_of_stages(times, placement)
+        host = layout.micro_batches * host_of_stages(times, placement)
         return Least(
             max(self.cooled(computing, mean), float(exchanging.max()), float(host.max())) + optimizer,
             max(self.cooled(evenly, mean), float(exchanging.mean()), float(host.mean())) + optimizer,
@@ -233,7 +230,7 @@ class Predictor:
 
     def _chunks(
         self,
-        layout: RunLayout,
+        layout: Layout,
         links: LayoutLinks,
         exactly: bool,
         bounds: Sequence[int] | None = None,
@@ -243,7 +240,7 @@ class Predictor:
         numbers = (layout.slices, layout.sequence_parallel, layout.micro_batch, bool(layout.recompute))
         key = (*shape, *numbers, id(links), exactly, None if bounds is None else tuple(bounds))
         if key not in self._of_chunks:
-            placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+            placement = placement_of(layout.placement, layout.stages, layout.chunks)
             of_stages = self._stage_times(layout, links, exactly)
             if bounds is None:
                 # Roughly, a split that is even for one sample is so for any number.
@@ -254,7 +251,7 @@ class Predictor:
         return self._of_chunks[key]
 
     def _stage_parameters(
-        self, layout: RunLayout, bounds: tuple[int, ...], placement: tuple[int, ...]
+        self, layout: Layout, bounds: tuple[int, ...], placement: tuple[int, ...]
     ) -> list[list[ParameterInfo]]:
         return self.profile.stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
 
@@ -289,7 +286,7 @@ class Predictor:
         """What a micro-batch holds on each chunk of an exact prediction, with weight gradients deferred."""
         return self._memory.chunk_bytes(outlook.program.placement, outlook.bounds, outlook.layout)
 
-    def rough_memory(self, layout: RunLayout) -> Iterator[StageMemory]:
+    def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
         """`memory` of a rough prediction of the layout, without one: of its programs only those stages' lists are needed."""
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
         _, bounds, _ = self._chunks(layout, links, exactly=False)
@@ -299,7 +296,7 @@ class Predictor:
 
     def _stage_memories(
         self,
-        layout: RunLayout,
+        layout: Layout,
         links: LayoutLinks,
         bounds: Sequence[int],
         timed: int,
@@ -308,7 +305,7 @@ class Predictor:
         only: Collection[int] | None,
     ) -> tuple[StageMemory, ...]:
         traced = layout if exactly else one_sample(layout)
-        samples = 1 if exactly else (layout.micro_batch or 1) * untimed_flight(layout, timed)
+        samples = 1 if exactly else layout.micro_batch * untimed_flight(layout, timed)
         return tuple(
             map(self._corrected, self._memory.stages(replays, bounds, traced, links.capacities, samples, only))
         )
@@ -320,11 +317,11 @@ class Predictor:
         allocated, reserved = round(self.calibration.allocated(parts)), round(self.calibration.reserved(parts))
         return memory.model_copy(update={"allocated": allocated, "reserved": reserved})
 
-    def policy(self, layout: RunLayout) -> ZeroPolicy:
+    def policy(self, layout: Layout) -> ZeroPolicy:
         """What ZeRO does under the layout's configuration."""
-        return self.profile.policy(layout.zero or 0)
+        return self.profile.policy(layout.zero)
 
-    def _stage_times(self, layout: RunLayout, links: LayoutLinks, exactly: bool) -> list[Times]:
+    def _stage_times(self, layout: Layout, links: LayoutLinks, exactly: bool) -> list[Times]:
         """Of each stage on the slowest of the devices that it lies on, all of whose ranks wait for each other."""
         slowest = {}
         for stage in set(links.first_alike):
@@ -332,9 +329,9 @@ class Predictor:
             slowest[stage] = max(times, key=lambda times: float(times.total.sum()))
         return [slowest[stage] for stage in links.first_alike]
 
-    def split_carefully(self, layout: RunLayout, links: LayoutLinks) -> tuple[int, ...]:
+    def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
         """Bounds of the chunks in layers by which stages' sums are even and a step is the shortest; takes its time."""
-        placement = placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+        placement = placement_of(layout.placement, layout.stages, layout.chunks)
         of_stages = self._stage_times(layout, links, exactly=True)
         return self._split(layout, of_stages, placement, carefully=True)
 
@@ -345,7 +342,7 @@ class Predictor:
         """
         layout, links = outlook.layout, outlook.links
         traced = layout if outlook.exact else one_sample(layout)
-        samples = 1 if outlook.exact else layout.micro_batch or 1
+        samples = 1 if outlook.exact else layout.micro_batch
         state, activations = self._memory.of_layers(traced)
         placement = outlook.program.placement
         one = {c: ChunkBytes(saved=1, deferred=1) for c in range(len(placement))}
@@ -370,7 +367,7 @@ class Predictor:
         return found.bounds
 
     def _split(
-        self, layout: RunLayout, of_stages: Sequence[Times], placement: Sequence[int], carefully: bool = False
+        self, layout: Layout, of_stages: Sequence[Times], placement: Sequence[int], carefully: bool = False
     ) -> tuple[int, ...]:
         """Bounds of the chunks in layers: those with the smallest slowest chunk, or else see split_carefully."""
         shape = (layout.stages, layout.chunks, layout.placement)
@@ -386,15 +383,15 @@ class Predictor:
             self._bounds[key] = partition_layers(chain, count, placement=several, step=step, paces=of_chunks).bounds
         return self._bounds[key]
 
-    def _step_length(self, layout: RunLayout, times: Times) -> Callable[[Sequence[float]], float]:
+    def _step_length(self, layout: Layout, times: Times) -> Callable[[Sequence[float]], float]:
         """How long the schedule takes with chunks of given costs, that are divided as the whole model's are."""
         shares = times.shares()
-        none = Buckets(((),) * (layout.stages * (layout.chunks or 1)), ())
+        none = Buckets(((),) * (layout.stages * layout.chunks), ())
         policy, timed = replace(self.policy(layout), stage=0), timed_micro_batches(layout, exactly=False)
         simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)
         return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 
 
-def _ends(layout: RunLayout) -> set[int]:
+def _ends(layout: Layout) -> set[int]:
     """Of a long pipeline the fullest stage is at one of its ends, or else in the middle."""
     return {0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.flight import Replays
 from parallel3d.schedule.builders import build
@@ -71,7 +71,7 @@ class Programs:
 
     def simulation(
         self,
-        layout: RunLayout,
+        layout: Layout,
         buckets: Buckets,
         policy: ZeroPolicy,
         num_micro_batches: int,
@@ -87,7 +87,7 @@ class Programs:
             self._simulations[whole] = Simulation(with_collectives(self._lowered[key], layout, buckets, policy))
         return self._simulations[whole]
 
-    def replays(self, layout: RunLayout, num_micro_batches: int, roughly: bool = False) -> Replays:
+    def replays(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> Replays:
         """Of the same stages' lists, which are lowered when they are asked for: most layouts are refused by a few of them.
 
         Collectives, which hold nothing, are left out.
@@ -115,11 +115,8 @@ class _Shape(NamedTuple):
     roughly: bool
 
     @staticmethod
-    def of(layout: RunLayout, num_micro_batches: int, roughly: bool) -> _Shape:
+    def of(layout: Layout, num_micro_batches: int, roughly: bool) -> _Shape:
         """Of one of which nothing is left open."""
-        assert layout.schedule is not None
-        assert layout.chunks is not None
-        assert layout.placement is not None
         is_rough = roughly and layout.schedule == "zb-looped"
         return _Shape(layout.schedule, layout.stages, layout.chunks, layout.placement, num_micro_batches, is_rough)
 
@@ -130,7 +127,7 @@ class _Shape(NamedTuple):
         return build(self.schedule, self.stages, self.num_micro_batches, self.chunks, self.placement)
 
 
-def with_collectives(program: Program, layout: RunLayout, buckets: Buckets, policy: ZeroPolicy) -> Program:
+def with_collectives(program: Program, layout: Layout, buckets: Buckets, policy: ZeroPolicy) -> Program:
     """A schedule's lowered program with the collectives that the executor runs beside it."""
     return add_collectives(
         program,
@@ -141,29 +138,29 @@ def with_collectives(program: Program, layout: RunLayout, buckets: Buckets, poli
     )
 
 
-def one_sample(layout: RunLayout) -> RunLayout:
+def one_sample(layout: Layout) -> Layout:
     """The same with micro-batches of a single sample: what a rough prediction looks at."""
-    return replace(layout, micro_batch=1)
+    return layout.model_copy(update={"micro_batch": 1})
 
 
-def timed_micro_batches(layout: RunLayout, exactly: bool, whole: bool = False) -> int:
+def timed_micro_batches(layout: Layout, exactly: bool, whole: bool = False) -> int:
     """All, as of gpipe, which holds them all; or as many as fill the pipeline a few times, and as many over whole rounds
     of the stages.
 
     whole: all in most cases.
     """
-    stages, wanted = layout.stages, layout.micro_batches or 1
+    stages, wanted = layout.stages, layout.micro_batches
     most_steps = _MOST_STEPS_WHOLE if whole else _MOST_STEPS
-    if layout.schedule == "gpipe" or (exactly and wanted * stages * (layout.chunks or 1) <= most_steps):
+    if layout.schedule == "gpipe" or (exactly and wanted * stages * layout.chunks <= most_steps):
         return wanted
     rounds = _ROUGH_ROUNDS + exactly - (stages >= _LONG)
     return min(wanted, rounds * stages + wanted % stages)
 
 
-def untimed_flight(layout: RunLayout, timed: int) -> float:
+def untimed_flight(layout: Layout, timed: int) -> float:
     """By how many times more an interleaved pipeline has in flight on its first stage than so few micro-batches fill."""
     if layout.schedule != "interleaved":
         return 1.0
-    p, v = layout.stages, layout.chunks or 1
-    most = min((layout.micro_batches or 1) * v, (v + 1) * p - 1)  # see schedule.builders.interleaved
+    p, v = layout.stages, layout.chunks
+    most = min(layout.micro_batches * v, (v + 1) * p - 1)  # see schedule.builders.interleaved
     return most / min(timed * v, most)

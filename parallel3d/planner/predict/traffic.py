@@ -19,7 +19,7 @@ _SEEN = 0.25  # of what goes between replicas, about as much is not behind compu
 
 def _placement(outlook: Outlook) -> tuple[int, ...]:
     layout = outlook.layout
-    return placement_of(layout.placement or "loop", layout.stages, layout.chunks or 1)
+    return placement_of(layout.placement, layout.stages, layout.chunks)
 
 
 def _of_slices(predictor: Predictor, outlook: Outlook, stage: int) -> Counter[Collective]:
@@ -31,7 +31,7 @@ def _of_slices(predictor: Predictor, outlook: Outlook, stage: int) -> Counter[Co
             for layer in layers[first:end]:
                 for work in (layer.forward, layer.input_gradient, layer.weight_gradient):
                     counted.update(work.collectives)
-    return Counter({c: number * (outlook.layout.micro_batches or 1) for c, number in counted.items()})
+    return Counter({c: number * outlook.layout.micro_batches for c, number in counted.items()})
 
 
 def _over_replicas(outlook: Outlook, stage: int) -> Iterator[tuple[Collective, float]]:
@@ -69,8 +69,8 @@ def traffic_of(predictor: Predictor, outlook: Outlook) -> Traffic:
         data=tuple((collective, _SEEN * number) for collective, number in data),
         # While the pipeline fills and drains its messages are waited for, in between they go behind compute.
         pipe=tuple((nbytes, number / links) for nbytes, number in sizes.items()),
-        loops=layout.placement == "loop" and (layout.chunks or 1) > 1,
-        flops=sum(work.flops for work in works) * (layout.micro_batches or 1),
+        loops=layout.placement == "loop" and layout.chunks > 1,
+        flops=sum(work.flops for work in works) * layout.micro_batches,
     )
 
 
@@ -78,7 +78,7 @@ def link_loads(predictor: Predictor, outlook: Outlook) -> tuple[LinkLoad, ...]:
     """What the links carry in a step, the slowest first."""
     network, links = predictor.network, outlook.links
     carried = {axis: np.zeros(len(network.fabric.bandwidth)) for axis in ("pipe", "data", "model")}
-    times = outlook.layout.micro_batches or 1
+    times = outlook.layout.micro_batches
     for a, b, nbytes in _messages(predictor, outlook):
         carried["pipe"] += times * network.transfer_bytes(links.pairs(a, b), nbytes)
     for stage in range(outlook.layout.stages):

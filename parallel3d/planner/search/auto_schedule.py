@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from parallel3d.config.run_layout import RunLayout, write_run_layout
+from parallel3d.config.layout import Layout
 from parallel3d.errors import ScheduleError
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.found import Found, find
@@ -20,25 +19,24 @@ _NAMED = {(1, "loop"): "zb-h1", (2, "v"): "zbv", (2, "loop"): "zb-looped", (4, "
 _QUICK = 160
 
 
-def is_quick(layout: RunLayout) -> bool:
+def is_quick(layout: Layout) -> bool:
     """Whether "auto" is found for the layout's chunks in some tenths of a second."""
-    return layout.stages * (layout.chunks or 1) * (layout.micro_batches or 1) <= _QUICK
+    return layout.stages * layout.chunks * layout.micro_batches <= _QUICK
 
 
-def with_auto(predictor: Predictor, layout: RunLayout, places: Sequence[int]) -> Found | None:
+def with_auto(predictor: Predictor, layout: Layout, places: Sequence[int]) -> Found | None:
     """The layout with schedule "auto" on its chunks, predicted exactly; None for a single stage, chunks that "auto" does not
     place so, or where a micro-batch does not fit. places: see Predictor.predict.
     """
-    named = _NAMED.get((layout.chunks or 1, layout.placement or "loop"))
+    named = _NAMED.get((layout.chunks, layout.placement))
     if layout.stages == 1 or named is None:
         return None
-    start = find(predictor, replace(layout, schedule=named, text=""), places, exactly=True, whole=True)
+    start = find(predictor, layout.model_copy(update={"schedule": named}), places, exactly=True, whole=True)
     try:
         program = _planned(predictor, start)
     except ScheduleError:
         return None
-    made = replace(layout, schedule="auto", text="")
-    made = replace(made, text=write_run_layout(made))
+    made = layout.model_copy(update={"schedule": "auto"})
     outlook = predictor.predict(made, places, exactly=True, bounds=start.outlook.bounds, compute=program)
     return Found(outlook, predictor.memory(outlook, every=True))
 
@@ -71,7 +69,7 @@ def _planned(predictor: Predictor, start: Found) -> Program:
         deferred=deferred,
         limit=tuple(max(min(w, r), a) for w, r, a in zip(wanted, room, least, strict=True)),
     )
-    micro_batches = outlook.layout.micro_batches or 1
+    micro_batches = outlook.layout.micro_batches
     return make_plan(placement, micro_batches, measured).program(micro_batches)
 
 

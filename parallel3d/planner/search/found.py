@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.planner.predict.outlook import Outlook
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Shape
@@ -26,7 +26,7 @@ def fullness_of(memory: Sequence[StageMemory]) -> float:
 class Refused:
     """A layout that isn't predicted, since it doesn't fit. least: seconds that it would hardly take less than."""
 
-    layout: RunLayout
+    layout: Layout
     predictor: Predictor
     least: float
 
@@ -49,7 +49,7 @@ class Found:
     memory: tuple[StageMemory, ...]
 
     @property
-    def layout(self) -> RunLayout:
+    def layout(self) -> Layout:
         """That was predicted."""
         return self.outlook.layout
 
@@ -69,28 +69,28 @@ class Found:
         return shape_of(self.layout)
 
 
-def shape_of(layout: RunLayout) -> Shape:
+def shape_of(layout: Layout) -> Shape:
     """Ranks along pipe, data, model."""
     return layout.stages, layout.replicas, layout.slices
 
 
-def refuse(predictor: Predictor, layout: RunLayout, least: float) -> Refused | None:
+def refuse(predictor: Predictor, layout: Layout, least: float) -> Refused | None:
     """A layout that `find` would say not to fit, by the same memory; None for one that may."""
     most = _fullest_to_split(layout, exactly=False)
     is_too_large = any(fullness_of([stage]) > most for stage in predictor.rough_memory(layout))
     return Refused(layout, predictor, least) if is_too_large else None
 
 
-def _fullest_to_split(layout: RunLayout, exactly: bool) -> float:
+def _fullest_to_split(layout: Layout, exactly: bool) -> float:
     """How full a layout may be, for that it is worth looking for a split of the layers by which it does fit."""
-    chunks_are_few = layout.stages * (layout.chunks or 1) <= _MOST_CHUNKS
+    chunks_are_few = layout.stages * layout.chunks <= _MOST_CHUNKS
     is_worth_it = chunks_are_few and (exactly or layout.world_size <= _MOST_RANKS)
     return _NEARLY if layout.stages > 1 and is_worth_it else 1.0
 
 
 def find(
     predictor: Predictor,
-    layout: RunLayout,
+    layout: Layout,
     places: Sequence[int] | None = None,
     exactly: bool = False,
     whole: bool = False,
@@ -121,7 +121,8 @@ def prediction_of(predictor: Predictor, found: Found, global_batch: int) -> Pred
     # A backward is twice a forward, whatever attention recomputes.
     flops = 3 * global_batch * sum(layer.forward.flops for layer in profile.layers())
     return Prediction(
-        **Prediction.fields_of(found.outlook.layout),
+        **dict(found.layout),
+        layout=found.layout.text,
         seconds=seconds,
         low=low,
         high=high,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.planner.predict.costs import pace
 from parallel3d.planner.predict.predict import Predictor
@@ -91,11 +91,11 @@ def _bounds(search: Search, space: Space, whole: Predictor) -> Iterator[tuple[Fl
 _Key = tuple[int, ...]
 
 
-def _key(layout: RunLayout) -> _Key:
+def _key(layout: Layout) -> _Key:
     """Of one of which nothing is left open."""
     variant = VARIANTS.index((layout.schedule, layout.chunks, layout.placement))
     shape = layout.stages, layout.replicas, layout.slices, int(layout.sequence_parallel)
-    return (*shape, layout.micro_batch or 1, layout.zero or 0, variant, layout.recompute or 0)
+    return (*shape, layout.micro_batch, layout.zero, variant, layout.recompute)
 
 
 def _keys_of_blocks(space: Space) -> list[_Key]:
@@ -112,4 +112,4 @@ def _evenly(found: Found) -> float:
     outlook = found.outlook
     times, placement = outlook.cost.times, outlook.program.placement
     mean = float(times.total.sum()) / found.layout.stages
-    return outlook.seconds - (outlook.layout.micro_batches or 1) * (pace(times, placement) - mean)
+    return outlook.seconds - outlook.layout.micro_batches * (pace(times, placement) - mean)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config import load
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout, PartialLayout, configuration
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.calibration import Calibration
@@ -28,7 +28,6 @@ from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.timing import Shape
 from parallel3d.planner.predict.traffic import link_loads, traffic_of
 from parallel3d.planner.search.auto_schedule import is_quick, with_auto
-from parallel3d.planner.search.configure import configuration
 from parallel3d.planner.search.found import Found, find, prediction_of
 from parallel3d.planner.search.halves import find_halves, predictor_of_halves
 from parallel3d.planner.search.model import PlannedModel
@@ -58,7 +57,7 @@ class Question:
     cluster: Cluster
     global_batch: int
     num_best: int = 5
-    fixed: RunLayout | None = None
+    fixed: PartialLayout | None = None
     calibration: Calibration = field(default_factory=Calibration)
     measured: Sequence[LayerSeconds] | None = None
     every_auto: bool = False
@@ -114,7 +113,7 @@ class Planner:
         """Predicts layouts of half blocks."""
         return predictor_of_halves(self.predictor, self.question.measured)
 
-    def predictor_of(self, layout: RunLayout) -> Predictor:
+    def predictor_of(self, layout: Layout) -> Predictor:
         """By what the layout's layers are."""
         return self.of_halves if layout.units == "half" else self.predictor
 
@@ -166,7 +165,7 @@ class Planner:
     def _with_autos(self, best: list[Found]) -> list[Found]:
         """With what schedule "auto" would find on the winner's chunks; where that is asked for, on all chunks, and alone."""
         question = self.question
-        decided = None if question.fixed is None else question.fixed.schedule
+        decided = None if question.fixed is None else question.fixed.decided("schedule")
         asked = decided == "auto"
         if decided is not None and not asked:
             return best
@@ -210,7 +209,7 @@ class Planner:
         predictor = self.predictor_of(layout)
         places = links.ranks.ravel().tolist()
         splits = [found.outlook.bounds]
-        if (layout.chunks or 1) > 1 and layout.stages * (layout.chunks or 1) <= _MOST_SEARCHED:
+        if layout.chunks > 1 and layout.stages * layout.chunks <= _MOST_SEARCHED:
             splits.append(predictor.split_carefully(layout, links))
         told = [
             find(predictor, layout, places, exactly=True, whole=True, bounds=bounds) for bounds in dict.fromkeys(splits)
@@ -298,26 +297,12 @@ def _may_be(variant: Variant, schedule: str | None) -> bool:
     return schedule in (None, variant.schedule) or (schedule == "auto" and variant.schedule not in WHOLE_BACKWARDS)
 
 
-def _agree(space: Space, fixed: RunLayout) -> npt.NDArray[np.bool_]:
+def _agree(space: Space, fixed: PartialLayout) -> npt.NDArray[np.bool_]:
     """Which layouts are what the user has decided."""
-    columns = {
-        "halves": 1 if fixed.units == "half" else None,
-        "stages": fixed.stages if fixed.stages > 1 else None,
-        "replicas": fixed.replicas if fixed.replicas > 1 else None,
-        "slices": fixed.slices if fixed.slices > 1 else None,
-        "zero": fixed.zero,
-        "micro_batch": fixed.micro_batch,
-        "micro_batches": fixed.micro_batches,
-        "recompute": fixed.recompute,
-        "sequence_parallel": 1 if fixed.sequence_parallel else None,
-    }
     kept = np.ones(len(space), dtype=bool)
-    for name, value in columns.items():
-        if value is not None:
-            kept &= getattr(space, name) == value
-    variants = [
-        k
-        for k, variant in enumerate(VARIANTS)
-        if _may_be(variant, fixed.schedule) and fixed.chunks in (None, variant.chunks)
-    ]
+    for name in fixed.given - {"schedule", "chunks", "placement"}:
+        column = space.halves if name == "units" else getattr(space, name)
+        kept &= column == (1 if name == "units" else getattr(fixed, name))
+    chunks, schedule = fixed.decided("chunks"), fixed.decided("schedule")
+    variants = [k for k, v in enumerate(VARIANTS) if _may_be(v, schedule) and chunks in (None, v.chunks)]
     return kept & np.isin(space.variant, variants)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from parallel3d.config.run_layout import StatedLayout
+from parallel3d.config.layout import Layout
 
 
 class _Result(BaseModel):
@@ -31,7 +31,7 @@ class StageMemory(_Result):
     capacity: int
 
 
-class Prediction(StatedLayout):
+class Prediction(Layout):
     """One layout. layout: in words, "pp4,dp2,zero1,zbv,m16"; numbers as predicted for one training step.
 
     low, high: of the seconds, where a measured step is expected in nine cases of ten; bubble: share of the pipeline's time;
@@ -40,6 +40,7 @@ class Prediction(StatedLayout):
     layers, one part a chunk.
     """
 
+    layout: str
     seconds: float
     low: float
     high: float

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Collective, Work
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
@@ -90,7 +90,7 @@ class Bounds:
             numel = sum(p.numel() for layer in layers for _, p in layer.parameters)
             built = next((p.dtype for layer in layers for _, p in layer.parameters), torch.float32)
             one = ParameterInfo("", nn.Parameter(torch.empty(numel, dtype=built, device="meta")), (0,))
-            policy = self._predictor.policy(RunLayout(replicas=replicas, zero=zero))
+            policy = self._predictor.policy(Layout(replicas=replicas, zero=zero))
             state = predict_state([one], policy, replicas, self._predictor.moments)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen, (slices, shares, recompute) in _groups(space.slices, space.sequence_parallel, space.recompute):

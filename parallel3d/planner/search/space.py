@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.config.run_layout import RunLayout, write_run_layout
+from parallel3d.config.layout import Layout, PartialLayout
 
 IntArray = npt.NDArray[np.int64]
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
@@ -67,10 +67,10 @@ class Space:
         """Those that are kept."""
         return Space(*(getattr(self, f.name)[kept] for f in fields(self)))
 
-    def layout(self, k: int) -> RunLayout:
+    def layout(self, k: int) -> Layout:
         """Layout k, of which nothing is left open."""
         variant = VARIANTS[self.variant[k]]
-        made = RunLayout(
+        return Layout(
             stages=int(self.stages[k]),
             slices=int(self.slices[k]),
             replicas=int(self.replicas[k]),
@@ -84,7 +84,6 @@ class Space:
             placement=variant.placement,
             units="half" if self.halves[k] else None,
         )
-        return RunLayout(**{**vars(made), "text": write_run_layout(made)})
 
 
 def enumerate_space(
@@ -93,17 +92,17 @@ def enumerate_space(
     num_layers: int,
     slices: Sequence[int],
     num_halves: int = 0,
-    asked: RunLayout | None = None,
+    asked: PartialLayout | None = None,
 ) -> Space:
     """All layouts on so many ranks whose micro-batches make up the global batch (samples).
 
     slices: that are possible; num_halves: layers of the model of half blocks, whose pipelines come last; 0 for none; asked:
     what of a layout the user has decided, which may be what isn't looked at otherwise.
     """
-    asked = asked or RunLayout()
+    asked = asked or PartialLayout()
     variants = [k for k, variant in enumerate(VARIANTS) if _is_looked_at(variant, asked)]
-    micro_batches = _with(MICRO_BATCHES, asked.micro_batch)
-    together = [_with(usual, asked.recompute) for usual in (RECOMPUTED, _HALVES_RECOMPUTED)]
+    micro_batches = _with(MICRO_BATCHES, asked.decided("micro_batch"))
+    together = [_with(usual, asked.decided("recompute")) for usual in (RECOMPUTED, _HALVES_RECOMPUTED)]
     rows = [
         (stages, replicas, tp, *rest, halves)
         for halves, layers in enumerate((num_layers, num_halves))
@@ -114,10 +113,10 @@ def enumerate_space(
     return Space(*np.array(rows, dtype=np.int64).reshape(-1, len(fields(Space))).T)
 
 
-def _is_looked_at(variant: Variant, asked: RunLayout) -> bool:
+def _is_looked_at(variant: Variant, asked: PartialLayout) -> bool:
     if variant.schedule == "gpipe":
-        return asked.schedule == "gpipe"
-    return variant.chunks in _with(_OFFERED[variant.schedule], asked.chunks)
+        return asked.decided("schedule") == "gpipe"
+    return variant.chunks in _with(_OFFERED[variant.schedule], asked.decided("chunks"))
 
 
 def _with(usual: Sequence[int], asked: int | None) -> list[int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.planner.predict.costs import Least
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.found import Found, Refused, find, refuse
@@ -18,17 +17,17 @@ _SURELY = 0.9  # full, roughly: fits
 FEW = 4  # predictions of a shape of which nothing fits
 
 
-def without_recomputation_together(layout: RunLayout) -> RunLayout:
+def without_recomputation_together(layout: Layout) -> Layout:
     """What layouts have in common that differ in how many layers they recompute together, if any."""
-    return replace(layout, recompute=min(1, layout.recompute or 0), text="")
+    return layout.model_copy(update={"recompute": min(1, layout.recompute)})
 
 
-def _no_slower(layout: RunLayout) -> list[RunLayout]:
+def _no_slower(layout: Layout) -> list[Layout]:
     """Layouts that take more memory than this one and no more time, for less is reduced, or fewer layers are recomputed at
     once."""
-    others = [replace(layout, zero=1, text="")] if layout.zero == 2 else []
-    fewer = [n for n in RECOMPUTED if 0 < n < (layout.recompute or 0)]
-    return others + [replace(layout, recompute=n, text="") for n in fewer]
+    others = [layout.model_copy(update={"zero": 1})] if layout.zero == 2 else []
+    fewer = [n for n in RECOMPUTED if 0 < n < (layout.recompute)]
+    return others + [layout.model_copy(update={"recompute": n}) for n in fewer]
 
 
 class Trials:
@@ -42,7 +41,7 @@ class Trials:
         self._predictor, self._space = predictor, space
         self.found: list[Found] = []
         self.refused: list[Refused] = []
-        self.bounds: dict[RunLayout, Least] = {}
+        self.bounds: dict[Layout, Least] = {}
 
     def until_certain(self, bounds: Sequence[tuple[float, int]], best: float = np.inf) -> set[int]:
         """Predict layouts in the order of their bounds until none is below the shortest that fits; which were predicted.
@@ -51,7 +50,7 @@ class Trials:
         predictor's own, which is nearer and takes longer to find.
         """
         done: set[int] = set()
-        fitting: set[RunLayout] = set()
+        fitting: set[Layout] = set()
         waiting = [(seconds, n, k, False) for n, (seconds, k) in enumerate(bounds)]
         heapify(waiting)
         while waiting and waiting[0][0] < best:
@@ -69,7 +68,7 @@ class Trials:
             if found.fits:
                 best = min(best, found.outlook.seconds)
             if found.fullness < _SURELY:
-                fitting.add(replace(layout, text=""))
+                fitting.add(layout)
         return done
 
     def until_fits(self, order: Sequence[int]) -> set[int]:
@@ -83,14 +82,14 @@ class Trials:
                 break
         return done
 
-    def least_seconds(self, layout: RunLayout) -> float:
+    def least_seconds(self, layout: Layout) -> float:
         """The predictor's, the same however many layers are recomputed together."""
         key = without_recomputation_together(layout)
         if key not in self.bounds:
             self.bounds[key] = self._predictor.least(key)
         return self.bounds[key].seconds
 
-    def _predict(self, layout: RunLayout, least: float) -> Found | None:
+    def _predict(self, layout: Layout, least: float) -> Found | None:
         """None for a layout that is refused. least: see Refused."""
         refused = refuse(self._predictor, layout, least)
         if refused is not None:

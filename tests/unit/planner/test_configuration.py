@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from parallel3d.config import load
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout, configuration
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.planner.cluster.file import load_cluster
-from parallel3d.planner.search.configure import configuration
 from parallel3d.planner.search.model import DEFAULTS, PlannedModel
 from parallel3d.planner.search.plan import profile_of
 
 
-def layout_of(zero: int) -> RunLayout:
-    return RunLayout(replicas=2, zero=zero, micro_batch=1, micro_batches=4, chunks=1, schedule="1f1b", placement="loop")
+def layout_of(zero: int) -> Layout:
+    return Layout(replicas=2, zero=zero, micro_batch=1, micro_batches=4, chunks=1, schedule="1f1b", placement="loop")
 
 
 @pytest.mark.parametrize("asked", [None, False, True, "auto"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parallel3d.config import load
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.kernels import reduce_scatter
 from parallel3d.kernels.all_reduce import staging_bytes
 from parallel3d.pipe import LayerSpec
@@ -31,7 +31,7 @@ def predicted(
     }
     sample = torch.ones(1, 4)
     profile = ModelProfile([LayerSpec(nn.Linear, 4, 4)], sample, sample, nn.MSELoss(), load(given))
-    layout = RunLayout(
+    layout = Layout(
         stages=1, replicas=replicas, slices=slices, schedule="1f1b", micro_batch=1, micro_batches=1, zero=zero
     )
     program = lower(build("1f1b", 1, 1, 1, "loop"))

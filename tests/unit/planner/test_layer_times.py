@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parallel3d.config import load
-from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.config.layout import parse_layout
 from parallel3d.costs.layer_costs import Sample
 from parallel3d.costs.profilers import LayerSeconds, measure_layers
 from parallel3d.errors import PartitionError
@@ -71,13 +71,13 @@ def test_predictions_follow_what_was_measured(times: float) -> None:
     """Compute takes as many times longer as it was measured to."""
     subject = model(*[LayerSpec(Twice)] * 4)
     cluster = load_cluster("2xH200")
-    plain = Planner(Question(subject, cluster, 8, fixed=parse_run_layout("pp2,1f1b,m8")))
+    plain = Planner(Question(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8")))
     layout = plain.space.layout(0)
     before = plain.predictor.predict(layout, exactly=True)
     of_layers = layer_times(plain.profile.layers(), cluster.gpus[0].device, lambda collective: 0.0)
     seconds = zip(of_layers.forward, of_layers.input_gradient, of_layers.weight_gradient, strict=True)
     measured = [LayerSeconds(*(times * float(s) for s in layer)) for layer in seconds]
-    planner = Planner(Question(subject, cluster, 8, fixed=parse_run_layout("pp2,1f1b,m8"), measured=measured))
+    planner = Planner(Question(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8"), measured=measured))
     after = planner.predictor.predict(layout, exactly=True)
     assert after.breakdown()["forward"] == pytest.approx(times * before.breakdown()["forward"])
     assert after.breakdown()["backward"] == pytest.approx(times * before.breakdown()["backward"])

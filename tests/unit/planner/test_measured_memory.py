@@ -24,7 +24,7 @@ import train_llama
 from cases import Workload, command_of, parse_case
 
 from parallel3d.config import load
-from parallel3d.config.run_layout import RunLayout
+from parallel3d.config.layout import Layout
 from parallel3d.planner.predict.flight import Replays
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.profile import ModelProfile
@@ -85,7 +85,7 @@ def predicted(name: str, work: Workload, each: bool) -> list[float]:
         layers = ours.layer_specs(args)
     (sample,) = ours.fixed_batch(ours.SIZES[args.size], args.micro_batch, 1, seed=0)
     memory = MemoryModel(ModelProfile(layers, *sample, ours.loss_of(args), load(given)))
-    layout = RunLayout(
+    layout = Layout(
         stages=args.pp,
         replicas=args.dp,
         zero=args.zero,

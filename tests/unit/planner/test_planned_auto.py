@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from test_search import hosts, small_model
 
-from parallel3d.config.run_layout import RunLayout, parse_run_layout
+from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.search.auto_schedule import is_quick, with_auto
 from parallel3d.planner.search.found import Found, find
@@ -20,7 +18,7 @@ PLACES = range(4)
 
 def planned(text: str, memory: str | None = None) -> tuple[Found, Found]:
     """(as named, with "auto") of one layout of 4 GPUs in a row."""
-    fixed = parse_run_layout(text)
+    fixed = parse_layout(text)
     model = small_model(layers=16)
     planner = Planner(Question(model, load_cluster(hosts(1, memory)), 8, fixed=fixed))
     layout = next(found for k in range(len(planner.space)) if (found := planner.space.layout(k)).recompute == 0)
@@ -38,8 +36,8 @@ def compute_of(program: Program) -> Program:
 )
 def test_it_is_as_short_as_the_named_schedule_on_the_same_chunks(text: str) -> None:
     named, auto = planned(text)
-    assert auto.layout == replace(named.layout, schedule="auto", text=auto.layout.text)
-    assert parse_run_layout(auto.layout.text).schedule == "auto"
+    assert auto.layout == named.layout.model_copy(update={"schedule": "auto"})
+    assert parse_layout(auto.layout.text).schedule == "auto"
     assert auto.outlook.program.placement == named.outlook.program.placement
     validate(compute_of(auto.outlook.program))
     # The rest is what the plan doesn't know of: which transfers share a link, and the collectives of a step.
@@ -57,18 +55,18 @@ def test_it_keeps_within_the_devices_memory() -> None:
 
 
 def test_a_single_stage_has_none() -> None:
-    planner = Planner(Question(small_model(), load_cluster(hosts(1)), 8, fixed=parse_run_layout("dp4")))
+    planner = Planner(Question(small_model(), load_cluster(hosts(1)), 8, fixed=parse_layout("dp4")))
     assert with_auto(planner.predictor, planner.space.layout(0), PLACES) is None
 
 
 def test_short_pipelines_are_quick() -> None:
-    assert is_quick(RunLayout(stages=4, chunks=2, micro_batches=16))
-    assert not is_quick(RunLayout(stages=8, chunks=4, micro_batches=64))
+    assert is_quick(Layout(stages=4, chunks=2, micro_batches=16))
+    assert not is_quick(Layout(stages=8, chunks=4, micro_batches=64))
 
 
 def test_who_asks_for_it_gets_nothing_else() -> None:
     cluster = load_cluster(hosts(1))
-    asked = Planner(Question(small_model(), cluster, 16, fixed=parse_run_layout("pp4,auto"))).answer()
+    asked = Planner(Question(small_model(), cluster, 16, fixed=parse_layout("pp4,auto"))).answer()
     assert {prediction.schedule for prediction in asked.best} == {"auto"}
     pipeline = asked.config["pipeline"]
     assert (pipeline["stages"], pipeline["schedule"]) == (4, "auto")
@@ -80,7 +78,7 @@ def test_the_best_pipeline_is_planned_with_it_where_that_is_quick_or_asked_for(
     every: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parallel3d.planner.search.auto_schedule._QUICK", 0 if every else 160)
-    fixed = parse_run_layout("pp4,m16")
+    fixed = parse_layout("pp4,m16")
     answers = [
         Planner(Question(small_model(), load_cluster(hosts(1)), 16, fixed=fixed, every_auto=asked)).answer()
         for asked in (False, True)

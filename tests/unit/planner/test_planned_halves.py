@@ -14,7 +14,7 @@ from rich.console import Console
 from test_search import hosts, small_model
 
 from parallel3d.cli.plan import show
-from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
@@ -34,7 +34,7 @@ from parallel3d.specs import layer_name
 def planner(name: str, words: str, batch: int, cluster: str = "4xH200", seq: int = 1024) -> Planner:
     """seq: tokens of a sample. Hosts take no time: what waits for them is as long in halves."""
     quick = with_quick_hosts(load_cluster(cluster))
-    return Planner(Question(load_model(name, seq=seq), quick, batch, fixed=parse_run_layout(words)))
+    return Planner(Question(load_model(name, seq=seq), quick, batch, fixed=parse_layout(words)))
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,7 @@ def result() -> PlanResult:
 def test_a_plan_of_halves_says_so_wherever_it_is_read(result: PlanResult) -> None:
     winner = result.best[0]
     assert "half" in winner.layout.split(",")
-    assert parse_run_layout(winner.layout).units == winner.units == "half"
-    assert winner.run_layout().units == "half"
+    assert parse_layout(winner.layout).units == winner.units == "half"
     model = load_model("7b")
     assert result.layers == tuple(map(layer_name, model.layers))
     assert result.halves == tuple(map(layer_name, model.in_halves().layers))
@@ -107,9 +106,9 @@ def test_halves_can_be_asked_for_in_words() -> None:
 def test_halves_are_refused_where_they_are_not_known() -> None:
     model = replace(small_model(), halves=None)
     with pytest.raises(ConfigError, match="leave half out"):
-        Planner(Question(model, load_cluster(hosts(1)), 8, fixed=parse_run_layout("pp2,half")))
+        Planner(Question(model, load_cluster(hosts(1)), 8, fixed=parse_layout("pp2,half")))
     with pytest.raises(ConfigError, match="leave half out"):
-        config_of(parse_run_layout("pp2,half"), {}, 0, "float32")
+        config_of(parse_layout("pp2,half"), {}, 0, "float32")
 
 
 @pytest.mark.parametrize(
@@ -141,9 +140,10 @@ def test_runs_of_half_blocks_are_predicted_by_half_blocks() -> None:
     model = load_model("gpt2", seq=64)
     names = tuple(map(layer_name, model.in_halves().layers))
     cut = len(names) // 2
-    layout = parse_run_layout("pp2,1f1b,m4,mb2")
+    layout = Layout(stages=2, micro_batches=4, micro_batch=2)
     record = RunRecord(
-        **RunRecord.fields_of(replace(layout, chunks=1, placement="loop")),
+        **dict(layout),
+        layout=layout.text,
         bounds=(0, cut, len(names)),
         seq=64,
         program=None,
@@ -160,7 +160,7 @@ def test_runs_of_half_blocks_are_predicted_by_half_blocks() -> None:
     )
     cluster = load_cluster("2xH200")
     prediction, _ = RunPredictor(model, cluster).predict(record, Calibration())
-    asked = Planner(Question(model, cluster, 8, fixed=parse_run_layout("pp2,half,1f1b,mb2")))
+    asked = Planner(Question(model, cluster, 8, fixed=parse_layout("pp2,half,1f1b,mb2")))
     layout = asked.space.layout(0)
     wanted = asked.of_halves.predict(layout, exactly=True, whole=True, bounds=record.bounds)
     assert prediction.seconds == pytest.approx(wanted.seconds, rel=1e-9)

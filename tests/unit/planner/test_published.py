@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config import load
-from parallel3d.config.run_layout import RunLayout, parse_run_layout
+from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.models.blocks import Block
 from parallel3d.planner.cluster.file import load_cluster
@@ -203,23 +203,12 @@ def config_of(given: Any) -> Any:
     return load({**given, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 16})
 
 
-def closed(layout: RunLayout) -> RunLayout:
-    """With what its words leave open."""
-    return replace(
-        layout,
-        chunks=layout.chunks or 1,
-        zero=layout.zero or 0,
-        placement=layout.placement or "loop",
-        recompute=layout.recompute or 0,
-    )
-
-
 @pytest.mark.parametrize("run", published(), ids=lambda run: run.name)
 def test_a_published_step_is_predicted(run: Published):
     predictor = Predictor(*profile(run.kind, run.hidden, run.layers, run.heads, run.selective), network(run.cluster))
     predictor._programs = PROGRAMS
-    layout = closed(parse_run_layout(run.layout))
-    bounds = equal_block_bounds(run.layers, layout.stages * (layout.chunks or 1), behind=2)
+    layout = parse_layout(run.layout)
+    bounds = equal_block_bounds(run.layers, layout.stages * layout.chunks, behind=2)
     # Long pipelines as a search predicts them, in a tenth of the time; their micro-batches are single samples anyway.
     predicted = predictor.predict(layout, exactly=layout.stages <= 16, bounds=bounds)
     assert predicted.seconds == pytest.approx(run.seconds, rel=TOLERANCE)
@@ -250,10 +239,10 @@ def profile_of_7b(compiled: bool, bf16: bool, units: str, each: bool) -> tuple[P
     )
 
 
-def layout_of(case: Case, micro_batches: int) -> RunLayout:
+def layout_of(case: Case, micro_batches: int) -> Layout:
     # Schedule auto is made of measured times; of the others these are like it, by their placements.
     schedule = {"auto": "zbv" if case.chunks == 2 else "zb-looped"}.get(case.schedule, case.schedule)
-    return RunLayout(
+    return Layout(
         stages=case.pp,
         replicas=case.dp,
         slices=case.tp,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from planner_clusters import with_quick_hosts
 
 from parallel3d.config import load
-from parallel3d.config.run_layout import parse_run_layout
+from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.calibrate.calibration import Calibration, Factor
@@ -93,9 +92,7 @@ def test_layers_are_split_within_the_devices_memory() -> None:
 
     def found(memory: str | None) -> Found:
         model = small_model(vocab=40_000)
-        planner = Planner(
-            Question(model, load_cluster(hosts(1, memory)), 16, fixed=parse_run_layout("pp4,1f1b,m16,mb1"))
-        )
+        planner = Planner(Question(model, load_cluster(hosts(1, memory)), 16, fixed=parse_layout("pp4,1f1b,m16,mb1")))
         layout = next(found for k in range(len(planner.space)) if (found := planner.space.layout(k)).recompute == 0)
         return find(planner.predictor, layout, exactly=True)
 
@@ -110,7 +107,7 @@ def test_layers_are_split_within_the_devices_memory() -> None:
 
 def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
     """Four stages of 24 blocks hold up to four micro-batches' inputs of each, or of every other one."""
-    fixed = parse_run_layout("pp4,1f1b,m8,mb1")
+    fixed = parse_layout("pp4,1f1b,m8,mb1")
 
     def planner(memory: str | None) -> Planner:
         return Planner(Question(small_model(16_384, 64, 96), load_cluster(hosts(1, memory)), 8, fixed=fixed))
@@ -171,7 +168,7 @@ def test_a_step_is_no_shorter_than_a_host_needs_to_call_it(layout: str) -> None:
         }
     )
     planner = Planner(Question(small_model(), cluster, 8))
-    given = replace(parse_run_layout(layout), chunks=1, replicas=1, zero=0, recompute=0, placement="loop")
+    given = parse_layout(layout)
     outlook = planner.predictor.predict(given, exactly=True)
     splits = "zb" in layout
     operators = [
@@ -191,7 +188,7 @@ def test_what_idles_computes_faster_where_runs_say_so() -> None:
         calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
         cluster = with_quick_hosts(load_cluster(hosts(1)))
         planner = Planner(Question(small_model(), cluster, 8, calibration=calibration))
-        given = replace(parse_run_layout(layout), chunks=1, replicas=1, zero=0, recompute=0, placement="loop")
+        given = parse_layout(layout)
         return planner.predictor.predict(given, exactly=True)
 
     before, after = (predicted("pp4,1f1b,m8,mb1", idle) for idle in (0.0, 0.4))
@@ -234,7 +231,7 @@ def test_what_is_written_can_be_run() -> None:
 
 
 def test_a_part_of_a_layout_that_the_user_has_decided_is_kept() -> None:
-    result = answer(hosts(1), fixed=parse_run_layout("pp2,zb-h1"))
+    result = answer(hosts(1), fixed=parse_layout("pp2,zb-h1"))
     assert {(p.stages, p.schedule) for p in result.best} == {(2, "zb-h1")}
 
 
@@ -243,7 +240,7 @@ def test_gpipe_is_planned_where_it_is_asked_for_and_holds_what_its_program_does(
     model = small_model(2048)
 
     def best(words: str) -> Prediction:
-        return Planner(Question(model, load_cluster(hosts(1)), 64, fixed=parse_run_layout(words))).answer().best[0]
+        return Planner(Question(model, load_cluster(hosts(1)), 64, fixed=parse_layout(words))).answer().best[0]
 
     gpipe, plain = best("pp2,dp2,zero0,gpipe,m32,mb1,ckpt0"), best("pp2,dp2,zero0,1f1b,m32,mb1,ckpt0")
     assert gpipe.schedule == "gpipe"
@@ -257,7 +254,7 @@ def test_gpipe_is_planned_where_it_is_asked_for_and_holds_what_its_program_does(
 
 @pytest.mark.parametrize("words", ["pp2,interleaved,chunks5", "pp2,mb24,m2", "pp2,ckpt3", "pp2,zb-looped,chunks5"])
 def test_what_is_not_looked_at_otherwise_is_planned_where_it_is_asked_for(words: str) -> None:
-    model, cluster, fixed = small_model(layers=12), load_cluster(hosts(1)), parse_run_layout(words)
+    model, cluster, fixed = small_model(layers=12), load_cluster(hosts(1)), parse_layout(words)
     best = Planner(Question(model, cluster, 96, fixed=fixed)).answer().best[0]
     assert set(words.split(",")) <= set(best.layout.split(","))
     usual = Planner(Question(model, cluster, 96)).space
@@ -307,7 +304,7 @@ def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyP
 )
 def test_impossible_questions_get_an_error(count: int, batch: int, fixed: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        answer(hosts(count), batch, fixed=None if fixed is None else parse_run_layout(fixed))
+        answer(hosts(count), batch, fixed=None if fixed is None else parse_layout(fixed))
 
 
 def test_unknown_models_are_told_the_nearest() -> None:
