@@ -76,8 +76,13 @@ class CollectiveDecision:
                 raise
             raise self._raises(str(error)) from error
 
-    def attempt(self, purpose: str, make: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Decide on make() of every rank; if that raises on a rank, all ranks raise its message as `raises`."""
+    def attempt(
+        self, purpose: str, make: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]] | None = None
+    ) -> Any:
+        """Decide on make() of every rank; if that raises on a rank, all ranks raise its message as `raises`.
+
+        decide: None if nothing is to be decided but whether it has raised.
+        """
         raised: Exception | None = None
         try:
             value = {"value": make()}
@@ -89,7 +94,7 @@ class CollectiveDecision:
             errors = [f"rank {rank}: {item['error']}" for rank, item in enumerate(values) if "error" in item]
             if errors:
                 raise self._raises(errors[0])
-            return decide([item["value"] for item in values])
+            return [None] * len(values) if decide is None else decide([item["value"] for item in values])
 
         try:
             return self.make(purpose, value, checked)

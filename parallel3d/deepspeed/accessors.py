@@ -42,7 +42,7 @@ class DeepSpeedEngine(Engine):
 
         Raises ConfigError when micro-batches of all replicas don't add up to it, and between the micro-batches of a step.
         """
-        self.data.set_train_batch_size(train_batch_size, self.progress)
+        self.data.set_train_batch_size(train_batch_size, self.progress.num_backwards)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from `iterator` when train_batch gets none."""
@@ -54,7 +54,7 @@ class DeepSpeedEngine(Engine):
 
     def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
         """Make (inputs, labels) by function(item) from each item that an iterator yields."""
-        self.data.loader.use_batch_fn(function)
+        self.data.use_batch_fn(function)
 
     def gradient_clipping(self) -> float:
         """Return the maximum gradient norm; 0 for no limit."""

@@ -1,46 +1,31 @@
-"""Decorators of engine methods: they record the activity of the process, and attribute exceptions to a rank."""
+"""Decorator of engine methods: it records the activity of the process, and attributes exceptions to a rank."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from parallel3d.activity import EVALUATES, PHASE, Phase
-from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import PeerError
-from parallel3d.failures.attribution import Attribution
 from parallel3d.failures.watchdog import follows
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class _HasGroups(Protocol):
-    _groups: ProcessGroups
-
-
-class _Watched(_HasGroups, Protocol):
-    _attribution: Attribution
-
-
-G = TypeVar("G", bound=_HasGroups)
-E = TypeVar("E", bound=_Watched)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Phases in which an exception on one rank leaves the others waiting. Earlier phases agree on errors; after a call by the
 # script, the script may recover.
 _TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP})
 
 
-def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Callable[Concatenate[E, P], R]]:
+def attributed(phase: Phase) -> Callable[[Method], Method]:
     """Decorate an engine method that begins with `phase`: its exceptions are attributed, see Attribution.failed.
 
     The activity recorded at an exception is kept, for scripts that don't catch it.
     """
 
-    def decorate(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def run(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             activity = self._groups.activity
             activity.note(None)
             activity.enter(phase)
@@ -56,17 +41,6 @@ def attributed(phase: Phase) -> Callable[[Callable[Concatenate[E, P], R]], Calla
             self._attribution.done()
             return result
 
-        return run
+        return cast(Method, run)
 
     return decorate
-
-
-def untimed(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
-    """Decorate a method that saves or loads: failures.timeout_s does not apply while it runs."""
-
-    @functools.wraps(method)
-    def run(self: G, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._groups.activity.untimed(Phase.SAVING):
-            return method(self, *args, **kwargs)
-
-    return run

@@ -16,11 +16,9 @@ from parallel3d.comm.transport import Transport
 from parallel3d.config import BatchSizes, Config
 from parallel3d.engine.attributed import attributed
 from parallel3d.engine.auto import AutoSchedule
-from parallel3d.engine.calls import StepByCalls, check_metrics
+from parallel3d.engine.calls import StepByCalls, StepProgress, check_metrics
 from parallel3d.engine.compile import Compilation
-from parallel3d.engine.data import TrainingData
 from parallel3d.engine.garbage import GarbageFreezer
-from parallel3d.engine.progress import StepProgress
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.state import Checkpoints, Location
 from parallel3d.engine.step import BatchRunner
@@ -30,6 +28,7 @@ from parallel3d.failures.attribution import Attribution
 from parallel3d.kernels.all_reduce import open_tensor_parallel
 from parallel3d.monitor.steps import StepMonitor
 from parallel3d.optim.precision import make_precision
+from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.executor import no_record
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.numerics import NumericsCheck
@@ -129,7 +128,7 @@ class Engine:
             self.reports.profile_next_batch(what)
         self.progress.restart()
         self.reports.monitor.begin(self.progress.global_steps + 1, self.progress.global_samples)
-        loaded = self.data.loader.next(data_iter if data_iter is not None else self.data.iterator, most)
+        loaded = self.data.next(data_iter if data_iter is not None else self.data.iterator, most)
         self._model.train()
         self.update.reducer.start_step()
         batch, result = self._runner.run(loaded, training=True)
@@ -150,13 +149,13 @@ class Engine:
         loss = self.update.reduce_scalars(own_loss)
         activity.enter(Phase.STEP)
         with self.reports.updating():
-            progress.set_applied(self.update.step(progress.global_steps + 1))
+            applied = self.update.step(progress.global_steps + 1)
         if self.module is not self._model:
             # A user's module may read its weights at any point. On CUDA only the stream waits.
             self.update.sharded.wait_for_module(self._model)
-        if progress.applied and self.lr_scheduler is not None:
+        if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        progress.finish_step(num_micro_batches * self.data.sizes.micro_batch_size * self._groups.data.size)
+        progress.finish_step(num_micro_batches * self.data.sizes.micro_batch_size * self._groups.data.size, applied)
         self.compilation.report()
         self.reports.after_step(progress, loss, records=self._auto is None or self._auto.plan is not None)
         self._garbage.after_step()
@@ -191,7 +190,7 @@ class Engine:
         most = self.data.sizes.num_micro_batches if num_micro_batches is None else num_micro_batches
         if most < 1:
             raise ConfigError(f"num_micro_batches is {most}; evaluate at least 1")
-        loaded = self.data.loader.next(data_iter, most)
+        loaded = self.data.next(data_iter, most)
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
@@ -263,7 +262,6 @@ class Engine:
         Raises ExecutionError when there are no gradients, or they are not reduced over the replicas; ConfigError when a
         metric is missing; PrecisionError.
         """
-        self.progress.set_applied(False)
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
             check_metrics(self.lr_scheduler, lr_kwargs or {})

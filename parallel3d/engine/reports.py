@@ -19,8 +19,7 @@ from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import BatchSizes, Config
 from parallel3d.config.layout import Layout
-from parallel3d.engine.data import TrainingData
-from parallel3d.engine.progress import StepProgress
+from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import Breakdown
@@ -29,6 +28,7 @@ from parallel3d.monitor.run_record import RankRecord, RunRecord, Timing, fingerp
 from parallel3d.monitor.state import print_tree, state_tree
 from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.parameters import whole_shape
+from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.executor import Batch, Recorder, nest, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule

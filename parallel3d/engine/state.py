@@ -5,30 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from parallel3d.checkpoint.directory import complete_checkpoints
+from parallel3d.activity import Phase
+from parallel3d.checkpoint.directory import complete_checkpoints, other_tags
 from parallel3d.checkpoint.export import write_one_file
 from parallel3d.checkpoint.files import SINGLE
-from parallel3d.checkpoint.format import MODEL
-from parallel3d.checkpoint.load import agree_to_read, find_checkpoint
+from parallel3d.checkpoint.format import MASTER, MODEL
+from parallel3d.checkpoint.load import Wanted, agree_to_read, find_checkpoint
 from parallel3d.checkpoint.names import huggingface_names, merge_names
-from parallel3d.checkpoint.optimizer import merge_groups
-from parallel3d.checkpoint.parts import parts_of
+from parallel3d.checkpoint.optimizer import OptimizerTarget, merge_groups
+from parallel3d.checkpoint.parts import frozen, masters, parts_of
+from parallel3d.checkpoint.read import Reader
 from parallel3d.checkpoint.save import Contents, Saver
-from parallel3d.checkpoint.values import encode
+from parallel3d.checkpoint.values import decode, encode
 from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
-from parallel3d.engine.attributed import untimed
-from parallel3d.engine.checkpoint_loader import CheckpointLoader
-from parallel3d.engine.contents import Json, ReplicaState, layout_of, parts_of_engine
-from parallel3d.engine.data import TrainingData
-from parallel3d.engine.progress import StepProgress
+from parallel3d.engine.calls import StepProgress
+from parallel3d.engine.contents import Json, ReplicaState, layout_of, other_state, parts_of_engine
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError
+from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
@@ -57,7 +58,6 @@ class Checkpoints:
         self._saver = Saver(self._decision, config)
         self._replica_state = ReplicaState(model)
 
-    @untimed
     def save(
         self,
         save_dir: Location,
@@ -84,9 +84,9 @@ class Checkpoints:
             parts += [part for path, value in tensors.items() for part in parts_of(path, value, value)]
             return Contents(parts, own)
 
-        self._saver.save(Path(save_dir), name, save_latest, collect, self._summarize)
+        with self._untimed():
+            self._saver.save(Path(save_dir), name, save_latest, collect, self._summarize)
 
-    @untimed
     def save_16bit_model(
         self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -105,28 +105,32 @@ class Checkpoints:
             parts, _ = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             return Contents([part for part in parts if part.name.startswith(MODEL)], {})
 
-        def assemble() -> Json:
+        def assemble() -> None:
             if self._groups.rank == 0:
                 write_one_file(beside / "weights", place / save_filename)
                 shutil.rmtree(beside)
-            return {}
 
         beside = place / f".{save_filename}.parts"
-        self._saver.save(beside, "weights", False, collect, lambda everyone: ({}, [{} for _ in everyone]))
-        self._saver.wait()
-        self._decision.attempt("save_16bit_model", assemble, lambda values: [None] * len(values))
+        with self._untimed():
+            self._saver.save(beside, "weights", False, collect, lambda everyone: ({}, [{} for _ in everyone]))
+            self._saver.wait()
+            self._decision.attempt("save_16bit_model", assemble)
         return True
 
-    @untimed
     def wait(self) -> None:
         """Wait until a save with checkpoint.async_save is on the disk. Raises CheckpointError if it failed."""
-        self._saver.wait()
+        with self._untimed():
+            self._saver.wait()
+
+    def _untimed(self) -> AbstractContextManager[None]:
+        """Return a context of a save or a load, in which failures.timeout_s does not apply."""
+        return self._groups.activity.untimed(Phase.SAVING)
 
     def _own_state(self) -> Json:
         iterator = self._data.iterator
         data = None
         if isinstance(iterator, RepeatingLoader):
-            data = iterator.state_dict(self._data.loader.num_left(iterator))
+            data = iterator.state_dict(self._data.source.num_left(iterator))
         return {"generators": generator_states(self._model.device), "data": data, "replica": self._replica_state.own()}
 
     def _shared_state(self, scheduler: Any) -> Json:
@@ -155,7 +159,6 @@ class Checkpoints:
         state = {**everyone[0]["shared"], "optimizer": optimizer, "left_out": left_out, "huggingface": huggingface}
         return state, [own["rank"] for own in everyone]
 
-    @untimed
     def load(
         self,
         load_dir: Location,
@@ -166,25 +169,22 @@ class Checkpoints:
         strict: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; see Engine.load_checkpoint. scheduler: the learning-rate schedule to load, or None."""
-        self._saver.wait()
-        path = find_checkpoint(self._decision, Path(load_dir), None if tag is None else str(tag))
-        if path is None:
-            return None, None
-        loading = CheckpointLoader(self._model, self._update, path)
-        everything = not module_only
-        self._decision.attempt(
-            "load_checkpoint, reading the manifest",
-            lambda: loading.prepare(everything and with_optimizer, self._groups.rank),
-            lambda values: [None] * len(values),
-        )
-        agree_to_read(self._decision, loading.reader, loading.wanted, strict)
-        self._decision.attempt(
-            "load_checkpoint, reading tensors",
-            lambda: self._apply(loading, everything, scheduler),
-            lambda values: [None] * len(values),
-        )
-        self._update.sharded.follow_masters()
-        return str(path), loading.state["client_state"]
+        with self._untimed():
+            self._saver.wait()
+            path = find_checkpoint(self._decision, Path(load_dir), None if tag is None else str(tag))
+            if path is None:
+                return None, None
+            loading = _CheckpointLoader(self._model, self._update, path)
+            everything = not module_only
+            self._decision.attempt(
+                "load_checkpoint, reading the manifest", lambda: loading.prepare(everything and with_optimizer)
+            )
+            agree_to_read(self._decision, loading.reader, loading.wanted, strict)
+            self._decision.attempt(
+                "load_checkpoint, reading tensors", lambda: self._apply(loading, everything, scheduler)
+            )
+            self._update.sharded.follow_masters()
+            return str(path), loading.state["client_state"]
 
     def tags_to_resume(self, load_dir: Location) -> list[str]:
         """Return the tags of the complete checkpoints that were saved as the latest, the newest first."""
@@ -198,26 +198,89 @@ class Checkpoints:
         tags: list[str] = self._decision.make("resume", {"directory": place}, choose)
         return tags
 
-    def _apply(self, loading: CheckpointLoader, everything: bool, scheduler: Any) -> Json:
-        """Apply a checkpoint that was checked."""
+    def _apply(self, loading: _CheckpointLoader, everything: bool, scheduler: Any) -> None:
+        """Apply a checkpoint that was checked. everything: counters, schedule, data and generators, besides tensors."""
         iterator = self._data.iterator
         if everything and loading.data is not None and isinstance(iterator, RepeatingLoader):
             iterator.load_state_dict(loading.data)
-            self._data.loader.forget(iterator)
+            self._data.source.forget(iterator)
         loading.read()
         self._replica_state.load(loading.replica)
         if everything:
-            self._apply_progress(loading, scheduler)
+            state, counters = loading.state, loading.state["counters"]
+            self._progress.load_state_dict(counters)
+            scaler = state["loss_scaler"] if loading.optimizer is not None else None
+            self._update.restore(counters["skipped_steps"], scaler)
+            self._streams.load_state_dict(state["streams"])
+            if state["lr_scheduler"] is not None and hasattr(scheduler, "load_state_dict"):
+                scheduler.load_state_dict(state["lr_scheduler"])
+            # Last, because the code above may draw from them.
+            set_generator_states(loading.generators, self._model.device)
         self._progress.restart()
-        return {}
 
-    def _apply_progress(self, loading: CheckpointLoader, scheduler: Any) -> None:
-        """Set counters, schedule and generators as they were when the checkpoint was saved."""
-        state, counters = loading.state, loading.state["counters"]
-        self._progress.load_state_dict(counters)
-        self._update.restore(counters["skipped_steps"], state["loss_scaler"] if loading.optimizer is not None else None)
-        self._streams.load_state_dict(state["streams"])
-        if state["lr_scheduler"] is not None and hasattr(scheduler, "load_state_dict"):
-            scheduler.load_state_dict(state["lr_scheduler"])
-        # Last, because the code above may draw from them.
-        set_generator_states(loading.generators, self._model.device)
+
+class _CheckpointLoader:
+    """Loads one checkpoint: `prepare` checks it and lists the tensors to read, `read` changes the rank's state.
+
+    - state: the state common to all ranks.
+    - generators, data, replica: this rank's own state.
+    """
+
+    state: Json
+    generators: Json
+    data: Json | None
+    replica: dict[str, Tensor]
+
+    def __init__(self, model: PipelineModule, update: WeightUpdate, path: Path):
+        self._model, self._update, self._path = model, update, path
+        self.wanted = Wanted()
+        self.optimizer: OptimizerTarget | None = None
+
+    def prepare(self, with_optimizer: bool) -> None:
+        """List the tensors to read, and read everything but the model and the optimizer."""
+        try:
+            self.reader = Reader(self._path)
+            self._model.wait_for_weights(self._model)
+            self._want_model()
+            if with_optimizer:
+                self.optimizer = OptimizerTarget(
+                    self._update.optimizer, list(self._update.reducer.all_buckets()), self.reader
+                )
+                self.optimizer.want(self.wanted)
+            manifest = self.reader.manifest
+            others = {key: value for key, value in manifest.state.items() if key not in ("optimizer", "huggingface")}
+            self.state = decode(others, self.reader.read)
+            self._read_own_state(manifest.ranks)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{other_tags(self._path.parent, self._path.name)}") from None
+
+    def _read_own_state(self, ranks: list[Json]) -> None:
+        """Read the states of this rank's generators, of its data and of its replica."""
+        rank, same = self._model.groups.rank, self.state["layout"] == layout_of(self._model)
+        # A world of another size may not have this rank. Rank 0 reads the first inputs in any layout.
+        self.generators = decode(ranks[rank % len(ranks)]["generators"], self.reader.read)
+        self.data = decode(ranks[rank if same else 0]["data"], self.reader.read)
+        self.replica = decode(ranks[rank]["replica"], self.reader.read) if same else {}
+        if not same and self.data is not None and "taken" in self.data:
+            replicas = self._model.groups.data.size
+            self.data["taken"] = self.data["taken"] * self.state["layout"]["data"] // replicas
+
+    def _want_model(self) -> None:
+        left_out = set(self.reader.manifest.state["left_out"])
+        buckets = list(self._update.reducer.all_buckets())
+        for part in masters(buckets, wider_alone=False):
+            name = part.name.removeprefix(MASTER)
+            self.wanted.known.append(MODEL + name)
+            self.wanted.add(self.reader, part, part.name if part.name in self.reader.tensors else MODEL + name)
+        others = [part for name, tensor in other_state(self._model) for part in parts_of(name, tensor, tensor)]
+        for part in (*frozen(self._model.frozen_infos()), *others):
+            self.wanted.known.append(part.name)
+            if part.name.removeprefix(MODEL) not in left_out:
+                self.wanted.add(self.reader, part)
+
+    def read(self) -> None:
+        """Read the tensors into the model and the optimizer."""
+        for source, part in self.wanted.targets:
+            self.reader.read_into(source, part.box, part.values)
+        if self.optimizer is not None:
+            self.optimizer.apply()

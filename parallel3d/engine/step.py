@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.transport import DistributedTransport, Transport
 from parallel3d.config import Config
 from parallel3d.engine.attention import attention_context
-from parallel3d.engine.progress import StepProgress
+from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.optim.precision import Precision
@@ -28,8 +28,10 @@ from parallel3d.schedule.instructions import Op
 class BatchRunner:
     """Runs batches by the schedule, with the layers' random streams and the configured attention kernels.
 
-    on_loss: called with the loss of each micro-batch, if given. Collective: every rank makes it and calls its methods at the
-    same points.
+    - attention: makes contexts in which the configured kernels compute attention.
+    - on_loss: called with the loss of each micro-batch, if given.
+
+    Collective: every rank makes it and calls its methods at the same points.
     """
 
     def __init__(
@@ -45,13 +47,12 @@ class BatchRunner:
     ):
         self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
         self._update = update
-        self._attention = attention_context(config.attention.backend, model.device)
+        self.attention = attention_context(config.attention.backend, model.device)
+        everyone = all_gather_object((torch.initial_seed(), update.reducer.num_buckets()), model.groups.control)
         # The first rank's seed is used, so that scripts which seed each rank differently draw the same in every layout.
-        torch_seed = all_gather_object(torch.initial_seed(), model.groups.control)[0]
-        self.streams = RandomStreams((config.seed, torch_seed), model.device)
-        everyone = all_gather_object(update.reducer.num_buckets(), model.groups.control)
+        self.streams = RandomStreams((config.seed, everyone[0][0]), model.device)
         # Only this rank's pipeline counts: tensor-parallel ranks with parameters of other sizes may have other numbers.
-        num_buckets = {owners: n for rank in model.groups.pipe.ranks for owners, n in everyone[rank].items()}
+        num_buckets = {owners: n for rank in model.groups.pipe.ranks for owners, n in everyone[rank][1].items()}
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
         self.programs = Programs(model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch)
         transport = transport or DistributedTransport(model.groups, config.pipeline.peer_copies)
@@ -74,14 +75,10 @@ class BatchRunner:
         number = micro_batch * self._groups.data.size + self._groups.coordinate("data")
         return self.streams.of(self._progress.global_steps, number)
 
-    def attention(self) -> AbstractContextManager[Any]:
-        """Return a context in which the configured kernels compute attention."""
-        return self._attention()
-
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Run a forward inside with the configured attention kernels; afterwards the random generators are as before."""
-        with self.streams.kept(), self._attention():
+        with self.streams.kept(), self.attention():
             yield
 
     def run(

@@ -1,14 +1,16 @@
-"""Loading of one step's micro-batches, whose number and structure all ranks agree on."""
+"""Source of a training's micro-batches, whose number and structure all ranks agree on before each step."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from parallel3d.comm.collectives import all_gather_integers
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.errors import DataError, PeerDataError
+from parallel3d.config import BatchSizes, resolve_batch
+from parallel3d.errors import ConfigError, DataError, PeerDataError
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.structures import describe
 
@@ -16,17 +18,41 @@ _NO_DATA_NEEDED = -1
 _FAILED = -2
 
 
-class BatchLoader:
-    """Loads the micro-batches of each step from the iterators that users pass. Those that a step could not use are kept."""
+class TrainingData:
+    """Loads the micro-batches of each step, from the default iterator of train_batch or one that the user passes.
 
-    def __init__(self, model: PipelineModule):
+    - sizes: batch sizes of the current step.
+    - iterator: used when train_batch gets none; may be None.
+    - source: takes micro-batches from iterators, and keeps those that a step could not use.
+    """
+
+    def __init__(self, model: PipelineModule, sizes: BatchSizes, iterator: Iterator[Any] | None):
+        self.sizes, self.iterator, self.source = sizes, iterator, MicroBatchSource()
         self._model = model
-        self._source = MicroBatchSource()
-        self._batch_fn: Callable[[Any], Any] | None = None
+        self._batch_fn: Callable[[Any], Any] = lambda item: item
+
+    def use_iterator(self, iterator: Iterator[Any]) -> None:
+        """Take micro-batches from this iterator when train_batch gets none."""
+        self.iterator = iterator
 
     def use_batch_fn(self, batch_fn: Callable[[Any], Any]) -> None:
         """Make (inputs, labels) by batch_fn(item) from each item that an iterator yields."""
         self._batch_fn = batch_fn
+
+    def set_train_batch_size(self, train_batch_size: int, num_backwards: int) -> None:
+        """Take another number of micro-batches of the same size from the next step on.
+
+        num_backwards: number of micro-batches of the current step that are done. Raises ConfigError if there are any, or if
+        micro-batches of all replicas don't add up to the size.
+        """
+        if num_backwards:
+            raise ConfigError(
+                f"{num_backwards} micro-batches of a step are done; set the batch size after the step's last"
+            )
+        pipe, data, model = self._model.num_stages, self._model.groups.data.size, self._model.groups.model.size
+        self.sizes = resolve_batch(
+            train_batch_size, self.sizes.micro_batch_size, None, pipe=pipe, data=data, model=model
+        )
 
     def next(self, iterator: Iterator[Any] | None, most: int) -> tuple[list[tuple[Any, Any]], list[int]]:
         """Load at most `most` micro-batches, the same number on all ranks.
@@ -35,50 +61,42 @@ class BatchLoader:
         StopIteration on all ranks when no micro-batch is left, DataError on all ranks when one of them can't load.
         """
         model = self._model
-        loaded: list[Any] = []
-        pairs: list[tuple[Any, Any]] | None = None
+        items: list[Any] = []
+        pairs: list[tuple[Any, Any]] = []
+        own: list[int] | None = None
         error: Exception | None = None
         if model.stage_id in (model.placement[0], model.placement[-1]):
             try:
-                loaded = self._load(iterator, most)
-                pairs = [model.pair(item if self._batch_fn is None else self._batch_fn(item)) for item in loaded]
+                items = self._take(iterator, most)
+                pairs = [model.pair(self._batch_fn(item)) for item in items]
+                own = [signature(inputs) for inputs, _ in pairs]
             except Exception as raised:
                 error = raised
+        signatures: list[int] = []
         try:
-            signatures = agree(pairs, error is not None, most, model.groups, model.placement[0])
+            signatures = agree(own, error is not None, most, model.groups, model.placement[0])
         except DataError:
-            self._give_back(iterator, loaded)
             if error is not None:
                 raise error from None
             raise
-        self._give_back(iterator, loaded[len(signatures) :])
+        finally:
+            if iterator is not None:
+                self.source.give_back(iterator, items[len(signatures) :])
         if not signatures:
             raise StopIteration("the data iterators have no micro-batch left")
-        return (pairs or [])[: len(signatures)], signatures
+        return pairs[: len(signatures)], signatures
 
-    def num_left(self, iterator: Iterator[Any]) -> int:
-        """Return the number of micro-batches that were taken from `iterator` and not used by any step."""
-        return self._source.num_left(iterator)
-
-    def forget(self, iterator: Iterator[Any]) -> None:
-        """Drop these micro-batches: the iterator was moved to another position."""
-        self._source.forget(iterator)
-
-    def _load(self, iterator: Iterator[Any] | None, most: int) -> list[Any]:
+    def _take(self, iterator: Iterator[Any] | None, most: int) -> list[Any]:
         if iterator is None:
             raise DataError(
                 f"rank {self._model.groups.rank} holds the first or last chunk and needs data: pass data_iter (to train: or "
                 "give training_data to initialize)"
             )
-        return self._source.take(iterator, most)
-
-    def _give_back(self, iterator: Iterator[Any] | None, items: list[Any]) -> None:
-        if iterator is not None:
-            self._source.give_back(iterator, items)
+        return self.source.take(iterator, most)
 
 
 class MicroBatchSource:
-    """Takes micro-batches from iterators, and keeps those that a batch did not use for the next one."""
+    """Takes micro-batches from iterators, and keeps those that a step did not use for the next one."""
 
     def __init__(self) -> None:
         # id(iterator) -> the iterator, which keeps the id from being used again, and its micro-batches.
@@ -95,22 +113,20 @@ class MicroBatchSource:
                 f"data_iter is a {type(iterator).__name__}, which starts again at each batch; pass an iterator: "
                 "iter(loader), or RepeatingLoader(loader) to go on over epochs"
             )
-        kept = self._pop(iterator)
+        kept = self.forget(iterator)
         taken = kept[:most]
         self.give_back(iterator, kept[most:])
         try:
-            while len(taken) < most:
-                taken.append(next(iterator))
-        except StopIteration:
-            pass
+            for item in islice(iterator, most - len(taken)):
+                taken.append(item)  # those before an exception are kept
         except BaseException:
             self.give_back(iterator, taken)
             raise
         return taken
 
     def give_back(self, iterator: Iterator[Any], micro_batches: list[Any]) -> None:
-        """Keep micro-batches that a batch could not use, because another rank had fewer or failed, for the next `take`."""
-        left = [*micro_batches, *self._pop(iterator)]
+        """Keep micro-batches that a step could not use, because another rank had fewer or failed, for the next `take`."""
+        left = [*micro_batches, *self.forget(iterator)]
         if left:
             self._left[id(iterator)] = iterator, left
 
@@ -118,31 +134,27 @@ class MicroBatchSource:
         """Return the number of micro-batches of `iterator` that are kept."""
         return len(self._left[id(iterator)][1]) if id(iterator) in self._left else 0
 
-    def forget(self, iterator: Iterator[Any]) -> None:
-        """Drop the micro-batches of `iterator` that are kept."""
-        self._pop(iterator)
-
-    def _pop(self, iterator: Iterator[Any]) -> list[Any]:
-        _, micro_batches = self._left.pop(id(iterator), (iterator, []))
-        return micro_batches
+    def forget(self, iterator: Iterator[Any]) -> list[Any]:
+        """Drop the micro-batches of `iterator` that are kept, and return them."""
+        return self._left.pop(id(iterator), (iterator, []))[1]
 
 
 def agree(
-    micro_batches: Sequence[tuple[Any, Any]] | None, failed: bool, most: int, groups: ProcessGroups, first_stage: int
+    signatures: Sequence[int] | None, failed: bool, most: int, groups: ProcessGroups, first_stage: int
 ) -> list[int]:
     """Agree with all ranks, on the host, on a batch; return the signature of each micro-batch of this rank's pipeline.
 
     The number of micro-batches is the same on every rank: the smallest that a rank which loads data has.
 
-    - micro_batches: the (inputs, labels) that this rank could load, at most `most`; None on a rank that needs no data.
+    - signatures: of the micro-batches that this rank could load, at most `most`; None on a rank that needs no data.
     - failed: whether loading failed on this rank.
     - first_stage: the stage of the first chunk, whose signatures are used.
 
     Raises PeerDataError on all ranks when loading failed on one.
     """
-    signatures = [signature(inputs) for inputs, _ in micro_batches or ()]
-    count = _FAILED if failed else _NO_DATA_NEEDED if micro_batches is None else len(micro_batches)
-    rows = all_gather_integers([count, *signatures, *[0] * (most - len(signatures))], groups.control)
+    count = _FAILED if failed else _NO_DATA_NEEDED if signatures is None else len(signatures)
+    padded = [*(signatures or ()), *[0] * most][:most]
+    rows = all_gather_integers([count, *padded], groups.control)
     broken = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
     if broken:
         raise PeerDataError(f"ranks {broken} could not load their micro-batches; their own errors say why", broken[0])
