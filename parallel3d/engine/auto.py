@@ -20,9 +20,9 @@ from parallel3d.monitor.records import StepRecord, instruction_cost, traffic_tim
 from parallel3d.monitor.steps import StepMonitor
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
-from parallel3d.schedule.auto import Measured, Plan, limits, make_plan
+from parallel3d.schedule.auto import Measured, Plan, make_plan
 from parallel3d.schedule.fuse import whole_backwards
-from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.schedule.list_clock import Traffic
 from parallel3d.schedule.memory import learn_chunks
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
@@ -111,32 +111,21 @@ class AutoSchedule:
 
     def _measured(self) -> Measured:
         """Return the measurements of all ranks, the same on every rank. Collective."""
-        chunks = range(len(self._model.placement))
-        cost = instruction_cost(self._recorded)
-        forward, input_gradient, weight_gradient, backward = (
-            tuple(cost(Instruction(op, c, 0)) for c in chunks)
-            for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)
-        )
-        if not any(backward):  # with a single micro-batch
-            backward = tuple(i + w for i, w in zip(input_gradient, weight_gradient, strict=True))
         held, deferred, room = self._bytes()
-        needed = [max(pair) for pair in zip(held, deferred, strict=True)]
-        multiple = self._config.max_in_flight or DEFAULT_MAX_IN_FLIGHT
-        wanted = limits(self._model.placement, needed, multiple)
-        least = limits(self._model.placement, needed, 0.0)
-        gather, reductions = traffic_times(self._along("data"), len(chunks))
-        return Measured(
-            forward=forward,
-            input_gradient=input_gradient,
-            weight_gradient=weight_gradient,
-            backward=backward,
-            transfer=transfer_time(self._along("pipe")),
-            held=held,
-            deferred=deferred,
-            limit=tuple(max(min(w, r), a) for w, r, a in zip(wanted, room, least, strict=True)),
-            gather=gather,
-            reductions=reductions,
-            reduces_every_micro_batch=self._programs.reduce_per_micro_batch,
+        gather, reductions = traffic_times(self._along("data"), len(self._model.placement))
+        return Measured.of(
+            self._model.placement,
+            instruction_cost(self._recorded),
+            held,
+            deferred,
+            self._config.max_in_flight or DEFAULT_MAX_IN_FLIGHT,
+            room,
+            transfer_time(self._along("pipe")),
+            Traffic(
+                gather=gather,
+                reductions=reductions,
+                reduces_every_micro_batch=self._programs.reduce_per_micro_batch,
+            ),
         )
 
     def _along(self, axis: str) -> list[list[StepRecord]]:
@@ -223,8 +212,8 @@ def describe(plan: Plan) -> str:
     lines += [f"  {name:15} " + " ".join(f"{t * 1e3:8.3f}" for t in times) + " ms a chunk" for name, times in rows]
     held = " ".join(f"{h / 2**20:,.0f}/{most / 2**20:,.0f}" for h, most in zip(plan.held, m.limit, strict=True))
     lines.append(f"  transfer {m.transfer * 1e3:.3f} ms; activations, of at most: {held} MiB a stage")
-    if m.traffic:
-        busy = m.traffic.busy(plan.program(plan.num_micro_batches))
+    if any(m.gather) or m.has_reductions:
+        busy = m.busy(plan.placement, plan.num_micro_batches)
         exposed = f"{plan.exposed * 1e3:.4g} ms exposed"
         lines.append(f"  gathers and reductions of up to {busy * 1e3:.4g} ms a stage, {exposed}")
     return "\n".join(lines)

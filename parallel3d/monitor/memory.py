@@ -140,7 +140,7 @@ class MemoryProfile:
     def activations(self, stage: int) -> tuple[int, int]:
         """Return the most bytes that this stage holds of activations and messages: as the program implies, and as measured."""
         chunks = learn_chunks([(i, change) for i, change, _ in self.batch.held])
-        return max(bytes_in_flight(self.program, stage, chunks), default=0), self.batch.most_held
+        return max(bytes_in_flight(self.program.instructions[stage], chunks), default=0), self.batch.most_held
 
 
 def memory_table(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> str:

@@ -10,7 +10,7 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.auto import Plan, first_plan
 from parallel3d.schedule.builders import inference
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.lowering import add_parameter_gather, lower, lower_training
+from parallel3d.schedule.lowering import add_collectives, add_parameter_gather, lower
 from parallel3d.schedule.order import validate
 
 
@@ -74,8 +74,8 @@ class Programs:
     def _training(self, num_micro_batches: int) -> Program:
         program = self._compute(num_micro_batches)
         validate(program)
-        return lower_training(
-            program, self._chunk_buckets, self.replica_owners, self._partitioned, self.reduce_per_micro_batch
+        return add_collectives(
+            lower(program), self._chunk_buckets, self.replica_owners, self._partitioned, self.reduce_per_micro_batch
         )
 
     def _compute(self, num_micro_batches: int) -> Program:

@@ -181,7 +181,7 @@ class LayerSplitter:
             return [min(most, num_micro_batches)] * len(self._placement)
         program = settings.program(given, num_micro_batches)
         one = ChunkBytes(saved=1, deferred=1)
-        return [max(bytes_in_flight(program, rank, {c: one})) for c, rank in enumerate(self._placement)]
+        return [max(bytes_in_flight(program.instructions[rank], {c: one})) for c, rank in enumerate(self._placement)]
 
 
 def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: str, costs: Sequence[float]) -> float:

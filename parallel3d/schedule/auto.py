@@ -3,72 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate, product
+from operator import add, le
 
 from pydantic import BaseModel, ConfigDict
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import BUILDERS, from_lists
 from parallel3d.schedule.fuse import fuse_backwards
-from parallel3d.schedule.instructions import COLLECTIVE_OPS, SEND_OPS, Instruction, Op, Program
+from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program
+from parallel3d.schedule.list_clock import SPLIT_OPS, Traffic
 from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import Memory, search
-from parallel3d.schedule.timing import decoder_cost, simulate
-from parallel3d.schedule.traffic import Traffic, hide_reductions
+from parallel3d.schedule.timing import Cost, decoder_cost, simulate
+from parallel3d.schedule.traffic import hide_reductions
 
 
-class Measured(BaseModel):
-    """Measurements of the chunks of a pipeline.
+class Measured(Memory, Traffic):
+    """Measurements of the chunks of a pipeline: times in seconds, memory in bytes.
 
-    forward, input_gradient, weight_gradient, backward: seconds of a micro-batch on each chunk; backward: of a whole one.
-    transfer: seconds of a message between ranks.
-    held: bytes of a micro-batch on each chunk from its forward to its input gradient; deferred: from there to its weight
-        gradient; limit: of each rank.
-    gather: seconds to all-gather each chunk's weights, empty for none.
-    reductions: seconds to reduce each of the chunk's buckets of gradients, after its last backward or, with
-        reduces_every_micro_batch, after each; empty for none.
+    forward, input_gradient, weight_gradient, backward: of a micro-batch on each chunk; backward: of a whole one.
+    transfer: of a message between ranks.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     forward: tuple[float, ...]
     input_gradient: tuple[float, ...]
     weight_gradient: tuple[float, ...]
     backward: tuple[float, ...]
     transfer: float
-    held: tuple[float, ...]
-    deferred: tuple[float, ...]
-    limit: tuple[float, ...]
-    gather: tuple[float, ...] = ()
-    reductions: tuple[tuple[float, ...], ...] = ()
-    reduces_every_micro_batch: bool = False
+
+    @staticmethod
+    def of(
+        placement: Sequence[int],
+        cost: Cost,
+        held: Sequence[float],
+        deferred: Sequence[float],
+        max_in_flight: float,
+        room: Sequence[float] | None = None,
+        transfer: float = 0.0,
+        traffic: Traffic | None = None,
+    ) -> Measured:
+        """Collect measurements.
+
+        - cost: of compute; without any whole backward, one takes as long as its halves.
+        - max_in_flight: see limits; room: bytes that each rank has at most, besides what one micro-batch needs.
+        """
+        forward, input_gradient, weight_gradient, backward = (
+            tuple(cost(Instruction(op, c, 0)) for c in range(len(placement))) for op in (*SPLIT_OPS, Op.BACKWARD)
+        )
+        needed = list(map(max, held, deferred))
+        wanted, least = limits(placement, needed, max_in_flight), limits(placement, needed, 0.0)
+        return Measured(
+            forward=forward,
+            input_gradient=input_gradient,
+            weight_gradient=weight_gradient,
+            backward=backward if any(backward) else tuple(map(add, input_gradient, weight_gradient)),
+            transfer=transfer,
+            held=tuple(held),
+            deferred=tuple(deferred),
+            limit=tuple(map(max, map(min, wanted, room or wanted), least)),
+            **(traffic.model_dump() if traffic is not None else {}),
+        )
 
     def cost(self, i: Instruction) -> float:
         """As simulate() takes it."""
         if i.op in SEND_OPS:
             return self.transfer
-        if i.op in COLLECTIVE_OPS:
-            return self.traffic.cost(i)
         times = {
             Op.FORWARD: self.forward,
             Op.BACKWARD_INPUT: self.input_gradient,
             Op.BACKWARD_WEIGHT: self.weight_gradient,
             Op.BACKWARD: self.backward,
+            Op.GATHER_PARAMS: self.gather,
         }
-        return times[i.op][i.chunk] if i.op in times else 0.0
-
-    @property
-    def memory(self) -> Memory:
-        """As search() takes it."""
-        return Memory(self.held, self.deferred, self.limit)
-
-    @property
-    def traffic(self) -> Traffic:
-        """As hide_reductions() takes it."""
-        chunks = len(self.forward)
-        return Traffic(
-            self.gather or (0.0,) * chunks, self.reductions or ((),) * chunks, self.reduces_every_micro_batch
-        )
+        if i.op is Op.REDUCE_GRADS and i.bucket is not None:
+            return self.reductions[i.chunk][i.bucket]
+        return times[i.op][i.chunk] if times.get(i.op) else 0.0
 
 
 class Plan(BaseModel):
@@ -123,30 +134,23 @@ class Plan(BaseModel):
 _PER_CHUNK = ("forward", "input_gradient", "weight_gradient", "backward", "held", "deferred")
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    name: str
-    program: Program
-    makespan: float
-
-
 def make_plan(placement: Sequence[int], num_micro_batches: int, measured: Measured) -> Plan:
     """The shortest of what the search finds and of the named schedules that fit this placement and memory.
 
     Up to the end of all reductions, from the beginning of the first gather. Pure: equal arguments give equal plans. Raises
     ScheduleError where a micro-batch doesn't fit a rank's limit.
     """
-    best: _Candidate | None = None
+    best: tuple[str, Program, float] | None = None
     for name, program in _candidates(tuple(placement), num_micro_batches, measured):
         fused = fuse_backwards(program, measured.cost)
         # Traffic makes no program shorter.
-        if best is not None and not _is_shorter(simulate(fused, measured.cost).makespan, best.makespan):
+        if best is not None and not _is_shorter(simulate(fused, measured.cost).makespan, best[2]):
             continue
         order, makespan = _hiding(fused, measured)
-        if best is None or _is_shorter(makespan, best.makespan):
-            best = _Candidate(name, order, makespan)
+        if best is None or _is_shorter(makespan, best[2]):
+            best = name, order, makespan
     assert best is not None, "the search finds a program or raises"
-    return _plan(best, measured)
+    return _plan(*best, measured)
 
 
 def _is_shorter(makespan: float, other: float) -> bool:
@@ -157,16 +161,16 @@ def _hiding(program: Program, measured: Measured) -> tuple[Program, float]:
     """The program with its weight gradients where they hide reductions, within its memory, and its makespan with traffic."""
 
     def exactly(order: Program) -> float:
-        return simulate(measured.traffic.added(order), measured.cost).makespan
+        return simulate(measured.with_traffic(order), measured.cost).makespan
 
-    if not any(map(any, measured.reductions)):
+    if not measured.has_reductions:
         return program, exactly(program)
-    limit = [max(pair) for pair in zip(most_held(program, measured.memory), measured.limit, strict=True)]
+    limit = list(map(max, most_held(program, measured), measured.limit))
 
     def fits(rank: int, instructions: Sequence[Instruction]) -> bool:
-        return _peak(instructions, measured.memory) <= limit[rank]
+        return _peak(instructions, measured) <= limit[rank]
 
-    order, least = hide_reductions(program, measured.cost, measured.traffic, fits)
+    order, least = hide_reductions(program, measured.cost, measured, fits)
     makespan = exactly(order)
     if order != program and makespan > least * (1 + 1e-9):
         # Transfers that wait for one another count from here on.
@@ -175,17 +179,16 @@ def _hiding(program: Program, measured: Measured) -> tuple[Program, float]:
     return order, makespan
 
 
-def _plan(best: _Candidate, measured: Measured) -> Plan:
-    program = best.program
+def _plan(name: str, program: Program, makespan: float, measured: Measured) -> Plan:
     timeline = simulate(program, measured.cost)
     return Plan(
-        name=best.name,
+        name=name,
         placement=program.placement,
         num_micro_batches=program.num_micro_batches,
-        makespan=best.makespan,
-        exposed=best.makespan - timeline.makespan,
+        makespan=makespan,
+        exposed=makespan - timeline.makespan,
         bubble=timeline.bubble,
-        held=most_held(program, measured.memory),
+        held=most_held(program, measured),
         measured=measured,
         instructions=tuple(tuple(map(str, rank)) for rank in program.instructions),
     )
@@ -194,19 +197,16 @@ def _plan(best: _Candidate, measured: Measured) -> Plan:
 def _candidates(
     placement: tuple[int, ...], num_micro_batches: int, measured: Measured
 ) -> Iterator[tuple[str, Program]]:
-    memory = measured.memory
-    yield "search", search("auto", placement, num_micro_batches, memory, measured.cost)
+    yield "search", search("auto", placement, num_micro_batches, measured, measured.cost)
     num_stages = max(placement) + 1
     num_chunks = len(placement) // num_stages
-    for name in ("1f1b", "zb-h1", "zbv", "interleaved"):
-        for kind in ("loop", "v"):
-            try:
-                program = BUILDERS[name](num_stages, num_micro_batches, num_chunks, kind)
-            except ScheduleError:
-                continue  # not of so many chunks, or placed so
-            held = most_held(program, memory)
-            if program.placement == placement and all(h <= most for h, most in zip(held, memory.limit, strict=True)):
-                yield name, program
+    for name, kind in product(("1f1b", "zb-h1", "zbv", "interleaved"), ("loop", "v")):
+        try:
+            program = BUILDERS[name](num_stages, num_micro_batches, num_chunks, kind)
+        except ScheduleError:
+            continue  # not of so many chunks, or placed so
+        if program.placement == placement and all(map(le, most_held(program, measured), measured.limit)):
+            yield name, program
 
 
 def most_held(program: Program, memory: Memory) -> tuple[float, ...]:
@@ -215,22 +215,14 @@ def most_held(program: Program, memory: Memory) -> tuple[float, ...]:
 
 
 def _peak(instructions: Sequence[Instruction], memory: Memory) -> float:
-    held = peak = 0.0
-    for i in instructions:
-        held += _change(i, memory)
-        peak = max(peak, held)
-    return peak
-
-
-def _change(i: Instruction, memory: Memory) -> float:
-    needed, deferred = memory.needed(i.chunk), memory.deferred[i.chunk]
+    needed, deferred = memory.needed, memory.deferred
     changes = {
         Op.FORWARD: needed,
-        Op.BACKWARD: -needed,
-        Op.BACKWARD_INPUT: deferred - needed,
-        Op.BACKWARD_WEIGHT: -deferred,
+        Op.BACKWARD: [-n for n in needed],
+        Op.BACKWARD_INPUT: [d - n for d, n in zip(deferred, needed, strict=True)],
+        Op.BACKWARD_WEIGHT: [-d for d in deferred],
     }
-    return changes.get(i.op, 0.0)
+    return max(accumulate(changes[i.op][i.chunk] for i in instructions), default=0.0)
 
 
 def first_plan(placement: Sequence[int], num_micro_batches: int, max_in_flight: float) -> Plan:
@@ -238,23 +230,10 @@ def first_plan(placement: Sequence[int], num_micro_batches: int, max_in_flight: 
 
     max_in_flight: activations in flight, as a multiple of those of 1F1B on its first rank.
     """
-    where, ones = tuple(placement), (1.0,) * len(placement)
-    ops = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)
-    forward, input_gradient, weight_gradient, backward = (
-        tuple(decoder_cost(Instruction(op, c, 0)) for c in range(len(where))) for op in ops
-    )
-    guessed = Measured(
-        forward=forward,
-        input_gradient=input_gradient,
-        weight_gradient=weight_gradient,
-        backward=backward,
-        transfer=0.0,
-        held=ones,
-        deferred=ones,
-        limit=limits(where, ones, max_in_flight),
-    )
-    program = search("auto", where, num_micro_batches, guessed.memory, guessed.cost)
-    return _plan(_Candidate("search", program, simulate(program, guessed.cost).makespan), guessed)
+    ones = (1.0,) * len(placement)
+    guessed = Measured.of(placement, decoder_cost, ones, ones, max_in_flight)
+    program = search("auto", tuple(placement), num_micro_batches, guessed, guessed.cost)
+    return _plan("search", program, simulate(program, guessed.cost).makespan, guessed)
 
 
 def limits(placement: Sequence[int], needed: Sequence[float], max_in_flight: float) -> tuple[float, ...]:
@@ -262,6 +241,5 @@ def limits(placement: Sequence[int], needed: Sequence[float], max_in_flight: flo
 
     needed: by a micro-batch on each chunk. The limit is at least what one micro-batch needs.
     """
-    num_ranks = max(placement) + 1
-    own = [sum(n for n, r in zip(needed, placement, strict=True) if r == rank) for rank in range(num_ranks)]
-    return tuple(max(max_in_flight * num_ranks, 1.0) * total for total in own)
+    least = Memory(held=tuple(needed), deferred=tuple(needed), limit=()).least(placement)
+    return tuple(max(max_in_flight * len(least), 1.0) * total for total in least)

@@ -7,10 +7,10 @@ for its input gradient waits for the weight gradients too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from parallel3d.schedule.instructions import Instruction, Op, Program
-from parallel3d.schedule.list_clock import ALL_OPS, ComputeTable, ListClock
+from parallel3d.schedule.list_clock import ListClock
 from parallel3d.schedule.timing import Cost, simulate
 
 _MOST_TRIALS = 40
@@ -25,10 +25,10 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
     changes neither times nor memory where micro-batches are alike. cost: as simulate()'s, of whole backwards too. All pairs
     are tried together, then halves of what made the step longer.
     """
-    table = ComputeTable(program, cost, ALL_OPS)
+    clock = ListClock(program, cost)
 
     def length(fused: Program) -> float:
-        return ListClock(table).run([[table.numbers[i] for i in rank] for rank in fused.instructions])
+        return max(clock.ends(clock.lists(fused))[0])
 
     shortest = length(program)
     accepted: list[Pair] = []
@@ -61,27 +61,29 @@ def _pairs(program: Program) -> list[Pair]:
 
 
 def _fused(program: Program, pairs: Sequence[Pair]) -> Program:
+    """Return the program with these pairs fused."""
     chosen = set(pairs)
     lists = [
-        _fused_list(instructions, {position for r, position in chosen if r == rank})
+        [
+            Instruction(Op.BACKWARD, i.chunk, i.micro_batch) if (rank, position) in chosen else i
+            for position, i in enumerate(instructions)
+            if (rank, position - 1) not in chosen
+        ]
         for rank, instructions in enumerate(program.instructions)
     ]
-    return program.with_instructions(lists)
+    return program.with_instructions(list(map(renamed, lists)))
 
 
-def _fused_list(instructions: Sequence[Instruction], chosen: set[int]) -> list[Instruction]:
-    """The other weight gradients of a chunk keep their order in the places that are left."""
-    fused = {instructions[position] for position in chosen}
-    left: dict[int, deque[Instruction]] = {}
-    for i in instructions:
-        if i.op is Op.BACKWARD_WEIGHT and Instruction(Op.BACKWARD_INPUT, i.chunk, i.micro_batch) not in fused:
-            left.setdefault(i.chunk, deque()).append(i)
+def renamed(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """Give a chunk's weight gradients its micro-batches in the order of their input gradients."""
+    left: dict[int, deque[int]] = {}
     out = []
-    for position, i in enumerate(instructions):
-        if position in chosen:
-            out.append(Instruction(Op.BACKWARD, i.chunk, i.micro_batch))
-        elif position - 1 not in chosen:
-            out.append(left[i.chunk].popleft() if i.op is Op.BACKWARD_WEIGHT else i)
+    for i in instructions:
+        if i.op is Op.BACKWARD_INPUT:
+            left.setdefault(i.chunk, deque()).append(i.micro_batch)
+        elif i.op is Op.BACKWARD_WEIGHT:
+            i = Instruction(i.op, i.chunk, left[i.chunk].popleft())
+        out.append(i)
     return out
 
 

@@ -1,6 +1,6 @@
-"""Times of compute instructions that are started one by one, or in given lists.
+"""A clock of compute lists: when ranks end what they compute, and what they reduce beside it.
 
-As `timing` has them, but for transfers: each takes its time and never waits for another one in its channel.
+Quicker than `timing`, with one simplification: a transfer takes its time and never waits for another one in its channel.
 """
 
 from __future__ import annotations
@@ -8,92 +8,181 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import inf
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
 
 from parallel3d.schedule.instructions import Instruction, Op, Program, depends_on
-from parallel3d.schedule.lowering import transfers_after
+from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, send_after, with_communication
 from parallel3d.schedule.timing import Cost
 
 SPLIT_OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 ALL_OPS = (*SPLIT_OPS, Op.BACKWARD)
 
 
-class ComputeTable:
-    """The compute instructions of a program's chunks and micro-batches by number, kind by kind, and chunk by chunk in each.
+class Traffic(BaseModel):
+    """ZeRO's communication of each chunk, in any unit of time.
 
-    ops: the kinds that it holds.
-    times: number -> how long it takes.
-    travels: number -> how long its result travels to another rank; is_sent: whether it does.
-    slots: number -> slot of its result. A BACKWARD and a BACKWARD_INPUT of one micro-batch are alternatives and share one.
-    needs: number -> (slot that it waits for, whether that comes from another chunk).
+    gather: to all-gather the chunk's weights, before its first forward; empty for none.
+    reductions: to reduce each of the chunk's buckets of gradients, in the order in which a backward fills them, after the
+        last backward or, with reduces_every_micro_batch, after each; empty for none.
     """
 
-    def __init__(self, program: Program, cost: Cost, ops: Sequence[Op]):
-        self.num_micro_batches = program.num_micro_batches
-        self.per_op = program.num_chunks * program.num_micro_batches
-        keys = product(ops, range(program.num_chunks), range(program.num_micro_batches))
-        self.instructions = [Instruction(*key) for key in keys]
-        self.numbers = {i: number for number, i in enumerate(self.instructions)}
-        self.times = [cost(i) for i in self.instructions]
-        transfers = [transfers_after(program, i) for i in self.instructions]
-        self.travels = [sum(map(cost, sends)) for sends in transfers]
-        self.is_sent = [bool(sends) for sends in transfers]
-        self.slots = [self._slot(i) for i in self.instructions]
-        self.needs = [self._needs(i) for i in self.instructions]
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    def _slot(self, i: Instruction) -> int:
-        op = Op.BACKWARD_INPUT if i.op is Op.BACKWARD else i.op
-        return self.numbers[Instruction(op, i.chunk, i.micro_batch)]
+    gather: tuple[float, ...] = ()
+    reductions: tuple[tuple[float, ...], ...] = ()
+    reduces_every_micro_batch: bool = False
 
-    def _needs(self, i: Instruction) -> list[tuple[int, bool]]:
-        known = [d for d in depends_on(i) if d in self.numbers]
-        return list(dict.fromkeys((self._slot(d), d.chunk != i.chunk) for d in known))
+    @property
+    def has_reductions(self) -> bool:
+        """Whether any reduction takes time."""
+        return any(map(any, self.reductions))
 
-    def chunk_of(self, number: int) -> int:
-        """Return the chunk of an instruction."""
-        return number % self.per_op // self.num_micro_batches
+    def with_traffic(self, program: Program) -> Program:
+        """Return the program with communication, and with the gathers and reductions that take time.
+
+        In the order in which an engine lowers it: a receive in between would part a backward from its reductions.
+        """
+        program = with_communication(program)
+        if self.has_reductions:
+            program = add_gradient_reduction(program, list(map(len, self.reductions)), self.reduces_every_micro_batch)
+        return add_parameter_gather(program) if any(self.gather) else program
+
+    def busy(self, placement: Sequence[int], num_micro_batches: int) -> float:
+        """Return the longest time for which a rank gathers and reduces in a step."""
+        total = [0.0] * (max(placement) + 1)
+        for rank, seconds in zip(placement, self.gather, strict=False):
+            total[rank] += seconds
+        for rank, buckets in zip(placement, self.reductions, strict=False):
+            total[rank] += sum(buckets) * (num_micro_batches if self.reduces_every_micro_batch else 1)
+        return max(total)
+
+
+class Row(NamedTuple):
+    """A compute instruction as the clock sees it.
+
+    needs: slot of the result that it waits for. What it needs besides stands before it in its rank's list.
+    gives: slot of its result. A BACKWARD and a BACKWARD_INPUT of one micro-batch are alternatives and share one.
+    travel: how long the result travels to another rank, 0 if it stays.
+    earliest: when its chunk's weights are gathered.
+    completes: the chunk to whose gradients it adds, or -1.
+    released: from its start to the end of the last reduction that it launches, if no other one is under way.
+    """
+
+    instruction: Instruction
+    needs: int
+    gives: int
+    time: float
+    travel: float
+    earliest: float
+    completes: int
+    released: float
 
 
 class ListClock:
-    """The ends of the instructions of a table and the arrivals of their results, both infinite until they are started.
+    """Times lists of the compute instructions of a program's chunks and micro-batches.
 
+    rows: of the kinds `ops`, kind by kind, chunk by chunk in each, micro-batch by micro-batch in these.
     slack: added to the time of each transfer.
     """
 
-    def __init__(self, table: ComputeTable, slack: float = 0.0):
-        self._table, self._slots, self._needs = table, table.slots, table.needs
-        self.travels = [t + sent * slack for t, sent in zip(table.travels, table.is_sent, strict=True)]
-        self._ends = [inf] * len(table.times)
-        self.arrivals = [inf] * len(table.times)
+    def __init__(
+        self,
+        program: Program,
+        cost: Cost,
+        ops: Sequence[Op] = ALL_OPS,
+        traffic: Traffic | None = None,
+        slack: float = 0.0,
+    ):
+        self._traffic = traffic or Traffic()
+        buckets = self._traffic.reductions or ((),) * program.num_chunks
+        self._sums = list(map(sum, buckets))
+        gathered, self._gathers = _gathered(program, self._traffic)
+        keys = product(ops, range(program.num_chunks), range(program.num_micro_batches))
+        self._numbers = {Instruction(*key): number for number, key in enumerate(keys)}
+        self.rows: list[Row] = []
+        for op, chunk in product(ops, range(program.num_chunks)):
+            first = Instruction(op, chunk, 0)
+            needs, gives, send = self._needs(first), self._slot(first), send_after(program, first)
+            earliest = gathered[chunk] if op is Op.FORWARD else 0.0
+            completes = chunk if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) else -1
+            for m in range(program.num_micro_batches):
+                i = Instruction(op, chunk, m)
+                time, travel = cost(i), 0.0 if send is None else cost(send._replace(micro_batch=m)) + slack
+                released = _released(time, buckets[chunk]) if completes >= 0 else 0.0
+                slots = -1 if needs is None else needs + m, gives + m
+                self.rows.append(Row(i, *slots, time, travel, earliest, completes, released))
 
-    def ready(self, number: int) -> float:
-        """Return when an instruction can start."""
-        latest = 0.0
-        for slot, elsewhere in self._needs[number]:
-            time = self.arrivals[slot] if elsewhere else self._ends[slot]
-            if time > latest:
-                latest = time
-        return latest
+    def _slot(self, i: Instruction) -> int:
+        return self._numbers[i._replace(op=Op.BACKWARD_INPUT) if i.op is Op.BACKWARD else i]
 
-    def start(self, number: int, now: float) -> float:
-        """Start an instruction. Returns its end."""
-        slot = self._slots[number]
-        end = self._ends[slot] = now + self._table.times[number]
-        self.arrivals[slot] = end + self.travels[number]
-        return end
+    def _needs(self, i: Instruction) -> int | None:
+        """Return the slot of the last of its dependences: the neighbouring chunk's comes after those of its own."""
+        own_list = i.op is Op.BACKWARD_WEIGHT
+        known = [d for d in depends_on(i) if d in self._numbers and not own_list]
+        return self._slot(known[-1]) if known else None
 
-    def run(self, lists: Sequence[Sequence[int]]) -> float:
-        """Run each rank's list of numbers. Returns when the last one ends."""
-        free, position, left = [0.0] * len(lists), [0] * len(lists), sum(map(len, lists))
+    def empty_slots(self) -> list[float]:
+        """Return a slot for each result, infinite until it arrives; the last one is that of what waits for nothing."""
+        return [inf] * len(self.rows) + [0.0]
+
+    def row(self, i: Instruction) -> Row:
+        """Return the row of an instruction."""
+        return self.rows[self._numbers[i]]
+
+    def lists(self, program: Program) -> list[list[Row]]:
+        """Return the rows of a program of compute instructions."""
+        return [[self.rows[self._numbers[i]] for i in rank] for rank in program.instructions]
+
+    def ends(self, lists: Sequence[Sequence[Row]]) -> tuple[list[float], list[float]]:
+        """Return (end of each rank's compute, end of its compute and its traffic)."""
+        at, free, left = self.empty_slots(), [0.0] * len(lists), sum(map(len, lists))
+        position, line = [0] * len(lists), self._gathers.copy()
+        every = self._traffic.reduces_every_micro_batch
+        # chunk -> when its reductions end if none was under way, in the order in which chunks were completed.
+        completed: list[dict[int, float]] = [{} for _ in lists]
         while left:
             before = left
-            for rank, numbers in enumerate(lists):
-                while position[rank] < len(numbers):
-                    number = numbers[position[rank]]
-                    ready = self.ready(number)
+            for rank, rows in enumerate(lists):
+                now, first, done = free[rank], position[rank], completed[rank]
+                for _, needs, gives, time, travel, earliest, chunk, released in rows[first:]:
+                    ready = at[needs]
                     if ready == inf:
                         break
-                    free[rank] = self.start(number, max(ready, free[rank]))
-                    position[rank] += 1
+                    start = ready if ready > now else now
+                    if start < earliest:
+                        start = earliest
+                    now = start + time
+                    at[gives] = now + travel
                     left -= 1
+                    position[rank] += 1
+                    if chunk >= 0:
+                        if every:
+                            line[rank] = max(line[rank] + self._sums[chunk], start + released)
+                        else:
+                            done.pop(chunk, None)
+                            done[chunk] = start + released
+                free[rank] = now
             assert left < before, "the program deadlocks"
-        return max(free)
+        for rank, done in enumerate(completed):
+            for chunk, end in done.items():
+                line[rank] = max(line[rank] + self._sums[chunk], end)
+        return free, [max(pair) for pair in zip(free, line, strict=True)]
+
+
+def _gathered(program: Program, traffic: Traffic) -> tuple[list[float], list[float]]:
+    """(when each chunk's weights are gathered, when all of a rank are); they are gathered in the order of first use."""
+    ends, whole = [0.0] * program.num_chunks, [0.0] * program.num_ranks
+    for rank, instructions in enumerate(program.instructions if traffic.gather else ()):
+        for chunk in dict.fromkeys(i.chunk for i in instructions if i.op is Op.FORWARD):
+            whole[rank] = ends[chunk] = whole[rank] + traffic.gather[chunk]
+    return ends, whole
+
+
+def _released(time: float, buckets: Sequence[float]) -> float:
+    """The k-th of n buckets is full when k/n of the backward is through; then they travel one after the other."""
+    end = 0.0
+    for k, seconds in enumerate(buckets, start=1):
+        end = max(end, time * k / len(buckets)) + seconds
+    return end

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from parallel3d.schedule.instructions import RECV_OPS, SEND_OPS, Instruction, Op, Program, depends_on, matches
 
@@ -22,18 +23,22 @@ def _with_loads(program: Program, instructions: Sequence[Instruction]) -> list[I
     return out
 
 
-def transfers_after(program: Program, i: Instruction) -> list[Instruction]:
-    """The transfer that `i`'s result needs: none where the neighbouring chunk is on the same rank or doesn't exist."""
-    if i.op is Op.FORWARD:
-        send = Instruction(Op.SEND_ACTIVATION, i.chunk, i.micro_batch)
-        neighbour = i.chunk + 1
-    elif i.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        send = Instruction(Op.SEND_GRADIENT, i.chunk, i.micro_batch)
-        neighbour = i.chunk - 1
-    else:
-        return []
-    inside = 0 <= neighbour < program.num_chunks
-    return [send] if inside and program.placement[neighbour] != program.placement[i.chunk] else []
+_SENDS = {
+    Op.FORWARD: Op.SEND_ACTIVATION,
+    Op.BACKWARD: Op.SEND_GRADIENT,
+    Op.BACKWARD_INPUT: Op.SEND_GRADIENT,
+}
+
+
+def send_after(program: Program, i: Instruction) -> Instruction | None:
+    """The SEND that `i`'s result needs: None where the neighbouring chunk is on the same rank or doesn't exist."""
+    if i.op not in _SENDS:
+        return None
+    send = Instruction(_SENDS[i.op], i.chunk, i.micro_batch)
+    receive = matches(send)
+    assert receive is not None
+    inside = 0 <= receive.chunk < program.num_chunks
+    return send if inside and program.placement[receive.chunk] != program.placement[i.chunk] else None
 
 
 def add_communication(program: Program) -> Program:
@@ -41,90 +46,47 @@ def add_communication(program: Program) -> Program:
 
     Each ordered pair of ranks has one FIFO channel, so a receiver posts in the sender's order, whatever it needs first.
     """
-    transfers = _Transfers(program)
-    return program.with_instructions([transfers.added(rank) for rank in range(program.num_ranks)])
+    return program.with_instructions(_with_transfers(program, range(program.num_ranks)))
 
 
-class _Transfers:
-    """The transfers of a program, or those that one rank receives, by channel in the sender's order."""
+def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruction]]:
+    """The lists of some ranks with their transfers."""
+    # The rules hold for all micro-batches: they are asked once for each kind of instruction on each chunk.
+    kinds = [Instruction(op, chunk, 0) for op in _SENDS for chunk in range(program.num_chunks)]
+    sends = {i[:2]: send for i in kinds if (send := send_after(program, i)) is not None}
+    receives = {kind: receive for kind, send in sends.items() if (receive := matches(send)) is not None}
+    needed = {i[:2]: d for i in kinds for d in depends_on(i) if d.op in RECV_OPS}
+    channels = {kind: program.channel(send) for kind, send in sends.items()}
+    queues: dict[tuple[int, int], list[Instruction]] = {c: [] for c in channels.values() if c[1] in ranks}
+    place: dict[Instruction, tuple[tuple[int, int], int]] = {}  # RECV -> its channel, and its number there from 1 on
+    for sender in {sender for sender, _ in queues}:
+        for i in program.instructions[sender]:
+            channel = channels.get(i[:2])
+            if channel in queues:
+                receive = receives[i[:2]]._replace(micro_batch=i.micro_batch)
+                queues[channel].append(receive)
+                place[receive] = channel, len(queues[channel])
 
-    def __init__(self, program: Program, receiver: int | None = None):
-        self._program, self._rules = program, _Rules(program)
-        self._queues: dict[Channel, list[Instruction]] = {}
-        for sender in range(program.num_ranks) if receiver is None else _neighbours(program, receiver):
-            for op, chunk, m, _ in program.instructions[sender]:
-                for _, (recv, at), channel in self._rules.after(op, chunk):
-                    if receiver is None or channel[1] == receiver:
-                        self._queues.setdefault(channel, []).append(Instruction(recv, at, m))
-        self._place: dict[Place, int] = {r: k for queue in self._queues.values() for k, r in enumerate(queue)}
+    def with_transfers(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+        posted = dict.fromkeys(queues, 0)
+        made: list[Instruction] = []  # sends of the last backward: they stand behind the reductions that it launches
+        for i, following in pairwise((None, *instructions, None)):
+            if i is not None and i.op is not Op.REDUCE_GRADS:
+                yield from made
+                made = []
+            if following is not None and following[:2] in needed:
+                receive = needed[following[:2]]._replace(micro_batch=following.micro_batch)
+                if receive in place:
+                    channel, stop = place[receive]
+                    yield from queues[channel][posted[channel] : stop]
+                    posted[channel] = max(posted[channel], stop)
+            if i is not None:
+                yield i
+                if i[:2] in sends:
+                    made.append(sends[i[:2]]._replace(micro_batch=i.micro_batch))
+        yield from made
 
-    def added(self, rank: int) -> list[Instruction]:
-        """A rank's list with its transfers."""
-        instructions = self._program.instructions[rank]
-        posted = dict.fromkeys(self._queues, 0)
-        out = self._due(instructions[0], posted) if instructions else []
-        sends: list[Instruction] = []
-        for i, following in zip(instructions, [*instructions[1:], None], strict=False):
-            if sends and i.op is not Op.REDUCE_GRADS:
-                out += sends  # behind the reductions that the backward before launches
-                sends = []
-            if following is not None:
-                out += self._due(following, posted)
-            out.append(i)
-            for (send, at), _, _ in self._rules.after(i.op, i.chunk):
-                sends.append(Instruction(send, at, i.micro_batch))
-        return out + sends
-
-    def _due(self, i: Instruction, posted: dict[Channel, int]) -> list[Instruction]:
-        """Return the receives to post before an instruction: all that its channels' senders send until then."""
-        out: list[Instruction] = []
-        for (recv, at), channel in self._rules.before(i.op, i.chunk):
-            stop = self._place.get((recv, at, i.micro_batch, None), -1) + 1
-            if stop > posted.get(channel, 0):
-                out += self._queues[channel][posted[channel] : stop]
-                posted[channel] = stop
-        return out
-
-
-def _neighbours(program: Program, rank: int) -> set[int]:
-    """The ranks of the chunks around its own."""
-    own = [c for c, r in enumerate(program.placement) if r == rank]
-    around = {c + step for c in own for step in (-1, 1)}
-    return {program.placement[c] for c in around if 0 <= c < program.num_chunks}
-
-
-Place = tuple[Op, int, int, int | None]  # of an instruction, which is such a tuple
-Kind = tuple[Op, int]  # on a chunk
-Channel = tuple[int, int]
-
-
-class _Rules:
-    """The rules for each kind of instruction on each chunk, which hold for all micro-batches; looked up once."""
-
-    def __init__(self, program: Program):
-        self._program = program
-        self._after: dict[Kind, list[tuple[Kind, Kind, Channel]]] = {}
-        self._before: dict[Kind, list[tuple[Kind, Channel]]] = {}
-
-    def after(self, op: Op, chunk: int) -> list[tuple[Kind, Kind, Channel]]:
-        """Both ends of the transfers that the result needs, and their channel."""
-        if (op, chunk) not in self._after:
-            found = []
-            for send in transfers_after(self._program, Instruction(op, chunk, 0)):
-                other = matches(send)
-                assert other is not None
-                found.append(((send.op, send.chunk), (other.op, other.chunk), self._program.channel(send)))
-            self._after[op, chunk] = found
-        return self._after[op, chunk]
-
-    def before(self, op: Op, chunk: int) -> list[tuple[Kind, Channel]]:
-        """The ends of transfers that it would wait for if there were some, and their channels."""
-        if (op, chunk) not in self._before:
-            needed = [r for r in depends_on(Instruction(op, chunk, 0)) if r.op in RECV_OPS]
-            sent = [(r, matches(r)) for r in needed]
-            inside = [r for r, send in sent if send is not None and 0 <= send.chunk < self._program.num_chunks]
-            self._before[op, chunk] = [((r.op, r.chunk), self._program.channel(r)) for r in inside]
-        return self._before[op, chunk]
+    return [list(with_transfers(program.instructions[rank])) for rank in ranks]
 
 
 def with_communication(program: Program) -> Program:
@@ -185,22 +147,7 @@ def lower(program: Program) -> Program:
 
 def lower_rank(program: Program, rank: int) -> tuple[Instruction, ...]:
     """One rank's list of what lower() makes of a program, in less time."""
-    return tuple(_with_loads(program, _Transfers(program, receiver=rank).added(rank)))
-
-
-def lower_training(
-    program: Program,
-    chunk_buckets: Sequence[int],
-    replica_owners: Sequence[tuple[int, ...]] = (),
-    partitioned: bool = False,
-    per_micro_batch: bool = False,
-) -> Program:
-    """A schedule's compute with all that a training step runs beside it; the executor's program, and the planner's.
-
-    chunk_buckets, per_micro_batch: see add_gradient_reduction; replica_owners: see add_replica_reduction; partitioned:
-    weights are gathered before they are used.
-    """
-    return add_collectives(lower(program), chunk_buckets, replica_owners, partitioned, per_micro_batch)
+    return tuple(_with_loads(program, _with_transfers(program, [rank])[0]))
 
 
 def add_collectives(
@@ -210,7 +157,11 @@ def add_collectives(
     partitioned: bool = False,
     per_micro_batch: bool = False,
 ) -> Program:
-    """Add the collectives of a training step to a lowered program, see lower_training."""
+    """Add the collectives of a training step to a lowered program: the executor's program, and the planner's.
+
+    chunk_buckets, per_micro_batch: see add_gradient_reduction; replica_owners: see add_replica_reduction; partitioned:
+    weights are gathered before they are used.
+    """
     reduced = add_gradient_reduction(lowered, chunk_buckets, per_micro_batch)
     whole = add_replica_reduction(reduced, replica_owners)
     return add_parameter_gather(whole) if partitioned else whole

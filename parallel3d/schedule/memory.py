@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median_low
 
-from parallel3d.schedule.instructions import Instruction, Op, Program
+from parallel3d.schedule.instructions import Instruction, Op
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,12 @@ class ChunkBytes:
         return changes.get(i.op, 0)
 
 
-def bytes_in_flight(program: Program, rank: int, chunks: Mapping[int, ChunkBytes]) -> list[int]:
-    """Return the bytes of activations and their gradients that the rank holds after each of its instructions.
+def bytes_in_flight(instructions: Sequence[Instruction], chunks: Mapping[int, ChunkBytes]) -> list[int]:
+    """Return the bytes of activations and their gradients that a rank holds after each of its instructions.
 
-    chunks: those of the rank.
+    chunks: those that count.
     """
-    held, total = [], 0
-    for i in program.instructions[rank]:
-        total += chunks[i.chunk].change(i) if i.chunk in chunks else 0
-        held.append(total)
-    return held
+    return list(accumulate(chunks[i.chunk].change(i) if i.chunk in chunks else 0 for i in instructions))
 
 
 def learn_chunks(measured: Sequence[tuple[Instruction, int]]) -> dict[int, ChunkBytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from parallel3d.errors import ScheduleError
@@ -17,59 +16,87 @@ from parallel3d.schedule.instructions import (
     depends_on,
     matches,
 )
-from parallel3d.schedule.lowering import transfers_after, with_communication
-
-# (rank, position in its list): the host reaches this instruction; an instruction: what it does is under way or done.
-Post = tuple[int, int]
-Node = Post | Instruction
+from parallel3d.schedule.lowering import send_after, with_communication
 
 
-def transfer_of(i: Instruction) -> Instruction:
-    """A transfer is one node for both ends: its SEND."""
-    other = matches(i)
-    return other if i.op in RECV_OPS and other is not None else i
-
-
-def wait_graph(program: Program) -> dict[Node, list[Node]]:
-    """node -> the nodes it waits for: host order, channel order, dependences and the other ends of transfers.
+class WaitGraph:
+    """What waits for what in a program with communication: host order, channel order, dependences and other ends of transfers.
 
     The host passes compute instructions in list order and blocks in them, as a CPU does; transfers and collectives are
     posted and go on by themselves, but start only when every end has posted them (rendezvous) and when the transfer
     ahead of them in the channel is through. Data-parallel replicas run identical lists, so a cycle over the whole
     world projects to a cycle in this one pipeline: checking one is checking all.
+
+    nodes: what is done, by number: an instruction; a transfer is one for both ends, its SEND, a collective one for all ranks.
+    numbers: instruction -> its number; lists: the program's, as numbers; waits: number -> what that waits for.
     """
-    known = {i for instructions in program.instructions for i in instructions}
-    graph: dict[Node, list[Node]] = {}
-    # Along each line nodes start in order: a channel by its sender's list and by its receiver's, a rank's collectives.
-    last_in_line: dict[object, Node] = {}
-    for rank, instructions in enumerate(program.instructions):
-        for position, i in enumerate(instructions):
-            post = (rank, position)
-            graph[post] = list(_host_order(program, rank, position))
-            node = transfer_of(i)
-            waits = graph.setdefault(node, [])
-            waits.append(post)
-            if not blocks_host(i.op):
-                line = line_of(program, rank, i)
-                if line in last_in_line:
-                    waits.append(last_in_line[line])
-                last_in_line[line] = node
-            if i.op not in RECV_OPS:
-                waits += [transfer_of(d) for d in depends_on(i) if d in known]
-    return graph
+
+    def __init__(self, program: Program) -> None:
+        self.numbers: dict[Instruction, int] = {}
+        self.nodes: list[Instruction] = []
+        for i in (i for instructions in program.instructions for i in instructions):
+            other = matches(i) if i.op in RECV_OPS else i
+            assert other is not None
+            if other not in self.numbers:
+                self.numbers[other] = len(self.nodes)
+                self.nodes.append(other)
+            self.numbers[i] = self.numbers[other]
+        self.lists = [[self.numbers[i] for i in instructions] for instructions in program.instructions]
+        self.waits: list[list[int]] = [[] for _ in self.nodes]
+        kinds = {i[:2] for i in self.numbers}
+        last_in_line: dict[object, int] = {}
+        for rank, instructions in enumerate(program.instructions):
+            passed: int | None = None  # the last that blocked the host
+            # What holds of an instruction holds of those of other micro-batches: the rules are asked once for all.
+            rules: dict[tuple[Op, int], tuple[object, list[tuple[Op, int, bool]]]] = {}
+            for i, number in zip(instructions, self.lists[rank], strict=True):
+                op, chunk, m, _ = i
+                if i[:2] not in rules:
+                    needs = () if op in RECV_OPS else depends_on(Instruction(op, chunk, 1))
+                    rules[op, chunk] = (
+                        _line(program, rank, i),
+                        [(*d[:2], d.micro_batch == 1) for d in needs if d[:2] in kinds],
+                    )
+                line, dependences = rules[op, chunk]
+                waits = self.waits[number]
+                if passed is not None:
+                    waits.append(passed)
+                if line is None:
+                    passed = number
+                else:
+                    if line in last_in_line:
+                        waits.append(last_in_line[line])
+                    last_in_line[line] = number
+                for need, at, is_own in dependences:
+                    known = self.numbers.get(Instruction(need, at, m if is_own else 0))
+                    if known is not None:
+                        waits.append(known)
+
+    def order(self) -> list[int]:
+        """Return the numbers so that each comes after all that it waits for. Raises CycleError with the nodes of a cycle."""
+        waiting: list[list[int]] = [[] for _ in self.waits]
+        missing = [len(before) for before in self.waits]
+        for number, before in enumerate(self.waits):
+            for w in before:
+                waiting[w].append(number)
+        order = [number for number, count in enumerate(missing) if count == 0]
+        for number in order:
+            for later in waiting[number]:
+                missing[later] -= 1
+                if missing[later] == 0:
+                    order.append(later)
+        if len(order) < len(self.waits):
+            TopologicalSorter(
+                dict(zip(self.nodes, ([self.nodes[w] for w in ws] for ws in self.waits), strict=True))
+            ).prepare()
+        return order
 
 
-def line_of(program: Program, rank: int, i: Instruction) -> object:
-    """Return the queue of an instruction that doesn't block the host: one end of a channel, or a rank's collectives."""
+def _line(program: Program, rank: int, i: Instruction) -> object:
+    """The queue of an instruction, one end of a channel or a rank's collectives; None if it blocks the host."""
+    if blocks_host(i.op):
+        return None
     return rank if i.op in COLLECTIVE_OPS else (i.op in SEND_OPS, *program.channel(i))
-
-
-def _host_order(program: Program, rank: int, position: int) -> Iterator[Node]:
-    """The host reaches a position once it has passed the one before it, blocked until done where that is no transfer."""
-    if position == 0:
-        return
-    before = program.instructions[rank][position - 1]
-    yield before if blocks_host(before.op) else (rank, position - 1)
 
 
 def blocks_host(op: Op) -> bool:
@@ -77,17 +104,16 @@ def blocks_host(op: Op) -> bool:
     return op not in SEND_OPS and op not in RECV_OPS and op not in COLLECTIVE_OPS
 
 
-def validate(program: Program, max_in_flight: Sequence[int] | None = None, training: bool = True) -> None:
-    """Raise ScheduleError unless every rank can run its list to the end.
-
-    program: with or without communication; max_in_flight: per rank, the most chunk activations it may hold.
-    """
+def validate(program: Program, training: bool = True) -> None:
+    """Raise ScheduleError unless every rank can run its list, with or without communication, to the end."""
     _check_complete(program, training)
     program = with_communication(program)
     _check_transfers(program)
-    _check_deadlock(program)
-    if max_in_flight is not None:
-        _check_memory(program, max_in_flight)
+    try:
+        WaitGraph(program).order()
+    except CycleError as error:
+        shown = " <- ".join(f"{i}/{matches(i)}" if i.op in SEND_OPS else f"{i}" for i in error.args[1])
+        raise ScheduleError(f"the schedule deadlocks, each waits for the one to its left: {shown}") from None
 
 
 def _check_complete(program: Program, training: bool) -> None:
@@ -135,39 +161,8 @@ def _check_transfers(program: Program) -> None:
             other = matches(i)
             if other is not None and other not in program.rank_of:
                 raise ScheduleError(f"{i} in the list of stage {rank} has no other end {other}; both must be there")
-            for send in transfers_after(program, i):
-                if send not in program.rank_of:
-                    raise ScheduleError(
-                        f"{i} needs the transfer {send}, which no list holds; add it, or leave out all transfers"
-                    )
-
-
-def _check_deadlock(program: Program) -> None:
-    try:
-        TopologicalSorter(wait_graph(program)).prepare()
-    except CycleError as error:
-        cycle: list[Node] = error.args[1]
-        steps = [program.instructions[n[0]][n[1]] if not isinstance(n, Instruction) else n for n in cycle]
-        shown = " <- ".join(str(i) for k, i in enumerate(steps) if k == 0 or steps[k - 1] != i)
-        raise ScheduleError(f"the schedule deadlocks, each waits for the one to its left: {shown}") from None
-
-
-def in_flight(program: Program) -> tuple[int, ...]:
-    """Per rank, the most activations of a chunk held at once: from its FORWARD to its BACKWARD or BACKWARD_WEIGHT."""
-    peaks = []
-    for instructions in program.instructions:
-        held = peak = 0
-        for i in instructions:
-            held += (i.op is Op.FORWARD) - (i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
-
-
-def _check_memory(program: Program, max_in_flight: Sequence[int]) -> None:
-    for rank, (peak, bound) in enumerate(zip(in_flight(program), max_in_flight, strict=True)):
-        if peak > bound:
-            raise ScheduleError(
-                f"stage {rank} holds {peak} activations at once, {peak - bound} over its bound of {bound}; "
-                "start fewer forwards before the first backward"
-            )
+            send = send_after(program, i)
+            if send is not None and send not in program.rank_of:
+                raise ScheduleError(
+                    f"{i} needs the transfer {send}, which no list holds; add it, or leave out all transfers"
+                )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import accumulate
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
-from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, Instruction, Op, Program, depends_on, reduces_behind
+from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_behind
 from parallel3d.schedule.lowering import with_communication
-from parallel3d.schedule.order import blocks_host, line_of, transfer_of, wait_graph
+from parallel3d.schedule.order import WaitGraph
 
 Cost = Callable[[Instruction], float]
 
@@ -106,15 +105,16 @@ class Simulation:
 
     def __init__(self, program: Program) -> None:
         self.program = with_communication(program)
-        numbers, self._whats = _numbered(self.program)
-        self._lists = [[numbers[i] for i in instructions] for instructions in self.program.instructions]
-        # Of each thing that is done, by its number: what it waits for; the backward that releases it before its end.
-        self._waits = _waits(self.program, self._lists, numbers, len(self._whats))
-        self._releases: list[tuple[int, float] | None] = [None] * len(self._whats)
-        self._order = _sorted(self._waits, self.program)
-        for number, (backward, share) in _releases(self.program, numbers).items():
-            self._releases[number] = backward, share
-            self._waits[number] = [w for w in self._waits[number] if w != backward]
+        graph = WaitGraph(self.program)
+        self._order, self._waits, self._nodes, self._lists = graph.order(), graph.waits, graph.nodes, graph.lists
+        # REDUCE_GRADS -> the backward that launches it, and the share of that backward after which its bucket is full.
+        self._releases: list[tuple[int, float] | None] = [None] * len(graph.nodes)
+        for instructions, numbers in zip(self.program.instructions, self._lists, strict=True):
+            for position, backward in enumerate(numbers):
+                count = len(reduces_behind(instructions, position))
+                for k, reduce in enumerate(numbers[position + 1 : position + 1 + count], start=1):
+                    self._releases[reduce] = backward, k / count
+                    self._waits[reduce] = [w for w in self._waits[reduce] if w != backward]
 
     def run(self, cost: Cost, host: Cost | None = None) -> Timeline:
         """cost(instruction) in any unit, of a transfer by its SEND. host: how long each rank's host, which begins with the
@@ -147,22 +147,16 @@ class Simulation:
         """
         loops = []
         for instructions, numbers in zip(self.program.instructions, self._lists, strict=True):
-            first: dict[int, int] = {}  # chunk -> the first micro-batch
-            begun: dict[int, int] = {}
-            ends: dict[int, int] = {}
-            flight: dict[int, int] = {}
-            most: dict[int, int] = {}
-            for (op, chunk, m, _), number in zip(instructions, numbers, strict=True):
-                if op is Op.FORWARD:
-                    first.setdefault(chunk, m)
-                    begun.setdefault(chunk, number)
-                    flight[chunk] = flight.get(chunk, 0) + 1
-                elif op in _ENDING:
-                    most[chunk] = max(most.get(chunk, 0), flight[chunk])
-                    flight[chunk] -= 1
-                    if m == first[chunk]:
-                        ends[chunk] = number
-            loops += [(begun[c], ends[c], most[c]) for c in ends if most[c] < self.program.num_micro_batches]
+            own: dict[int, list[tuple[Instruction, int]]] = {}
+            for i, number in zip(instructions, numbers, strict=True):
+                if i.op is Op.FORWARD or i.op in _ENDING:
+                    own.setdefault(i.chunk, []).append((i, number))
+            for passes in own.values():
+                most = max(accumulate(1 if i.op is Op.FORWARD else -1 for i, _ in passes))
+                (first, begun), *_ = passes
+                ends = (number for i, number in passes if i.op in _ENDING and i.micro_batch == first.micro_batch)
+                if most < self.program.num_micro_batches and (end := next(ends, None)) is not None:
+                    loops.append((begun, end, most))
         return loops
 
     def critical_path(self, cost: Cost, host: Cost | None = None) -> CriticalPath:
@@ -175,7 +169,7 @@ class Simulation:
             if called and called[k] >= until:
                 return CriticalPath(until, path[::-1])
             if until > start[k]:
-                path.append((self._whats[k], until - start[k]))
+                path.append((self._nodes[k], until - start[k]))
             until, release = start[k], self._releases[k]
             last = max(self._waits[k], key=lambda w: end[w], default=-1)
             if release is not None and (last < 0 or end[last] < until):
@@ -188,7 +182,7 @@ class Simulation:
         """When each thing starts and ends, by its number, and by when it is called at the earliest, if that is said."""
         waits, releases = self._waits, self._releases
         called = [] if host is None else self._called(host)
-        costs = list(map(cost, self._whats))
+        costs = list(map(cost, self._nodes))
         start, end = [0.0] * len(waits), [0.0] * len(waits)
         for k in self._order:
             begin = 0.0
@@ -205,12 +199,12 @@ class Simulation:
         return start, end, called
 
     def _called(self, host: Cost) -> list[float]:
-        called = [0.0] * len(self._whats)
+        called = [0.0] * len(self._nodes)
         for numbers in self._lists:
             busy = 0.0
             for k in numbers:
-                if self._whats[k].op in COMPUTE_OPS:
-                    busy += host(self._whats[k])
+                if self._nodes[k].op in COMPUTE_OPS:
+                    busy += host(self._nodes[k])
                     called[k] = busy
         return called
 
@@ -218,105 +212,6 @@ class Simulation:
 def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
     """Time a program once, see Simulation."""
     return Simulation(program).run(cost)
-
-
-Numbers = dict[tuple[Op, int, int, int | None], int]  # of instructions, which are such tuples
-
-
-def _numbered(program: Program) -> tuple[Numbers, list[Instruction]]:
-    """A number for each thing that is done, and what that is: a transfer is one for both ends, a collective for all ranks."""
-    numbers: Numbers = {}
-    sends: dict[tuple[Op, int], Instruction] = {}  # of each kind of RECV
-    whats: list[Instruction] = []
-    for instructions in program.instructions:
-        for i in instructions:
-            if i in numbers:
-                continue
-            what = i
-            if i.op in RECV_OPS:
-                if (i.op, i.chunk) not in sends:
-                    sends[i.op, i.chunk] = transfer_of(i)
-                op, chunk, _, _ = sends[i.op, i.chunk]
-                what = Instruction(op, chunk, i.micro_batch)
-            number = numbers.setdefault(what, len(whats))
-            if number == len(whats):
-                whats.append(what)
-            numbers[i] = number
-    return numbers, whats
-
-
-def _waits(program: Program, lists: Sequence[Sequence[int]], numbers: Numbers, count: int) -> list[list[int]]:
-    """Return what each numbered thing waits for, as wait_graph() has it. lists: the program's, as numbers.
-
-    A host reaches what it posts once it has passed what blocks it before: each thing waits for the last one that blocks
-    each of its hosts.
-    """
-    waits: list[list[int]] = [[] for _ in range(count)]
-    kinds = {(op, chunk) for op, chunk, _, _ in numbers}
-    last_in_line: dict[object, int] = {}
-    for rank, instructions in enumerate(program.instructions):
-        passed: int | None = None
-        # What holds of an instruction holds of those of other micro-batches: the rules are asked once for all.
-        rules: dict[tuple[Op, int], tuple[object, list[tuple[Op, int, bool]]]] = {}
-        for i, number in zip(instructions, lists[rank], strict=True):
-            op, chunk, m, _ = i
-            rule = rules.get((op, chunk))
-            if rule is None:
-                line = None if blocks_host(op) else line_of(program, rank, i)
-                needs = [] if op in RECV_OPS else [need for need in _needs(op, chunk) if need[:2] in kinds]
-                rule = rules[op, chunk] = line, needs
-            line, needs = rule
-            before = waits[number]
-            if passed is not None:
-                before.append(passed)
-            if line is None:
-                passed = number
-            else:
-                last = last_in_line.get(line)
-                if last is not None:
-                    before.append(last)
-                last_in_line[line] = number
-            for need, at, is_own in needs:
-                found = numbers.get((need, at, m if is_own else 0, None))
-                if found is not None:
-                    before.append(found)
-    return waits
-
-
-def _needs(op: Op, chunk: int) -> list[tuple[Op, int, bool]]:
-    """depends_on() of any micro-batch: (op, chunk, whether of the same micro-batch rather than of the first)."""
-    return [(d.op, d.chunk, d.micro_batch != 0) for d in depends_on(Instruction(op, chunk, 1))]
-
-
-def _sorted(waits: Sequence[Sequence[int]], program: Program) -> list[int]:
-    """Numbers so that each comes behind all that it waits for."""
-    waiting: list[list[int]] = [[] for _ in waits]
-    missing = [len(before) for before in waits]
-    for number, before in enumerate(waits):
-        for w in before:
-            waiting[w].append(number)
-    order = [number for number, count in enumerate(missing) if count == 0]
-    for number in order:
-        for later in waiting[number]:
-            missing[later] -= 1
-            if missing[later] == 0:
-                order.append(later)
-    if len(order) < len(waits):
-        TopologicalSorter(wait_graph(program)).prepare()  # raises CycleError with the cycle
-    return order
-
-
-def _releases(program: Program, numbers: Numbers) -> dict[int, tuple[int, float]]:
-    """REDUCE_GRADS -> the backward that launches it, and the share of that backward after which its bucket is full."""
-    releases: dict[int, tuple[int, float]] = {}
-    for instructions in program.instructions:
-        for position, (i, following) in enumerate(pairwise(instructions)):
-            if following.op is not Op.REDUCE_GRADS:
-                continue
-            reduces = reduces_behind(instructions, position)
-            for k, reduce in enumerate(reduces, start=1):
-                releases[numbers[reduce]] = (numbers[i], k / len(reduces))
-    return releases
 
 
 def measured_cost(timeline: Timeline) -> Cost:

@@ -346,7 +346,9 @@ class Predictor:
         state, activations = self._memory.of_layers(traced)
         placement = outlook.program.placement
         one = {c: ChunkBytes(saved=1, deferred=1) for c in range(len(placement))}
-        flights = [max(bytes_in_flight(outlook.program, stage, {c: one[c]})) for c, stage in enumerate(placement)]
+        flights = [
+            max(bytes_in_flight(outlook.program.instructions[stage], {c: one[c]})) for c, stage in enumerate(placement)
+        ]
         ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile.specs]
         limit = StageLimit(0.0, state, [samples * a for a in activations], flights, ties)
         own = stage_bytes(limit.chunk_bytes(), outlook.bounds, placement)

@@ -8,8 +8,8 @@ from parallel3d.config.layout import Layout
 from parallel3d.errors import ScheduleError
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.found import Found, find
-from parallel3d.schedule.auto import Measured, limits, make_plan
-from parallel3d.schedule.instructions import Instruction, Op, Program
+from parallel3d.schedule.auto import Measured, make_plan
+from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
@@ -48,27 +48,11 @@ def _planned(predictor: Predictor, start: Found) -> Program:
     chunks = predictor.chunk_bytes(outlook)
     held = tuple(max(1.0, c.saved + c.received + c.loaded) for c in chunks)
     deferred = tuple(max(1.0, c.deferred) for c in chunks)
-    needed = [max(pair) for pair in zip(held, deferred, strict=True)]
-    wanted, least = limits(placement, needed, DEFAULT_MAX_IN_FLIGHT), limits(placement, needed, 0.0)
     room = [_room(start, stage, chunks) for stage in range(outlook.layout.stages)]
     cost = outlook.cost.cost()
-
-    def seconds(op: Op) -> tuple[float, ...]:
-        return tuple(cost(Instruction(op, chunk, 0)) for chunk in range(len(placement)))
-
-    forward, input_gradient = seconds(Op.FORWARD), seconds(Op.BACKWARD_INPUT)
-    weight_gradient, backward = seconds(Op.BACKWARD_WEIGHT), seconds(Op.BACKWARD)
     sends = {i for rank in outlook.program.instructions for i in rank if i.op is Op.SEND_ACTIVATION}
-    measured = Measured(
-        forward=forward,
-        input_gradient=input_gradient,
-        weight_gradient=weight_gradient,
-        backward=backward,
-        transfer=max((cost(i) for i in sends), default=0.0),
-        held=held,
-        deferred=deferred,
-        limit=tuple(max(min(w, r), a) for w, r, a in zip(wanted, room, least, strict=True)),
-    )
+    transfer = max((cost(i) for i in sends), default=0.0)
+    measured = Measured.of(placement, cost, held, deferred, DEFAULT_MAX_IN_FLIGHT, room, transfer)
     micro_batches = outlook.layout.micro_batches
     return make_plan(placement, micro_batches, measured).program(micro_batches)
 
@@ -77,5 +61,5 @@ def _room(start: Found, stage: int, chunks: Sequence[ChunkBytes]) -> float:
     """Bytes of a device that activations may take."""
     program, memory = start.outlook.program, start.memory[stage]
     own = {c: chunks[c] for c, s in enumerate(program.placement) if s == stage}
-    activations = max(bytes_in_flight(program, stage, own))
+    activations = max(bytes_in_flight(program.instructions[stage], own))
     return float(memory.capacity - (memory.reserved - memory.allocated) - memory.phases["backward"] + activations)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from parallel3d.schedule.instructions import Instruction, Op, Program
+from parallel3d.schedule.order import validate
 
 SEEDS = st.integers(0, 2**32 - 1)
 # A loaded machine is no failure.
@@ -124,6 +125,24 @@ class Emulator:
             self.recvs[ends].popleft()
             self.carried[ends] = (send, recv, message, self.clock)
             self.events += 1
+
+
+def in_flight(program: Program) -> tuple[int, ...]:
+    """Per rank, the most activations of a chunk held at once: from its FORWARD to its BACKWARD or BACKWARD_WEIGHT."""
+    peaks = []
+    for instructions in program.instructions:
+        held = peak = 0
+        for i in instructions:
+            held += (i.op is Op.FORWARD) - (i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def check(program: Program, max_in_flight: Sequence[int]) -> None:
+    """The program can run, and no rank holds more activations than its bound."""
+    validate(program)
+    assert all(peak <= bound for peak, bound in zip(in_flight(program), max_in_flight, strict=True)), in_flight(program)
 
 
 @st.composite

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_emulator import programs, unhurried
+from schedule_emulator import check, in_flight, programs, unhurried
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, from_lists, gpipe, inference, interleaved, one_f_one_b, placement_of
 from parallel3d.schedule.instructions import BUCKET_OPS, Instruction, Op, Program
-from parallel3d.schedule.order import in_flight, validate
+from parallel3d.schedule.order import validate
 from parallel3d.schedule.timing import simulate
 
 
@@ -127,7 +127,7 @@ def test_every_size_is_complete_free_of_deadlock_and_within_its_bound(schedule: 
         program = make(p, m, v)
         assert program.num_ranks == p
         assert Counter(str(i) for rank in program.instructions for i in rank) == expected(program.num_chunks, m, "FB")
-        validate(program, [bound(p, m, v, r) for r in range(p)])
+        check(program, [bound(p, m, v, r) for r in range(p)])
 
 
 def test_inference_of_every_size_is_complete_and_free_of_deadlock(cases: list[Case]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from schedule_emulator import in_flight
 
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight, learn_chunks
-from parallel3d.schedule.order import in_flight
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
@@ -17,7 +17,9 @@ def test_saved_activations_are_those_between_forward_and_backward(schedule, num_
     chunks = 2 if schedule == "interleaved" else 1
     program = build(schedule, num_stages, num_micro_batches, chunks, "loop", None)
     for rank, most in enumerate(in_flight(program)):
-        held = bytes_in_flight(program, rank, dict.fromkeys(range(len(program.placement)), ChunkBytes(saved=10)))
+        held = bytes_in_flight(
+            program.instructions[rank], dict.fromkeys(range(len(program.placement)), ChunkBytes(saved=10))
+        )
         assert max(held) == 10 * most
         assert held[-1] == 0
 
@@ -27,7 +29,7 @@ def test_each_kind_of_bytes_on_a_split_schedule():
     program = lower(build([["F0@0", "I0@0", "W0@0"], ["F0@1", "I0@1", "W0@1"]], 2, 1, 1, "loop", None))
     assert [str(i) for i in program.instructions[1]] == ["RA0@1", "L0@1", "F0@1", "I0@1", "SG0@1", "W0@1"]
     chunk = ChunkBytes(saved=10, received=3, loaded=1, input_gradient=2, deferred=5)
-    assert bytes_in_flight(program, 1, {1: chunk}) == [3, 4, 14, 7, 5, 0]
+    assert bytes_in_flight(program.instructions[1], {1: chunk}) == [3, 4, 14, 7, 5, 0]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -35,7 +37,7 @@ def test_chunks_are_learnt_from_changes(schedule):
     program = lower(build(schedule, 2, 4, 1, "loop", None))
     deferred = 5 if schedule == "zb-h1" else 0
     chunk = ChunkBytes(saved=10, received=3, loaded=1, input_gradient=2, deferred=deferred)
-    held = bytes_in_flight(program, 1, {1: chunk})
+    held = bytes_in_flight(program.instructions[1], {1: chunk})
     changes = [after - before for before, after in zip([0, *held[:-1]], held, strict=True)]
     # What was sent leaves later than its instruction.
     late = [0 if i.op.name == "SEND_GRADIENT" else c for i, c in zip(program.instructions[1], changes, strict=True)]

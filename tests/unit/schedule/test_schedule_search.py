@@ -10,15 +10,15 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_emulator import SEEDS, unhurried
+from schedule_emulator import SEEDS, in_flight, unhurried
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.auto import Measured, Plan, first_plan, limits, make_plan, most_held
 from parallel3d.schedule.builders import build, from_lists, placement_of
 from parallel3d.schedule.fuse import fuse_backwards, whole_backwards
 from parallel3d.schedule.instructions import Instruction, Op, Program
-from parallel3d.schedule.list_clock import ALL_OPS, ComputeTable, ListClock
-from parallel3d.schedule.order import in_flight, validate
+from parallel3d.schedule.list_clock import ListClock
+from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import Cost, decoder_cost, simulate
 
@@ -115,8 +115,9 @@ def test_any_placement_times_and_bytes_within_each_ranks_limit(
     placement = placement_of(kind, p, 2 if kind == "v" else v)
     rng = random.Random(seed)
     held, deferred = ([rng.uniform(0.5, 3) for _ in placement] for _ in range(2))
-    least = Memory(tuple(held), tuple(deferred), ()).least(placement)
-    memory = Memory(tuple(held), tuple(deferred), tuple(rng.uniform(1, 1 + spare) * x for x in least))
+    without = Memory(held=tuple(held), deferred=tuple(deferred), limit=())
+    limit = tuple(rng.uniform(1, 1 + spare) * x for x in without.least(placement))
+    memory = without.model_copy(update={"limit": limit})
     program = search("s", placement, m, memory, chunk_costs(seed, len(placement)))
     validate(program)
     peaks = replay(program, held, deferred)
@@ -126,7 +127,7 @@ def test_any_placement_times_and_bytes_within_each_ranks_limit(
 
 def test_less_than_one_micro_batch_needs_is_refused() -> None:
     with pytest.raises(ScheduleError, match="stage 1 may hold 3, but one micro-batch on its chunks needs 5"):
-        search("s", (0, 1, 1, 0), 2, Memory((1, 2, 3, 4), (0, 0, 0, 0), (9, 3)), decoder_cost)
+        search("s", (0, 1, 1, 0), 2, Memory(held=(1, 2, 3, 4), deferred=(0,) * 4, limit=(9, 3)), decoder_cost)
 
 
 @pytest.mark.parametrize(("kind", "v"), [("loop", 2), ("loop", 4), ("v", 2)])
@@ -243,7 +244,7 @@ def test_the_quick_length_of_a_step_is_the_simulators(p: int, m: int, v: int, se
         return 0.001 if i.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT) else own(i)
 
     split = search("s", placement, m, Memory.of_activations(placement, 1.5 * p * v), cost)
-    table = ComputeTable(split, cost, ALL_OPS)
+    clock = ListClock(split, cost)
     for program in (split, whole_backwards(split, range(0, m, 2)), whole_backwards(split, range(m))):
-        lists = [[table.numbers[i] for i in rank] for rank in program.instructions]
-        assert ListClock(table).run(lists) == pytest.approx(simulate(program, cost).makespan, rel=1e-6)
+        compute, _ = clock.ends(clock.lists(program))
+        assert max(compute) == pytest.approx(simulate(program, cost).makespan, rel=1e-6)

@@ -18,10 +18,11 @@ from parallel3d.schedule.auto import Measured, Plan, make_plan, most_held
 from parallel3d.schedule.builders import from_lists, placement_of
 from parallel3d.schedule.fuse import fuse_backwards, whole_backwards
 from parallel3d.schedule.instructions import RECV_OPS, SEND_OPS, Instruction, Op, Program
+from parallel3d.schedule.list_clock import ListClock, Traffic
 from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import search
 from parallel3d.schedule.timing import simulate
-from parallel3d.schedule.traffic import Traffic, _Step, hide_reductions
+from parallel3d.schedule.traffic import hide_reductions
 
 Letter = tuple[str, int, int]  # F, I, W or B, chunk, micro-batch
 
@@ -168,11 +169,11 @@ TWO_CHUNKS = "F0@0 F0@1 F1@0 F1@1 I0@1 I0@0 I1@1 I1@0 W0@0 W0@1 W1@0 W1@1".split
 def test_a_chunk_completed_early_reduces_beside_the_other_one() -> None:
     """Gradients complete at 11 and 12: reduced at 14 and 17. Chunk 1's can be at 9: then reduced at 12, the other's at 15."""
     program, m = from_lists([TWO_CHUNKS], (0, 0)), one_rank(3.0)
-    assert simulate(m.traffic.added(program), m.cost).makespan == 17
-    order, before = hide_reductions(program, m.cost, m.traffic, lambda rank, instructions: True)
+    assert simulate(m.with_traffic(program), m.cost).makespan == 17
+    order, before = hide_reductions(program, m.cost, m, lambda rank, instructions: True)
     assert before == 17
     validate(order)
-    spans = {str(s.instruction)[:-2]: s for s in simulate(m.traffic.added(order), m.cost).spans}
+    spans = {str(s.instruction)[:-2]: s for s in simulate(m.with_traffic(order), m.cost).spans}
     ends = {s.instruction.chunk: s.end for s in spans.values() if s.instruction.op is Op.REDUCE_GRADS}
     assert sorted(ends.values()) == [pytest.approx(min(ends.values())), 15]
     assert min(ends.values()) <= 12
@@ -189,16 +190,15 @@ def test_a_plan_says_how_much_is_exposed() -> None:
 
 
 def test_what_a_rank_exchanges_in_a_step() -> None:
-    program = from_lists([["F0@0", "F1@0", "B0@0", "B1@0"], ["F0@1", "F1@1", "B0@1", "B1@1"]], (0, 1))
     reductions = ((0.5, 0.25), (1.0,))
-    assert Traffic((2.0, 0.0), reductions, False).busy(program) == 2.75
-    assert Traffic((0.0, 0.0), reductions, True).busy(program) == 2.0
-    assert not Traffic((0.0, 0.0), ((), (0.0,)), True)
+    assert Traffic(gather=(2.0, 0.0), reductions=reductions).busy((0, 1), 2) == 2.75
+    assert Traffic(reductions=reductions, reduces_every_micro_batch=True).busy((0, 1), 2) == 2.0
+    assert not Traffic(reductions=((), (0.0,))).has_reductions
 
 
 def test_an_order_that_does_not_fit_is_not_taken() -> None:
     program, m = from_lists([TWO_CHUNKS], (0, 0)), one_rank(3.0)
-    assert hide_reductions(program, m.cost, m.traffic, lambda rank, instructions: False) == (program, 17)
+    assert hide_reductions(program, m.cost, m, lambda rank, instructions: False) == (program, 17)
 
 
 # What holds for any program
@@ -214,15 +214,15 @@ def test_hiding_keeps_programs_valid_and_within_memory(
     rng = random.Random(seed)
     deferred = tuple(rng.uniform(0.2, 1.0) for _ in placement)
     times = times.model_copy(update={"deferred": deferred, "limit": (1.0 * p * v,) * p})
-    fused = fuse_backwards(search("s", placement, m, times.memory, times.cost), times.cost)
+    fused = fuse_backwards(search("s", placement, m, times, times.cost), times.cost)
 
     def fits(rank: int, instructions: Sequence[Instruction]) -> bool:
-        return most_held(Program("one", placement, m, (tuple(instructions),)), times.memory)[0] <= times.limit[rank]
+        return most_held(Program("one", placement, m, (tuple(instructions),)), times)[0] <= times.limit[rank]
 
-    order, _ = hide_reductions(fused, times.cost, times.traffic, fits)
+    order, _ = hide_reductions(fused, times.cost, times, fits)
     validate(order)
-    assert order == hide_reductions(fused, times.cost, times.traffic, fits)[0]
-    assert all(h <= most * (1 + 1e-6) for h, most in zip(most_held(order, times.memory), times.limit, strict=True))
+    assert order == hide_reductions(fused, times.cost, times, fits)[0]
+    assert all(h <= most * (1 + 1e-6) for h, most in zip(most_held(order, times), times.limit, strict=True))
     assert length(letters(order), times) <= length(letters(fused), times) * (1 + 1e-6)
 
 
@@ -234,7 +234,7 @@ def test_a_plan_is_no_longer_than_one_made_without_knowing_of_reductions(
     placement = placement_of("loop", p, v)
     times = measured(placement, seed, traffic, every, gather=1.0)
     without = make_plan(placement, m, times.model_copy(update={"reductions": ()}))
-    before = simulate(times.traffic.added(without.program(m)), times.cost).makespan
+    before = simulate(times.with_traffic(without.program(m)), times.cost).makespan
     assert make_plan(placement, m, times).makespan <= before * (1 + 1e-5)
 
 
@@ -252,13 +252,13 @@ def test_the_quick_end_of_a_step_is_that_of_transfers_that_never_meet(
     placement = placement_of("loop", p, v)
     times = measured(placement, seed, traffic, every)
     gathered = times.model_copy(update={"gather": tuple(2.0 + c for c in range(p * v))})
-    split = search("s", placement, m, times.memory, times.cost)
-    plain, whole = (_Step(split, x.cost, x.traffic) for x in (times, gathered))
+    split = search("s", placement, m, times, times.cost)
+    plain, whole = (ListClock(split, x.cost, traffic=x) for x in (times, gathered))
     for program in (split, whole_backwards(split, range(0, m, 2)), whole_backwards(split, range(m))):
-        _, ends = plain.ends([[plain.rows[i] for i in rank] for rank in program.instructions])
+        _, ends = plain.ends(plain.lists(program))
         assert max(ends) == pytest.approx(length(letters(program), times))
-        compute, ends = whole.ends([[whole.rows[i] for i in rank] for rank in program.instructions])
-        timeline = simulate(gathered.traffic.added(program), gathered.cost)
+        compute, ends = whole.ends(whole.lists(program))
+        timeline = simulate(gathered.with_traffic(program), gathered.cost)
         assert max(ends) <= timeline.makespan * (1 + 1e-6)
         for rank in range(p) if v == 1 else ():
             own = [s for s in timeline.spans if s.rank == rank and s.instruction.op not in SEND_OPS | RECV_OPS]
@@ -278,7 +278,7 @@ def test_a_plan_without_traffic_in_its_file_has_none() -> None:
         del stored["measured"][key]
     old = Plan.model_validate(stored)
     old.check((0, 1, 1, 0))
-    assert not old.measured.traffic
+    assert not old.measured.has_reductions
     assert old.program(4) == plan.program(4)
     assert old.program(3) == plan.program(3)
     assert old.exposed == plan.exposed == 0

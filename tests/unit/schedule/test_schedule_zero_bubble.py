@@ -9,13 +9,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_emulator import SEEDS, Emulator, unhurried
+from schedule_emulator import SEEDS, Emulator, check, in_flight, unhurried
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Op, Program, v_placement
 from parallel3d.schedule.lowering import add_communication, lower
-from parallel3d.schedule.order import in_flight, validate
 from parallel3d.schedule.timing import Cost, Timeline, decoder_cost, simulate, unit_cost
 from parallel3d.schedule.zero_bubble import looped_zero_bubble, zb_h1, zbv
 
@@ -174,7 +173,7 @@ def test_looped_plans_for_the_times_it_is_given() -> None:
 def test_looped_keeps_within_the_memory_it_is_given(multiple: float) -> None:
     for m, v in ((1, 3), (4, 2), (7, 4), (12, 3)):
         bound = min(3 * v * multiple + 1e-6, v * m)
-        validate(looped_zero_bubble(3, m, v, max_in_flight=multiple), [int(bound)] * 3)
+        check(looped_zero_bubble(3, m, v, max_in_flight=multiple), [int(bound)] * 3)
 
 
 def test_looped_is_no_slower_with_more_memory() -> None:
@@ -194,7 +193,7 @@ def test_a_rough_order_is_nearly_as_short_and_within_the_same_memory() -> None:
 
     for p, m, v in ((2, 8, 4), (4, 8, 2), (4, 12, 4), (8, 18, 2)):
         whole, rough = (looped_zero_bubble(p, m, v, roughly=roughly) for roughly in (False, True))
-        validate(rough, [int(1.5 * p * v)] * p)
+        check(rough, [int(1.5 * p * v)] * p)
         assert simulate(rough, transfers_count).makespan <= 1.02 * simulate(whole, transfers_count).makespan
 
 
@@ -216,7 +215,7 @@ def test_looped_is_valid_for_any_times_and_memory(p: int, m: int, v: int, activa
     multiple = max(activations, v) / (p * v)
     program = looped_zero_bubble(p, m, v, multiple, random_costs(seed))
     assert program == looped_zero_bubble(p, m, v, multiple, random_costs(seed))
-    validate(program, [int(p * v * multiple + 1e-6)] * p)
+    check(program, [int(p * v * multiple + 1e-6)] * p)
     assert placed(program) == expected(program.num_chunks, m)
 
 
@@ -253,7 +252,7 @@ def test_every_size_is_complete_free_of_deadlock_and_within_its_memory(schedule:
         program = make(p, m, v)
         assert program.num_ranks == p
         assert placed(program) == expected(program.num_chunks, m)
-        validate(lower(program), [bound(p, m, v)] * p)
+        check(lower(program), [bound(p, m, v)] * p)
 
 
 @pytest.mark.parametrize("p", range(1, 9))
@@ -316,4 +315,4 @@ def test_the_least_memory_that_the_error_names_suffices() -> None:
         with pytest.raises(ScheduleError) as error:
             looped_zero_bubble(p, 3, 3, max_in_flight=0.01)
         least = float(str(error.value).split("max_in_flight to ")[1].split(" or more")[0])
-        validate(looped_zero_bubble(p, 3, 3, least), [3] * p)
+        check(looped_zero_bubble(p, 3, 3, least), [3] * p)
