@@ -13,7 +13,7 @@ from rich.table import Table
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.parity import Report, Settings, check
-from parallel3d.parity.check import TOLERANCES
+from parallel3d.parity.settings import TOLERANCES
 
 
 def add_command(commands: Any) -> None:
@@ -68,9 +68,10 @@ def show(report: Report, console: Console) -> None:
     for column in ("step", "loss", "alone", "", "norm", "alone", "", "weights", ""):
         table.add_column(column, no_wrap=True)
     for k, step in enumerate(report.steps, 1):
-        loss, norm = ([f"{number:.7g}" for number in pair] for pair in (step.loss, step.norm))
-        cells = [*loss, _verdict(step.loss_agrees), *norm, _verdict(step.norm_agrees)]
-        table.add_row(str(k), *cells, f"{step.weights:.1e}", _verdict(step.weights_agree))
+        numbers = ([f"{number:.7g}" for number in pair] for pair in (step.loss, step.norm))
+        shown = [*numbers, [f"{step.differences[-1]:.1e}"]]
+        verdicts = [_verdict(report.agrees(difference)) for difference in step.differences]
+        table.add_row(str(k), *(cell for pair in zip(shown, verdicts, strict=True) for cell in (*pair[0], pair[1])))
     console.print(table)
     for line in findings(report):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -92,7 +93,7 @@ def findings(report: Report) -> list[str]:
         first = f"first layer whose {name} differ: {layers[0]} ({names[0]} by {found[names[0]]:.1e})"
         last = f"; {len(layers)} layers differ, the last is {layers[-1]}" if len(layers) > 1 else ""
         lines.append(f"{first}{last}; tolerance {report.tolerance:g}")
-    if report.differing(report.gradients) and report.steps[0].loss_agrees:
+    if report.differing(report.gradients) and report.agrees(report.steps[0].differences[0]):
         lines.append(
             "the loss of step 1 agrees: the difference arises in a backward, which runs from the last layer on"
         )

@@ -1,8 +1,9 @@
-"""Whether a layout computes what one process computes in plain PyTorch: the work behind `p3d check`."""
+"""Check whether a layout computes what one process computes in plain PyTorch, as `p3d check` does."""
 
 from parallel3d.config.layout import PartialLayout
-from parallel3d.parity.check import Settings, check
+from parallel3d.parity.check import check
 from parallel3d.parity.report import Report
+from parallel3d.parity.settings import Settings
 from parallel3d.user_model import Subject
 
 __all__ = ["PartialLayout", "Report", "Settings", "Subject", "check"]

@@ -1,70 +1,57 @@
-"""Trains a subject in layouts and on one process, and compares."""
+"""Train a model in layouts and on one process, and compare."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from parallel3d.config import load
+from parallel3d.config import Config, load
 from parallel3d.config.layout import PartialLayout
-from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
-from parallel3d.parity.layout import accumulation, config_of
-from parallel3d.parity.reference import Reference
-from parallel3d.parity.report import Report, Trained, make_report
-from parallel3d.parity.worker import DTYPES, Plan, RankResult, building_dtype, run_rank
+from parallel3d.errors import ConfigError
+from parallel3d.launcher.ranks import run_ranks
+from parallel3d.parity.reference import Trained, train_reference
+from parallel3d.parity.report import Report, make_report
+from parallel3d.parity.settings import TOLERANCES, Settings, accumulation, check_config
+from parallel3d.parity.worker import train_layouts
 from parallel3d.specs import layer_name
-from parallel3d.user_model import Subject, describe, load_subject
-
-TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """steps: of the optimizer; dtype: of weights, one of TOLERANCES; tolerance: relative, None for the dtype's."""
-
-    steps: int = 3
-    seed: int = 1234
-    dtype: str = "float32"
-    tolerance: float | None = None
+from parallel3d.user_model import Subject, load_subject
 
 
 def check(target: str, layouts: Sequence[PartialLayout], settings: Settings) -> Iterator[Report]:
-    """A report for each layout, in the order given. target: see load_subject.
+    """Yield a report for each layout, in the order given.
 
-    Layouts of equally many processes share one launch, on GPUs where there are enough, else on the CPU. Raises
-    Parallel3DError for what can't be carried out, before any process is started where that can be known.
+    Layouts of the same number of processes share one start, on GPUs where there are enough, else on the CPU. target: as
+    load_subject takes it. Raises Parallel3DError for what can't be carried out, before any process is started where that
+    can be known.
     """
     tolerance = TOLERANCES[settings.dtype] if settings.tolerance is None else settings.tolerance
-    with _default_dtype(building_dtype(settings.dtype)), TemporaryDirectory(prefix="parallel3d_check_") as folder:
+    with _default_dtype(settings.building_dtype), TemporaryDirectory(prefix="parallel3d_check_") as name:
         subject = load_subject(target, settings.seed)
-        for layout in layouts:
-            _check_layout(layout, subject, settings)
+        configs = [_load_config(layout, subject, settings) for layout in layouts]
         classes = tuple(map(layer_name, subject.layers))
-        launched: dict[int, Path] = {}
-        wanted: dict[tuple[int, str], tuple[Trained, Trained | None]] = {}
-        for layout in layouts:
-            same = [other for other in layouts if other.world_size == layout.world_size]
+        references: dict[tuple[int, bool], tuple[Trained, Trained | None]] = {}
+        for layout, config in zip(layouts, configs, strict=True):
+            size = layout.world_size
+            uses_gpus = torch.cuda.device_count() >= size
             per_step = accumulation(layout, subject.given()) * layout.replicas
-            device = torch.device("cuda", 0) if _uses_gpus(layout.world_size) else torch.device("cpu")
-            if (per_step, device.type) not in wanted:
-                alone = partial(_train_reference, target, layout, settings, per_step, device)
-                dtype = DTYPES[settings.dtype]
-                exact = alone(torch.float32) if dtype == torch.bfloat16 else None
-                wanted[per_step, device.type] = alone(dtype), exact
-            if layout.world_size not in launched:
-                launched[layout.world_size] = Path(folder) / str(layout.world_size)
-                _launch(launched[layout.world_size], target, same, settings)
-            ranks = _results(launched[layout.world_size], same.index(layout), layout.world_size)
-            yield make_report(layout.text, ranks, *wanted[per_step, device.type], tolerance, classes)
+            if (per_step, uses_gpus) not in references:
+                wanted = train_reference(target, config, settings, settings.torch_dtype, per_step, uses_gpus)
+                is_rough = settings.dtype == "bfloat16"
+                exact = (
+                    train_reference(target, config, settings, torch.float32, per_step, uses_gpus) if is_rough else None
+                )
+                references[per_step, uses_gpus] = wanted, exact
+            folder, same = Path(name) / str(size), [other for other in layouts if other.world_size == size]
+            if not folder.exists():
+                folder.mkdir()
+                run_ranks(train_layouts, size, uses_gpus, target, same, settings, folder)
+            files = [folder / f"{same.index(layout)}.{rank}" for rank in range(size)]
+            ranks = [torch.load(file, weights_only=False) for file in files]
+            yield make_report(layout.text, ranks, *references[per_step, uses_gpus], tolerance, classes)
 
 
 @contextmanager
@@ -77,10 +64,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _check_layout(layout: PartialLayout, subject: Subject, settings: Settings) -> None:
-    """Raise ConfigError for a layout that this model or its configuration rules out."""
+def _load_config(layout: PartialLayout, subject: Subject, settings: Settings) -> Config:
+    """Return the configuration of a layout. Raises ConfigError for a layout that the model or the configuration rules out."""
     try:
-        config = load(config_of(layout, subject.given(), settings.seed, settings.dtype))
+        config = load(check_config(layout, subject.given(), settings))
     except ConfigError as error:
         raise ConfigError(f"layout {layout.text!r}: {error}") from error
     chunks, most = layout.stages * (config.pipeline.num_chunks or 1), len(subject.layers)
@@ -93,51 +80,4 @@ def _check_layout(layout: PartialLayout, subject: Subject, settings: Settings) -
             raise ConfigError(
                 f"the configuration enables {section}, which is not checked; leave it out, and give --dtype"
             )
-
-
-def _uses_gpus(world_size: int) -> bool:
-    return torch.cuda.device_count() >= world_size
-
-
-def _train_reference(
-    target: str, layout: PartialLayout, settings: Settings, per_step: int, device: torch.device, dtype: torch.dtype
-) -> Trained:
-    subject = load_subject(target, settings.seed)
-    config = load(config_of(layout, subject.given(), settings.seed, settings.dtype))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            reference = Reference(subject, config, settings.seed, dtype, device)
-            first = reference.step(per_step)
-            gradients = reference.gradients
-            return Trained([first, *(reference.step(per_step) for _ in range(settings.steps - 1))], gradients)
-        except Parallel3DError:
-            raise
-        except Exception as error:
-            raise ExecutionError(f"on one process, where layers get no context: {describe(error)}") from error
-
-
-def _launch(folder: Path, target: str, layouts: Sequence[PartialLayout], settings: Settings) -> None:
-    """Train these layouts, all of one size; the ranks' results are then in `folder`. Raises Parallel3DError if one fails."""
-    folder.mkdir()
-    plan = Plan(target, tuple(layout.text for layout in layouts), settings.steps, settings.seed, settings.dtype)
-    size = layouts[0].world_size
-    # One process imports all that the ranks need, and they are its copies: not of this one, which may have used CUDA.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["parallel3d.parity.worker"])
-    context = start_processes(
-        run_rank, (folder, plan, size, _uses_gpus(size)), size, join=False, start_method="forkserver"
-    )
-    try:
-        while not context.join():
-            pass
-    except (ProcessRaisedException, ProcessExitedException) as failure:
-        for path in sorted(folder.glob("error.*.json"), key=lambda path: path.stat().st_mtime_ns):
-            told = json.loads(path.read_text())
-            raise ExecutionError(f"layout {told['layout']!r}: {told['message']}") from failure
-        raise ExecutionError(f"in {' or '.join(plan.layouts)}: {failure}") from failure
-    finally:
-        for process in context.processes:
-            process.kill()
-
-
-def _results(folder: Path, layout: int, world_size: int) -> list[RankResult]:
-    return [torch.load(folder / f"{layout}.{rank}.pt", weights_only=True) for rank in range(world_size)]
+    return config

@@ -17,26 +17,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from parallel3d.config import Config
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
 from parallel3d.optim import build_optimizer, build_scheduler
+from parallel3d.parity.settings import Settings
 from parallel3d.rng import layer_seed, stream_seed
 from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
-from parallel3d.user_model import Subject
+from parallel3d.user_model import Subject, describe, load_subject
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the mean loss, the gradient norm before clipping, and the weights after it, on the CPU."""
+    """Results of one step: the mean loss, the gradient norm before clipping, and the weights after it, on the CPU."""
 
     loss: float
     norm: float
     weights: dict[str, Tensor]
 
 
-class Reference:
-    """A subject's model, trained by `step`. names: the class or function of each layer.
+@dataclass(frozen=True)
+class Trained:
+    """Results of one process: its steps, and the gradients of the first."""
 
-    gradients: of the last step, of the mean loss, before clipping, on the CPU.
+    steps: Sequence[Step]
+    gradients: dict[str, Tensor]
+
+
+class Reference:
+    """A subject's model, trained by `step`.
+
+    gradients: of the last step's mean loss, before clipping, on the CPU.
     """
 
     def __init__(self, subject: Subject, config: Config, seed: int, dtype: torch.dtype, device: torch.device):
@@ -45,7 +54,7 @@ class Reference:
         self._calls, modules = _build(subject.layers, seed, device)
         loss_fn = subject.loss_fn
         self._loss_fn = loss_fn.build() if isinstance(loss_fn, LayerSpec) else loss_fn
-        self._computing = _named(subject.layers, modules)
+        self._computing = _name_parameters(subject.layers, modules)
         # As mixed precision has it, half-precision weights are rounded from the masters that the optimizer updates.
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self._computing.items()}
         for module in modules:
@@ -60,7 +69,7 @@ class Reference:
         self.gradients: dict[str, Tensor] = {}
 
     def step(self, num_micro_batches: int) -> Step:
-        """Train on the next so many micro-batches of the world, in their global order."""
+        """Train on the next `num_micro_batches` micro-batches of the world, in their global order."""
         sums: dict[str, Tensor] = {}
         total, count = 0.0, 0.0
         for index in range(num_micro_batches):
@@ -84,7 +93,7 @@ class Reference:
         return Step(total / count, norm, {name: m.detach().cpu().clone() for name, m in self.masters.items()})
 
     def _loss(self, index: int, number: int) -> tuple[Tensor, float]:
-        """(loss or sum, what it counts as) of micro-batch `index` of the step, the `number`-th of all."""
+        """Return the loss, or the sum of losses, of micro-batch `index` of the step, the `number`-th of all; and its count."""
         inputs, labels = self._subject.batch(number, self._seed)
         x, y = tree_map(self._to_device, inputs), tree_map(self._to_device, labels)
         if self._dtype == torch.bfloat16:
@@ -112,6 +121,24 @@ class Reference:
         self._steps += 1
 
 
+def train_reference(
+    target: str, config: Config, settings: Settings, dtype: torch.dtype, per_step: int, uses_gpu: bool
+) -> Trained:
+    """Train the model of `target` on one process, in `per_step` micro-batches a step. Raises Parallel3DError if it can't be."""
+    device = torch.device("cuda", 0) if uses_gpu else torch.device("cpu")
+    subject = load_subject(target, settings.seed)
+    with torch.random.fork_rng(devices=[device] if uses_gpu else []):
+        try:
+            reference = Reference(subject, config, settings.seed, dtype, device)
+            first = reference.step(per_step)
+            gradients = reference.gradients
+            return Trained([first, *(reference.step(per_step) for _ in range(settings.steps - 1))], gradients)
+        except Parallel3DError:
+            raise
+        except Exception as error:
+            raise ExecutionError(f"on one process, where layers get no context: {describe(error)}") from error
+
+
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
@@ -125,48 +152,33 @@ def _build(
     for k, layer in enumerate(layers):
         module = layer if isinstance(layer, nn.Module) else None
         if isinstance(layer, LayerSpec):
-            module = _same(layers, modules, k)
+            tie = _tie_of(layers[:k], layer)
+            module = next((modules[j] for j, other in tie.items() if other.builds_like(layer)), None)
             if module is None:
                 torch.manual_seed(layer_seed(seed, k))
                 with device:
                     module = layer.build()
-                _tie(layers, modules, module, k)
+                for j, first in list(tie.items())[:1]:
+                    _share_weights(first, modules[j], layer, module)
         if module is not None:
             module.to(device).train()
         modules.append(module)
-        if module is None:
-            assert not isinstance(layer, LayerSpec)
-            calls.append(layer)
-        else:
-            forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
-            calls.append(module if forward_fn is None else partial(forward_fn, module))
+        forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+        function: Any = layer if module is None else module
+        calls.append(function if forward_fn is None else partial(forward_fn, function))
     return calls, modules
 
 
-def _tied_before(layers: Sequence[Layer], k: int) -> list[int]:
-    """The layers before k of its tie."""
-    layer = layers[k]
+def _tie_of(layers: Sequence[Layer], layer: Layer) -> dict[int, TiedLayerSpec]:
+    """Return those of the layers, by place, that share weights with `layer`; none if it isn't tied."""
     if not isinstance(layer, TiedLayerSpec):
-        return []
-    return [j for j, other in enumerate(layers[:k]) if isinstance(other, TiedLayerSpec) and other.key == layer.key]
+        return {}
+    tied = ((j, other) for j, other in enumerate(layers) if isinstance(other, TiedLayerSpec))
+    return {j: other for j, other in tied if other.key == layer.key}
 
 
-def _same(layers: Sequence[Layer], modules: Sequence[nn.Module | None], k: int) -> nn.Module | None:
-    """The module that layer k shares as a whole."""
-    layer = layers[k]
-    assert isinstance(layer, LayerSpec)
-    earlier = ((layers[j], modules[j]) for j in _tied_before(layers, k))
-    return next((m for other, m in earlier if isinstance(other, LayerSpec) and other.builds_like(layer)), None)
-
-
-def _tie(layers: Sequence[Layer], modules: Sequence[nn.Module | None], module: nn.Module, k: int) -> None:
-    """Put the parameters of the first of layer k's tie into its own module."""
-    first = next(iter(_tied_before(layers, k)), None)
-    if first is None:
-        return
-    mine, theirs, source = layers[k], layers[first], modules[first]
-    assert isinstance(mine, TiedLayerSpec)
-    assert isinstance(theirs, TiedLayerSpec)
+def _share_weights(theirs: TiedLayerSpec, source: nn.Module | None, mine: Any, module: nn.Module) -> None:
+    """Put the tied parameters of `source`, built from the spec `theirs`, into `module`, built from `mine`."""
     assert source is not None
     for attribute, other in zip(mine.tied_weight_attr, theirs.tied_weight_attr, strict=True):
         for name, _ in list(module.named_parameters(remove_duplicate=False)):
@@ -175,22 +187,18 @@ def _tie(layers: Sequence[Layer], modules: Sequence[nn.Module | None], module: n
                 setattr(module.get_submodule(path), leaf, source.get_parameter(other + name[len(attribute) :]))
 
 
-def _named(layers: Sequence[Layer], modules: Sequence[nn.Module | None]) -> dict[str, nn.Parameter]:
-    """The trainable parameters, each once, "layers.<place>.<name>"; of several names in a layer the tied one counts."""
-    found: dict[nn.Parameter, str] = {}
+def _name_parameters(layers: Sequence[Layer], modules: Sequence[nn.Module | None]) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters, each once, by their names in the engine: "layers.<place>.<name in the layer>".
+
+    Of several names in a layer the tied one counts.
+    """
+    names: dict[nn.Parameter, str] = {}
     for k, (layer, module) in enumerate(zip(layers, modules, strict=True)):
-        tied = _tied_attributes(layers, layer)
-        names = list(module.named_parameters(remove_duplicate=False)) if module is not None else []
-        for name, p in sorted(names, key=lambda item: not f"{item[0]}.".startswith(tied)):
+        tied: tuple[str, ...] = ()
+        if isinstance(layer, TiedLayerSpec) and not all(o.builds_like(layer) for o in _tie_of(layers, layer).values()):
+            tied = tuple(f"{attribute}." for attribute in layer.tied_weight_attr)
+        parameters = [] if module is None else list(module.named_parameters(remove_duplicate=False))
+        for name, p in sorted(parameters, key=lambda item: not f"{item[0]}.".startswith(tied)):
             if p.requires_grad:
-                found.setdefault(p, f"layers.{k}.{name}")
-    return {name: p for p, name in found.items()}
-
-
-def _tied_attributes(layers: Sequence[Layer], layer: Layer) -> tuple[str, ...]:
-    """Return the attributes of a layer that are tied to other modules, each followed by a dot."""
-    if not isinstance(layer, TiedLayerSpec):
-        return ()
-    tie = [other for other in layers if isinstance(other, TiedLayerSpec) and other.key == layer.key]
-    others = any(not other.builds_like(layer) for other in tie)
-    return tuple(f"{attribute}." for attribute in layer.tied_weight_attr) if others else ()
+                names.setdefault(p, f"layers.{k}.{name}")
+    return {name: p for p, name in names.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections import defaultdict
@@ -10,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from parallel3d.atomic_write import write_whole
 from parallel3d.errors import ConfigError, ExecutionError
-from parallel3d.planner.calibrate.measure_worker import ON_CPU, ON_GPUS, Effort, Measured, Transfer, run_rank
+from parallel3d.launcher.ranks import run_ranks
+from parallel3d.planner.calibrate.measure_worker import ON_CPU, ON_GPUS, Effort, Measured, Transfer, measure_rank
 from parallel3d.planner.search.presets import preset_of
 
 _HEADER = """\
@@ -49,11 +48,11 @@ def measure_cluster(path: str | Path | None = None, processes: int | None = None
         raise ConfigError(f"can't measure with {count} processes on {gpus} GPUs; give 1 to {gpus or _CPU_PROCESSES}")
     target = default_path() if path is None else Path(path)
     _check_writable(target)
-    measured = _launch(count, effort or (ON_GPUS if gpus else ON_CPU), gpus > 0)
-    text = _HEADER + yaml.safe_dump(describe(measured), sort_keys=False, allow_unicode=True, width=120)
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(target)
+    try:
+        measured = run_ranks(measure_rank, count, gpus > 0, effort or (ON_GPUS if gpus else ON_CPU))
+    except ExecutionError as error:
+        raise ExecutionError(f"measuring with {count} processes failed: {error}") from error
+    write_whole(target, _HEADER + yaml.safe_dump(describe(measured), sort_keys=False, allow_unicode=True, width=120))
     return target
 
 
@@ -68,25 +67,6 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(
             f"can't write {path}; give --measure the path of a YAML file in a folder that you may write to"
         )
-
-
-def _launch(count: int, effort: Effort, uses_gpus: bool) -> list[Measured]:
-    # One process imports all that the ranks need, and they are its copies: not of this one, which may have used CUDA.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["parallel3d.planner.calibrate.measure_worker"])
-    with TemporaryDirectory(prefix="parallel3d_measure_") as name:
-        folder = Path(name)
-        context = start_processes(
-            run_rank, (folder, effort, count, uses_gpus), count, join=False, start_method="forkserver"
-        )
-        try:
-            while not context.join():
-                pass
-        except (ProcessRaisedException, ProcessExitedException) as failure:
-            raise ExecutionError(f"measuring with {count} processes failed: {failure}") from failure
-        finally:
-            for process in context.processes:
-                process.kill()
-        return [Measured.model_validate_json((folder / f"measured.{rank}.json").read_text()) for rank in range(count)]
 
 
 def describe(ranks: Sequence[Measured]) -> dict[str, Any]:

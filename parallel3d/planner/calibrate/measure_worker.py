@@ -1,6 +1,6 @@
-"""What each rank measures of its host: products, attention, memory, messages, collectives, and compute beside them.
+"""Measurements of each rank of a host: GEMMs, attention, memory, messages, collectives, and GEMMs during collectives.
 
-Rank r writes measured.<r>.json, a Measured. All ranks measure the same at the same time, as they will in training.
+All ranks measure the same at the same time, as they will in training.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import ceil
-from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -20,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.clock import clock_of
 from parallel3d.comm.collectives import Group, Work, all_gather_into, all_gather_object, all_reduce, reduce_scatter_into
-from parallel3d.comm.environment import destroy, init_distributed, local_device
+from parallel3d.comm.environment import get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.transport import DistributedTransport
@@ -106,18 +105,10 @@ class Measured(_Frozen):
     slowdown: float | None
 
 
-def run_rank(rank: int, folder: Path, effort: Effort, world_size: int, uses_gpus: bool) -> None:
-    """Measure as one process of a world, with NCCL or gloo."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    if not uses_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    meeting = (folder / "rendezvous").as_uri()
-    init_distributed("nccl" if uses_gpus else "gloo", init_method=meeting, rank=rank, world_size=world_size)
-    groups = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [world_size, 1, 1]))
-    measured = _Bench(groups, effort).measure()
-    (folder / f"measured.{rank}.json").write_text(measured.model_dump_json())
-    destroy()  # multiprocessing ends its processes without exit handlers
+def measure_rank(effort: Effort) -> Measured:
+    """Measure as one rank of a world. Collective."""
+    groups = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [get_world_size(), 1, 1]))
+    return _Bench(groups, effort).measure()
 
 
 class _Bench:

@@ -18,7 +18,7 @@ from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
-from parallel3d.parity.layout import config_of
+from parallel3d.parity.settings import Settings, check_config
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.calibrate.runs import RunPredictor
 from parallel3d.planner.cluster.file import load_cluster
@@ -108,7 +108,7 @@ def test_halves_are_refused_where_they_are_not_known() -> None:
     with pytest.raises(ConfigError, match="leave half out"):
         Planner(Question(model, load_cluster(hosts(1)), 8, fixed=parse_layout("pp2,half")))
     with pytest.raises(ConfigError, match="leave half out"):
-        config_of(parse_layout("pp2,half"), {}, 0, "float32")
+        check_config(parse_layout("pp2,half"), {}, Settings())
 
 
 @pytest.mark.parametrize(
