@@ -8,25 +8,47 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
 
 FloatArray = NDArray[np.float64]
-Bounds = tuple[float, float]
 
-# Residuals count linearly from so many standard deviations on (Huber 1964: 95% efficient where noise is normal).
+# Residuals of more than this number of standard deviations count linearly (Huber 1964: 95% efficient where noise is normal).
 _HUBER = 1.345
 _ITERATIONS, _ROUNDING = 50, 1e-10
 _LEAST_UNEXPLAINED = 0.1
-_NINE_IN_TEN = 1.6448536269514722  # standard deviations on both sides of a normal distribution
+_Z_90 = 1.6448536269514722  # standard deviations on both sides of a normal distribution that hold 90% of it
 
-# What errors of steps are before any is seen: worth so many measured ones, of this standard deviation.
+# Before any error of a step is seen: as much as two measured ones of this standard deviation.
 _PRIOR_ERRORS, _PRIOR_DEVIATION = 2, 0.06
+
+
+class Factor(BaseModel):
+    """Factor of a component, and its 90% interval."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    value: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True)
+class Prior:
+    """A factor before anything is measured: its value, standard deviation and bounds."""
+
+    value: float
+    deviation: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """Something measured, and what the prediction of it is made of, of one unit, for a fit.
+    """A measured number, and the parts that its prediction consists of, in the same unit.
 
-    weight: of its squared error; whole: what the error is a share of, by default the larger of the two.
+    - weight: of its squared error.
+    - whole: the error is relative to this; None for the larger of measured and predicted, by which no row has more than its
+      share of influence, however wrong it is.
     """
 
     measured: float
@@ -36,36 +58,21 @@ class Row:
 
     @property
     def scale(self) -> float:
-        """`whole`: with the larger of the two no row has more than its share of influence, however wrong it is."""
+        """The number that the error is relative to."""
         return max(self.measured, sum(self.parts.values())) if self.whole is None else self.whole
 
 
-@dataclass(frozen=True)
-class Correction:
-    """A factor, and its standard deviation."""
+def fit(rows: Sequence[Row], priors: Mapping[str, Prior], noise: float) -> dict[str, Factor]:
+    """Return the factors for which the sums of factor x part are nearest to the measured numbers.
 
-    value: float
-    deviation: float
-
-    @property
-    def interval(self) -> Bounds:
-        """Where it lies in nine cases of ten."""
-        half = _NINE_IN_TEN * self.deviation
-        return self.value - half, self.value + half
-
-
-def fit(rows: Sequence[Row], priors: Mapping[str, tuple[Correction, Bounds]], noise: float) -> dict[str, Correction]:
-    """The factors for which sums of factor x part are nearest to what was measured.
-
-    priors: of each part's factor what is known before, and its bounds; noise: the least standard deviation of the rows'
-    relative errors. Maximum a posteriori: squared relative errors, beyond _HUBER deviations their absolute values, and the
-    squared distance from the priors, which decides where rows say nothing.
+    Maximum a posteriori: squared relative errors, beyond _HUBER deviations their absolute values, and the squared distance
+    from the priors, which decides where rows say nothing. noise: the least standard deviation of the relative errors.
     """
     names = list(priors)
     rows = [row for row in rows if row.scale > 0]
-    known = np.array([priors[name][0].value for name in names])
-    precision = np.array([priors[name][0].deviation ** -2 for name in names])
-    bounds = np.array([priors[name][1] for name in names]).reshape(-1, 2)
+    known = np.array([prior.value for prior in priors.values()])
+    precision = np.array([prior.deviation**-2 for prior in priors.values()])
+    bounds = np.array([(prior.low, prior.high) for prior in priors.values()])
     a = np.array([[row.parts.get(name, 0.0) / row.scale for name in names] for row in rows]).reshape(-1, len(names))
     b = np.array([row.measured / row.scale for row in rows])
     weights = np.array([row.weight for row in rows])
@@ -81,16 +88,18 @@ def fit(rows: Sequence[Row], priors: Mapping[str, tuple[Correction, Bounds]], no
         if np.abs(values - before).max(initial=0.0) < 1e-6:
             break
     covariance = np.linalg.inv(normal)
-    # What the rows say is fitted to their noise, too: by as much as the factors follow them.
+    # The factors follow the rows' noise, too: the error of rows that were not fitted is larger by that.
     fitted = len(names) - float(np.diag(covariance) @ precision)
     unexplained = max(_LEAST_UNEXPLAINED, 1 - fitted / max(float(weights.sum()), 1e-300))
     wider = max(noise, seen / np.sqrt(unexplained)) / deviation
-    spreads = np.minimum(wider * np.sqrt(np.diag(covariance)), precision**-0.5)
-    return {name: Correction(float(v), float(s)) for name, v, s in zip(names, values, spreads, strict=True)}
+    half = _Z_90 * np.minimum(wider * np.sqrt(np.diag(covariance)), precision**-0.5)
+    lows, highs = np.maximum(bounds[:, 0], values - half), np.minimum(bounds[:, 1], values + half)
+    columns = zip(values.tolist(), lows.tolist(), highs.tolist(), strict=True)
+    return {name: Factor(value=v, low=low, high=high) for name, (v, low, high) in zip(names, columns, strict=True)}
 
 
 def bounded_minimum(normal: FloatArray, right: FloatArray, bounds: FloatArray) -> FloatArray:
-    """The x within bounds [n, 2] that minimizes x normal x / 2 - right x; normal: [n, n], positive definite.
+    """Return the x within bounds [n, 2] that minimizes x normal x / 2 - right x; normal: [n, n], positive definite.
 
     By principal pivoting (Judice and Pires 1994): guess which coordinates are at a bound, solve for the others, correct the
     guess: all that is wrong with it while that becomes less, else the last, which ends for any such function (Murty 1974).
@@ -125,31 +134,26 @@ def _weighted_median(values: FloatArray, weights: FloatArray) -> float:
     return float(values[order][np.searchsorted(passed, passed[-1] / 2)])
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Relative errors of predictions. deviation: their standard deviation; count: of those measured.
+def error_deviation(logs: Sequence[float]) -> float:
+    """Return the standard deviation of relative errors, log(measured / predicted).
 
-    factor: in nine cases of ten, what is measured is at most so many times larger or smaller than predicted.
+    A scaled inverse chi-squared prior keeps a few errors from deciding alone.
     """
-
-    deviation: float
-    count: int
-
-    @property
-    def factor(self) -> float:
-        """See Errors."""
-        return math.exp(t_quantile(_PRIOR_ERRORS + self.count) * self.deviation)
-
-
-def error_of(logs: Sequence[float]) -> Errors:
-    """Of log(measured / predicted): their scale, by a scaled inverse chi-squared prior that few errors don't overrule."""
     total = _PRIOR_ERRORS * _PRIOR_DEVIATION**2 + sum(log**2 for log in logs)
-    return Errors(math.sqrt(total / (_PRIOR_ERRORS + len(logs))), len(logs))
+    return math.sqrt(total / (_PRIOR_ERRORS + len(logs)))
+
+
+def error_factor(deviation: float, count: int) -> float:
+    """Return the factor by which 90% of measured numbers differ at most from the predicted ones.
+
+    deviation: as error_deviation estimates it from `count` errors.
+    """
+    return math.exp(t_quantile(_PRIOR_ERRORS + count) * deviation)
 
 
 def t_quantile(degrees: int) -> float:
-    """Below which Student's t, of at least 2 degrees of freedom, lies in 95 cases of 100 (Abramowitz and Stegun, 26.7.5)."""
-    z, n = _NINE_IN_TEN, degrees
+    """Return the 95% quantile of Student's t of at least 2 degrees of freedom (Abramowitz and Stegun, 26.7.5)."""
+    z, n = _Z_90, degrees
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

@@ -17,7 +17,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import layer_chain
 from parallel3d.partition.limit import StageLimit, stage_bytes
 from parallel3d.partition.split import partition_layers
-from parallel3d.planner.calibrate.calibration import Calibration, PredictedMemory
+from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import (
@@ -65,7 +65,7 @@ _SMALL = 256  # ranks; on more, a rough prediction takes all stages' links to be
 class Predictor:
     """Predicts steps of one model on one cluster, of which it takes as many GPUs as a layout has ranks.
 
-    network: of the cluster, corrected as the calibration says (see corrected()); moments: see predict_state; measured: seconds
+    network: of the cluster as the calibration corrects it; moments: see predict_state; measured: seconds
     of each layer on the cluster's device, by which what its work would take is multiplied, in whatever layout; beside: one of
     the same network, to share what its layouts have in common.
     """
@@ -306,16 +306,8 @@ class Predictor:
     ) -> tuple[StageMemory, ...]:
         traced = layout if exactly else one_sample(layout)
         samples = 1 if exactly else layout.micro_batch * untimed_flight(layout, timed)
-        return tuple(
-            map(self._corrected, self._memory.stages(replays, bounds, traced, links.capacities, samples, only))
-        )
-
-    def _corrected(self, memory: StageMemory) -> StageMemory:
-        workspace = memory.parts.get("workspace", 0)
-        slack = memory.reserved - memory.allocated - memory.outside
-        parts = PredictedMemory(memory.allocated - workspace, workspace, slack, memory.outside)
-        allocated, reserved = round(self.calibration.allocated(parts)), round(self.calibration.reserved(parts))
-        return memory.model_copy(update={"allocated": allocated, "reserved": reserved})
+        stages = self._memory.stages(replays, bounds, traced, links.capacities, samples, only)
+        return tuple(map(self.calibration.correct_memory, stages))
 
     def policy(self, layout: Layout) -> ZeroPolicy:
         """What ZeRO does under the layout's configuration."""

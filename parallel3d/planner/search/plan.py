@@ -18,7 +18,6 @@ from parallel3d.config.layout import Layout, PartialLayout, configuration
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.calibration import Calibration
-from parallel3d.planner.calibrate.corrected import corrected
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.network.placement import place
@@ -70,7 +69,7 @@ class Planner:
         self.question, model, cluster = question, question.model, question.cluster
         self.space = self._space()
         self.profile = profile_of(model, cluster, configuration(self.space.layout(0), model.config))
-        self.network = Network(corrected(cluster, question.calibration))
+        self.network = Network(question.calibration.correct_cluster(cluster))
         self.predictor = Predictor(model, self.profile, self.network, question.calibration, measured=question.measured)
 
     def _space(self) -> Space:
