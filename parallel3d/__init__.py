@@ -1,17 +1,26 @@
-"""parallel3d: trains neural networks with pipeline, ZeRO data and tensor parallelism combined."""
+"""parallel3d: trains neural networks with pipeline, ZeRO data and tensor parallelism combined.
 
-from parallel3d import comm, pipe
+What takes long to import is imported when it is first used: the launcher and most commands do without.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from parallel3d import comm
 from parallel3d.comm import init_distributed
 from parallel3d.deepspeed import accelerator, checkpointing, runtime, utils
 from parallel3d.deepspeed.accelerator import get_accelerator
-from parallel3d.deepspeed.accessors import DeepSpeedEngine
 from parallel3d.deepspeed.arguments import add_config_arguments
 from parallel3d.deepspeed.utils import log_dist, logger
-from parallel3d.engine import Engine
 from parallel3d.errors import Parallel3DError
-from parallel3d.initialization import initialize
-from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from parallel3d.pipe.data import RepeatingLoader
+
+if TYPE_CHECKING:
+    from parallel3d import pipe
+    from parallel3d.deepspeed.accessors import DeepSpeedEngine
+    from parallel3d.engine import Engine
+    from parallel3d.initialization import initialize
+    from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from parallel3d.pipe.data import RepeatingLoader
 
 __version__ = "0.1.0"
 
@@ -36,3 +45,22 @@ __all__ = [
     "runtime",
     "utils",
 ]
+
+_MODULES = {
+    "DeepSpeedEngine": "deepspeed.accessors",
+    "Engine": "engine",
+    "LayerSpec": "pipe",
+    "PipelineModule": "pipe",
+    "RepeatingLoader": "pipe.data",
+    "TiedLayerSpec": "pipe",
+    "initialize": "initialization",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "pipe":
+        return import_module("parallel3d.pipe")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'parallel3d' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"parallel3d.{_MODULES[name]}"), name)
+    return value

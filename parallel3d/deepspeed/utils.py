@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from parallel3d.comm.environment import get_rank, is_initialized
-from parallel3d.pipe.data import RepeatingLoader
+
+if TYPE_CHECKING:
+    from parallel3d.pipe.data import RepeatingLoader
 
 __all__ = ["RepeatingLoader", "log_dist", "logger"]
 
 logger = logging.getLogger("parallel3d")
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RepeatingLoader":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from parallel3d.pipe.data import RepeatingLoader  # here: pipelines take two seconds to import
+
+    return RepeatingLoader
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
