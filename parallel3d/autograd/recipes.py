@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,27 @@ from parallel3d.fake_device import on_cuda
 _HAS_MIXED_MM = all("dtype_out" in op.overloads() for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
-class Value(NamedTuple):
+class Recipe:
+    """A gradient to be added to an accumulator. All but Value are not computed yet."""
+
+    def value(self) -> Tensor:
+        """Return the gradient, differentiable, as autograd computes it."""
+        raise NotImplementedError
+
+    def put(self, accumulator: Tensor, adds: bool) -> None:
+        """accumulator += value if `adds`, else accumulator = value."""
+        _put(self.value(), accumulator, adds)
+
+
+def _put(value: Tensor, accumulator: Tensor, adds: bool) -> None:
+    if adds:
+        accumulator.add_(value)
+    else:
+        accumulator.copy_(value.to_dense())
+
+
+@dataclass(eq=False)
+class Value(Recipe):
     """A gradient that autograd has computed. gradient: [*parameter.shape], maybe sparse."""
 
     gradient: Tensor
@@ -22,16 +43,9 @@ class Value(NamedTuple):
         """Return the gradient."""
         return self.gradient
 
-    def add_to(self, accumulator: Tensor) -> None:
-        """accumulator += value."""
-        accumulator.add_(self.gradient)
 
-    def write_to(self, accumulator: Tensor) -> None:
-        """accumulator = value."""
-        accumulator.copy_(self.gradient.to_dense())
-
-
-class Product(NamedTuple):
+@dataclass(eq=False)
+class Product(Recipe):
     """left^T @ right, the gradient of a linear layer's weight. left: [n, out], right: [n, in]."""
 
     left: Tensor
@@ -41,28 +55,23 @@ class Product(NamedTuple):
         """Return the product, differentiable, as autograd computes it."""
         return self.left.t().mm(self.right)
 
-    def add_to(self, accumulator: Tensor) -> None:
-        """accumulator += value, in one GEMM if the dtypes allow it."""
+    def put(self, accumulator: Tensor, adds: bool) -> None:
+        """accumulator (+)= value, in one GEMM and one pass over the accumulator if the dtypes allow it."""
         left, right = self.left.t(), self.right
-        if left.dtype == right.dtype == accumulator.dtype:
-            accumulator.addmm_(left, right)
-        elif _multiplies_into(accumulator, left, right):
-            torch.addmm(accumulator, left, right, out_dtype=torch.float32, out=accumulator)
+        options: dict[str, Any] = {"out": accumulator}
+        if not left.dtype == right.dtype == accumulator.dtype:
+            half = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
+            if not (_HAS_MIXED_MM and half and on_cuda(accumulator) and accumulator.dtype == torch.float32):
+                return _put(left.mm(right), accumulator, adds)
+            options["out_dtype"] = torch.float32
+        if adds:
+            torch.addmm(accumulator, left, right, **options)
         else:
-            accumulator.add_(left.mm(right))
-
-    def write_to(self, accumulator: Tensor) -> None:
-        """accumulator = value, without a pass over what it held."""
-        left, right = self.left.t(), self.right
-        if left.dtype == right.dtype == accumulator.dtype:
-            torch.mm(left, right, out=accumulator)
-        elif _multiplies_into(accumulator, left, right):
-            torch.mm(left, right, out_dtype=torch.float32, out=accumulator)
-        else:
-            accumulator.copy_(left.mm(right))
+            torch.mm(left, right, **options)
 
 
-class RowSum(NamedTuple):
+@dataclass(eq=False)
+class RowSum(Recipe):
     """The sum over rows, the gradient of a bias. rows: [n, out]."""
 
     rows: Tensor
@@ -71,19 +80,13 @@ class RowSum(NamedTuple):
         """Return the sum, differentiable, as autograd computes it."""
         return self.rows.sum(0)
 
-    def add_to(self, accumulator: Tensor) -> None:
-        """accumulator += value, summed in the wider dtype."""
-        accumulator.add_(self._sum(accumulator.dtype))
-
-    def write_to(self, accumulator: Tensor) -> None:
-        """accumulator = value, summed in the wider dtype."""
-        accumulator.copy_(self._sum(accumulator.dtype))
-
-    def _sum(self, dtype: torch.dtype) -> Tensor:
-        return self.rows.sum(0, dtype=torch.promote_types(self.rows.dtype, dtype))
+    def put(self, accumulator: Tensor, adds: bool) -> None:
+        """accumulator (+)= value, summed in the wider dtype."""
+        _put(self.rows.sum(0, dtype=torch.promote_types(self.rows.dtype, accumulator.dtype)), accumulator, adds)
 
 
-class Scatter(NamedTuple):
+@dataclass(eq=False)
+class Scatter(Recipe):
     """Each row added at its index, the gradient of an embedding's weight. rows: [*indices.shape, dim]."""
 
     rows: Tensor
@@ -93,23 +96,6 @@ class Scatter(NamedTuple):
 
     def value(self) -> Tensor:
         """Return the gradient, differentiable, as autograd computes it."""
+        # Not by index_add_, a fifth of the time on CUDA: its atomics make the sum depend on the run.
         embedding_dense_backward = torch.ops.aten.embedding_dense_backward
         return embedding_dense_backward(self.rows, self.indices, self.num_embeddings, self.padding_idx, False)
-
-    def add_to(self, accumulator: Tensor) -> None:
-        """accumulator += value."""
-        # Not by index_add_, a fifth of the time on CUDA: its atomics make the sum depend on the run.
-        accumulator.add_(self.value())
-
-    def write_to(self, accumulator: Tensor) -> None:
-        """accumulator = value."""
-        accumulator.copy_(self.value())
-
-
-# A gradient to be added to an accumulator; all but Value are not computed yet.
-Recipe = Value | Product | RowSum | Scatter
-
-
-def _multiplies_into(accumulator: Tensor, left: Tensor, right: Tensor) -> bool:
-    half = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
-    return _HAS_MIXED_MM and half and on_cuda(accumulator) and accumulator.dtype == torch.float32

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -27,9 +27,9 @@ from parallel3d.errors import ExecutionError
 _MOST_MARKS = 4096
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecomputationTimes:
-    """Seconds in checkpointed regions: their forwards, and the recomputations, each so many times."""
+    """Numbers of forwards and of recomputations of checkpointed regions, and their seconds."""
 
     num_forwards: int = 0
     forward: float = 0.0
@@ -48,7 +48,7 @@ class Checkpointer:
 
     Non-reentrant, on any device: arguments and results are any pytrees, with or without gradients. Random states, of the
     CPU and of the GPUs in use, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
-    arguments wait in pinned host memory. transfers: to and from the host, CUDA's by default.
+    arguments wait in pinned host memory. transfers: copies to and from the host.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Checkpointer:
         transfers: Transfers | None = None,
     ):
         self.settings = settings or ActivationCheckpointingConfig()
-        self._offload = HostOffload(transfers or CudaTransfers()) if self.settings.cpu_checkpointing else None
+        self._offload = HostOffload(transfers or Transfers()) if self.settings.cpu_checkpointing else None
         self._clock = clock
         self._marks: list[tuple[bool, Any, Any]] = []
         self._times = RecomputationTimes()
@@ -85,28 +85,24 @@ class Checkpointer:
 
     @contextmanager
     def _boundary(self, recomputing: bool) -> Iterator[None]:
-        """Around a region's forward or recomputation, which ends by an exception once it has all it needs."""
-        begin = self._enter()
+        """Time a region's forward or its recomputation, which ends by an exception once it has all it needs."""
+        self._synchronize()
+        clock = self._clock_in_use() if self.settings.profile else None
+        begin = None if clock is None else clock.mark()
         try:
             yield
         finally:
-            self._leave(recomputing, begin)
+            if clock is not None:
+                self._marks.append((recomputing, begin, clock.mark()))
+                if len(self._marks) >= _MOST_MARKS:
+                    self._read_marks()
+            self._synchronize()
 
-    def _enter(self) -> Any:
-        self._synchronize()
-        if not self.settings.profile:
-            return None
+    def _clock_in_use(self) -> Clock:
         if self._clock is None:
             cuda = torch.cuda.is_initialized()
             self._clock = clock_of(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
-        return self._clock.mark()
-
-    def _leave(self, recomputing: bool, begin: Any) -> None:
-        if begin is not None and self._clock is not None:
-            self._marks.append((recomputing, begin, self._clock.mark()))
-            if len(self._marks) >= _MOST_MARKS:
-                self._read_marks()
-        self._synchronize()
+        return self._clock
 
     def _synchronize(self) -> None:
         if self.settings.synchronize_checkpoint_boundary and torch.cuda.is_initialized():
@@ -115,16 +111,14 @@ class Checkpointer:
     def _read_marks(self) -> None:
         if not self._marks or self._clock is None:
             return
-        times = self._clock.read([mark for _, begin, end in self._marks for mark in (begin, end)])
-        seconds = [end - begin for begin, end in zip(times[::2], times[1::2], strict=True)]
-        recomputed = [s for s, (recomputing, _, _) in zip(seconds, self._marks, strict=True) if recomputing]
-        before = self._times
-        self._times = RecomputationTimes(
-            before.num_forwards + len(seconds) - len(recomputed),
-            before.forward + sum(seconds) - sum(recomputed),
-            before.num_recomputations + len(recomputed),
-            before.recomputation + sum(recomputed),
-        )
+        seconds = self._clock.read([mark for _, *pair in self._marks for mark in pair])
+        for (recomputing, _, _), begin, end in zip(self._marks, seconds[::2], seconds[1::2], strict=True):
+            if recomputing:
+                self._times.num_recomputations += 1
+                self._times.recomputation += end - begin
+            else:
+                self._times.num_forwards += 1
+                self._times.forward += end - begin
         self._marks.clear()
 
     def times(self) -> RecomputationTimes:
@@ -135,69 +129,49 @@ class Checkpointer:
 
 
 class Copy(NamedTuple):
-    """A copy under way: `tensor` may be read by the stream that has waited for `done`."""
+    """A copy under way. The stream that has waited for `done` may read `tensor`."""
 
     tensor: Tensor
     done: Any
 
 
-class Transfers(Protocol):
-    """Copies between a device and the host, in the background of the device's current stream."""
-
-    def leaves(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in device memory."""
-
-    def to_host(self, tensor: Tensor) -> Copy:
-        """Start a copy; the tensor's memory is free for others when it is done."""
-
-    def to_device(self, copy: Copy, device: torch.device) -> Copy:
-        """Start the way back, after the way there."""
-
-    def wait(self, copy: Copy) -> None:
-        """Let the current stream go on when a copy to the device is done."""
-
-
-class CudaTransfers:
-    """Through pinned memory, on a stream for each direction."""
+class Transfers:
+    """Copies between CUDA devices and pinned host memory, on a stream for each direction besides the current one."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-
-    def _stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
-        """Behind what the current stream has to do so far."""
-        if (device, direction) not in self._streams:
-            self._streams[device, direction] = torch.cuda.Stream(device)
-        stream = self._streams[device, direction]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
 
     def leaves(self, tensor: Tensor) -> bool:
         """Return whether a tensor goes to the host: those on CUDA with strides."""
         return tensor.is_cuda and tensor.layout is torch.strided
 
     def to_host(self, tensor: Tensor) -> Copy:
-        """Copy a tensor to pinned host memory, on a stream for that."""
+        """Start to copy a tensor to the host; its memory is free for others when that is done."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream = self._stream(tensor.device, "out")
-        with torch.cuda.stream(stream):
-            host.copy_(tensor, non_blocking=True)
-        # The allocator must not give this memory away before the copy has read it.
-        tensor.record_stream(stream)
-        return Copy(host, stream.record_event())
+        return Copy(host, self._copy(tensor, host, tensor, "out", None))
 
     def to_device(self, copy: Copy, device: torch.device) -> Copy:
-        """Copy a tensor back to the device, on a stream for that."""
+        """Start to copy a tensor back to its device, once it has arrived on the host."""
         tensor = torch.empty_like(copy.tensor, device=device)
-        stream = self._stream(device, "back")
-        stream.wait_event(copy.done)
+        return Copy(tensor, self._copy(copy.tensor, tensor, tensor, "back", copy.done))
+
+    def _copy(self, source: Tensor, target: Tensor, on_device: Tensor, direction: str, after: Any) -> torch.cuda.Event:
+        """Copy after what the current stream has to do so far; return an event of the end. on_device: one of the two."""
+        device = on_device.device
+        if (device, direction) not in self._streams:
+            self._streams[device, direction] = torch.cuda.Stream(device)
+        stream = self._streams[device, direction]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        if after is not None:
+            stream.wait_event(after)
         with torch.cuda.stream(stream):
-            tensor.copy_(copy.tensor, non_blocking=True)
-        # A prefetched tensor may be dropped unread.
-        tensor.record_stream(stream)
-        return Copy(tensor, stream.record_event())
+            target.copy_(source, non_blocking=True)
+        # The allocator must not give this memory away before the copy is done; a prefetched tensor may be dropped unread.
+        on_device.record_stream(stream)
+        return stream.record_event()
 
     def wait(self, copy: Copy) -> None:
-        """Let the current stream wait for a copy."""
+        """Let the current stream go on when a copy to the device is done."""
         torch.cuda.current_stream(copy.tensor.device).wait_event(copy.done)
 
 
@@ -303,9 +277,8 @@ def configure(
 ) -> None:
     """Settings of `checkpoint`: the configuration's `activation_checkpointing` section, then the arguments given.
 
-    mpu_ is not needed. partition_activations has nothing to partition while there is no tensor slicing;
-    contiguous_checkpointing and num_checkpoints, the size of its buffer, have no effect: PyTorch's allocator reuses the
-    blocks. Raises ConfigError.
+    mpu_, partition_activations, contiguous_checkpointing and num_checkpoints (the size of its buffer) have no effect:
+    PyTorch's allocator reuses the blocks. Raises ConfigError.
     """
     given = {
         "partition_activations": partition_activations,

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +23,16 @@ from parallel3d.errors import ExecutionError
 Accumulator = Tensor | Callable[[], Tensor]
 
 
-@dataclass(frozen=True)
-class _Queued:
+class _Queued(NamedTuple):
     """A queued weight gradient, with the version counters that its tensors had then."""
 
     parameter: nn.Parameter
     gradient: Recipe
-    versions: tuple[int, ...]
-
-    def check(self, place: Hashable) -> None:
-        """Raise ExecutionError if a tensor was modified since: autograd's rule for what it saves."""
-        if self.versions != _versions(self.gradient):
-            raise ExecutionError(
-                f"an input or output gradient of a layer with weight {list(self.parameter.shape)} was modified in place "
-                f"between BACKWARD_INPUT and BACKWARD_WEIGHT of {place}; use an operation that makes a new tensor"
-            )
+    versions: list[int]
 
 
-def _versions(gradient: Recipe) -> tuple[int, ...]:
-    return tuple(t._version for t in gradient if isinstance(t, Tensor))
+def _versions(gradient: Recipe) -> list[int]:
+    return [t._version for t in vars(gradient).values() if isinstance(t, Tensor)]
 
 
 class _Hooks:
@@ -255,10 +246,7 @@ class GradientSink:
     @staticmethod
     def _accumulate(entry: _Entry, gradient: Recipe) -> Tensor:
         accumulator = entry.accumulator if isinstance(entry.accumulator, Tensor) else entry.accumulator()
-        if entry.overwrites and not entry.holds_gradient:
-            gradient.write_to(accumulator)
-        else:
-            gradient.add_to(accumulator)
+        gradient.put(accumulator, adds=entry.holds_gradient or not entry.overwrites)
         entry.touched = entry.holds_gradient = True
         return accumulator
 
@@ -274,24 +262,14 @@ class GradientSink:
                 self._accumulate(entry, Value(gradient.detach()))
         self._complete(parameter)
 
-    @contextmanager
-    def deferring(self, place: Hashable) -> Iterator[None]:
+    def deferring(self, place: Hashable) -> AbstractContextManager[None]:
         """For a BACKWARD_INPUT: splittable layers queue their weight gradients under `place`, in backward order.
 
         A queued item keeps the layer's input and the gradient of its output, nothing else.
         """
         assert not self._missing, "a BACKWARD_INPUT completes no gradient"
         queue = self._queues.setdefault(place, deque())
-
-        def enqueue(parameter: nn.Parameter, gradient: Recipe) -> None:
-            queue.append(_Queued(parameter, gradient, _versions(gradient)))
-
-        self.is_deferring = True
-        try:
-            with self._taking(enqueue):
-                yield
-        finally:
-            self.is_deferring = False
+        return self._taking(lambda parameter, gradient: queue.append(_Queued(parameter, gradient, _versions(gradient))))
 
     def fusing(self) -> AbstractContextManager[None]:
         """For a BACKWARD: splittable layers add their weight gradients to the accumulators at once, past autograd.
@@ -304,11 +282,11 @@ class GradientSink:
     @contextmanager
     def _taking(self, take: Callable[[nn.Parameter, Recipe], None]) -> Iterator[None]:
         assert self._take is None, "deferring and fusing don't nest"
-        self._take = take
+        self._take, self.is_deferring = take, take != self.add
         try:
             yield
         finally:
-            self._take = None
+            self._take, self.is_deferring = None, False
 
     def pending(self, place: Hashable) -> set[nn.Parameter]:
         """Return the parameters that have gradients queued under `place`."""
@@ -324,15 +302,19 @@ class GradientSink:
         queue = self._queues.pop(place, deque())
         left = Counter(item.parameter for item in queue)
         while queue:
-            parameter = self._run(place, queue.popleft())
+            parameter = self._run(place, *queue.popleft())
             left[parameter] -= 1
             if not left[parameter]:
                 self._complete(parameter)
 
-    def _run(self, place: Hashable, item: _Queued) -> nn.Parameter:
-        item.check(place)
-        self.add(item.parameter, item.gradient)
-        return item.parameter
+    def _run(self, place: Hashable, parameter: nn.Parameter, gradient: Recipe, versions: list[int]) -> nn.Parameter:
+        if versions != _versions(gradient):  # autograd's rule for what it saves
+            raise ExecutionError(
+                f"an input or output gradient of a layer with weight {list(parameter.shape)} was modified in place "
+                f"between BACKWARD_INPUT and BACKWARD_WEIGHT of {place}; use an operation that makes a new tensor"
+            )
+        self.add(parameter, gradient)
+        return parameter
 
     def takes(self, parameter: Tensor) -> bool:
         """Whether gradients of `parameter` come here."""

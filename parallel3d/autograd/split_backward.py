@@ -178,11 +178,54 @@ class SplitEmbedding(torch.autograd.Function):
         return None, None, ctx.sink.route(ctx.weight, ctx.next_functions[1], scatter), None
 
 
+# The functions that sharded layers compute by. Their callers mark themselves for torch.compile: inside a compiled graph
+# nothing would be split.
+
+
+def linear(
+    sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None = None, boundary: RegionBoundary = NO_BOUNDARY
+) -> Tensor:
+    """F.linear of what `boundary` makes of x; gradients of weight and bias go to `sink` where it takes them.
+
+    x: what enters as [..., in], weight: [out, in], bias: [out] -> [..., out]. Follows autocast.
+    """
+    (y,) = linears([sink], x, [(weight, bias)], boundary)
+    return y
+
+
+def linears(
+    sinks: Sequence[GradientSink], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary = NO_BOUNDARY
+) -> tuple[Tensor, ...]:
+    """`linear` of one input by several weights and biases, each with its sink; x enters once, and so leaves its gradient."""
+    parameters = _following_autocast(x, x, *(parameter for pair in pairs for parameter in pair))
+    outputs: tuple[Tensor, ...] = SplitLinears.apply(tuple(sinks), boundary, *parameters)
+    return outputs
+
+
+def row_linear(sink: GradientSink, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
+    """Return `boundary.leave` of x W^T. x: [..., in], weight: [out, in] -> [..., out]. Follows autocast."""
+    y: Tensor = SplitRowLinear.apply(sink, boundary, *_following_autocast(x, x, weight))
+    return y
+
+
+def _following_autocast(x: Tensor, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return operands
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in operands)
+
+
+def embedding(sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
+    """F.embedding, dense; the gradient of weight goes to `sink` where it takes it. padding_idx -1: none."""
+    y: Tensor = SplitEmbedding.apply(sink, indices, weight, padding_idx)
+    return y
+
+
 COMPILE_REASON = "parallel3d splits the backward of this layer; compile without fullgraph"
 
 
 class SplittableLayer(nn.Module):
-    """A layer that computes by split_functions' functions with its `sink`, which make_splittable sets."""
+    """A layer that computes by `linears`, `row_linear` or `embedding` with its `sink`, which make_splittable sets."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from parallel3d.autograd.split_backward import COMPILE_REASON
-from parallel3d.autograd.split_functions import embedding, linear
+from parallel3d.autograd.split_backward import COMPILE_REASON, embedding, linear
 from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError

@@ -15,8 +15,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from parallel3d.autograd.split_backward import COMPILE_REASON, NO_BOUNDARY, RegionBoundary, SplittableLayer, has_hooks
-from parallel3d.autograd.split_functions import linear, linears, row_linear
+from parallel3d.autograd.split_backward import (
+    COMPILE_REASON,
+    NO_BOUNDARY,
+    RegionBoundary,
+    SplittableLayer,
+    has_hooks,
+    linear,
+    linears,
+    row_linear,
+)
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
