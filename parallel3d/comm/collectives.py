@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -124,11 +125,6 @@ class ImaginedGroup(Group):
         self.note = note
 
 
-def _imagined(group: Group, kind: str, whole: Tensor) -> Work | None:
-    """Report a collective to an imagined group and return its Work; None for a real group."""
-    return group.note(kind, whole.nbytes) if isinstance(group, ImaginedGroup) else None
-
-
 class Work(Protocol):
     """A collective under way."""
 
@@ -189,24 +185,31 @@ class Awaited:
         done.add_done_callback(lambda _: call())
 
 
+# What waits for a collective, in words.
+_NAMES = {"all_reduce": "an all-reduce", "reduce_scatter": "a reduce-scatter", "all_gather": "an all-gather"}
+
+
+def _is_alone(group: Group) -> bool:
+    return group.handle is None and not isinstance(group, ImaginedGroup)
+
+
+def _start(kind: str, whole: Tensor, group: Group, start: Callable[..., Any]) -> Work:
+    """Start a collective, unless the rank is alone. whole: the collective's tensor of all ranks."""
+    if isinstance(group, ImaginedGroup):
+        return group.note(kind, whole.nbytes)
+    if group.handle is None:
+        return DONE
+    return Awaited(start(group=group.handle, async_op=True), group.waiting(_NAMES[kind]))
+
+
 def all_reduce(tensor: Tensor, group: Group) -> Work:
     """Start to sum `tensor` over the group, in place; the caller waits and keeps `tensor` alive until then."""
-    return _all_reduce(tensor, group, dist.ReduceOp.SUM)
+    return _start("all_reduce", tensor, group, partial(dist.all_reduce, tensor))
 
 
 def all_reduce_max(tensor: Tensor, group: Group) -> Work:
     """Start to replace `tensor` by its largest values over the group, in place."""
-    return _all_reduce(tensor, group, dist.ReduceOp.MAX)
-
-
-def _all_reduce(tensor: Tensor, group: Group, op: Any) -> Work:
-    if (imagined := _imagined(group, "all_reduce", tensor)) is not None:
-        return imagined
-    if group.handle is None:
-        return DONE
-    work = dist.all_reduce(tensor, op=op, group=group.handle, async_op=True)
-    assert work is not None
-    return Awaited(work, group.waiting("an all-reduce"))
+    return _start("all_reduce", tensor, group, partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX))
 
 
 # torch 2.13 renames these two and deprecates the old names.
@@ -216,28 +219,16 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def reduce_scatter_into(shard: Tensor, whole: Tensor, group: Group) -> Work:
     """Start to sum `whole` [n * group.size] over the group; `shard` [n] gets this rank's part, and may be a part of whole."""
-    if (imagined := _imagined(group, "reduce_scatter", whole)) is not None:
-        return imagined
-    if group.handle is None:
-        if shard.data_ptr() != whole.data_ptr():
-            shard.copy_(whole)
-        return DONE
-    work = _reduce_scatter(shard, whole, group=group.handle, async_op=True)
-    assert work is not None
-    return Awaited(work, group.waiting("a reduce-scatter"))
+    if _is_alone(group) and shard.data_ptr() != whole.data_ptr():
+        shard.copy_(whole)
+    return _start("reduce_scatter", whole, group, partial(_reduce_scatter, shard, whole))
 
 
 def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
     """Start to gather every rank's `shard` [n] into `whole` [n * group.size] in group order; shard may be a part of whole."""
-    if (imagined := _imagined(group, "all_gather", whole)) is not None:
-        return imagined
-    if group.handle is None:
-        if shard.data_ptr() != whole.data_ptr():
-            whole.copy_(shard)
-        return DONE
-    work = _all_gather(whole, shard, group=group.handle, async_op=True)
-    assert work is not None
-    return Awaited(work, group.waiting("an all-gather"))
+    if _is_alone(group) and shard.data_ptr() != whole.data_ptr():
+        whole.copy_(shard)
+    return _start("all_gather", whole, group, partial(_all_gather, whole, shard))
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:

@@ -15,7 +15,7 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -251,17 +251,18 @@ class PeerLiveness:
         weakref.finalize(self, _close, self._connections)
         in_child = weakref.WeakMethod(self.close)
         os.register_at_fork(after_in_child=lambda: method() if (method := in_child()) is not None else None)
-        server = _listen(group.size) if group.index == 0 else None
-        offer = None if server is None else _Offer(server.getsockname()[1])
-        offered: _Offer | None = all_gather_object(offer, group)[0]
-        deadline = time.monotonic() + connect_s
-        if offered is None:  # the first rank can't listen
-            return
-        if server is None:
-            self._connect(offered, group.index, deadline)
-            return
-        with server:
-            self._accept(server, offered.token, group.size, deadline)
+        with ExitStack() as stack:
+            server = None
+            if group.index == 0:
+                with suppress(OSError):
+                    server = stack.enter_context(_listen(group.size))
+            offer = None if server is None else _Offer(server.getsockname()[1])
+            offered: _Offer | None = all_gather_object(offer, group)[0]
+            deadline = time.monotonic() + connect_s
+            if server is not None and offered is not None:
+                self._accept(server, offered.token, group.size, deadline)
+            elif offered is not None:  # the first rank can listen
+                self._connect(offered, group.index, deadline)
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
         """Return those ranks whose processes are known to have ended, or whose own PeerLiveness is closed."""
@@ -272,19 +273,26 @@ class PeerLiveness:
         _close(self._connections)
 
     def _accept(self, server: socket.socket, token: bytes, size: int, deadline: float) -> None:
+        """Accept the connections of the other ranks, which greet with the token and their index, and answer with the token."""
         with suppress(OSError):
             while len(self._connections) < size - 1:
                 server.settimeout(_until(deadline))
                 connection = server.accept()[0]
                 connection.settimeout(_until(deadline))
-                rank = _greet(connection, token)
-                if rank is None:
+                greeting = b""
+                with suppress(OSError), connection.makefile("rb") as content:
+                    greeting = content.read(len(token) + _INDEX_BYTES)
+                if len(greeting) == len(token) + _INDEX_BYTES and greeting.startswith(token):
+                    with suppress(OSError):
+                        connection.sendall(token)
+                    self._connections[int.from_bytes(greeting[len(token) :], "big")] = _Connection(connection)
+                else:
                     connection.close()
-                    continue
-                self._connections[rank] = _Connection(connection)
 
     def _connect(self, offer: _Offer, index: int, deadline: float) -> None:
-        for host in offer.hosts():
+        near = "127.0.0.1" if offer.name == socket.gethostname() else None
+        # The most reliable first: host names are not always known.
+        for host in filter(None, (near, offer.master, offer.name)):
             with suppress(OSError):
                 connection = socket.create_connection((host, offer.port), _until(deadline))
                 end = _Connection(connection, awaited=offer.token)
@@ -303,17 +311,14 @@ class _Offer:
     name: str = field(default_factory=socket.gethostname)
     master: str | None = field(default_factory=lambda: os.environ.get("MASTER_ADDR"))
 
-    def hosts(self) -> list[str]:
-        """Return the names to try from here, the most reliable first: host names are not always known."""
-        near = "127.0.0.1" if self.name == socket.gethostname() else None
-        return [host for host in (near, self.master, self.name) if host]
-
 
 class _Connection:
     """One end of a connection. It tells nothing before the other end has sent `awaited`."""
 
     def __init__(self, connection: socket.socket, awaited: bytes = b""):
         self._connection, self._awaited = connection, awaited
+        # No shutdown, which would end the connection of the process that this one was forked from.
+        self.close = connection.close
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -330,10 +335,6 @@ class _Connection:
             pass
         return not self._awaited
 
-    def close(self) -> None:
-        # No shutdown, which would end the connection of the process that this one was forked from.
-        self._connection.close()
-
 
 def _close(connections: dict[int, _Connection]) -> None:
     for connection in connections.values():
@@ -341,26 +342,14 @@ def _close(connections: dict[int, _Connection]) -> None:
     connections.clear()
 
 
-def _listen(size: int) -> socket.socket | None:
-    with suppress(OSError):
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=size)
-        return socket.create_server(("", 0), backlog=size)
-    return None
+def _listen(size: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=size)
+    return socket.create_server(("", 0), backlog=size)
 
 
 def _until(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
-
-
-def _greet(connection: socket.socket, token: bytes) -> int | None:
-    """Answer the rank at the other end and return its index; None if it is anybody else."""
-    with suppress(OSError), connection.makefile("rb") as content:
-        greeting = content.read(len(token) + _INDEX_BYTES)
-        if len(greeting) == len(token) + _INDEX_BYTES and greeting.startswith(token):
-            connection.sendall(token)
-            return int.from_bytes(greeting[len(token) :], "big")
-    return None
 
 
 _ANSWER_TIMEOUT = timedelta(seconds=5)

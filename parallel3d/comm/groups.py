@@ -140,10 +140,6 @@ class PipelineParallelGrid:
         """Position along the pipeline."""
         return self._groups.coordinate("pipe")
 
-    def get_pipe_parallel_rank(self) -> int:
-        """Position along the pipeline."""
-        return self._groups.coordinate("pipe")
-
     def get_pipe_parallel_world_size(self) -> int:
         """Number of stages."""
         return self._groups.pipe.size
@@ -153,10 +149,6 @@ class PipelineParallelGrid:
         return self._groups.pipe.handle
 
     def get_data_parallel_id(self) -> int:
-        """Position along data parallelism."""
-        return self._groups.coordinate("data")
-
-    def get_data_parallel_rank(self) -> int:
         """Position along data parallelism."""
         return self._groups.coordinate("data")
 
@@ -180,6 +172,8 @@ class PipelineParallelGrid:
         """Group of this rank's tensor-parallel ranks; None for a single one."""
         return self._groups.model.handle
 
+    get_pipe_parallel_rank = get_stage_id
+    get_data_parallel_rank = get_data_parallel_id
     get_slice_parallel_rank = get_model_parallel_rank
     get_slice_parallel_world_size = get_model_parallel_world_size
     get_slice_parallel_group = get_model_parallel_group

@@ -3,13 +3,3 @@
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-
-__all__ = [
-    "BuildContext",
-    "LayerSpec",
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineModule",
-    "ProcessTopology",
-    "TiedLayerSpec",
-]

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel3d.comm.collectives import Awaited, Group, Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.rings import Channels, Receiver, Receiving, Sender
-from parallel3d.comm.peer.streams import Copied, CudaStream, CudaStreams, Stream, Streams
+from parallel3d.comm.peer.streams import Copied, CudaStream, CudaStreams
 from parallel3d.comm.peer.symmetric import Unavailable
 
 _STAGE_SLOTS, _STAGE_SLOT_BYTES = 4, 16 * 2**20
@@ -56,8 +56,8 @@ class PeerCopies:
         stage: int,
         channels: Channels,
         memory_of: Callable[[int], Tensor],
-        streams: Streams,
-        new_stream: Callable[[], Stream],
+        streams: CudaStreams,
+        new_stream: Callable[[], CudaStream],
     ):
         peers = channels.peers[stage]
         self._streams = streams

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.streams import Stream, Streams, check_copies
+from parallel3d.comm.peer.streams import CudaStream, CudaStreams, check_copies
 from parallel3d.comm.peer.symmetric import UNMAPPED, Mapped, Unavailable, check_axis, check_hosts, map_memory
 
 _HEADER_BYTES = (
@@ -91,11 +91,11 @@ class Slot:
     def __init__(self, address: int, filled: int, emptied: int, times: int):
         self.address, self.filled, self.emptied, self.times = address, filled, emptied, times
 
-    def wait_until_filled(self, stream: Stream) -> None:
+    def wait_until_filled(self, stream: CudaStream) -> None:
         """Let the stream go on when the part of the message has arrived."""
         stream.wait_for(self.filled, _int32(self.times))
 
-    def release(self, stream: Stream) -> None:
+    def release(self, stream: CudaStream) -> None:
         """Give the slot back to the sender once all earlier work on the stream is done."""
         stream.write(self.emptied, _int32(self.times))
 
@@ -124,7 +124,7 @@ class _End:
 class Sender(_End):
     """The end that copies into a ring."""
 
-    def send(self, address: int, num_bytes: int, posted: Any, stream: Stream) -> None:
+    def send(self, address: int, num_bytes: int, posted: Any, stream: CudaStream) -> None:
         """Send bytes, which are at `address` when the mark `posted` is done, in as many parts as needed."""
         for source, length in self._parts(address, num_bytes):
             slot = self._next_slot()
@@ -149,7 +149,7 @@ class Arriving:
         # Until it has left the ring it may still arrive, even if a failure has made everyone else forget the memory.
         self._memory: Tensor | None = memory
 
-    def make_way(self, stream: Stream) -> None:
+    def make_way(self, stream: CudaStream) -> None:
         """Copy it out of the ring, by a stream that may wait."""
         stream.follow(self._mark)
         for slot, target, length in self._parts:
@@ -160,7 +160,7 @@ class Arriving:
         stream.hold(self._memory)
         self._mark, self.taken = stream.mark(), True
 
-    def take(self, stream: Stream) -> Tensor:
+    def take(self, stream: CudaStream) -> Tensor:
         """Return the memory with the message, for what the stream does from now on; to be called once."""
         if self.taken:
             stream.follow(self._mark)
@@ -174,7 +174,7 @@ class Arriving:
 class Receiver(_End):
     """The end that copies out of a ring. second: a stream for messages that keep later ones from coming."""
 
-    def __init__(self, ring: Ring, second: Stream):
+    def __init__(self, ring: Ring, second: CudaStream):
         super().__init__(ring)
         self._second = second
         self._expected: deque[Arriving] = deque()
@@ -215,7 +215,7 @@ def _int32(count: int) -> int:
 class Receiving:
     """A Work: a message that is copied out of its ring by the stream that waits for it."""
 
-    def __init__(self, message: Arriving, streams: Streams):
+    def __init__(self, message: Arriving, streams: CudaStreams):
         self._message, self._streams = message, streams
 
     def wait(self) -> Tensor:

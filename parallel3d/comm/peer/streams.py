@@ -1,4 +1,4 @@
-"""Queues of a device's work: the protocol, and CUDA's streams with the driver's copies and stream memory operations."""
+"""CUDA streams with the driver's copies and stream memory operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,35 +17,6 @@ _QUEUES = 16
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference as a signed number, so that counts may wrap around
-
-
-class Stream(Protocol):
-    """Queue of device work, done in order. Addresses are integers."""
-
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy num_bytes from the address `source` to `target`."""
-
-    def wait_for(self, word: int, count: int) -> None:
-        """Go on when the int32 at the address `word` has reached the count."""
-
-    def write(self, word: int, count: int) -> None:
-        """Write the count to the int32 at the address `word`, once all earlier work is done."""
-
-    def mark(self) -> Any:
-        """Return a mark that is done when all that is queued now is done."""
-
-    def follow(self, mark: Any) -> None:
-        """Go on when a stream's mark is done."""
-
-    def hold(self, memory: Tensor) -> None:
-        """Keep memory from being reused before all that is queued now is done."""
-
-
-class Streams(Protocol):
-    """The streams of those who wait for messages."""
-
-    def current(self) -> Stream:
-        """Return the stream whose work the caller adds to."""
 
 
 class CudaMark:
@@ -98,7 +68,7 @@ def _new_event() -> ctypes.c_void_p:
 
 
 class CudaStream:
-    """A stream of this process's device, with the driver's copies and stream memory operations.
+    """A stream of this process's device, with the driver's copies and stream memory operations. Addresses are integers.
 
     The driver is called directly: a message takes a dozen calls, which through PyTorch cost the host several times as much.
     """
@@ -109,7 +79,7 @@ class CudaStream:
         self._unused: list[ctypes.c_void_p] = []
 
     def mark(self) -> CudaMark:
-        """Return a mark of what is queued now."""
+        """Return a mark that is done when all that is queued now is done."""
         return CudaMark(self.stream, self._unused)
 
     def follow(self, mark: CudaMark) -> None:
@@ -130,7 +100,7 @@ class CudaStream:
         _check("cuStreamWaitValue32", wait(self._handle, word, count % 2**32, _GREATER_OR_EQUAL))
 
     def write(self, word: int, count: int) -> None:
-        """Write the count to the int32 at `word`."""
+        """Write the count to the int32 at `word`, once all earlier work is done."""
         _check("cuStreamWriteValue32", self._driver.cuStreamWriteValue32_v2(self._handle, word, count % 2**32, 0))
 
 
@@ -181,10 +151,9 @@ class CudaStreams:
     def current(self) -> CudaStream:
         """Return PyTorch's current stream."""
         handle = current_handle(self._device.index)
-        known = self._known.get(handle)
-        if known is None:
-            known = self._known[handle] = CudaStream(torch.cuda.current_stream(self._device))
-        return known
+        if handle not in self._known:
+            self._known[handle] = CudaStream(torch.cuda.current_stream(self._device))
+        return self._known[handle]
 
 
 def check_copies(device: torch.device | None = None, unset_queues: int = 8) -> Unavailable | None:
