@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallel3d.clock import Clock, clock_of
-from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_activation_checkpointing
+from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_sections
 from parallel3d.errors import ExecutionError
 
 # Marks kept before they are read: with `profile` and nobody who asks, the device is waited for once in so many regions.
@@ -288,7 +288,8 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    section = load_activation_checkpointing(deepspeed_config).model_dump(exclude_none=True)
+    config = load_sections(deepspeed_config, "activation_checkpointing")
+    section = config.activation_checkpointing.model_dump(exclude_none=True)
     section.update({key: value for key, value in given.items() if value is not None})
     _process.checkpointer = Checkpointer(load({"activation_checkpointing": section}).activation_checkpointing)
     _process.is_configured = True

@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from parallel3d.config import read
-from parallel3d.config.explain import DEFAULT, OF_MODULE, Explanation, explain
+from parallel3d.config import Config, read
+from parallel3d.config.explain import DEFAULT, OF_MODULE, Explanation, explain, keys_as_markdown
 from parallel3d.config.files import parse_value
-from parallel3d.config.keys import json_schema, keys_as_markdown
 from parallel3d.config.section import dumped
 from parallel3d.errors import ConfigError
 
@@ -46,7 +45,7 @@ def add_command(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     if options.schema:
-        print(json.dumps(json_schema(), indent=2))
+        print(json.dumps(Config.model_json_schema(), indent=2))
     elif options.keys:
         print(keys_as_markdown(), end="")
     elif options.file is None or options.world is None:
@@ -76,7 +75,7 @@ def show(explanation: Explanation, console: Console) -> None:
         values.add_column(column, overflow="fold")
     for value in explanation.values:
         values.add_row(
-            value.path, _json(value.value), value.origin, style="dim" if value.origin in (DEFAULT, OF_MODULE) else ""
+            value.path, _json(value.value), value.why, style="dim" if value.why in (DEFAULT, OF_MODULE) else ""
         )
     console.print(values)
     if explanation.left_out:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from parallel3d.comm.peer.streams import check_copies
 from parallel3d.comm.peer.symmetric import Unavailable, check_device, check_hosts, check_peers
-from parallel3d.config import Config, load_kernels
+from parallel3d.config import Config, load_sections
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.library import find_library, find_nvcc
 from parallel3d.kernels.workspace import check_kernels, check_ranks
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
         number = getattr(options, name)
         if number is not None and number < 1:
             raise ConfigError(f"--{name} is {number}; give a whole number >= 1")
-    config = load_kernels(options.config)
+    config = load_sections(options.config, "kernels", "pipeline", "tensor_parallel")
     devices = max(1, torch.cuda.device_count())
     slices = options.slices or config.tensor_parallel.size or devices
     stages = options.stages or config.pipeline.stages or devices

@@ -2,19 +2,10 @@
 
 from parallel3d.config.batch import BatchSizes, resolve_batch
 from parallel3d.config.layout import Layout, PartialLayout, parse_layout
-from parallel3d.config.load import (
-    load,
-    load_activation_checkpointing,
-    load_kernels,
-    load_layout,
-    load_precision,
-    read,
-    read_source,
-)
+from parallel3d.config.load import load, load_sections, read, read_source, without_removed
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.schema import Config
-from parallel3d.config.section import without_removed
 from parallel3d.config.training import (
     ActivationCheckpointingConfig,
     AttentionConfig,
@@ -49,10 +40,7 @@ __all__ = [
     "TorchAutocastConfig",
     "ZeroConfig",
     "load",
-    "load_activation_checkpointing",
-    "load_kernels",
-    "load_layout",
-    "load_precision",
+    "load_sections",
     "parse_layout",
     "read",
     "read_source",

@@ -1,33 +1,23 @@
-"""A configuration explained: every value in force and where it comes from, what is left out and why, batch arithmetic."""
+"""A configuration explained: values in force and where they come from, keys left out and why; the table of all keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from parallel3d.config.auto import look_up
 from parallel3d.config.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
-from parallel3d.config.load import Reading
-from parallel3d.config.section import Section
+from parallel3d.config.review import Reading, look_up
+from parallel3d.config.schema import Config
+from parallel3d.config.section import Section, Support, section_of, shown_default, what_to_give
 from parallel3d.config.zero import STAGE_3_AS_2
 from parallel3d.errors import ConfigError
 
-GIVEN, DEFAULT, DERIVED, OF_MODULE = "given", "default", "derived", "as PipelineModule says"
+DEFAULT, DERIVED, OF_MODULE = "default", "derived", "as PipelineModule says"
 
 
-@dataclass(frozen=True)
-class Value:
-    """A value in force. origin: GIVEN, DEFAULT, DERIVED, OF_MODULE, or "filled ..." by whom."""
-
-    path: str
-    value: Any
-    origin: str
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A key that was given and does nothing, or not all that it says; why, for the user."""
+class Entry(NamedTuple):
+    """A value by its dotted key, with its origin if it is in force, or the reason why it was left out."""
 
     path: str
     value: Any
@@ -38,38 +28,32 @@ class LeftOut:
 class Explanation:
     """Meaning of a configuration for a world of data x pipe x model ranks."""
 
-    values: tuple[Value, ...]
-    left_out: tuple[LeftOut, ...]
+    values: tuple[Entry, ...]
+    left_out: tuple[Entry, ...]
     sizes: BatchSizes
     pipe: int
     data: int
     model: int
 
 
-def explain(reading: Reading, world: int, pipe: int | None = None, model: int = 1) -> Explanation:
-    """For `world` ranks in pipelines of `pipe` stages (default: pipeline.stages, or 1), of `model` ranks each.
+def explain(reading: Reading, world: int, pipe: int | None = None) -> Explanation:
+    """Explain a configuration for `world` ranks in pipelines of `pipe` stages (default: pipeline.stages, or 1).
 
     Raises ConfigError where ranks or batch sizes don't divide, or `pipe` is not pipeline.stages.
     """
     config = reading.config
-    stages = config.pipeline.stages
+    stages, model = config.pipeline.stages, config.tensor_parallel.size or 1
     if pipe is not None and stages is not None and pipe != stages:
         raise ConfigError(f"--pp is {pipe}, but pipeline.stages is {stages}; make the two equal or drop one")
     pipe = pipe or stages or 1
     if world % (pipe * model):
         raise ConfigError(
-            f"{world} ranks can't be {pipe} stages x {model} tensor slices x dp; give a multiple of {pipe * model} ranks, or "
-            "another number of stages"
+            f"{world} ranks can't be {pipe} stages x {model} tensor-parallel ranks x dp; give a multiple of {pipe * model} "
+            "ranks, or another number of stages"
         )
     data = world // (pipe * model)
-    sizes = resolve_batch(
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-        pipe=pipe,
-        data=data,
-        model=model,
-    )
+    given = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    sizes = resolve_batch(*given, pipe=pipe, data=data, model=model)
     derived = {
         TRAIN: sizes.train_batch_size,
         MICRO: sizes.micro_batch_size,
@@ -78,42 +62,83 @@ def explain(reading: Reading, world: int, pipe: int | None = None, model: int = 
         "data_types.grad_accum_dtype": "fp32",
         "communication_data_type": config.data_types.grad_accum_dtype or "fp32",
     }
-    values = tuple(_values(config, "", reading, derived))
+    values = tuple(_values(config, "", reading.origins, derived))
     return Explanation(values, tuple(_left_out(reading)), sizes, pipe, data, model)
 
 
-def _values(section: Section, path: str, reading: Reading, derived: Mapping[str, Any]) -> Iterator[Value]:
-    """The fields of a section; of one that is not enabled, only that."""
+def _values(section: Section, path: str, origins: Mapping[str, str], derived: Mapping[str, Any]) -> Iterator[Entry]:
+    """Yield the fields of a section; of one that is not enabled, only that."""
     off = getattr(section, "enabled", True) is False
     for name in ["enabled"] if off else type(section).model_fields:
         value, where = getattr(section, name), f"{path}{name}"
         if isinstance(value, Section):
-            yield from _values(value, f"{where}.", reading, derived)
+            yield from _values(value, f"{where}.", origins, derived)
         elif name == "params":
-            yield from (
-                Value(f"{where}.{key}", inner, _origin(f"{where}.{key}", reading)) for key, inner in value.items()
-            )
+            yield from (Entry(f"{where}.{k}", v, origins.get(f"{where}.{k}", DEFAULT)) for k, v in value.items())
         elif value is None and where in derived:
-            yield Value(where, derived[where], DERIVED)
+            yield Entry(where, derived[where], DERIVED)
         elif value is None and path == "pipeline." and name != "max_in_flight":
-            yield Value(where, value, OF_MODULE)
+            yield Entry(where, value, OF_MODULE)
         else:
-            yield Value(where, value, _origin(where, reading))
+            yield Entry(where, value, origins.get(where, DEFAULT))
 
 
-def _origin(path: str, reading: Reading) -> str:
-    if path in reading.origins:
-        return reading.origins[path]
-    if path in reading.review.unset:
-        return DEFAULT
-    return GIVEN if path in reading.review.kept else DEFAULT
-
-
-def _left_out(reading: Reading) -> Iterator[LeftOut]:
+def _left_out(reading: Reading) -> Iterator[Entry]:
     zero = reading.config.zero_optimization
     if zero.stage != zero.effective_stage:
-        yield LeftOut("zero_optimization.stage", zero.stage, STAGE_3_AS_2)
-    for path, (key, value) in reading.review.ignored.items():
-        yield LeftOut(path, value, f"{key.support.value}: {key.reason}")
-    for path in reading.review.silent:
-        yield LeftOut(path, look_up(reading.given, path), "is so anyway")
+        yield Entry("zero_optimization.stage", zero.stage, STAGE_3_AS_2)
+    for path, (key, value) in reading.ignored.items():
+        yield Entry(path, value, f"{key.support.value}: {key.reason}")
+    for path in reading.silent:
+        yield Entry(path, look_up(reading.given, path), "is so anyway")
+
+
+_OWN, _OLD_NAME = "own", "old name"
+_HEADINGS = {
+    Support.SUPPORTED.value: "Supported",
+    Support.DIFFERENT.value: "Supported, with a difference",
+    _OWN: "Keys that DeepSpeed doesn't have",
+    _OLD_NAME: "Old names",
+    Support.LATER.value: "Not yet supported: left out, with a warning each",
+    Support.REFUSED.value: "Not yet supported: an error, since the results would differ",
+    Support.WITHOUT_EFFECT.value: "Without effect: named in one warning, if they ask for something else than is done anyway",
+    Support.REMOVED.value: "Removed: an error",
+}
+
+
+def keys_as_markdown() -> str:
+    """Return the table of all keys, by status, in Markdown."""
+    rows = list(_key_rows(Config, ""))
+    lines = [
+        "# Every configuration key",
+        "",
+        "Made from the schema by `p3d config --keys`. [configuration.md](configuration.md) is the guide.",
+    ]
+    for status, heading in _HEADINGS.items():
+        lines += ["", f"## {heading}", "", "| key | default | |", "|---|---|---|"]
+        lines += [line for kind, line in rows if kind == status]
+    return "\n".join(lines) + "\n"
+
+
+def _key_rows(section: type[Section], path: str) -> Iterator[tuple[str, str]]:
+    """Yield (status, row of the table) of each key of a section and of the sections inside."""
+    for name, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from _key_rows(inner, f"{path}{name}.")
+            continue
+        marks: Any = field.json_schema_extra or {}
+        difference = marks.get("difference")
+        status = _OWN if marks.get("own") else Support.DIFFERENT.value if difference else Support.SUPPORTED.value
+        meaning = what_to_give(field) + (f"; {difference}" if difference else "")
+        yield status, _row(f"{path}{name}", shown_default(field), meaning)
+    for old, new in section.renamed.items():
+        yield _OLD_NAME, _row(f"{path}{old}", "", f"of `{path}{new}`")
+    for name, key in section.known_keys.items():
+        inside = f"; its keys: {', '.join(key.keys)}" if key.keys else ""
+        yield key.support.value, _row(f"{path}{name}", "", key.reason + inside)
+
+
+def _row(path: str, default: str, meaning: str) -> str:
+    shown, escaped = f"`{default}`" if default else "", meaning.replace("|", "\\|")
+    return f"| `{path}` | {shown} | {escaped} |"

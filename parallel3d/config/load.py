@@ -1,46 +1,33 @@
-"""From a file, a mapping or a base64 text to a Config: all problems in one error, what is left out in warnings."""
+"""Reading of a file, a mapping or a base64 text to a Config: all problems in one error, what is left out in warnings."""
 
 from __future__ import annotations
 
+import reprlib
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from parallel3d.config.auto import fill
 from parallel3d.config.files import decode, read_mapping
-from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
-from parallel3d.config.review import Review, warnings_of
+from parallel3d.config.review import AUTO, Reading, autos, look_up
 from parallel3d.config.schema import Config
-from parallel3d.config.training import ActivationCheckpointingConfig, RngConfig
-from parallel3d.errors import ConfigError
+from parallel3d.config.section import Section, Support, section_of
+from parallel3d.errors import ConfigError, nearest
 
 Source = str | Path | Mapping[str, Any] | Config | None
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A Config and how it came about: the mapping that was given, where filled values come from, what was left out."""
-
-    name: str
-    given: Mapping[str, Any]
-    config: Config
-    origins: Mapping[str, str]
-    review: Review
-
-    @property
-    def warnings(self) -> list[str]:
-        """Return the warnings about keys that were left out."""
-        return warnings_of(self.config, self.review)
+_RATE, _WARMUP = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
 
 
 def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None) -> Config:
-    """The Config that a file (JSON with comments, Hjson, YAML), a mapping, or the base64 of a JSON text describes.
+    """Return the Config that a file (JSON with comments, Hjson, YAML), a mapping, or the base64 of a JSON text describes.
 
-    None is all defaults, a Config is itself. auto: values for keys that are "auto", nested or with dotted keys.
-    known: dotted keys; further values for those that are still "auto". Raises ConfigError that lists all problems.
-    Warns of the known keys that are left out.
+    - source: None for all defaults; a Config is returned as it is.
+    - auto: values for keys that are "auto", nested or with dotted keys ("optimizer.params.lr"); each must stand where "auto"
+      stands.
+    - known: further values by dotted key, for those that are still "auto". scheduler.params.warmup_max_lr falls back to the
+      optimizer's lr.
+
+    Raises ConfigError that lists all problems. Warns of the known keys that are left out.
     """
     if isinstance(source, Config):
         if auto:
@@ -52,49 +39,30 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
     return reading.config
 
 
-class LayoutSections(NamedTuple):
-    """The sections of a configuration that determine how layers are built."""
-
-    pipeline: PipelineConfig
-    tensor_parallel: TensorParallelConfig
-    rng: RngConfig
+def load_sections(source: Source, *sections: str) -> Config:
+    """Return a Config of these sections alone, whatever the others are: their "auto"s may be filled later."""
+    return source if isinstance(source, Config) else read(source, sections=sections).config
 
 
-def load_layout(source: Source) -> LayoutSections:
-    """The sections that decide on layers, read without looking at others, whose "auto"s may be filled later."""
-    config = _load_sections(source, LayoutSections._fields)
-    return LayoutSections(config.pipeline, config.tensor_parallel, config.rng)
+def read(
+    source: str | Path | Mapping[str, Any] | None, auto: Any = None, known: Any = None, sections: Sequence[str] = ()
+) -> Reading:
+    """Read a configuration as `load` does, without warnings; the result tells how its values came about.
 
-
-def load_activation_checkpointing(source: Source) -> ActivationCheckpointingConfig:
-    """The activation_checkpointing section alone, as `load_layout` reads its own."""
-    return _load_sections(source, ("activation_checkpointing",)).activation_checkpointing
-
-
-def load_precision(source: Source) -> Config:
-    """A Config that holds only what decides on number formats, as `load_layout` reads its own sections."""
-    return _load_sections(source, ("fp16", "bf16", "torch_autocast", "amp"))
-
-
-def load_kernels(source: Source) -> Config:
-    """A Config that holds only what decides on kernels and copies, and among whom, as `load_layout` reads its own sections."""
-    return _load_sections(source, ("kernels", "pipeline", "tensor_parallel"))
-
-
-def _load_sections(source: Source, sections: tuple[str, ...]) -> Config:
-    if isinstance(source, Config):
-        return source
+    - sections: the only ones to read; all if none is named.
+    """
     name, given = read_source(source)
-    return _checked(name, {key: value for key, value in given.items() if key in sections}, {}, {}).config
-
-
-def read(source: str | Path | Mapping[str, Any] | None, auto: Any = None, known: Any = None) -> Reading:
-    """As `load`, without warnings, and with how the values came about."""
-    return _checked(*read_source(source), auto or {}, known or {})
+    if not isinstance(auto or {}, Mapping):
+        raise ConfigError(
+            f'auto is {auto!r}; give a mapping of the keys that are "auto" to values, such as {{"optimizer.params.lr": 1e-4}}'
+        )
+    reading = Reading(name, {key: value for key, value in given.items() if not sections or key in sections})
+    reading.check(_fill(reading, auto or {}, known or {}))
+    return reading
 
 
 def read_source(source: object) -> tuple[str, Mapping[str, Any]]:
-    """(name for messages, mapping) of a path, a base64 text, a mapping or None. Raises ConfigError for what is none."""
+    """Return (name for messages, mapping) of a path, a base64 text, a mapping or None. Raises ConfigError for others."""
     if source is None or isinstance(source, Mapping):
         return "configuration", source or {}
     if isinstance(source, str) and (mapping := decode(source)) is not None:
@@ -104,17 +72,55 @@ def read_source(source: object) -> tuple[str, Mapping[str, Any]]:
     raise ConfigError(f"a configuration is a path or a mapping, not {type(source).__name__}; give one of the two")
 
 
-def _checked(name: str, given: Mapping[str, Any], auto: Any, known: Mapping[str, Any]) -> Reading:
-    if not isinstance(auto, Mapping):
-        raise ConfigError(
-            f'auto is {auto!r}; give a mapping of the keys that are "auto" to values, such as {{"optimizer.params.lr": 1e-4}}'
-        )
-    filling = fill(given, auto, known)
-    review = Review(filling.problems)
-    config = review.read(filling.values)
-    if config is None:
-        lines = review.problems
-        raise ConfigError(
-            f"{name}: " + (lines[0] if len(lines) == 1 else "\n  - ".join([f"{len(lines)} problems", *lines]))
-        )
-    return Reading(name, given, config, filling.origins, review)
+def without_removed(given: Mapping[str, Any], section: type[Section] = Config) -> dict[str, Any]:
+    """Return a configuration that an earlier version wrote, without the keys that were removed since."""
+    kept: dict[str, Any] = {}
+    for name, value in given.items():
+        key, field = section.known_keys.get(name), section.model_fields.get(name)
+        inner = section_of(field.annotation) if field is not None else None
+        if key is None or key.support is not Support.REMOVED:
+            kept[name] = without_removed(value, inner) if inner is not None and isinstance(value, Mapping) else value
+    return kept
+
+
+def _fill(reading: Reading, auto: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given mapping with each "auto" replaced where there is a value for it; note origins and problems."""
+    unused = dict(_leaves(auto, reading.given))
+
+    def filled(given: Mapping[str, Any], path: str) -> dict[str, Any]:
+        values = dict(given)
+        for key, value in given.items():
+            where = f"{path}{key}"
+            if isinstance(value, Mapping):
+                values[key] = filled(value, f"{where}.")
+            elif value == AUTO and where in unused:
+                values[key], reading.origins[where] = unused.pop(where), "filled by auto"
+            elif value == AUTO and where in known:
+                values[key], reading.origins[where] = known[where], "filled from what initialize was given"
+        return values
+
+    values = filled(reading.given, "")
+    if look_up(values, _WARMUP) == AUTO and isinstance(rate := look_up(values, _RATE), (int, float)):
+        values["scheduler"]["params"]["warmup_max_lr"], reading.origins[_WARMUP] = rate, f"filled from {_RATE}"
+    open_autos = list(autos(reading.given, ""))
+    for path, value in unused.items():
+        reading.problems.append(_explain_unused(path, value, look_up(reading.given, path), open_autos))
+    return values
+
+
+def _leaves(auto: Mapping[str, Any], given: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of each value for an "auto", some of which may be mappings."""
+    for key, value in auto.items():
+        where = f"{path}{key}"
+        if isinstance(value, Mapping) and look_up(given, where) != AUTO:
+            yield from _leaves(value, given, f"{where}.")
+        else:
+            yield where, value
+
+
+def _explain_unused(path: str, value: object, there: object, open_autos: list[str]) -> str:
+    gives = f"auto gives {path} = {reprlib.repr(value)}, but the configuration has"
+    if there is not None:
+        return f'{gives} {reprlib.repr(there)} there, not "auto"; drop one of the two'
+    hint = nearest(path, open_autos) or (f' "auto" stands at: {", ".join(open_autos)}.' if open_autos else "")
+    return f'{gives} no "auto" there; write "auto" there or drop it.{hint}'

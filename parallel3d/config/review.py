@@ -1,49 +1,67 @@
-"""Reading a mapping against the schema: every problem is found, every key that is left out is noted."""
+"""Check of a mapping against the schema: every problem is found, every key that is left out is noted."""
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from parallel3d.config.auto import AUTO, autos
 from parallel3d.config.schema import Config
-from parallel3d.config.section import KnownKey, Section, Support, section_of
+from parallel3d.config.section import KnownKey, Section, Support, section_of, shown_default, what_to_give
 from parallel3d.config.zero import STAGE_3_AS_2
-from parallel3d.errors import nearest
+from parallel3d.errors import ConfigError, nearest
+
+AUTO = "auto"
+GIVEN = "given"
 
 
 @dataclass
-class Review:
-    """Findings while a mapping was read.
+class Reading:
+    """Result of reading a configuration: its values, where they come from, and what was left out.
 
-    ignored: path -> the key that was left out and its value, in the mapping's order; silent: the paths of those that ask for
-    what is done anyway; kept: the paths of fields that were given; unset: those whose "auto" means not given.
+    - name: for messages; given: the mapping as given; config: set by `check`.
+    - origins: path -> GIVEN, or where a value of "auto" comes from; the values of other paths are defaults.
+    - ignored: path -> the key that was left out and its value, in the mapping's order; silent: the paths of those that ask
+      for what is done anyway.
     """
 
+    name: str
+    given: Mapping[str, Any]
+    config: Config = field(default_factory=Config)
+    origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     ignored: dict[str, tuple[KnownKey, Any]] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)
-    kept: set[str] = field(default_factory=set)
-    unset: list[str] = field(default_factory=list)
 
-    def read(self, given: Mapping[str, Any]) -> Config | None:
-        """The Config of `given`, or None if there is any problem."""
-        supported = self._supported(given, Config)
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about keys that were left out: one line for all without effect, one for each other key."""
+        zero = self.config.zero_optimization
+        lines = [f"zero_optimization.stage {zero.stage}: {STAGE_3_AS_2}"] * (zero.stage != zero.effective_stage)
+        lines += [f"{path}: {key.reason}" for path, (key, _) in self.ignored.items() if key.support is Support.LATER]
+        idle = [path for path, (key, _) in self.ignored.items() if key.support is Support.WITHOUT_EFFECT]
+        warned = [f"not yet supported: {line}" for line in lines]
+        return [*warned, f"without effect here: {', '.join(idle)}"] if idle else warned
+
+    def check(self, filled: Mapping[str, Any]) -> None:
+        """Set `config` to what the filled mapping describes. Raises ConfigError that lists all problems."""
+        supported = self._supported(filled, Config)
         try:
-            config = Config.model_validate(supported)
+            self.config = Config.model_validate(supported)
         except ValidationError as error:
-            self.problems.extend(dict.fromkeys(map(_explain_value, error.errors())))
-        return None if self.problems else config
+            self.problems.extend(dict.fromkeys(_explain_value(e, supported) for e in error.errors()))
+        if self.problems:
+            lines = self.problems if len(self.problems) == 1 else [f"{len(self.problems)} problems", *self.problems]
+            raise ConfigError(f"{self.name}: " + "\n  - ".join(lines))
 
     def _supported(self, given: Mapping[str, Any], section: type[Section], path: str = "") -> dict[str, Any]:
-        """`given` without the keys that are unset, ignored or refused; these are noted with their path."""
+        """Return `given` without the keys that are ignored or refused, which are noted, and those unset by "auto"."""
         kept: dict[str, Any] = {}
         for key, value in given.items():
             name = section.renamed.get(key, key)
@@ -64,16 +82,13 @@ class Review:
         if inner is not None and isinstance(value, Mapping):
             kept[key] = self._supported(value, inner, f"{where}.")
             return
-        open_autos = [path for path, _ in autos(value, where)]
-        if value == AUTO and key in section.auto_is_a_value:
-            open_autos = []
+        open_autos = [] if value == AUTO and key in section.auto_is_a_value else list(autos(value, where))
         if open_autos and key not in section.unset_by_auto:
             self.problems.extend(_explain_auto(path, section.model_fields[key], where) for path in open_autos)
-        elif open_autos:
-            self.unset.append(where)
-        else:
+        elif not open_autos:
             kept[key] = value
-            self.kept |= {where, *(f"{where}.{inner}" for inner in value)} if isinstance(value, Mapping) else {where}
+            paths = [where, *(f"{where}.{name}" for name in value)] if isinstance(value, Mapping) else [where]
+            self.origins = dict.fromkeys(paths, GIVEN) | self.origins
 
     def _note(self, where: str, key: KnownKey, value: Any) -> None:
         if isinstance(value, Mapping) and key.keys:
@@ -91,15 +106,24 @@ class Review:
             self.ignored[where] = (key, value)
 
 
-def warnings_of(config: Config, review: Review) -> list[str]:
-    """Return warnings about keys that were left out: one line for all without effect, one for each other key."""
-    lines = [f"{path}: {key.reason}" for path, (key, _) in review.ignored.items() if key.support is Support.LATER]
-    stage = config.zero_optimization.stage
-    if stage != config.zero_optimization.effective_stage:
-        lines.insert(0, f"zero_optimization.stage {stage}: {STAGE_3_AS_2}")
-    lines = [f"not yet supported: {line}" for line in lines]
-    idle = [path for path, (key, _) in review.ignored.items() if key.support is Support.WITHOUT_EFFECT]
-    return [*lines, *([f"without effect here: {', '.join(idle)}"] if idle else [])]
+def autos(value: object, path: str) -> Iterator[str]:
+    """Yield the path of each place in a value at which "auto" stands."""
+    if value == AUTO:
+        yield path
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from autos(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from autos(inner, f"{path}[{index}]")
+
+
+def look_up(given: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path, or None."""
+    value: Any = given
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 _WHAT_TO_GIVE = {
@@ -114,20 +138,15 @@ _WHAT_TO_GIVE = {
 }
 
 
-def _explain_auto(auto: str, field_info: FieldInfo, path: str) -> str:
-    name = auto.rpartition(".")[2]
-    if auto != path:
-        what, default = _WHAT_TO_GIVE.get(name, "its value"), ", or leave the key out for the default"
-    else:
-        what = field_info.description or "its value"
-        default = (
-            ""
-            if field_info.is_required()
-            else f", or leave the key out for the default, {json.dumps(field_info.default)}"
-        )
+def _explain_auto(auto: str, field: FieldInfo, path: str) -> str:
+    """Explain an "auto" that nothing fills in. path: of the field in which it stands."""
+    what, default = _WHAT_TO_GIVE.get(auto.rpartition(".")[2], "its value"), "the default"
+    if auto == path:
+        what, default = what_to_give(field), f"the default, {shown_default(field)}"
     # An element of a list has no key of its own.
     place = "there" if auto.endswith("]") else f'there or as auto={{"{auto}": ...}}'
-    return f'{auto} is "auto", which nothing fills in: give {what}, {place}{default}'
+    leave = "" if auto == path and field.is_required() else f", or leave the key out for {default}"
+    return f'{auto} is "auto", which nothing fills in: give {what}, {place}{leave}'
 
 
 def _explain_refused(path: str, value: object, key: KnownKey) -> str:
@@ -148,37 +167,41 @@ def _explain_unknown(key: str, section: type[Section], path: str) -> str:
 
 
 def _home(key: str, section: type[Section]) -> str:
-    """A hint at the section that has this key, or an empty string."""
+    """Return a hint at the section that has this key, or an empty text."""
     if section is not Config and key in {*Config.model_fields, *Config.known_keys}:
         return " It belongs at the top level."
-    for name, field_info in Config.model_fields.items():
-        inner = section_of(field_info.annotation)
+    for name, info in Config.model_fields.items():
+        inner = section_of(info.annotation)
         if inner is not None and key in {*inner.model_fields, *inner.known_keys}:
             return f" Did you mean '{name}.{key}'?"
     return ""
 
 
-def _explain_value(error: ErrorDetails) -> str:
-    names, field_info = _field_at(error["loc"])
-    path = ".".join(names)
-    cause = error.get("ctx", {}).get("error")
-    if field_info is None or (cause is not None and section_of(field_info.annotation)):
-        return f"{path}: {cause}" if path else str(cause)
-    shown = "missing" if error["type"] == "missing" else reprlib.repr(error["input"])
-    if cause is None:
-        return f"{path} is {shown}: give {field_info.description}"
-    return f"{path} is {shown}: {cause}"
-
-
-def _field_at(loc: tuple[int | str, ...]) -> tuple[list[str], FieldInfo | None]:
-    """The names of the fields that lead to an error, and the last of them; pydantic's own steps are left out."""
+def _explain_value(error: ErrorDetails, values: Mapping[str, Any]) -> str:
+    """Explain an error of pydantic. values: those that were validated."""
     section: type[Section] | None = Config
     names: list[str] = []
     found: FieldInfo | None = None
-    for name in map(str, loc):
+    for name in map(str, error["loc"]):  # pydantic's own steps come after the last field
         if section is None or name not in section.model_fields:
             break
         names.append(name)
         found = section.model_fields[name]
         section = section_of(found.annotation)
-    return names, found
+    path, cause = ".".join(names), error.get("ctx", {}).get("error")
+    if found is None or (cause is not None and section is not None):
+        return f"{path}: {cause}" if path else str(cause)
+    value = look_up(values, path)
+    shown = "missing" if error["type"] == "missing" else reprlib.repr(value)
+    if cause is not None:
+        return f"{path} is {shown}: {cause}"
+    hint = nearest(value.lower(), list(_words(found.annotation))) if isinstance(value, str) else ""
+    return f"{path} is {shown}: give {what_to_give(found)}" + (f".{hint}" if hint else "")
+
+
+def _words(annotation: object) -> Iterator[str]:
+    """Yield the words of a closed vocabulary anywhere in a type."""
+    if isinstance(annotation, str):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _words(inner)

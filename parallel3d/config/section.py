@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
     PlainSerializer,
-    PlainValidator,
     WithJsonSchema,
 )
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticUndefined
 
 
 class Support(str, Enum):
@@ -57,16 +60,27 @@ class KnownKey:
         return False
 
 
-def known(support: Support, reason: str, names: str, **details: Any) -> dict[str, KnownKey]:
-    """The same KnownKey for each of these names, which spaces separate."""
-    return {name: KnownKey(support, reason, **details) for name in names.split()}
+def known(
+    *, same: tuple[object, ...] = (), keys: str = "", switch: Any = KnownKey.switch, **reasons_of: Mapping[str, str]
+) -> dict[str, KnownKey]:
+    """Return keys that no field holds, by name.
+
+    - reasons_of: member of Support in lower case -> reason -> names of keys, which spaces separate.
+    - same, keys, switch: as in KnownKey, of all of them.
+    """
+    return {
+        name: KnownKey(Support[support.upper()], reason, same, tuple(keys.split()), switch)
+        for support, reasons in reasons_of.items()
+        for reason, names in reasons.items()
+        for name in names.split()
+    }
 
 
 class ReadOnlyMapping(Mapping[str, Any]):
     """A mapping without mutators, made of copies: mappings inside become read-only too, lists become tuples."""
 
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self._items = {key: _read_only(value) for key, value in items.items()}
+    def __init__(self, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+        self._items = {key: read_only(value) for key, value in dict(items).items()}
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
@@ -84,28 +98,23 @@ class ReadOnlyMapping(Mapping[str, Any]):
         return repr(self._items)
 
 
-def _read_only(value: Any) -> Any:
+def read_only(value: Any) -> Any:
+    """Return a value in which mappings are read-only and lists are tuples, all the way down."""
     if isinstance(value, Mapping):
         return ReadOnlyMapping(value)
-    return tuple(map(_read_only, value)) if isinstance(value, (list, tuple)) else value
+    return tuple(map(read_only, value)) if isinstance(value, (list, tuple)) else value
 
 
 def dumped(value: object) -> object:
-    """A plain dict of a read-only mapping, all the way down; other values as they are."""
+    """Return a plain dict of a read-only mapping, all the way down; other values as they are."""
     if isinstance(value, Mapping):
         return {key: dumped(inner) for key, inner in value.items()}
     return tuple(map(dumped, value)) if isinstance(value, tuple) else value
 
 
 def whole(value: object) -> object:
-    """5e8 -> 500000000; what is no whole number stays as it is, to be refused."""
+    """Convert 5e8 to 500000000; what is no whole number stays as it is, to be refused."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _read_params(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError('give a mapping of the constructor\'s arguments, such as {"lr": 1e-3}')
-    return ReadOnlyMapping(value)
 
 
 _DTYPE_NAMES = {
@@ -120,39 +129,32 @@ def _read_dtype(value: object) -> object:
     return _SHORT_NAMES.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _read_half(value: object) -> object:
-    return value if (short := _read_dtype(value)) == "fp32" else short
-
-
-def _read_layer_names(value: object) -> object:
-    if value is None or (isinstance(value, str) and value):
-        return value
-    if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
-        return tuple(value)
-    raise ValueError('give a regular expression such as "Block|MLP", or a list of class names such as ["Block"]')
-
-
 Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
 NonNegative = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 Params = Annotated[
-    Mapping[str, Any], PlainValidator(_read_params), PlainSerializer(dumped), WithJsonSchema({"type": "object"})
+    Mapping[str, Any],
+    AfterValidator(ReadOnlyMapping),
+    PlainSerializer(dumped),
+    WithJsonSchema({"type": "object"}),
 ]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_read_dtype, json_schema_input_type=str)]
-HalfDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_read_half, json_schema_input_type=str)]
-
-LayerNames = Annotated[
-    str | tuple[str, ...] | None,
-    PlainValidator(_read_layer_names),
-    WithJsonSchema({"type": ["string", "array", "null"]}),
-]
-
-# Marks of a field, which the table of keys shows.
-OWN: dict[str, Any] = {"own": True}
+HalfDtype = Annotated[Literal["bf16", "fp16"], BeforeValidator(_read_dtype, json_schema_input_type=str)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+LayerNames = Annotated[NonEmpty | Annotated[tuple[str, ...], Field(min_length=1)] | None, BeforeValidator(read_only)]
 
 
-def differs(how: str) -> dict[str, Any]:
-    """Marks a field that means something else than DeepSpeed's key of this name."""
-    return {"difference": how}
+def key(default: Any, give: str, *, own: bool = False, differs: str = "", **limits: Any) -> Any:
+    """Define a field of a section.
+
+    - give: what the user should give, which completes the error of a wrong value.
+    - own: whether DeepSpeed has no such key; differs: where the key means something else than DeepSpeed's.
+    - limits: as of pydantic's Field.
+    """
+    marks: dict[str, Any] = {"own": own, "difference": differs}
+    return Field(default, description=give, json_schema_extra={k: v for k, v in marks.items() if v}, **limits)
+
+
+own_key = partial(key, own=True)
 
 
 class Section(BaseModel):
@@ -187,20 +189,26 @@ class Section(BaseModel):
         return schema
 
 
-def without_removed(given: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """Return a configuration that an earlier version wrote down, without the keys of a section that were removed since."""
-    kept: dict[str, Any] = {}
-    for name, value in given.items():
-        key, info = section.known_keys.get(name), section.model_fields.get(name)
-        inner = section_of(info.annotation) if info is not None else None
-        if key is None or key.support is not Support.REMOVED:
-            kept[name] = without_removed(value, inner) if inner is not None and isinstance(value, Mapping) else value
-    return kept
-
-
 def section_of(annotation: object) -> type[Section] | None:
-    """The Section that a field's annotation is, or is when not None; None for a plain field."""
+    """Return the Section that a field's annotation is, or is when not None; None for a plain field."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is None and isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None
+
+
+def what_to_give(field: FieldInfo) -> str:
+    """Return what a user should give for a field."""
+    section = section_of(field.annotation)
+    if field.description or section is None:
+        return field.description or "true or false"
+    name, first = next(iter(section.model_fields.items()))
+    return f'a mapping such as {{"{name}": {shown_default(first) or "..."}}}'
+
+
+def shown_default(field: FieldInfo) -> str:
+    """Return a field's default as JSON; an empty text without one."""
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return ""
+    return "{}" if isinstance(default, (ReadOnlyMapping, BaseModel)) else json.dumps(default)

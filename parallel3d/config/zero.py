@@ -2,99 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from parallel3d.config.section import OWN, KnownKey, NonNegative, Positive, Section, Support, differs, known
-
-_OFFLOAD = {"switch": ("device", ("none", None))}
-_STAGE_3 = "stage 3 trains as stage 2, which neither gathers nor releases weights"
+from parallel3d.config.section import NonNegative, Positive, Section, key, known, own_key
 
 STAGE_3_AS_2 = (
     "trains as stage 2: the same numbers, but each rank holds the weights of its whole pipeline stage (2 bytes a parameter "
     "in half precision, 4 in fp32); if they don't fit, split the model over more stages"
 )
+_STAGE_3 = "stage 3 trains as stage 2, which neither gathers nor releases weights"
+_NO_DEVICE = ("device", ("none", None))
+_KNOWN = {
+    **known(
+        later={
+            "the optimizer's state and the fp32 masters stay on the device: 12 bytes a parameter for Adam, divided by the "
+            "data-parallel ranks from stage 1 on": "offload_optimizer"
+        },
+        keys="device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload "
+        "cpuadam_cores_perc",
+        switch=_NO_DEVICE,
+    ),
+    **known(
+        later={"weights stay on the device: each rank holds those of its whole pipeline stage": "offload_param"},
+        keys="device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+        switch=_NO_DEVICE,
+    ),
+    **known(
+        later={
+            "the optimizer's state stays on the device": "cpu_offload",
+            "weights stay on the device": "cpu_offload_param",
+        },
+        refused={
+            "weights and gradients are never quantized": "zero_quantized_weights zero_quantized_nontrainable_weights "
+            "zero_quantized_gradients zeropp_loco_param",
+            "every gradient is applied in the step it belongs to": "zenflow",
+        },
+        without_effect={
+            "nothing is offloaded": "cpu_offload_use_pin_memory sub_group_size",
+            "buckets have a layout of their own": "round_robin_gradients parameter_alignment legacy_stage1",
+            "checkpoints load into any layout": "elastic_checkpoint load_from_fp32_weights "
+            "pipeline_loading_checkpoint stage3_gather_16bit_weights_on_model_save "
+            "stage3_gather_fp16_weights_on_model_save",
+            _STAGE_3: "stage3_allgather_sequential stage3_max_live_parameters stage3_max_reuse_distance "
+            "stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold "
+            "stage3_partition_stream_chunk_size stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params "
+            "zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather memory_efficient_linear "
+            "override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory",
+        },
+    ),
+    **known(
+        without_effect={
+            "buckets are contiguous, reduce-scattered during the backward, with the norm": "contiguous_gradients "
+            "reduce_scatter overlap_comm allgather_partitions compute_grad_norm use_multi_rank_bucket_allreduce",
+            "a parameter that got no gradient is left alone, as PyTorch does": "ignore_unused_parameters",
+        },
+        same=(True,),
+    ),
+    **known(without_effect={_STAGE_3: "leaf_module"}, keys="classes names name_suffixes"),
+}
 
 
 class ZeroConfig(Section):
     """Partitioning over the data-parallel ranks, and the buckets of gradients."""
 
-    known_keys: ClassVar[Mapping[str, KnownKey]] = {
-        **known(
-            Support.LATER,
-            "the optimizer's state and the fp32 masters stay on the device: 12 bytes a parameter for Adam, divided by the "
-            "data-parallel ranks from stage 1 on",
-            "offload_optimizer",
-            keys=tuple(
-                "device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload "
-                "cpuadam_cores_perc".split()
-            ),
-            **_OFFLOAD,
-        ),
-        **known(
-            Support.LATER,
-            "weights stay on the device: each rank holds those of its whole pipeline stage",
-            "offload_param",
-            keys=tuple("device nvme_path buffer_count buffer_size max_in_cpu pin_memory".split()),
-            **_OFFLOAD,
-        ),
-        **known(Support.LATER, "the optimizer's state stays on the device", "cpu_offload"),
-        **known(Support.LATER, "weights stay on the device", "cpu_offload_param"),
-        **known(
-            Support.REFUSED,
-            "weights and gradients are never quantized",
-            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param",
-        ),
-        **known(Support.REFUSED, "every gradient is applied in the step it belongs to", "zenflow"),
-        **known(
-            Support.WITHOUT_EFFECT,
-            "gradients lie in contiguous buckets, are reduce-scattered while the backward runs, and the norm is computed "
-            "on the way",
-            "contiguous_gradients reduce_scatter overlap_comm allgather_partitions compute_grad_norm "
-            "use_multi_rank_bucket_allreduce",
-            same=(True,),
-        ),
-        **known(
-            Support.WITHOUT_EFFECT,
-            "a parameter that got no gradient is left alone, as PyTorch does",
-            "ignore_unused_parameters",
-            same=(True,),
-        ),
-        **known(Support.WITHOUT_EFFECT, "nothing is offloaded", "cpu_offload_use_pin_memory sub_group_size"),
-        **known(
-            Support.WITHOUT_EFFECT,
-            "buckets have a layout of their own",
-            "round_robin_gradients parameter_alignment legacy_stage1",
-        ),
-        **known(
-            Support.WITHOUT_EFFECT,
-            "checkpoints know no layout: masters and optimizer state load into any",
-            "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint "
-            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
-        ),
-        **known(
-            Support.WITHOUT_EFFECT,
-            _STAGE_3,
-            "stage3_allgather_sequential stage3_max_live_parameters stage3_max_reuse_distance "
-            "stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold "
-            "stage3_partition_stream_chunk_size stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params "
-            "zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather memory_efficient_linear "
-            "override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory",
-        ),
-        **known(Support.WITHOUT_EFFECT, _STAGE_3, "leaf_module", keys=("classes", "names", "name_suffixes")),
-    }
+    known_keys = _KNOWN
     unset_by_auto = frozenset({"reduce_per_micro_batch", "reduce_bucket_size", "allgather_bucket_size"})
 
-    stage: NonNegative = Field(
-        0, le=3, description="0, 1, 2 or 3", json_schema_extra=differs("stage 3 trains as stage 2, with a warning")
-    )
-    reduce_bucket_size: Positive = Field(500_000_000, description="a whole number of elements >= 1, such as 5e8")
-    allgather_bucket_size: Positive = Field(500_000_000, description="a whole number of elements >= 1, such as 5e8")
-    reduce_per_micro_batch: bool | Literal["auto"] = Field(
-        "auto", description='true, false or "auto"', json_schema_extra=OWN
-    )
+    stage: NonNegative = key(0, "0, 1, 2 or 3", differs="stage 3 trains as stage 2, with a warning", le=3)
+    reduce_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
+    allgather_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
+    reduce_per_micro_batch: bool | Literal["auto"] = own_key("auto", 'true, false or "auto"')
 
     @property
     def effective_stage(self) -> int:

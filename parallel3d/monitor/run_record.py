@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from parallel3d.atomic_write import write_whole
-from parallel3d.config import Config, without_removed
+from parallel3d.config import without_removed
 from parallel3d.config.layout import Layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import PARTS, Breakdown, break_down, combined
@@ -82,7 +82,7 @@ class RankRecord(_Record):
 
 
 def _present_keys(config: object) -> object:
-    return without_removed(config, Config) if isinstance(config, Mapping) else config
+    return without_removed(config) if isinstance(config, Mapping) else config
 
 
 class RunRecord(Layout):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from parallel3d.comm.environment import get_world_size
-from parallel3d.config import Config, PipelineConfig, load_layout
+from parallel3d.config import Config, PipelineConfig, load_sections
 from parallel3d.errors import ConfigError, PartitionError
 from parallel3d.layer_choice import LayerChoice
 from parallel3d.partition import Method
@@ -65,10 +65,10 @@ def resolve_settings(
     Raises ConfigError where argument and configuration disagree, PartitionError for a number of stages that the world
     can't have.
     """
-    layout = load_layout(config)
-    pipeline = layout.pipeline
+    given = load_sections(config, "pipeline", "tensor_parallel", "rng")
+    pipeline = given.pipeline
     stages = _choose("num_stages", num_stages, pipeline.stages, None)
-    topology = topology or _make_topology(stages, layout.tensor_parallel.size or 1)
+    topology = topology or _make_topology(stages, given.tensor_parallel.size or 1)
     stages = _choose("num_stages", stages, max(1, topology.get_dim("pipe")), 1)
     recomputed = _choose(
         "checkpointable_layers", _hashable(checkpointable_layers), pipeline.checkpointable_layers, None
@@ -91,8 +91,8 @@ def resolve_settings(
             pipeline.activation_checkpoint_interval,
             0 if recomputed is None else 1,
         ),
-        sequence_parallel=layout.tensor_parallel.sequence_parallel,
-        layout_independent=layout.rng.layout_independent,
+        sequence_parallel=given.tensor_parallel.sequence_parallel,
+        layout_independent=given.rng.layout_independent,
         max_stage_bytes=pipeline.max_stage_bytes,
     )
 

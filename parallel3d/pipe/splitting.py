@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import Config, PipelineConfig, load_layout, load_precision, read, resolve_batch
+from parallel3d.config import Config, PipelineConfig, load_sections, read, resolve_batch
 from parallel3d.config.load import Source
 from parallel3d.costs.layer_costs import LayerCost, LayerProfiler, Sample
 from parallel3d.costs.profilers import FlopProfiler, TimeProfiler
@@ -44,7 +44,9 @@ def make_sample(inputs: Any, labels: Any, loss_fn: LossFunction, config: Source)
     """Return the sample of PipelineModule's arguments, in the configuration's precision; None without inputs."""
     if inputs is None:
         return None
-    return Sample(inputs, labels, loss_fn, make_precision(load_precision(config)))
+    return Sample(
+        inputs, labels, loss_fn, make_precision(load_sections(config, "fp16", "bf16", "torch_autocast", "amp"))
+    )
 
 
 class LayerSplitter:
@@ -90,7 +92,7 @@ class LayerSplitter:
             limit=None if settings.max_stage_bytes is None else self._limit(settings.max_stage_bytes, config),
             step=partial(
                 step_length,
-                load_layout(config).pipeline,
+                load_sections(config, "pipeline").pipeline,
                 settings.num_stages,
                 settings.num_chunks,
                 settings.placement,

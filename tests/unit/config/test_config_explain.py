@@ -8,9 +8,8 @@ import pytest
 from user_configs import AUTO, FOLDER
 
 from parallel3d.cli import main
-from parallel3d.config import load, read
-from parallel3d.config.explain import explain
-from parallel3d.config.keys import json_schema, keys_as_markdown
+from parallel3d.config import Config, load, read
+from parallel3d.config.explain import explain, keys_as_markdown
 from parallel3d.errors import ConfigError
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -28,7 +27,7 @@ def test_every_value_in_force_has_its_origin():
         "data_types": {"grad_accum_dtype": "bfloat16"},
     }
     explanation = explain(read(raw, {"optimizer.params.lr": 0.1}), world=8, pipe=2)
-    found = {value.path: (value.value, value.origin) for value in explanation.values}
+    found = {value.path: (value.value, value.why) for value in explanation.values}
     expected = {
         "train_batch_size": (32, "derived"),
         "train_micro_batch_size_per_gpu": (4, "given"),
@@ -80,8 +79,19 @@ def test_all_that_is_left_out_is_there_with_its_reason():
 @pytest.mark.parametrize(
     ("raw", "world", "pipe", "part"),
     [
-        ({"train_batch_size": 8}, 6, 4, "6 ranks can't be 4 stages x 1 tensor slices x dp; give a multiple of 4 ranks"),
+        (
+            {"train_batch_size": 8},
+            6,
+            4,
+            "6 ranks can't be 4 stages x 1 tensor-parallel ranks x dp; give a multiple of 4 ranks",
+        ),
         ({"train_batch_size": 8, "pipeline": {"stages": 2}}, 4, 4, "--pp is 4, but pipeline.stages is 2"),
+        (
+            {"train_batch_size": 8, "tensor_parallel": {"size": 3}},
+            4,
+            None,
+            "4 ranks can't be 1 stages x 3 tensor-parallel ranks x dp; give a multiple of 3 ranks",
+        ),
         ({"train_batch_size": 7}, 4, 2, "7 is not a multiple of 2. Set train_batch_size to 6 or 8."),
     ],
 )
@@ -149,11 +159,11 @@ def test_the_command_prints_table_and_schema(capsys):
     assert main(["config", "--keys"]) == 0
     assert capsys.readouterr().out == keys_as_markdown()
     assert main(["config", "--schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == json_schema()
+    assert json.loads(capsys.readouterr().out) == Config.model_json_schema()
 
 
 def test_the_schema_allows_what_loads_and_says_what_to_give():
-    schema = json_schema()
+    schema = Config.model_json_schema()
     section = {name: schema["$defs"][definition]["properties"] for name, definition in [("fp16", "Fp16Config")]}
     assert section["fp16"]["loss_scale"]["default"] == 0.0
     assert {"const": "auto"} in section["fp16"]["enabled"]["anyOf"]

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel3d.config import Config, KernelsConfig, load, load_layout
+from parallel3d.config import Config, KernelsConfig, load, load_sections
 from parallel3d.errors import ConfigError
 
 # Busy machines are slow: time is no part of these properties.
@@ -344,8 +344,9 @@ def test_a_malformed_json_in_base64_is_explained():
 
 def test_a_pipeline_is_read_before_autos_elsewhere_are_filled():
     raw = {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "pipeline": {"stages": 3}}
-    assert load_layout(raw).pipeline.stages == 3
-    assert load_layout(None) == (Config().pipeline, Config().tensor_parallel, Config().rng)
-    assert load_layout(Config()) == (Config().pipeline, Config().tensor_parallel, Config().rng)
+    assert load_sections(raw, "pipeline").pipeline.stages == 3
+    assert load_sections(raw, "tensor_parallel", "rng") == load_sections(None, "pipeline") == Config()
+    config = Config(seed=3)
+    assert load_sections(config, "pipeline") is config
     with pytest.raises(ConfigError, match=r"unknown key 'pipeline.stage'"):
-        load_layout({"pipeline": {"stage": 3}})
+        load_sections({"pipeline": {"stage": 3}}, "pipeline")

@@ -30,11 +30,11 @@ WRONG = [
     ({"gradient_clipping": None}, "gradient_clipping is None: give a number"),
     ({"steps_per_print": 0}, "steps_per_print is 0: give a whole number of steps >= 1, or null"),
     ({"seed": -3}, "seed is -3"),
-    ({"optimizer": "AdamW"}, 'optimizer is \'AdamW\': give a mapping {"type": ..., "params": {...}}'),
+    ({"optimizer": "AdamW"}, "optimizer is 'AdamW': give a mapping such as {\"type\": ...}"),
     ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing: give the name of an optimizer"),
     ({"optimizer": {"type": ""}}, "optimizer.type is ''"),
     ({"optimizer": {"type": "SGD", "params": [0.1]}}, "optimizer.params is [0.1]: give a mapping"),
-    ({"zero_optimization": 2}, 'zero_optimization is 2: give a mapping {"stage": 0}'),
+    ({"zero_optimization": 2}, 'zero_optimization is 2: give a mapping such as {"stage": 0}'),
     ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size is 0"),
     ({"zero_optimization": {"reduce_bucket_size": 1.5e-3}}, "such as 5e8"),
     ({"dataloader_drop_last": "yes"}, "dataloader_drop_last is 'yes': give true or false"),
@@ -60,15 +60,21 @@ WRONG = [
     ({"attention": {"backend": "cuddn"}}, "Did you mean 'cudnn'?"),
     (
         {"attention": {"backend": ["math", "fused"]}},
-        'give "auto", or "cudnn", "flash", "efficient", "math" or a list of them',
+        'give "auto" for PyTorch\'s choice, or "cudnn", "flash", "efficient", "math" or a list of them',
     ),
     ({"attention": {"backend": []}}, "attention.backend is []"),
+    ({"pipeline": {"shapes": "dynamik"}}, "Did you mean 'dynamic'?"),
+    ({"fp16": 3}, 'fp16 is 3: give a mapping such as {"enabled": false}'),
+    ({"fp16": "auto"}, 'fp16 is "auto", which nothing fills in: give a mapping such as {"enabled": false}, there'),
     ({"pipeline": {"shapes": "fixed"}}, 'pipeline.shapes is \'fixed\': give "static" or "dynamic"'),
     # contradictions
-    ({"pipeline": {"num_chunks": 2}}, 'num_chunks is 2; set schedule to "interleaved" or "gpipe", or num_chunks to 1'),
+    (
+        {"pipeline": {"num_chunks": 2}},
+        'schedule "1f1b" needs num_chunks 1, but num_chunks is 2 and placement is None; set that, or schedule to "int',
+    ),
     (
         {"pipeline": {"schedule": "gpipe", "num_chunks": 1, "placement": "v"}},
-        'num_chunks is 1; set num_chunks to 2, or placement to "loop"',
+        "num_chunks is 1 and placement is 'v'; set num_chunks to 2, or placement to \"loop\"",
     ),
     (
         {"pipeline": {"schedule": "interleaved", "num_chunks": 2, "placement": "v"}},
@@ -76,16 +82,16 @@ WRONG = [
     ),
     (
         {"pipeline": {"schedule": "zb-h1", "num_chunks": 2}},
-        'schedule "zb-h1" runs 1 chunk a stage, but num_chunks is 2; set schedule to "zb-looped", or num_chunks to 1',
+        'schedule "zb-h1" needs num_chunks 1, but num_chunks is 2 and placement is None; set that, or schedule to "zb-l',
     ),
     (
         {"pipeline": {"schedule": "zbv", "num_chunks": 2, "placement": "loop"}},
-        "needs num_chunks 2 and placement \"v\", but num_chunks is 2 and placement is 'loop'; set both",
+        "needs num_chunks 2 and placement \"v\", but num_chunks is 2 and placement is 'loop'; set that",
     ),
     ({"pipeline": {"schedule": "zbv", "num_chunks": 3}}, 'needs num_chunks 2 and placement "v", but num_chunks is 3'),
     (
         {"pipeline": {"schedule": "zb-looped", "placement": "v"}},
-        'needs placement "loop"; set that, or schedule to "zbv"',
+        'needs placement "loop", but num_chunks is None and placement is \'v\'; set that, or schedule to "zbv"',
     ),
     ({"pipeline": {"schedule": "zbv", "max_in_flight": 2}}, 'max_in_flight bounds schedules "zb-looped" and "auto"'),
     ({"pipeline": {"plan": "plan.json"}}, 'plan is the file of schedule "auto"; set schedule to that'),
