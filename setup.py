@@ -39,6 +39,7 @@ PLOT = ["matplotlib>=3.8"]
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.6",
+    "allpairspy>=2.5",
     "hypothesis>=6.100",
     "ruff>=0.6",
     "mypy>=1.11",

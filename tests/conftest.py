@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from allpairspy import AllPairs
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,6 +25,23 @@ settings.load_profile("unhurried")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run whole products where the default is an all-pairs cover")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep an all-pairs cover of each product of three parametrize marks or more, unless --full asks for all."""
+    products: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if len(list(item.iter_markers("parametrize"))) > 2 and not config.getoption("full"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in products.values():
+        rows = [tuple(map(repr, case.callspec.params.values())) for case in cases]
+        known = {row[:length] for row in rows for length in range(1, len(rows[0]) + 1)}
+        axes = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
+        cover = {tuple(row) for row in AllPairs(axes, filter_func=lambda row, known=known: tuple(row) in known)}
+        left_out |= {case for case, row in zip(cases, rows, strict=True) if row not in cover}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

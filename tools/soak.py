@@ -131,6 +131,13 @@ def wait_for(args: argparse.Namespace, attempt: int, job: subprocess.Popen[bytes
     raise SystemExit(f"no step within {QUIET:.0f} s of start {attempt}")
 
 
+def wait_for_a_save(notes: Path) -> None:
+    """Return when something has been saved: on a busy machine no start may have come so far before its kill."""
+    end = time.monotonic() + QUIET
+    while not any("saved" in entry for entry in read_notes(notes)) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 def check(notes: list[dict[str, Any]], kills: int) -> list[str]:
     """What the notes show to be wrong."""
     problems, losses, saved, starts = [], {}, 0, 0
@@ -174,6 +181,7 @@ def main() -> int:
                 os.kill(processes[rank], signal.SIGKILL)
                 killed[rank] += 1
             processes = wait_for(args, args.kills, job, ranks)
+            wait_for_a_save(args.directory / "notes.jsonl")
             (args.directory / "enough").touch()
             code = job.wait(QUIET)
         problems = check(read_notes(args.directory / "notes.jsonl"), args.kills)

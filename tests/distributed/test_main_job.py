@@ -6,7 +6,6 @@ import argparse
 import csv
 import importlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -40,8 +39,11 @@ def train(command: list[str], out: Path, *arguments: str) -> tuple[Path, list[di
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return train([*LAUNCHER, "1"], tmp_path_factory.mktemp("one_process"), *OWN_DATA)[1]
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
+    """A run that saves: the directory of its checkpoints, and its metrics."""
+    directory = tmp_path_factory.mktemp("one_process")
+    rows = train([*LAUNCHER, "1"], directory / "out", *OWN_DATA, "--save", str(directory / "saved"))[1]
+    return directory / "saved", rows
 
 
 def check_losses(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> None:
@@ -87,40 +89,38 @@ def test_the_main_job_leaves_metrics_plot_and_timelines(two_by_two: tuple[Path, 
 
 
 def test_two_by_two_learns_what_one_process_does(
-    two_by_two: tuple[Path, list[dict[str, str]], str], one_process: list[dict[str, str]]
+    two_by_two: tuple[Path, list[dict[str, str]], str], one_process: tuple[Path, list[dict[str, str]]]
 ):
-    check_losses(two_by_two[1], one_process)
+    check_losses(two_by_two[1], one_process[1])
 
 
-def test_torchrun_and_chunks_dont_change_what_it_learns(one_process: list[dict[str, str]], tmp_path: Path):
-    layout = ["--layout", "pp2", "--schedule", "interleaved", "--chunks", "2"]
-    _, rows, printed = train([*TORCHRUN, "2"], tmp_path, *OWN_DATA, *layout)
-    check_losses(rows, one_process)
+def test_torchrun_tensor_parallelism_and_chunks_dont_change_what_it_learns(
+    one_process: tuple[Path, list[dict[str, str]]], tmp_path: Path, full: bool
+):
+    layout, ranks = ("pp2,tp2,dp2,sp", "8") if full else ("pp2,tp2,sp", "4")
+    arguments = ["--layout", layout, "--schedule", "interleaved", "--chunks", "2"]
+    _, rows, printed = train([*TORCHRUN, ranks], tmp_path, *OWN_DATA, *arguments)
+    check_losses(rows, one_process[1])
     assert "a sample:" in printed
 
 
-def test_slices_of_stages_dont_change_what_it_learns(one_process: list[dict[str, str]], tmp_path: Path, full: bool):
-    layout = "pp2,tp2,dp2,sp" if full else "pp2,tp2,sp"  # 8 processes take twice as long
-    _, rows, printed = train([*LAUNCHER, layout], tmp_path, *OWN_DATA, "--layout", layout)
-    check_losses(rows, one_process)
-    assert "a sample:" in printed
-
-
-def test_the_default_data_and_a_run_that_goes_on(tmp_path: Path):
-    saved = ["--save", str(tmp_path / "saved")]
-    _, rows, printed = train([*LAUNCHER, "1"], tmp_path / "out", *saved)
-    assert int(re.match(r"([\d,]+) bytes to train on", printed)[1].replace(",", "")) > 10**6
-    assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
-    assert sorted(path.name for path in (tmp_path / "saved").glob("*step*")) == [
-        "global_step12",
-        "global_step2",
-        "global_step6",
-    ]
-    shutil.rmtree(tmp_path / "saved" / "global_step12")
-    _, again, printed = train([*LAUNCHER, "1"], tmp_path / "again", *saved)
+def test_a_run_goes_on_from_its_checkpoint(one_process: tuple[Path, list[dict[str, str]]], tmp_path: Path):
+    saved, rows = one_process
+    assert sorted(path.name for path in saved.glob("*step*")) == ["global_step12", "global_step2", "global_step6"]
+    left = tmp_path / "saved"
+    shutil.copytree(saved, left)
+    shutil.rmtree(left / "global_step12")
+    _, again, printed = train([*LAUNCHER, "1"], tmp_path / "again", *OWN_DATA, "--save", str(left))
     assert "goes on from step 6" in printed
     columns = ("step", "loss", "grad_norm", "eval_loss")
     assert [[row[c] for c in columns] for row in again] == [[row[c] for c in columns] for row in rows[6:]]
+
+
+def test_the_default_data_is_the_standard_library(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    training, held_out = importlib.import_module("corpus").load_corpus()
+    assert len(training) > 10**6
+    assert 0.02 < len(held_out) / len(training) < 0.5
 
 
 def test_data_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
