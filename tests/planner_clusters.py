@@ -46,7 +46,7 @@ class Builder:
         """GPUs of an island on one NVSwitch, each with a card of its own to switches[i mod len]; islands joined by a bridge."""
         for i in range(gpus):
             node, island = f"{name}.gpu{i}", i * islands // gpus
-            self.gpus.append(Gpu(node, device, name, i, island))
+            self.gpus.append(Gpu(node, device, name, i, island=0))
             self.edge(node, f"{name}.nvswitch{island}", "nvlink", NVLINK, NVLINK_LATENCY)
             self.edge(node, f"{name}.pcie{i}", "pcie", PCIE, PCIE_LATENCY)
             if islands > 1:
@@ -66,7 +66,9 @@ class Builder:
         graph: nx.Graph = nx.Graph()
         graph.add_edges_from(edges)
         graph.add_nodes_from(gpu.node for gpu in gpus)
-        return Cluster("test", tuple(gpus), graph)
+        joined: nx.Graph = nx.Graph([(a, b) for a, b, data in edges if data["kind"] == "nvlink"])
+        islands = {node: k for k, nodes in enumerate(nx.connected_components(joined)) for node in nodes}
+        return Cluster("test", tuple(replace(gpu, island=islands[gpu.node]) for gpu in gpus), graph)
 
 
 def rails(hosts: int, gpus: int = 8, pod: int = 32, spines: int = 4) -> Builder:

@@ -119,7 +119,7 @@ class LayoutLinks:
             source, destination = (0, 1) if source < destination else (1, 0)
         key = ("send", source, destination, nbytes)
         if key not in self._known:
-            self._known[key] = self.network.transfers(self.pairs(source, destination), nbytes)
+            self._known[key] = self.network.slowest("send", self.pairs(source, destination), nbytes)
         return self._known[key]
 
     def slice_groups(self, stage: int | None = None) -> Integers:
@@ -146,7 +146,7 @@ class LayoutLinks:
         key = (which, kind, nbytes)
         if key not in self._known:
             members = groups()
-            self._known[key] = self.network.collective(kind, members, nbytes) if members.shape[1] > 1 else 0.0
+            self._known[key] = self.network.slowest(kind, members, nbytes) if members.shape[1] > 1 else 0.0
         return self._known[key]
 
 

@@ -80,12 +80,12 @@ def link_loads(predictor: Predictor, outlook: Outlook) -> tuple[LinkLoad, ...]:
     carried = {axis: np.zeros(len(network.fabric.bandwidth)) for axis in ("pipe", "data", "model")}
     times = outlook.layout.micro_batches
     for a, b, nbytes in _messages(predictor, outlook):
-        carried["pipe"] += times * network.transfer_bytes(links.pairs(a, b), nbytes)
+        carried["pipe"] += times * network.link_bytes("send", links.pairs(a, b), nbytes)
     for stage in range(outlook.layout.stages):
         for collective, number in _over_replicas(outlook, stage):
-            moved = network.collective_bytes(collective.kind, links.replica_groups(stage), collective.nbytes)
+            moved = network.link_bytes(collective.kind, links.replica_groups(stage), collective.nbytes)
             carried["data"] += number * moved
         for collective, number in _of_slices(predictor, outlook, stage).items():
-            moved = network.collective_bytes(collective.kind, links.slice_groups(stage), collective.nbytes)
+            moved = network.link_bytes(collective.kind, links.slice_groups(stage), collective.nbytes)
             carried["model"] += number * moved
     return network.loads({axis: nbytes for axis, nbytes in carried.items() if nbytes.any()})

@@ -136,7 +136,7 @@ class Bounds:
             network = self._predictor.network
             groups = np.arange(len(network.cluster.gpus) // slices * slices).reshape(-1, 1, slices)
             some = groups[:: max(1, len(groups) // _GROUPS)]
-            seconds = network.each_collective(collective.kind, some, collective.nbytes)
+            seconds = network.each(collective.kind, some, collective.nbytes)
             self._exchanges[key] = float(seconds.min())
         return self._exchanges[key]
 

@@ -37,7 +37,7 @@ def test_ring_in_an_island(kind, members):
     steps = PASSES[kind] * (members - 1)
     for nbytes in (0, 1e3, 1e9):
         expected = steps * 2 * NVLINK_LATENCY + steps / members * nbytes / NVLINK
-        assert network.collective(kind, [range(members)], nbytes) == pytest.approx(expected)
+        assert network.slowest(kind, [range(members)], nbytes) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", PASSES)
@@ -47,9 +47,9 @@ def test_groups_along_rails_do_not_contend_and_groups_that_share_a_card_do(kind)
     steps = PASSES[kind] * (hosts - 1)
     alone = steps * NETWORK_LATENCY + steps / hosts * nbytes / NIC
     along = [[8 * host + rail for host in range(hosts)] for rail in range(8)]
-    assert network.collective(kind, along[:1], nbytes) == pytest.approx(alone)
-    assert network.collective(kind, along, nbytes) == pytest.approx(alone)
-    assert network.collective(kind, np.array(along), nbytes) == pytest.approx(alone)
+    assert network.slowest(kind, along[:1], nbytes) == pytest.approx(alone)
+    assert network.slowest(kind, along, nbytes) == pytest.approx(alone)
+    assert network.slowest(kind, np.array(along), nbytes) == pytest.approx(alone)
 
     shared = Builder()
     for host in range(hosts):
@@ -58,7 +58,7 @@ def test_groups_along_rails_do_not_contend_and_groups_that_share_a_card_do(kind)
             shared.edge(f"h{host}.pcie{gpu}", f"h{host}.root", "pcie", PCIE, 1e-7)
         shared.edge(f"h{host}.root", f"h{host}.nic", "pcie", 8 * PCIE, 1e-7)
         shared.edge(f"h{host}.nic", "leaf", "nic", NIC, NIC_LATENCY)
-    times = [Network(shared.cluster()).collective(kind, along[:count], nbytes) for count in (1, 8)]
+    times = [Network(shared.cluster()).slowest(kind, along[:count], nbytes) for count in (1, 8)]
     assert times[1] - times[0] == pytest.approx(7 * steps / hosts * nbytes / NIC)
 
 
@@ -66,8 +66,8 @@ def test_a_group_of_whole_hosts_uses_all_rails():
     nbytes, members = 8e9, 32
     network = Network(rails(4).cluster())
     exact = 2 * (members - 1) / members * nbytes / 8 / NIC
-    assert network.collective("all_reduce", [range(members)], nbytes) == pytest.approx(exact, rel=0.01)
-    carried = network.collective_bytes("all_reduce", [range(members)], nbytes)
+    assert network.slowest("all_reduce", [range(members)], nbytes) == pytest.approx(exact, rel=0.01)
+    carried = network.link_bytes("all_reduce", [range(members)], nbytes)
     edges = network.fabric.edges
     on_cards = [carried[2 * i : 2 * i + 2] for i, edge in enumerate(edges) if edge.kind == "nic"]
     assert len(on_cards) == 32
@@ -78,11 +78,11 @@ def test_a_group_of_whole_hosts_uses_all_rails():
 def test_small_all_reduce_takes_the_steps_of_a_tree(nbytes, rel):
     """64 hosts: up and down a tree of depth 6 or 7 in place of 126 steps around."""
     network = Network(rails(64).cluster())
-    time = network.collective("all_reduce", [range(0, 512, 8)], nbytes)
+    time = network.slowest("all_reduce", [range(0, 512, 8)], nbytes)
     crossing = NETWORK_LATENCY + 2e-6  # two pods: the root's way may lead over a spine
     assert 12 * NETWORK_LATENCY < time < 14 * crossing * (1 + rel) + 2 * nbytes / NIC
     # A gather has no tree: 63 steps.
-    assert network.collective("all_gather", [range(0, 512, 8)], nbytes) > 63 * NETWORK_LATENCY
+    assert network.slowest("all_gather", [range(0, 512, 8)], nbytes) > 63 * NETWORK_LATENCY
 
 
 def test_hierarchical_gather_of_little_takes_fewer_steps_than_the_ring():
@@ -90,32 +90,26 @@ def test_hierarchical_gather_of_little_takes_fewer_steps_than_the_ring():
     network = Network(rails(hosts).cluster())
     steps = (hosts - 1) * NETWORK_LATENCY + 7 * 2 * NVLINK_LATENCY
     data = 7 / 8 * nbytes / NVLINK + (hosts - 1) / hosts * nbytes / 8 / NIC
-    assert network.collective("all_gather", [range(8 * hosts)], nbytes) == pytest.approx(steps + data)
+    assert network.slowest("all_gather", [range(8 * hosts)], nbytes) == pytest.approx(steps + data)
 
 
-def test_sizes_of_groups_may_differ_in_members_and_bytes():
+def test_groups_of_an_island_do_not_contend():
     built = Builder()
     built.host("a", 8)
-    network = Network(built.cluster())
-    groups, sizes = [[0, 1], [2, 3, 4, 5], [6, 7]], [1e9, 2e9, 0.0]
-    expected = [
-        (len(group) - 1) * (2 * NVLINK_LATENCY + size / len(group) / NVLINK)
-        for group, size in zip(groups, sizes, strict=True)
-    ]
-    np.testing.assert_allclose(network.each_collective("all_gather", groups, sizes), expected)
-    assert network.collective("all_gather", groups, sizes) == pytest.approx(max(expected))
-    assert network.collective("all_gather", [], 1e9) == network.transfers([], 1e9) == 0
+    groups, nbytes = [[0, 1, 4], [2, 3, 5]], 1e9
+    expected = 2 * (2 * NVLINK_LATENCY + nbytes / 3 / NVLINK)
+    np.testing.assert_allclose(Network(built.cluster()).each("all_gather", groups, nbytes), expected)
 
 
 def test_trials_do_not_disturb_each_other():
     network = Network(rails(2, gpus=4).cluster())
     rng = np.random.default_rng(0)
     trials = np.array([rng.permutation(8).reshape(2, 4) for _ in range(20)])
-    together = network.each_collective("all_reduce", trials, 1e7)
-    np.testing.assert_allclose(together, [network.each_collective("all_reduce", trial, 1e7) for trial in trials])
+    together = network.each("all_reduce", trials, 1e7)
+    np.testing.assert_allclose(together, [network.each("all_reduce", trial, 1e7) for trial in trials])
     pairs = trials.reshape(20, 4, 2)
-    together = network.each_transfer(pairs, 1e7)
-    np.testing.assert_allclose(together, [network.each_transfer(trial, 1e7) for trial in pairs])
+    together = network.each("send", pairs, 1e7)
+    np.testing.assert_allclose(together, [network.each("send", trial, 1e7) for trial in pairs])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -132,30 +126,30 @@ def test_transfers_equal_shortest_paths_with_contention(seed):
         data["bandwidth"] *= rng.uniform(0.5, 1.0)
     cluster = built.cluster()
     pairs = [rng.sample(range(len(cluster.gpus)), 2) for _ in range(12)]
-    sizes = [rng.uniform(1e6, 1e9) for _ in pairs]
+    nbytes = rng.uniform(1e6, 1e9)
 
     def weight(a, b, data):
         return data["latency"] + ROUTED_BYTES / data["bandwidth"]
 
     paths = [nx.dijkstra_path(cluster.graph, cluster.gpus[a].node, cluster.gpus[b].node, weight) for a, b in pairs]
     carried = defaultdict(float)
-    for path, size in zip(paths, sizes, strict=True):
+    for path in paths:
         for step in itertools.pairwise(path):
-            carried[step] += size
+            carried[step] += nbytes
     expected = [
         sum(cluster.graph.edges[step]["latency"] for step in itertools.pairwise(path))
         + max(carried[step] / cluster.graph.edges[step]["bandwidth"] for step in itertools.pairwise(path))
         for path in paths
     ]
     network = Network(cluster)
-    np.testing.assert_allclose(network.each_transfer(pairs, sizes), expected)
-    assert network.transfers(pairs, sizes) == pytest.approx(max(expected))
-    edges, got = network.fabric.edges, network.transfer_bytes(pairs, sizes)
+    np.testing.assert_allclose(network.each("send", pairs, nbytes), expected)
+    assert network.slowest("send", pairs, nbytes) == pytest.approx(max(expected))
+    edges, got = network.fabric.edges, network.link_bytes("send", pairs, nbytes)
     by_step = {(e.a, e.b): got[2 * i] for i, e in enumerate(edges)} | {
         (e.b, e.a): got[2 * i + 1] for i, e in enumerate(edges)
     }
-    for step, nbytes in by_step.items():
-        assert nbytes == pytest.approx(carried.get(step, 0.0))
+    for step, found in by_step.items():
+        assert found == pytest.approx(carried.get(step, 0.0))
 
 
 def test_equal_routes_share_the_bytes():
@@ -163,7 +157,7 @@ def test_equal_routes_share_the_bytes():
     cluster = rails(4, gpus=2, pod=2).cluster()
     network = Network(cluster)
     ends = [i for i, gpu in enumerate(cluster.gpus) if gpu.node in ("host0.gpu0", "host2.gpu0")]
-    carried = network.transfer_bytes([ends], 1e9)
+    carried = network.link_bytes("send", [ends], 1e9)
     edges = network.fabric.edges
     spines = [
         carried[2 * i : 2 * i + 2].max() for i, edge in enumerate(edges) if edge.kind == "network" and "0.0" in edge.a
@@ -177,7 +171,7 @@ def test_a_neighbours_card_is_taken_where_that_is_shorter():
     for host in ("a", "b"):
         built.host(host, 2, nic=[NIC / 8, NIC], switches=["leaf"])
     network = Network(built.cluster())
-    by_neighbour = network.transfers([(0, 3)], 1e9)
+    by_neighbour = network.slowest("send", [(0, 3)], 1e9)
     assert by_neighbour == pytest.approx(NETWORK_LATENCY + 2 * NVLINK_LATENCY + 1e9 / NIC)
 
 
@@ -188,16 +182,16 @@ def test_one_message_may_reach_less_than_all_channels():
         if data["kind"] == "nvlink":
             data["message_bandwidth"] = NVLINK / 4
     network = Network(built.cluster())
-    assert network.transfers([(0, 1)], 1e9) == pytest.approx(2 * NVLINK_LATENCY + 4e9 / NVLINK)
-    assert network.transfers([(0, 1), (0, 2), (0, 3)], 1e9) == pytest.approx(2 * NVLINK_LATENCY + 4e9 / NVLINK)
-    assert network.collective("all_gather", [range(4)], 4e9) == pytest.approx(6 * NVLINK_LATENCY + 3e9 / NVLINK)
+    assert network.slowest("send", [(0, 1)], 1e9) == pytest.approx(2 * NVLINK_LATENCY + 4e9 / NVLINK)
+    assert network.slowest("send", [(0, 1), (0, 2), (0, 3)], 1e9) == pytest.approx(2 * NVLINK_LATENCY + 4e9 / NVLINK)
+    assert network.slowest("all_gather", [range(4)], 4e9) == pytest.approx(6 * NVLINK_LATENCY + 3e9 / NVLINK)
 
 
 def test_islands_of_a_host_meet_over_pcie_and_an_island_may_span_hosts():
     bridged = Builder()
     bridged.host("a", 8, islands=2)
     exact = 7 / 8 * 8e9 / 4 / PCIE  # four lanes each way between the islands
-    assert Network(bridged.cluster()).collective("all_gather", [range(8)], 8e9) == pytest.approx(exact, rel=0.01)
+    assert Network(bridged.cluster()).slowest("all_gather", [range(8)], 8e9) == pytest.approx(exact, rel=0.01)
 
     rack = Builder()
     for host in range(4):
@@ -205,7 +199,7 @@ def test_islands_of_a_host_meet_over_pcie_and_an_island_may_span_hosts():
         for gpu in range(2):
             rack.edge(f"h{host}.gpu{gpu}", "rack", "nvlink", 2 * NVLINK, NVLINK_LATENCY / 2)
     exact = 7 * (NVLINK_LATENCY + 1e9 / (2 * NVLINK))
-    assert Network(rack.cluster()).collective("all_gather", [range(8)], 8e9) == pytest.approx(exact)
+    assert Network(rack.cluster()).slowest("all_gather", [range(8)], 8e9) == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("shuffle", range(4))
@@ -219,19 +213,20 @@ def test_order_of_hosts_changes_no_bit(shuffle):
         random.Random(7).shuffle(names)
         ranks = np.array([place[name] for name in names])
         network = Network(cluster)
-        groups = [network.collective(kind, ranks.reshape(7, 4), 1e8) for kind in PASSES]
+        groups = [network.slowest(kind, ranks.reshape(7, 4), 1e8) for kind in PASSES]
         carried = {
-            "pipe": network.transfer_bytes(ranks.reshape(-1, 2), 1e7),
-            "data": network.transfer_bytes(ranks.reshape(-1, 2), 1.0),
+            "pipe": network.link_bytes("send", ranks.reshape(-1, 2), 1e7),
+            "data": network.link_bytes("send", ranks.reshape(-1, 2), 1.0),
         }
-        return *groups, network.transfers(ranks.reshape(-1, 2), 1e7), network.loads(carried)
+        return *groups, network.slowest("send", ranks.reshape(-1, 2), 1e7), network.loads(carried)
 
     assert times(built.cluster(shuffle)) == times(built.cluster())
 
 
 def test_loads_name_single_links_and_ranges_of_alike_ones():
     network = Network(rails(2).cluster())
-    carried = network.transfer_bytes([(0, 8), (1, 9), (1, 2)], [4e9, 2e9, 1e9])
+    sends = {(0, 8): 4e9, (1, 9): 2e9, (1, 2): 1e9}
+    carried = sum(network.link_bytes("send", [pair], nbytes) for pair, nbytes in sends.items())
     loads = network.loads({"pipe": carried, "data": 0 * carried})
     assert loads[0].nbytes == 4e9
     assert loads[0].seconds == pytest.approx(4e9 / NIC)
@@ -243,7 +238,7 @@ def test_loads_name_single_links_and_ranges_of_alike_ones():
     ]
 
     large = Network(rails(32).cluster())
-    loads = large.loads({"pipe": large.transfer_bytes([(i, i + 8) for i in range(248)], 1e9)})
+    loads = large.loads({"pipe": large.link_bytes("send", [(i, i + 8) for i in range(248)], 1e9)})
     assert {(load.a, load.b, load.kind) for load in loads} >= {("host0-31.nic0-7", "leaf0.0-7", "nic")}
     assert len(loads) == 3
 
@@ -256,6 +251,6 @@ def test_hosts_that_nothing_connects_are_an_error(pair):
     built.host("lone", 1)
     gpus = built.cluster().gpus
     network = Network(built.cluster())
-    assert network.transfers([(0, 2)], 1e6) > 0
+    assert network.slowest("send", [(0, 2)], 1e6) > 0
     with pytest.raises(ConfigError, match=rf"no links lead from {gpus[pair[0]].node} .* to {gpus[pair[1]].node}"):
-        network.transfers([(0, 2), pair], 1)
+        network.slowest("send", [(0, 2), pair], 1)
