@@ -142,8 +142,9 @@ class Fabric:
 
 def _owners(cluster: Cluster, adjacent: dict[str, list[Edge]]) -> dict[str, int]:
     """Return the unit of each node in one: GPUs, nodes that NVLink and PCIe connect to them, and their network cards."""
-    joined: nx.Graph = nx.Graph((a, b) for a, b, kind in cluster.graph.edges(data="kind") if kind in ("nvlink", "pcie"))
-    joined.add_nodes_from(cluster.graph)
+    joined: nx.Graph = nx.Graph()
+    joined.add_nodes_from(adjacent)
+    joined.add_edges_from(edge[:2] for near in adjacent.values() for edge in near if edge.kind in ("nvlink", "pcie"))
     gpus = {gpu.node for gpu in cluster.gpus}
     with_gpus = [nodes for nodes in nx.connected_components(joined) if not gpus.isdisjoint(nodes)]
     owner = {node: unit for unit, nodes in enumerate(with_gpus) for node in nodes}

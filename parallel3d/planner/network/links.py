@@ -150,7 +150,7 @@ class Network:
         hops = self._routes.hops(sent.source, sent.target)
         link = hops.link + trial[hops.message] * links
         part = sent.size[hops.message] * hops.share
-        carried = np.bincount(link, weights=part, minlength=links)
+        carried: Floats = np.bincount(link, weights=part, minlength=links).astype(float)
         seconds = carried[link] / self.fabric.bandwidth[hops.link]
         if kind == "send":
             seconds = np.maximum(seconds, part / self.fabric.message[hops.link])
