@@ -1,6 +1,6 @@
 """Layers -> stages and chunks: which contiguous layers each part of a pipeline holds."""
 
-from parallel3d.partition.chain import Partition, layer_chain
+from parallel3d.partition.chain import Partition, segment_costs
 from parallel3d.partition.limit import StageLimit
 from parallel3d.partition.methods import MEASURED, Method, resolve_partition
 from parallel3d.partition.split import partition_layers
@@ -10,7 +10,7 @@ __all__ = [
     "Method",
     "Partition",
     "StageLimit",
-    "layer_chain",
     "partition_layers",
     "resolve_partition",
+    "segment_costs",
 ]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from numbers import Real
-from typing import Any
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
@@ -70,56 +68,41 @@ class Partition:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def layer_chain(
+def segment_costs(
     costs: Sequence[float], names: Sequence[str] | None = None, tie_keys: Sequence[str | None] | None = None
-) -> nx.DiGraph:
-    """The graph 0 -> 1 -> ... -> n-1 whose nodes carry cost, name and tie; PartitionError if the lengths differ."""
-    names = [f"layer{i}" for i in range(len(costs))] if names is None else names
-    tie_keys = [None] * len(costs) if tie_keys is None else tie_keys
-    if not len(costs) == len(names) == len(tie_keys):
-        raise PartitionError(
-            f"{len(costs)} costs, {len(names)} names and {len(tie_keys)} tie keys; give one of each a layer"
-        )
-    chain: nx.DiGraph = nx.DiGraph()
-    for i, (cost, name, tie) in enumerate(zip(costs, names, tie_keys, strict=True)):
-        chain.add_node(i, cost=cost, name=name, tie=tie)
-    chain.add_edges_from(pairwise(range(len(costs))))
-    return chain
+) -> FloatArray:
+    """[n + 1, n + 1]: element (a, b) is the cost of layers [a, b) as one part, inf where that is empty.
 
-
-def segment_costs(chain: nx.DiGraph) -> FloatArray:
-    """[n + 1, n + 1]: element (a, b) is the cost of layers [a, b) as one part, inf where that is empty."""
-    n = chain.number_of_nodes()
-    if set(chain.nodes) != set(range(n)) or set(chain.edges) != {(i, i + 1) for i in range(n - 1)}:
-        raise PartitionError(f"a graph of {n} nodes that is not the chain 0 -> 1 -> ... ; make it with layer_chain()")
-    costs = [_checked_cost(i, chain.nodes[i]) for i in range(n)]
-    by_tie: dict[str, list[int]] = {}
-    for i in range(n):
-        if chain.nodes[i]["tie"] is not None:
-            by_tie.setdefault(chain.nodes[i]["tie"], []).append(i)
-    previous = np.full(n, -1)  # the layer before i with the same tie key
-    for tied in by_tie.values():
-        shared = max(costs[i] for i in tied)
-        for before, i in zip([-1, *tied], tied, strict=False):
-            costs[i], previous[i] = shared, before
-    start, layer = np.arange(n + 1)[:, None], np.arange(n)[None, :]
+    The layers of one tie key (one each, None for no tie) count once a part, with the largest of their costs. Raises
+    PartitionError if the lengths differ, or for a cost that is no finite number >= 0.
+    """
+    n = len(costs)
+    names = [f"layer{i}" for i in range(n)] if names is None else names
+    tie_keys = [None] * n if tie_keys is None else tie_keys
+    if not n == len(names) == len(tie_keys):
+        raise PartitionError(f"{n} costs, {len(names)} names and {len(tie_keys)} tie keys; give one of each a layer")
+    for layer, cost in enumerate(costs):
+        if not isinstance(cost, Real) or not math.isfinite(cost) or cost < 0:
+            raise PartitionError(f"layer {layer} ({names[layer]}) costs {cost!r}; a cost must be a finite number >= 0")
+    counting = np.array(costs, dtype=np.float64)
+    previous = np.full(n, -1)  # the layer before with the same tie key
+    for key in {key for key in tie_keys if key is not None}:
+        tied = [i for i, other in enumerate(tie_keys) if other == key]
+        counting[tied] = max(costs[i] for i in tied)
+        previous[tied[1:]] = tied[:-1]
+    start, layers = np.arange(n + 1)[:, None], np.arange(n)[None, :]
     # A tied layer counts in a part that starts at `start` only if it is the first of its key there.
-    counted = np.where((layer >= start) & (previous < start), np.array(costs), 0.0)
+    counted = np.where((layers >= start) & (previous < start), counting, 0.0)
     segments = np.full((n + 1, n + 1), np.inf)
-    segments[:, 1:] = np.where(layer >= start, np.cumsum(counted, axis=1), np.inf)
+    segments[:, 1:] = np.where(layers >= start, np.cumsum(counted, axis=1), np.inf)
     return segments
 
 
-def _checked_cost(layer: int, node: Mapping[str, Any]) -> float:
-    cost = node["cost"]
-    if not isinstance(cost, Real) or not math.isfinite(cost) or cost < 0:
-        raise PartitionError(f"layer {layer} ({node['name']}) costs {cost!r}; a cost must be a finite number >= 0")
-    return float(cost)
-
-
-def cut(bounds: Sequence[int], costs: FloatArray) -> Partition:
-    """The parts between these bounds, with `segment_costs` of the chain."""
-    return Partition(tuple(bounds), tuple(float(costs[a, b]) for a, b in pairwise(bounds)))
+def cut(bounds: Sequence[int], segments: FloatArray) -> Partition:
+    """Return the parts between these bounds. segments: as segment_costs returns them, for all parts or for each."""
+    of_parts = np.broadcast_to(segments, (len(bounds) - 1, *segments.shape[-2:]))
+    pairs = zip(of_parts, pairwise(bounds), strict=True)
+    return Partition(tuple(bounds), tuple(float(part[a, b]) for part, (a, b) in pairs))
 
 
 def _in_short(names: Sequence[str]) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil
 
 import numpy as np
 
 from parallel3d.errors import PartitionError
-from parallel3d.partition.chain import FloatArray, layer_chain, segment_costs
+from parallel3d.partition.chain import FloatArray, cut, segment_costs
 
 
 @dataclass(frozen=True)
@@ -33,32 +32,21 @@ class StageLimit:
             raise PartitionError(
                 f"{len(self.state)} layers' state and {len(self.activations)} layers' activations; give one of each a layer"
             )
-        state = segment_costs(layer_chain(self.state, tie_keys=self.tie_keys))
-        activations = segment_costs(layer_chain(self.activations))
+        state = segment_costs(self.state, tie_keys=self.tie_keys)
+        activations = segment_costs(self.activations)
         held = np.array(self.in_flight, dtype=np.float64)[:, None, None]
         # Where a part is empty: infinity times no micro-batch is no number.
         return state + np.where(np.isinf(activations), 0.0, activations) * held
 
-
-def stage_bytes(held: FloatArray, bounds: Sequence[int], placement: Sequence[int]) -> list[float]:
-    """Return the bytes of each stage. held: as chunk_bytes returns it."""
-    loads = [0.0] * (max(placement) + 1)
-    for chunk, (a, b) in enumerate(pairwise(bounds)):
-        loads[placement[chunk]] += float(held[chunk, a, b])
-    return loads
-
-
-def check_limit(bounds: Sequence[int], placement: Sequence[int], limit: StageLimit | None) -> None:
-    """Raise PartitionError where these bounds break the limit."""
-    if limit is None:
-        return
-    loads = stage_bytes(limit.chunk_bytes(), bounds, placement)
-    if max(loads) > limit.limit:
-        stage = int(np.argmax(loads))
-        raise PartitionError(
-            f"with bounds {list(bounds)} stage {stage} holds {loads[stage]:,.0f} bytes, but pipeline.max_stage_bytes is "
-            f"{limit.limit:,.0f}; set it to {ceil(loads[stage])}, or leave the bounds to a method such as 'parameters'"
-        )
+    def check(self, bounds: Sequence[int], placement: Sequence[int]) -> None:
+        """Raise PartitionError where these bounds break the limit."""
+        loads = cut(bounds, self.chunk_bytes()).loads(placement)
+        if max(loads) > self.limit:
+            stage = int(np.argmax(loads))
+            raise PartitionError(
+                f"with bounds {list(bounds)} stage {stage} holds {loads[stage]:,.0f} bytes, but pipeline.max_stage_bytes is "
+                f"{self.limit:,.0f}; set it to {ceil(loads[stage])}, or leave the bounds to a method such as 'parameters'"
+            )
 
 
 def refusal(limit: float, loads: Sequence[float], exact: bool) -> PartitionError:

@@ -6,11 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-import networkx as nx
-
 from parallel3d.errors import PartitionError, nearest
-from parallel3d.partition.chain import SHOWN, Partition, cut, layer_chain, segment_costs
-from parallel3d.partition.limit import StageLimit, check_limit
+from parallel3d.partition.chain import SHOWN, Partition, cut, segment_costs
+from parallel3d.partition.limit import StageLimit
 from parallel3d.partition.split import partition_layers
 
 # A name of METHODS, "type:REGEX", bounds [0, ..., n] or {"weights": [one number a layer]}
@@ -27,7 +25,6 @@ def resolve_partition(
     names: Sequence[str],
     tie_keys: Sequence[str | None],
     num_parts: int,
-    type_names: Sequence[str] = (),
     what: str = "",
     placement: Sequence[int] | None = None,
     limit: StageLimit | None = None,
@@ -36,63 +33,47 @@ def resolve_partition(
     """Split layers into `num_parts` by `method`; PartitionError, with values and remedy, if that can't be done.
 
     "uniform": every layer costs 1. "parameters": `chain_costs`, ties counted once a part. "flops", "profile": `chain_costs`,
-    without ties: each place computes. "type:REGEX": a layer whose class name (`type_names`, else `names`) matches, case
-    ignored, costs 1, any other 0. {"weights": [...]}: these, without ties. Bounds [0, ..., n]: as given, costed as
-    "parameters" are; a `limit` must hold for them. `what`, `placement`, `limit` and `step` are
-    as in `partition_layers`; `step` decides where costs are times: "flops", "profile" and weights.
+    without ties: each place computes. "type:REGEX": a layer whose class name (in `names`) matches, case ignored, costs 1, any
+    other 0. {"weights": [...]}: these, without ties. Bounds [0, ..., n]: as given, costed as "parameters" are; a `limit` must
+    hold for them. `what`, `placement`, `limit` and `step` are as in `partition_layers`; `step` decides where costs are times:
+    "flops", "profile" and weights.
     """
-    if isinstance(method, str):
-        chain = _named_chain(method, chain_costs, names, tie_keys, type_names)
-        step = step if method.lower() in MEASURED else None
-    elif isinstance(method, Mapping):
-        chain = layer_chain(_weights(method, names), names)
-    elif isinstance(method, (list, tuple)):
+    if isinstance(method, (list, tuple)):
         _check_bounds(method, names, num_parts)
-        check_limit(method, placement or range(num_parts), limit)
-        return cut(method, segment_costs(layer_chain(chain_costs, names, tie_keys)))
+        if limit is not None:
+            limit.check(method, placement or range(num_parts))
+        return cut(method, segment_costs(chain_costs, names, tie_keys))
+    if isinstance(method, Mapping):
+        costs, kind = _weights(method, names), "weights"
     else:
-        raise _unknown_method(method)
-    return partition_layers(chain, num_parts, what, placement, limit, step)
+        kind, colon, pattern = method.partition(":") if isinstance(method, str) else ("", "", "")
+        kind = kind.lower()
+        match kind, colon:
+            case "uniform", "":
+                costs = [1.0] * len(names)
+            case (("parameters" | "flops" | "profile"), ""):
+                costs = chain_costs
+            case "type", ":":
+                costs = _type_costs(pattern, names)
+            case _:
+                hint = nearest(kind, _NAMED).replace("type", "type:REGEX")
+                raise PartitionError(
+                    f"unknown partition method {method!r}.{hint} Use 'uniform', 'parameters', 'type:REGEX', 'flops', "
+                    "'profile', bounds such as [0, 3, 8], or {\"weights\": [one number a layer]}"
+                )
+    segments = segment_costs(costs, names, tie_keys if kind == "parameters" else None)
+    are_times = kind in (*MEASURED, "weights")
+    return partition_layers(segments, num_parts, what, placement, limit, step if are_times else None)
 
 
-def _named_chain(
-    method: str,
-    chain_costs: Sequence[float],
-    names: Sequence[str],
-    tie_keys: Sequence[str | None],
-    type_names: Sequence[str],
-) -> nx.DiGraph:
-    kind, colon, pattern = method.partition(":")
-    match kind.lower(), colon:
-        case "uniform", "":
-            return layer_chain([1.0] * len(names), names)
-        case (("flops" | "profile"), ""):
-            return layer_chain(chain_costs, names)
-        case "parameters", "":
-            return layer_chain(chain_costs, names, tie_keys)
-        case "type", ":":
-            return layer_chain(_type_costs(pattern, type_names or names), names)
-        case _:
-            raise _unknown_method(method)
-
-
-def _unknown_method(method: object) -> PartitionError:
-    word = method.lower().partition(":")[0] if isinstance(method, str) else ""
-    hint = nearest(word, _NAMED).replace("type", "type:REGEX")
-    return PartitionError(
-        f"unknown partition method {method!r}.{hint} Use 'uniform', 'parameters', 'type:REGEX', 'flops', 'profile', "
-        'bounds such as [0, 3, 8], or {"weights": [one number a layer]}'
-    )
-
-
-def _type_costs(pattern: str, type_names: Sequence[str]) -> list[float]:
+def _type_costs(pattern: str, names: Sequence[str]) -> list[float]:
     try:
         regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise PartitionError(f"'type:{pattern}' is no regular expression: {error}; correct the pattern") from error
-    costs = [1.0 if regex.search(name) else 0.0 for name in type_names]
+    costs = [1.0 if regex.search(name) else 0.0 for name in names]
     if not any(costs):
-        present = ", ".join(dict.fromkeys(type_names))
+        present = ", ".join(dict.fromkeys(names))
         raise PartitionError(f"'type:{pattern}' matches none of the {len(costs)} layers; their classes are {present}")
     return costs
 

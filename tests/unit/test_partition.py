@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
-import networkx as nx
 import pytest
 
 from parallel3d.errors import PartitionError
-from parallel3d.partition import Partition, layer_chain, partition_layers, resolve_partition
+from parallel3d.partition import Partition, partition_layers, resolve_partition, segment_costs
 
 GPT = ["Embedding", *["Block"] * 6, "LayerNorm", "Embedding"]
 GPT_COSTS = [50, *[10] * 6, 1, 50]
@@ -43,7 +42,7 @@ def test_1000_random_chains_agree_with_brute_force(seed: int) -> None:
         num_parts = draw.randint(1, n)
         costs = [draw.choice([0, draw.randint(0, 9), draw.randint(0, 1000)]) for _ in range(n)]
         ties = [draw.choice([None, "embed", "norm"]) if case % 2 else None for _ in range(n)]
-        found = partition_layers(layer_chain(costs, tie_keys=ties), num_parts)
+        found = partition_layers(segment_costs(costs, tie_keys=ties), num_parts)
         assert found.bounds[0] == 0
         assert found.bounds[-1] == n
         assert all(len(found.layers(part)) >= 1 for part in range(num_parts))
@@ -60,7 +59,7 @@ def test_stages_of_unlike_paces_agree_with_brute_force(seed: int) -> None:
         num_parts = draw.randint(1, 4)
         costs = [draw.randint(1, 100) for _ in range(draw.randint(num_parts, 9))]
         paces = [draw.choice([1, 2, 5]) for _ in range(num_parts)]
-        found = partition_layers(layer_chain(costs), num_parts, paces=paces)
+        found = partition_layers(segment_costs(costs), num_parts, paces=paces)
         best = min(
             max(cost * pace for cost, pace in zip(split, paces, strict=True))
             for split in all_splits(costs, [None] * len(costs), num_parts)
@@ -76,7 +75,7 @@ def test_fractional_costs_agree_with_brute_force() -> None:
         n = draw.randint(2, 8)
         num_parts = draw.randint(1, n)
         costs = [10 ** draw.uniform(-150, 150) if draw.random() < 0.5 else draw.random() for _ in range(n)]
-        found = partition_layers(layer_chain(costs), num_parts)
+        found = partition_layers(segment_costs(costs), num_parts)
         assert found.bottleneck == pytest.approx(min(map(max, all_splits(costs, [None] * n, num_parts))), rel=1e-12)
 
 
@@ -96,29 +95,22 @@ def test_400_layers_into_32_parts_agree_with_bisection_and_greedy_fill() -> None
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    assert partition_layers(layer_chain(costs, tie_keys=ties), 32).bottleneck == low
+    assert partition_layers(segment_costs(costs, tie_keys=ties), 32).bottleneck == low
 
 
 def test_a_tied_layer_costs_on_every_part_that_holds_it_but_once_a_part() -> None:
-    chain = layer_chain([50, 10, 10, 50], tie_keys=["embed", None, None, "embed"])
+    chain = segment_costs([50, 10, 10, 50], tie_keys=["embed", None, None, "embed"])
     assert partition_layers(chain, 1).costs == (70.0,)
     assert partition_layers(chain, 2).costs == (60.0, 60.0)
 
 
 def test_a_tie_key_costs_the_largest_of_its_layers() -> None:
-    chain = layer_chain([5, 1, 8], tie_keys=["embed", None, "embed"])
+    chain = segment_costs([5, 1, 8], tie_keys=["embed", None, "embed"])
     assert partition_layers(chain, 3).costs == (8.0, 1.0, 8.0)
 
 
 def test_zero_costs_still_give_every_part_a_layer() -> None:
-    assert partition_layers(layer_chain([0, 0, 0]), 3) == Partition((0, 1, 2, 3), (0.0, 0.0, 0.0))
-
-
-def test_a_chain_is_a_path_graph_with_attributes() -> None:
-    chain = layer_chain([1, 2, 3], names=["a", "b", "c"], tie_keys=[None, "t", None])
-    assert nx.is_path(chain, [0, 1, 2])
-    assert chain.number_of_edges() == 2
-    assert chain.nodes[1] == {"cost": 2, "name": "b", "tie": "t"}
+    assert partition_layers(segment_costs([0, 0, 0]), 3) == Partition((0, 1, 2, 3), (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("num_parts", range(1, 10))
@@ -143,7 +135,7 @@ def test_type_balances_the_layers_that_match() -> None:
 
 def test_type_matches_class_names_and_keeps_the_pattern_as_it_is() -> None:
     types = ["nn.Embedding", *["my Block"] * 6, "nn.LayerNorm", "nn.Linear"]
-    assert resolve(r"type:^\S+$", 3, type_names=types).costs == (1.0, 1.0, 1.0)
+    assert resolve(r"type:^\S+$", 3, names=types).costs == (1.0, 1.0, 1.0)
 
 
 def test_fewer_matches_than_parts() -> None:
@@ -188,7 +180,7 @@ def test_table_of_large_fractional_and_zero_costs() -> None:
     assert "1,234,567" in rows[1]
     assert " 0.125 " in rows[2]
     assert rows[2].endswith("L2, L3, L4, L5")
-    assert partition_layers(layer_chain([0.0] * 5), 1).table(list("abcde")).endswith("-  a, b, c, d, ...")
+    assert partition_layers(segment_costs([0.0] * 5), 1).table(list("abcde")).endswith("-  a, b, c, d, ...")
 
 
 @pytest.mark.parametrize(
@@ -225,22 +217,15 @@ def test_methods_that_cannot_be_carried_out(method: Any, num_parts: int, message
 
 def test_too_many_parts_are_called_what_the_caller_calls_them() -> None:
     with pytest.raises(PartitionError, match=r"24 layers can't fill 5 stages x 5 chunks; .* at most 24"):
-        partition_layers(layer_chain([1] * 24), 25, what="5 stages x 5 chunks")
+        partition_layers(segment_costs([1] * 24), 25, what="5 stages x 5 chunks")
 
 
 @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
 def test_a_cost_that_is_no_finite_number(cost: float) -> None:
     with pytest.raises(PartitionError, match=rf"layer 2 \(head\) costs {cost}; a cost must be a finite number >= 0"):
-        partition_layers(layer_chain([1, 2, cost], ["embed", "block", "head"]), 2)
+        partition_layers(segment_costs([1, 2, cost], ["embed", "block", "head"]), 2)
 
 
 def test_lengths_that_differ() -> None:
     with pytest.raises(PartitionError, match="2 costs, 1 names and 2 tie keys; give one of each a layer"):
-        layer_chain([1, 2], ["a"])
-
-
-def test_a_graph_that_is_no_chain() -> None:
-    chain = layer_chain([1, 2, 3])
-    chain.add_edge(0, 2)
-    with pytest.raises(PartitionError, match=r"a graph of 3 nodes that is not the chain .* layer_chain\(\)"):
-        partition_layers(chain, 2)
+        segment_costs([1, 2], ["a"])

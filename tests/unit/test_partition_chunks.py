@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from parallel3d.config import PipelineConfig
 from parallel3d.errors import PartitionError
-from parallel3d.partition import Method, Partition, StageLimit, layer_chain, partition_layers, resolve_partition
+from parallel3d.partition import Method, Partition, StageLimit, partition_layers, resolve_partition, segment_costs
 from parallel3d.partition.search import MOST_SPLITS
 from parallel3d.pipe.splitting import step_length
 from parallel3d.schedule.instructions import loop_placement, v_placement
@@ -52,7 +52,7 @@ def chunked_chains(draw: st.DrawFn) -> tuple[list[int], tuple[int, ...]]:
 @settings(max_examples=150, deadline=None)
 def test_few_splits_give_the_best_of_all(case: tuple[list[int], tuple[int, ...]]) -> None:
     costs, placement = case
-    found = partition_layers(layer_chain(costs), len(placement), placement=placement)
+    found = partition_layers(segment_costs(costs), len(placement), placement=placement)
     best = min(objectives(part_sums(costs, b), placement) for b in all_bounds(len(costs), len(placement)))
     assert list(found.costs) == part_sums(costs, found.bounds)
     assert objectives(found.costs, placement) == best
@@ -77,7 +77,7 @@ def test_only_splits_within_the_limit_count(
     fitting = [bounds for bounds in splits if held(bounds) <= most]
     limit = StageLimit(most, state, activations, in_flight)
     if fitting:
-        found = partition_layers(layer_chain(costs), len(placement), placement=placement, limit=limit)
+        found = partition_layers(segment_costs(costs), len(placement), placement=placement, limit=limit)
         assert held(found.bounds) <= most
         assert objectives(found.costs, placement) == min(objectives(part_sums(costs, b), placement) for b in fitting)
     else:
@@ -85,7 +85,7 @@ def test_only_splits_within_the_limit_count(
         with pytest.raises(
             PartitionError, match=rf"stage \d+ holds .* the smallest limit that works is {least:.0f}\. "
         ):
-            partition_layers(layer_chain(costs), len(placement), placement=placement, limit=limit)
+            partition_layers(segment_costs(costs), len(placement), placement=placement, limit=limit)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -93,7 +93,7 @@ def test_of_many_splits_one_close_to_the_best_is_found(seed: int) -> None:
     draw, placement = random.Random(seed), loop_placement(2, 3)
     costs = [draw.choice([draw.randint(1, 9), draw.randint(1, 100)]) for _ in range(38)]
     assert comb(len(costs) - 1, len(placement) - 1) > MOST_SPLITS
-    found = partition_layers(layer_chain(costs), len(placement), placement=placement)
+    found = partition_layers(segment_costs(costs), len(placement), placement=placement)
     assert max(found.loads(placement)) <= 1.005 * sum(costs) / 2
 
 
@@ -118,7 +118,7 @@ def can_be_lower(costs: Sequence[float], num_stages: int, load: float) -> bool:
 @pytest.mark.parametrize("embedding", [0.1, 2.0, 5.5, 14.5])
 def test_half_blocks_of_a_7b_model_in_a_v(embedding: float) -> None:
     costs, placement = [embedding, *[4.3, 5.7] * 32, 5.5], v_placement(4)
-    found = partition_layers(layer_chain(costs), 8, placement=placement)
+    found = partition_layers(segment_costs(costs), 8, placement=placement)
     largest = max(found.loads(placement))
     assert not can_be_lower(costs, 4, largest - 1e-6)
     assert can_be_lower(costs, 4, largest + 1e-6)  # else the line above would prove nothing
@@ -129,14 +129,14 @@ def test_130_layers_into_16_chunks_within_2_percent_and_seconds(placement: tuple
     draw = random.Random(1)
     costs = [draw.uniform(1, 9) for _ in range(130)]
     start = time.process_time()
-    found = partition_layers(layer_chain(costs), 16, placement=placement)
+    found = partition_layers(segment_costs(costs), 16, placement=placement)
     assert time.process_time() - start < 4  # some 0.5 s; the rest is for machines that are slow or busy
     assert max(found.loads(placement)) <= 1.02 * sum(costs) / (max(placement) + 1)
-    assert found == partition_layers(layer_chain(costs), 16, placement=placement)
+    assert found == partition_layers(segment_costs(costs), 16, placement=placement)
 
 
 def test_each_stage_its_own_chunk_is_the_exact_min_max() -> None:
-    chain = layer_chain([3, 1, 4, 1, 5, 9, 2, 6])
+    chain = segment_costs([3, 1, 4, 1, 5, 9, 2, 6])
     assert partition_layers(chain, 3, placement=(0, 1, 2)) == partition_layers(chain, 3)
 
 
@@ -156,9 +156,9 @@ def test_measured_costs_know_no_ties() -> None:
 
 def test_tied_state_is_held_once_a_part() -> None:
     limit = StageLimit(60, [50, 10, 50], [0, 0, 0], [1], ["embed", None, "embed"])
-    assert partition_layers(layer_chain([1, 1, 1]), 1, limit=limit).bounds == (0, 3)
+    assert partition_layers(segment_costs([1, 1, 1]), 1, limit=limit).bounds == (0, 3)
     with pytest.raises(PartitionError, match="the smallest limit that works is 110"):
-        partition_layers(layer_chain([1, 1, 1]), 1, limit=StageLimit(60, [50, 10, 50], [0, 0, 0], [1]))
+        partition_layers(segment_costs([1, 1, 1]), 1, limit=StageLimit(60, [50, 10, 50], [0, 0, 0], [1]))
 
 
 def test_bounds_that_break_the_limit() -> None:
@@ -180,8 +180,8 @@ def test_a_steps_length_decides_among_splits_that_weigh_evenness_more(case, rng:
     def step(parts: Sequence[float]) -> float:
         return sum(w * cost for w, cost in zip(weights, parts, strict=True)) + max(parts)
 
-    plain = partition_layers(layer_chain(costs), len(placement), placement=placement)
-    chosen = partition_layers(layer_chain(costs), len(placement), placement=placement, step=step)
+    plain = partition_layers(segment_costs(costs), len(placement), placement=placement)
+    chosen = partition_layers(segment_costs(costs), len(placement), placement=placement, step=step)
     assert list(chosen.costs) == part_sums(costs, chosen.bounds)
     assert step(chosen.costs) <= step(plain.costs)
 

@@ -14,8 +14,8 @@ from parallel3d.config.layout import Layout
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
-from parallel3d.partition.chain import layer_chain
-from parallel3d.partition.limit import StageLimit, stage_bytes
+from parallel3d.partition.chain import cut, segment_costs
+from parallel3d.partition.limit import StageLimit
 from parallel3d.partition.split import partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Device
@@ -343,14 +343,14 @@ class Predictor:
         ]
         ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile.specs]
         limit = StageLimit(0.0, state, [samples * a for a in activations], flights, ties)
-        own = stage_bytes(limit.chunk_bytes(), outlook.bounds, placement)
+        own = cut(outlook.bounds, limit.chunk_bytes()).loads(placement)
         most = min(m.capacity - m.reserved + own[m.stage] for m in memory)
         of_stages = self._stage_times(layout, links, outlook.exact)
         fastest = min(of_stages, key=lambda times: float(times.total.sum()))
         paces = [float(of_stages[stage].total.sum() / fastest.total.sum()) for stage in placement]
         try:
             found = partition_layers(
-                layer_chain(fastest.total.tolist()),
+                segment_costs(fastest.total.tolist()),
                 len(placement),
                 placement=placement,
                 limit=replace(limit, limit=most),
@@ -370,11 +370,11 @@ class Predictor:
         fastest = of_stages[totals.index(min(totals))]
         key = (*shape, paces, carefully, id(fastest))
         if key not in self._bounds:
-            chain, count = layer_chain(fastest.total.tolist()), len(placement)
+            segments, count = segment_costs(fastest.total.tolist()), len(placement)
             several = placement if carefully and layout.chunks != 1 else None
             of_chunks = None if min(paces) == max(paces) else [paces[stage] for stage in placement]
             step = self._step_length(layout, fastest) if several is not None else None
-            self._bounds[key] = partition_layers(chain, count, placement=several, step=step, paces=of_chunks).bounds
+            self._bounds[key] = partition_layers(segments, count, placement=several, step=step, paces=of_chunks).bounds
         return self._bounds[key]
 
     def _step_length(self, layout: Layout, times: Times) -> Callable[[Sequence[float]], float]:
