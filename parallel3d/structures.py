@@ -80,57 +80,51 @@ def describe(value: Any) -> tuple[Structure, list[Tensor]]:
     return Structure(tree, tuple(specs)), tensors
 
 
-@dataclass
+@dataclass(frozen=True)
 class TensorTree:
     """A pytree of tensors, to be made again with other tensors; its leaves may be dataclasses with tensors as fields.
 
-    - leaves: the pytree's leaves, with the list of its tensors in place of each dataclass.
-    - opened: index of a leaf -> the dataclass, and the names of the fields that hold its tensors.
+    - tensors: all tensors, in order.
+    - leaves: (leaf of the pytree, names of its fields that hold tensors). The class Tensor is in place of a tensor, None in
+      place of a field's.
     """
 
-    leaves: list[Any]
+    tensors: list[Tensor]
     tree: TreeSpec
-    opened: dict[int, tuple[Any, list[str]]]
+    leaves: list[tuple[Any, list[str]]]
 
     @classmethod
     def of(cls, value: Any) -> TensorTree:
         """Return the tree of a layer's output, or of a sample."""
-        leaves, tree = tree_flatten(value)
-        opened: dict[int, tuple[Any, list[str]]] = {}
-        for k, leaf in enumerate(leaves):
-            if is_dataclass(leaf) and not isinstance(leaf, type):
+        found, tree = tree_flatten(value)
+        tensors: list[Tensor] = []
+        leaves: list[tuple[Any, list[str]]] = []
+        for leaf in found:
+            names: list[str] = []
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+                leaf = Tensor
+            elif is_dataclass(leaf) and not isinstance(leaf, type):
                 names = [f.name for f in fields(leaf) if isinstance(getattr(leaf, f.name), Tensor)]
-                opened[k] = (leaf, names)
-                leaves[k] = [getattr(leaf, name) for name in names]
-        return cls(leaves, tree, opened)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors, in order."""
-        flat = [t for leaf in self.leaves for t in (leaf if isinstance(leaf, list) else [leaf])]
-        return [t for t in flat if isinstance(t, Tensor)]
+                tensors += [getattr(leaf, name) for name in names]
+                leaf = replace(leaf, **dict.fromkeys(names))
+            leaves.append((leaf, names))
+        return cls(tensors, tree, leaves)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TensorTree:
         """Return the same tree with these tensors; it keeps none of its own alive."""
-        remaining = iter(tensors)
-
-        def renewed(leaf: Any) -> Any:
-            if isinstance(leaf, list):
-                return [next(remaining) for _ in leaf]
-            return next(remaining) if isinstance(leaf, Tensor) else leaf
-
-        opened = {
-            k: (replace(leaf, **dict.fromkeys(names)), names) if names else (leaf, names)
-            for k, (leaf, names) in self.opened.items()
-        }
-        return TensorTree([renewed(leaf) for leaf in self.leaves], self.tree, opened)
+        return TensorTree(list(tensors), self.tree, self.leaves)
 
     def value(self) -> Any:
         """Return the pytree."""
-        leaves = list(self.leaves)
-        for k, (leaf, names) in self.opened.items():
-            leaves[k] = replace(leaf, **dict(zip(names, self.leaves[k], strict=True)))
-        return tree_unflatten(leaves, self.tree)
+        remaining = iter(self.tensors)
+
+        def filled(leaf: Any, names: list[str]) -> Any:
+            if leaf is Tensor:
+                return next(remaining)
+            return replace(leaf, **{name: next(remaining) for name in names}) if names else leaf
+
+        return tree_unflatten([filled(*leaf) for leaf in self.leaves], self.tree)
 
     def empty_like(self, keep_requires_grad: bool = False) -> TensorTree:
         """Return the tree with new tensors of the same shapes and strides, which are leaves.

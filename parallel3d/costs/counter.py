@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -114,8 +114,7 @@ class OperatorCounter(TorchDispatchMode):
         self.peak_with_others = self._others = 0
         self._instead, self._fuses = instead, fuses
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._gemm = self._attention = self._moved = self._operands = self._weights = 0.0
-        self._kernels = self._operators = 0
+        self._counts: dict[str, Any] = defaultdict(float)  # fields of Work
         self._exchanges: list[Exchange] = []
         self._parts: list[tuple[Collective, Work]] = []  # of the current exchange
         self._awaited = 0
@@ -144,13 +143,16 @@ class OperatorCounter(TorchDispatchMode):
         result = kwargs["out"] if function in _GEMMS_INTO else function(*args, **kwargs)
         written = tensors_of(result)
         cost = cost_of(function, args, kwargs, read, written, result)
-        self._operators += any(cost)
+        self._counts["operators"] += any(cost)
         joins = self._fuses and bool(cost.moved) and function.namespace == "aten"
         if not joins and any(cost):
             self._end_kernel()
-            self._count(cost)
-            if cost.gemm_flops:
-                self._count_operands([*tensors_of(args), *written])
+            for name, number in zip(OpCost._fields, cost, strict=True):
+                self._counts[name] += number
+            self._counts["kernels"] += 1
+            # Each tensor that a GEMM reads or writes; an accumulator is among them twice, since it is read and written.
+            for tensor in (*tensors_of(args), *written) if cost.gemm_flops else ():
+                self._counts["weights" if storage_of(tensor) in self.weights else "operands"] += bytes_of(tensor)
         if self._fuses and any(cost):
             self._recomputable.read([t.untyped_storage() for t in read], self._pending)
         self._register(read, written, joins)
@@ -213,25 +215,11 @@ class OperatorCounter(TorchDispatchMode):
     def _free_other(self, nbytes: int) -> None:
         self._others -= nbytes
 
-    def _count(self, cost: OpCost) -> None:
-        self._gemm += cost.gemm_flops
-        self._attention += cost.attention_flops
-        self._moved += cost.moved
-        self._kernels += 1
-
-    def _count_operands(self, tensors: Sequence[Tensor]) -> None:
-        """Count each tensor that a GEMM reads or writes; an accumulator is among them twice, since it is read and written."""
-        for tensor in tensors:
-            if storage_of(tensor) in self.weights:
-                self._weights += bytes_of(tensor)
-            else:
-                self._operands += bytes_of(tensor)
-
     def _end_kernel(self) -> None:
         if self._read or self._pending:
             written = sum(self._pending.values())
-            self._moved += written + sum(self._read.values())
-            self._kernels += 1
+            self._counts["moved"] += written + sum(self._read.values())
+            self._counts["kernels"] += 1
             self._read.clear()
             self._pending.clear()
             self._add(written)
@@ -239,7 +227,7 @@ class OperatorCounter(TorchDispatchMode):
     def start_collective(self, kind: str, nbytes: int) -> CountedCollective:
         """Count a collective over the tensor-parallel group, in the form that an ImaginedGroup calls."""
         self._end_kernel()
-        self._operators += _CALLS_PER_COLLECTIVE
+        self._counts["operators"] += _CALLS_PER_COLLECTIVE
         self._credit()
         kinds: Any = kind
         self._parts.append((Collective(kinds, nbytes), Work()))
@@ -254,7 +242,7 @@ class OperatorCounter(TorchDispatchMode):
 
     def _credit(self) -> None:
         """Credit what was computed since the last collective started to that collective: it can overlap with it."""
-        now = self._counted()
+        now = Work(**self._counts)
         if self._parts:
             collective, _ = self._parts[-1]
             self._parts[-1] = collective, now.beyond(self._before)
@@ -265,20 +253,14 @@ class OperatorCounter(TorchDispatchMode):
         self._exchanges.append(Exchange(tuple(self._parts)))
         self._parts = []
 
-    def _counted(self) -> Work:
-        counted = self._gemm, self._attention, self._moved, self._kernels, self._operands, self._weights
-        return Work(*counted, self._operators)
-
     def take(self) -> Work:
         """Return what was counted since the last call, and start from zero."""
         self._end_kernel()
         if self._parts:
             self._awaited = 0
             self._end_exchange()
-        work = replace(self._counted(), exchanges=tuple(self._exchanges))
-        self._gemm = self._attention = self._moved = self._operands = self._weights = 0.0
-        self._kernels = self._operators = 0
-        self._exchanges = []
+        work = Work(**self._counts, exchanges=tuple(self._exchanges))
+        self._counts, self._exchanges = defaultdict(float), []
         return work
 
 

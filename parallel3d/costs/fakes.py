@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -73,8 +74,10 @@ class Fakes:
             yield lambda: self._faked(layer)
             return
         # Copies: what a layer keeps in its arguments, such as shared tables, must not become fake for training.
+        spec = copy.copy(layer)
         try:
-            spec = _with_arguments(layer, self._copied)
+            spec.module_args = tuple(map(self._copied, layer.module_args))
+            spec.module_kwargs = {key: self._copied(value) for key, value in layer.module_kwargs.items()}
         except Exception as error:
             raise PartitionError(f"its arguments can't be copied for a trace: {error}; {self._instead}") from error
 
@@ -121,29 +124,13 @@ class MetaFakes(Fakes):
         """Return a pytree with its tensors on the meta device."""
         return tree_map(lambda leaf: leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf, tree)
 
-    def first_that_works(self, layer: Layer, use: Callable[[Any], Any]) -> Any:
-        """Return use(layer on the meta device). Raises PartitionError if that fails."""
-        if isinstance(layer, nn.Module):
-            raise PartitionError(f"it is built already; {self._instead}")
-        try:
-            if not isinstance(layer, LayerSpec):
-                return use(layer)
-            spec = _with_arguments(layer, copy.deepcopy)
-            if any(isinstance(a, (Tensor, nn.Module)) for a in (*spec.module_args, *spec.module_kwargs.values())):
-                raise PartitionError(f"there are tensors among its arguments; {self._instead}")
-            with torch.device("meta"):
-                module = spec.build(self._context)
-            return use(module)
-        except Exception as error:  # whatever a layer's own code raises
-            raise PartitionError(f"it can't be traced on the meta device: {error}; {self._instead}") from error
+    def _ways(self, layer: Layer) -> Iterator[Callable[[], Any]]:
+        return islice(super()._ways(layer), 1)
 
-
-def _with_arguments(layer: LayerSpec, convert: Callable[[Any], Any]) -> LayerSpec:
-    """Return a copy of a spec with its arguments converted."""
-    spec = copy.copy(layer)
-    spec.module_args = tuple(map(convert, layer.module_args))
-    spec.module_kwargs = {key: convert(value) for key, value in layer.module_kwargs.items()}
-    return spec
+    def _faked(self, value: Any) -> Any:
+        if isinstance(value, (Tensor, nn.Module)):
+            raise PartitionError(f"it holds tensors that are not on the meta device; {self._instead}")
+        return copy.deepcopy(value)
 
 
 class CudaFunctions(TorchFunctionMode):

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.errors import PartitionError
 from parallel3d.optim.precision import Precision
 from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
@@ -152,6 +154,28 @@ def prepare(module: Any, device: torch.device, weights: torch.dtype | None) -> l
 
     replace_tensors(module, convert)
     return list(module.train().parameters())
+
+
+def attach_sink(
+    module: Any,
+    device: torch.device,
+    weights: torch.dtype | None,
+    accumulator_dtype: Callable[[torch.dtype], torch.dtype],
+    splittable: bool = True,
+) -> tuple[GradientSink, list[nn.Parameter], list[Tensor]]:
+    """Prepare a layer whose gradients go to a sink; return the sink, the parameters to train, and their accumulators.
+
+    accumulator_dtype: of a parameter's dtype as built; splittable: make its backwards splittable.
+    """
+    trained = [p.dtype for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
+    parameters = [p for p in prepare(module, device, weights) if p.requires_grad]
+    sink, accumulators = GradientSink(), []
+    for parameter, dtype in zip(parameters, trained, strict=True):
+        accumulators.append(torch.zeros(parameter.shape, dtype=accumulator_dtype(dtype), device=parameter.device))
+        sink.attach(parameter, accumulators[-1])
+    if splittable and isinstance(module, nn.Module):
+        make_splittable(module, sink)
+    return sink, parameters, accumulators
 
 
 class LayerRun:

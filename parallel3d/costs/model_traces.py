@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.fakes import CudaFunctions, Fakes, MetaFakes
-from parallel3d.costs.layer_costs import alike, bind_forward, prepare
+from parallel3d.costs.layer_costs import alike, attach_sink, bind_forward
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.tracing import LayerTrace, LayerTracer
 from parallel3d.errors import PartitionError
@@ -73,15 +72,6 @@ class TracedModel:
         return make_policy(self.config, [], torch.device("cpu"), self.precision.weights)
 
 
-@dataclass(frozen=True)
-class _Tensors:
-    """Tensors of a module as built. parameters, frozen: (name, parameter without memory); buffers: bytes, as cast."""
-
-    parameters: tuple[tuple[str, nn.Parameter], ...] = ()
-    frozen: tuple[tuple[str, nn.Parameter], ...] = ()
-    buffers: int = 0
-
-
 class ModelTraces:
     """Traces a model's layers on the first of `num_slices` tensor-parallel ranks.
 
@@ -104,7 +94,8 @@ class ModelTraces:
         independent = model.config.rng.layout_independent
         self._context = BuildContext(groups, torch.device("cpu"), sequence_parallel, independent)
         self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)
-        self._modules: dict[tuple[int, bool], tuple[LayerTracer, _Tensors]] = {}
+        # Kind of layer, whether splittable -> its tracer, and what its profile says of its tensors.
+        self._modules: dict[tuple[int, bool], tuple[LayerTracer, dict[str, Any]]] = {}
         self._tables: dict[int, int] = {}
         self._known: dict[Any, tuple[LayerProfile, TensorTree]] = {}
         self._profiles: dict[int, tuple[LayerProfile, ...]] = {}
@@ -141,11 +132,13 @@ class ModelTraces:
                 (whole, returned), (split, _) = (self._trace(kind, x, splits) for splits in (False, True))
             except PartitionError as error:
                 raise PartitionError(f"layer {k} ({layer_name(layer)}): {error}") from error
-            _, tensors = self._modules[kind, True]
+            tensors = self._modules[kind, True][1]
             self._tables[kind] = max(self._tables.get(kind, 0), whole.tables, split.tables)
-            made = _make_profile(layer_name(layer), whole, split, tensors, tie, self._tables[kind])
+            made = _make_profile(layer_name(layer), whole, split, tie=tie, tables=self._tables[kind], **tensors)
             if isinstance(layer, TiedLayerSpec) and self._model.precision.weights is None:
-                made = replace(made, tied_gradient=_tied_bytes(layer, tensors))
+                attributes = layer.tied_weight_attr
+                tied = [p for n, p in made.parameters if any(n == a or n.startswith(a + ".") for a in attributes)]
+                made = replace(made, tied_gradient=sum(parameter.nbytes for parameter in tied))
             self._known[key] = made, returned
         return self._known[key]
 
@@ -166,27 +159,18 @@ class ModelTraces:
         return result
 
     def _run(self, tracer: LayerTracer, x: TensorTree, splits: bool) -> tuple[LayerTrace, TensorTree]:
-        with ExitStack() as stack:
-            # Tensor-parallel layers draw the seed of a rank's own random stream.
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(self._fakes.mode)
-            stack.enter_context(standing_for(self._model.device))
-            if self._model.device == "cuda":
-                stack.enter_context(CudaFunctions())
+        on_cuda = CudaFunctions() if self._model.device == "cuda" else nullcontext()
+        # Tensor-parallel layers draw the seed of a rank's own random stream.
+        with torch.random.fork_rng(devices=[]), self._fakes.mode, standing_for(self._model.device), on_cuda:
             return tracer.run(x, splits)
 
-    def _prepare(self, layer: Layer, module: Any, splittable: bool) -> tuple[LayerTracer, _Tensors]:
+    def _prepare(self, layer: Layer, module: Any, splittable: bool) -> tuple[LayerTracer, dict[str, Any]]:
         """Make a layer as it is trained, with a sink that adds its gradients to accumulators."""
-        precision, policy, sink = self._model.precision, self._model.policy, GradientSink()
+        precision, dtype = self._model.precision, self._model.policy.accumulator_dtype
         tensors = _tensors_of(module, precision.weights)
-        accumulators: list[Tensor] = []
         with self._fakes.mode, self._fakes.device:
-            parameters = [p for p in prepare(module, self._fakes.device, precision.weights) if p.requires_grad]
-            for parameter, (_, built) in zip(parameters, tensors.parameters, strict=True):
-                accumulators.append(torch.empty(parameter.shape, dtype=policy.accumulator_dtype(built.dtype)))
-                sink.attach(parameter, accumulators[-1])
-        if splittable and isinstance(module, nn.Module):
-            make_splittable(module, sink)
+            made = attach_sink(module, self._fakes.device, precision.weights, dtype, splittable)
+        sink, parameters, accumulators = made
         function = bind_forward(layer, module, None, None)
         return LayerTracer(function, parameters, sink, precision, self._counter, accumulators), tensors
 
@@ -203,7 +187,7 @@ class ModelTraces:
         key = (self._context.groups.model.size, type(self._fakes), given.key)
         if key not in self._losses:
             trace, _ = self._run(tracer, given, splits=False)  # it has no weights whose gradients could be split off
-            self._losses[key] = _make_profile("loss", trace, trace, _Tensors())
+            self._losses[key] = _make_profile("loss", trace, trace)
         own = self._losses[key]
         return replace(
             last,
@@ -214,14 +198,7 @@ class ModelTraces:
         )
 
 
-def _tied_bytes(layer: TiedLayerSpec, tensors: _Tensors) -> int:
-    tied = [p for n, p in tensors.parameters for a in layer.tied_weight_attr if n == a or n.startswith(a + ".")]
-    return sum(parameter.nbytes for parameter in tied)
-
-
-def _make_profile(
-    name: str, whole: LayerTrace, split: LayerTrace, tensors: _Tensors, tie: str | None = None, tables: int = 0
-) -> LayerProfile:
+def _make_profile(name: str, whole: LayerTrace, split: LayerTrace, **fields: Any) -> LayerProfile:
     return LayerProfile(
         name,
         split.forward,
@@ -232,33 +209,23 @@ def _make_profile(
         split.outputs,
         whole.held,
         split.held,
-        tensors.parameters,
-        tensors.frozen,
-        frozenset(tensors.parameters[k][0] for k in split.early),
-        tensors.buffers,
-        tables,
-        tie,
+        early=frozenset(fields["parameters"][k][0] for k in split.early),
+        **fields,
     )
 
 
-def _tensors_of(module: Any, weights: torch.dtype | None) -> _Tensors:
+def _tensors_of(module: Any, weights: torch.dtype | None) -> dict[str, Any]:
+    """Return the parameters, frozen and buffers of a LayerProfile, from a module as built."""
     if not isinstance(module, nn.Module):
-        return _Tensors()
-
-    def described(parameter: nn.Parameter) -> nn.Parameter:
+        return {}
+    named: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
+    for name, parameter in module.named_parameters():
         like = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         vars(like).update(vars(parameter))
-        return like
-
-    everything = [(name, described(parameter)) for name, parameter in module.named_parameters()]
-    return _Tensors(
-        tuple((n, p) for n, p in everything if p.requires_grad),
-        tuple((n, p) for n, p in everything if not p.requires_grad),
-        sum(
-            b.numel() * (weights if weights is not None and b.is_floating_point() else b.dtype).itemsize
-            for b in module.buffers()
-        ),
-    )
+        named[parameter.requires_grad].append((name, like))
+    cast = [weights if weights is not None and b.is_floating_point() else b.dtype for b in module.buffers()]
+    nbytes = sum(b.numel() * dtype.itemsize for b, dtype in zip(module.buffers(), cast, strict=True))
+    return {"parameters": tuple(named[True]), "frozen": tuple(named[False]), "buffers": nbytes}
 
 
 def rows_of(sample: tuple[Any, Any]) -> int:

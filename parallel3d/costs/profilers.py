@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -14,15 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.clock import Clock, clock_of
 from parallel3d.comm.collectives import DONE
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.fakes import Fakes
-from parallel3d.costs.layer_costs import LayerCost, LayerProfiler, LayerRun, Sample, bind_forward, prepare
+from parallel3d.costs.layer_costs import LayerCost, LayerProfiler, LayerRun, Sample, attach_sink, bind_forward, prepare
 from parallel3d.costs.operators import storage_of
 from parallel3d.costs.work import Work
 from parallel3d.errors import PartitionError
@@ -54,28 +51,30 @@ class FlopProfiler(LayerProfiler):
 
     def measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
         """Trace the layer on fake tensors."""
-
-        def traced(module: Any) -> tuple[LayerCost, Any]:
-            cost, output = self._trace(layer, module, x, labels, is_last)
-            share = self.context.groups.model.size if self._is_sliced(layer) else 1
-            return replace(cost, forward=cost.forward / share, backward=cost.backward / share), output
-
-        result: tuple[LayerCost, Any] = self._fakes.first_that_works(layer, traced)
+        result: tuple[LayerCost, Any] = self._fakes.first_that_works(
+            layer, lambda module: self._trace(layer, module, x, labels, is_last)
+        )
         return result
-
-    def _is_sliced(self, layer: Layer) -> bool:
-        if self.context.groups.model.size == 1 or not isinstance(layer, LayerSpec):
-            return False
-        return any(slicing_of(parameter) is not None for parameter in blueprint(layer, self.context).parameters())
 
     def _trace(self, layer: Layer, module: Any, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
         counter = OperatorCounter(_INSTEAD)
         saved: dict[int, int] = {}  # storage -> bytes
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        share, model = 1, self.context.groups.model
+        if model.size > 1 and isinstance(layer, LayerSpec):
+            is_sliced = any(
+                slicing_of(parameter) is not None for parameter in blueprint(layer, self.context).parameters()
+            )
+            share = model.size if is_sliced else 1
         with self._fakes.mode:
             parameters = prepare(module, self.context.device, self.sample.precision.weights)
             function = bind_forward(layer, module, self._loss if is_last else None, labels)
             run = LayerRun(function, x, self.sample.precision.autocasting(self.context.device))
-            with counter, _saving(saved):
+            with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 run.forward()
             forward = _flops(counter.take())
             with counter:
@@ -84,7 +83,7 @@ class FlopProfiler(LayerProfiler):
         for parameter in parameters:
             saved.pop(storage_of(parameter), None)
         given = {storage_of(t): t.untyped_storage().nbytes() for t in tree_leaves(x) if isinstance(t, Tensor)}
-        cost = LayerCost(forward, backward, saved=sum(saved.values()), given=sum(given.values()))
+        cost = LayerCost(forward / share, backward / share, saved=sum(saved.values()), given=sum(given.values()))
         return cost, run.next_input()
 
 
@@ -92,20 +91,8 @@ def _flops(work: Work) -> float:
     return work.flops + FLOPS_PER_BYTE * work.moved
 
 
-@contextmanager
-def _saving(storages: dict[int, int]) -> Iterator[None]:
-    """Note the bytes of each storage that autograd saves for a backward inside."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
-
-
-class Timing(NamedTuple):
-    """How the runs of a layer are timed.
+class TimeProfiler(LayerProfiler):
+    """Costs in seconds on the context's device: medians of a few runs, one layer in memory at a time.
 
     - warm_up, timed: numbers of runs. The same on every rank: tensor-parallel ranks run a layer together.
     - accumulator_dtype: given, backwards are split as in pipeline training: the gradients of weights are timed apart and
@@ -113,22 +100,23 @@ class Timing(NamedTuple):
     - remedy: advice of the error for a layer that can't run.
     """
 
-    warm_up: int = 2
-    timed: int = 5
-    accumulator_dtype: Callable[[torch.dtype], torch.dtype] | None = None
-    remedy: str = (
-        "check that sample_input is what the first layer takes, of a micro-batch that fits into memory, or use partition "
-        "method 'flops' or 'parameters'"
-    )
-
-
-class TimeProfiler(LayerProfiler):
-    """Costs in seconds on the context's device: medians of a few runs, one layer in memory at a time."""
-
-    def __init__(self, sample: Sample, context: BuildContext, timing: Timing | None = None, clock: Clock | None = None):
+    def __init__(
+        self,
+        sample: Sample,
+        context: BuildContext,
+        clock: Clock | None = None,
+        warm_up: int = 2,
+        timed: int = 5,
+        accumulator_dtype: Callable[[torch.dtype], torch.dtype] | None = None,
+        remedy: str = (
+            "check that sample_input is what the first layer takes, of a micro-batch that fits into memory, or use partition "
+            "method 'flops' or 'parameters'"
+        ),
+    ):
         super().__init__(sample, context)
-        self._timing = timing or Timing()
         self._clock = clock or clock_of(context.device)
+        self._warm_up, self._timed = warm_up, timed
+        self._accumulator_dtype, self._remedy = accumulator_dtype, remedy
         self._loss = sample.build_loss(context)
 
     def place(self, tree: Any) -> Any:
@@ -141,14 +129,16 @@ class TimeProfiler(LayerProfiler):
             return self._measure(layer, x, labels, is_last)
         except Exception as error:  # whatever a layer's own code raises
             raise PartitionError(
-                f"it failed while it was measured: {type(error).__name__}: {error}; {self._timing.remedy}"
+                f"it failed while it was measured: {type(error).__name__}: {error}; {self._remedy}"
             ) from error
 
     def _measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
         module, precision = self._build(layer), self.sample.precision
-        dtypes = [p.dtype for p in module.parameters()] if isinstance(module, nn.Module) else []
-        parameters = prepare(module, self.context.device, precision.weights)
-        sink = self._make_splittable(module, parameters, dtypes)
+        sink, parameters = None, []
+        if self._accumulator_dtype is None:
+            parameters = prepare(module, self.context.device, precision.weights)
+        else:
+            sink, *_ = attach_sink(module, self.context.device, precision.weights, self._accumulator_dtype)
         function = bind_forward(layer, module, self._loss if is_last else None, labels)
         marks: list[Any] = []
 
@@ -157,20 +147,23 @@ class TimeProfiler(LayerProfiler):
             work()
             marks.append(self._clock.mark())
 
-        for _ in range(self._timing.warm_up + self._timing.timed):
+        for _ in range(self._warm_up + self._timed):
             run = LayerRun(function, x, precision.autocasting(self.context.device))
-            phases: list[Callable[[], None]]
             if sink is None:
-                phases = [run.forward, partial(run.backward, parameters)]
+                time(run.forward)
+                time(partial(run.backward, parameters))
             else:
                 sink.open()
-                phases = [run.forward, partial(_deferring, sink, run), partial(sink.run_deferred, run)]
-            for phase in phases:
-                time(phase)
+                time(run.forward)
+                with sink.deferring(run):
+                    time(run.accumulate)
+                time(partial(sink.run_deferred, run))
         moments = self._clock.read(marks)
-        seconds = [end - start for start, end in zip(moments[::2], moments[1::2], strict=True)]
-        seconds = seconds[len(phases) * self._timing.warm_up :]
-        forward, backward, *weight = (median(seconds[k :: len(phases)]) for k in range(len(phases)))
+        phases = 2 if sink is None else 3
+        seconds = [end - start for start, end in zip(moments[::2], moments[1::2], strict=True)][
+            phases * self._warm_up :
+        ]
+        forward, backward, *weight = (median(seconds[k::phases]) for k in range(phases))
         return LayerCost(forward, backward, sum(weight)), run.next_input()
 
     def _build(self, layer: Layer) -> Any:
@@ -182,26 +175,6 @@ class TimeProfiler(LayerProfiler):
         given = tree_leaves((layer.module_args, layer.module_kwargs)) if isinstance(layer, LayerSpec) else [layer]
         shares_modules = any(isinstance(value, nn.Module) for value in given)
         return copy.deepcopy(module) if shares_modules else module
-
-    def _make_splittable(
-        self, module: Any, parameters: Sequence[nn.Parameter], dtypes: Sequence[torch.dtype]
-    ) -> GradientSink | None:
-        """Return the sink of a layer with split backwards, None for whole ones. dtypes: the parameters' as built."""
-        if self._timing.accumulator_dtype is None:
-            return None
-        sink = GradientSink()
-        for parameter, dtype in zip(parameters, dtypes, strict=True):
-            if parameter.requires_grad:
-                sink.attach(parameter, torch.zeros_like(parameter, dtype=self._timing.accumulator_dtype(dtype)))
-        if isinstance(module, nn.Module):
-            make_splittable(module, sink)
-        return sink
-
-
-def _deferring(sink: GradientSink, run: LayerRun) -> None:
-    """Run a backward that leaves the gradients of weights to sink.run_deferred(run)."""
-    with sink.deferring(run):
-        run.accumulate()
 
 
 class LayerSeconds(NamedTuple):
@@ -220,7 +193,7 @@ def measure_layers(layers: Sequence[Layer], sample: Sample, config: Config, devi
     """
     policy = make_policy(config, [], device, sample.precision.weights)
     remedy = "give a cluster by --cluster instead of --measure, which needs no device"
-    timing = Timing(warm_up=3, timed=7, accumulator_dtype=policy.accumulator_dtype, remedy=remedy)
     context = BuildContext(ProcessGroups.imagined(1, lambda kind, nbytes: DONE), device)
-    costs = TimeProfiler(sample, context, timing).measure_all(layers)
+    profiler = TimeProfiler(sample, context, None, 3, 7, policy.accumulator_dtype, remedy)
+    costs = profiler.measure_all(layers)
     return [LayerSeconds(cost.forward, cost.backward, cost.weight) for cost in costs]

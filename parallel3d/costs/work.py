@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from operator import add, attrgetter, sub
+from typing import Any, Literal
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -43,28 +44,12 @@ class Work:
     exchanges: tuple[Exchange, ...] = ()
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.gemm_flops + other.gemm_flops,
-            self.attention_flops + other.attention_flops,
-            self.moved + other.moved,
-            self.kernels + other.kernels,
-            self.operands + other.operands,
-            self.weights + other.weights,
-            self.operators + other.operators,
-            self.exchanges + other.exchanges,
-        )
+        values: list[Any] = [*map(add, _NUMBERS(self), _NUMBERS(other)), self.exchanges + other.exchanges]
+        return Work(*values)
 
     def beyond(self, before: Work) -> Work:
         """Return this work minus `before`, without exchanges."""
-        return Work(
-            self.gemm_flops - before.gemm_flops,
-            self.attention_flops - before.attention_flops,
-            self.moved - before.moved,
-            self.kernels - before.kernels,
-            self.operands - before.operands,
-            self.weights - before.weights,
-            self.operators - before.operators,
-        )
+        return Work(*map(sub, _NUMBERS(self), _NUMBERS(before)))
 
     @property
     def flops(self) -> float:
@@ -75,6 +60,9 @@ class Work:
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives of all exchanges."""
         return tuple(collective for exchange in self.exchanges for collective, _ in exchange.parts)
+
+
+_NUMBERS = attrgetter("gemm_flops", "attention_flops", "moved", "kernels", "operands", "weights", "operators")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,6 @@ class StageLimit:
 
     def chunk_bytes(self) -> FloatArray:
         """[chunks, n + 1, n + 1]: element (c, a, b) is what layers [a, b) take as chunk c, inf where that is empty."""
-        if len(self.activations) != len(self.state):
-            raise PartitionError(
-                f"{len(self.state)} layers' state and {len(self.activations)} layers' activations; give one of each a layer"
-            )
         state = segment_costs(self.state, tie_keys=self.tie_keys)
         activations = segment_costs(self.activations)
         held = np.array(self.in_flight, dtype=np.float64)[:, None, None]
