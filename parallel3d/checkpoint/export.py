@@ -1,21 +1,127 @@
-"""Whole tensors out of a checkpoint, without a model: a Hugging Face directory, or safetensors under the model's own names."""
+"""Weights in files that need no model: a Hugging Face directory, or safetensors under the model's own names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
+from parallel3d.atomic_write import whole
 from parallel3d.checkpoint.directory import sync
-from parallel3d.checkpoint.files import MAX_FILE_BYTES, Target, Writing, check_empty, dtype_of
 from parallel3d.checkpoint.format import MASTER, MODEL
 from parallel3d.checkpoint.read import Reader
-from parallel3d.checkpoint.stored import Section, Stored, all_of
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, ConfigError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_FILE_BYTES = 5 * 10**9
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows `start` to `start + size` of a stored tensor of `of` rows; all of it by default."""
+
+    name: str
+    size: int
+    start: int = 0
+    of: int | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How another format stores a parameter: as these sections, concatenated along dim 0.
+
+    rest: the parameter's other sizes. transposed: rows of the parameter are columns in the file, [in, out] for [out, in].
+    """
+
+    sections: tuple[Section, ...]
+    rest: tuple[int, ...] = ()
+    transposed: bool = False
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor, as stored."""
+        shapes = {s.name: (s.size if s.of is None else s.of, *self.rest) for s in self.sections}
+        return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the parameter."""
+        return sum(section.size for section in self.sections) * math.prod(self.rest)
+
+    def rows_of(self, tensor: Tensor, section: Section) -> Tensor:
+        """Return a view of the section of a stored tensor, in the parameter's orientation."""
+        rows = tensor.t() if self.transposed else tensor
+        return rows.narrow(0, section.start, section.size) if rows.dim() else rows
+
+
+def all_of(name: str, *shape: int) -> Stored:
+    """Describe a parameter of this shape that is stored unchanged under `name`."""
+    size, *rest = shape or (1,)
+    return Stored((Section(name, size),), tuple(rest))
+
+
+# Name of a parameter in its layer -> how it is stored.
+LayerNames = Mapping[str, Stored]
+
+
+@runtime_checkable
+class HuggingFaceLayer(Protocol):
+    """A layer of a model that Hugging Face has."""
+
+    def stored(self) -> LayerNames:
+        """Return how each parameter is stored, by its name in the layer."""
+
+    def config_json(self) -> Json:
+        """Return the whole model's config.json. Raises ConfigError if Hugging Face has no such architecture."""
+
+
+def huggingface_names(layers: nn.ModuleDict, global_name: Callable[[int, str], str]) -> Json | None:
+    """Return config.json, and how each parameter of this rank's layers is stored; None if a layer with weights doesn't say.
+
+    - layers: by their positions in the model.
+    - global_name: (position, name in the layer) -> name in the whole model.
+    """
+    names: Json = {}
+    config: Json = {}
+    for position, layer in layers.items():
+        if isinstance(layer, HuggingFaceLayer):
+            try:
+                config = config or json.loads(_as_json(layer.config_json()))
+            except ConfigError:
+                return None
+            names |= {global_name(int(position), name): asdict(stored) for name, stored in layer.stored().items()}
+        elif next(layer.parameters(), None) is not None:
+            return None
+    return {"config": config, "names": names}
+
+
+def merge_names(everyone: Iterable[Json | None]) -> Json | None:
+    """Merge the names of all ranks; None if a rank has none."""
+    merged: Json = {"config": {}, "names": {}}
+    for own in everyone:
+        if own is None:
+            return None
+        merged["config"] = merged["config"] or own["config"]
+        merged["names"] |= own["names"]
+    return merged if merged["names"] else None
+
+
+def _as_json(config: Mapping[str, Any]) -> str:
+    """Format a config, with dtypes by their names."""
+    return json.dumps(config, indent=2, sort_keys=True, default=lambda value: str(value).removeprefix("torch."))
 
 
 def export_checkpoint(
@@ -26,66 +132,141 @@ def export_checkpoint(
     plain: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> bool:
-    """Write the weights of a checkpoint's directory; whether they went as Hugging Face has them.
+    """Write the weights of a checkpoint to a directory, and return whether they are in Hugging Face's form.
 
-    A model of `parallel3d.models` becomes a directory that from_pretrained reads, any other, or each with `plain`,
-    safetensors under the model's own names. masters: what the optimizer updated, where that is wider. dtype: what
-    floating-point numbers are converted to. Raises CheckpointError, and has then written nothing.
+    A model of `parallel3d.models` becomes a directory that from_pretrained reads; any other model, or any with `plain`,
+    becomes safetensors under the model's own names.
+
+    - dtype: to which floating-point tensors are converted.
+    - masters: write the masters that the optimizer updates, where they are wider than the weights.
+
+    Raises CheckpointError, and has then written nothing.
     """
-    reader = Reader(checkpoint)
-    known: Mapping[str, Any] | None = None if plain else reader.manifest.state.get("huggingface")
-    found = {name.removeprefix(MODEL): name for name in reader.tensors if name.startswith(MODEL)}
-    if masters:
-        found |= {name.removeprefix(MASTER): name for name in reader.tensors if name.startswith(MASTER)}
     if problem := check_empty(directory):
         raise CheckpointError(problem)
-    targets: dict[str, Target] = {}
-    for name, source in sorted(found.items()):
+    reader = Reader(checkpoint)
+    known: Mapping[str, Any] | None = None if plain else reader.manifest.state.get("huggingface")
+    sources: dict[str, str] = {}
+    for prefix in (MODEL, MASTER) if masters else (MODEL,):
+        sources |= {name.removeprefix(prefix): name for name in reader.tensors if name.startswith(prefix)}
+    targets: dict[str, tuple[Stored, torch.dtype]] = {}
+    for name, source in sorted(sources.items()):
         tensor = reader.tensors[source]
         if known is None:
-            stored = all_of(name, *tensor.shape)
-        elif name in known["names"]:
-            stored = stored_of(known["names"][name])
-        else:
-            continue  # a buffer, which its layer makes anew
-        targets[source] = Target(stored, dtype_of(tensor.torch_dtype, dtype))
+            targets[source] = all_of(name, *tensor.shape), tensor.torch_dtype
+        elif name in known["names"]:  # the others are buffers, which their layers make anew
+            targets[source] = TypeAdapter(Stored).validate_python(known["names"][name]), tensor.torch_dtype
     if not targets:
         raise CheckpointError(f"{checkpoint} holds no weights")
-    writing = Writing(directory, list(targets.values()), max_file_bytes)
-    try:
-        writing.begin()
-        for source, target in targets.items():
-            reader.verify(source)
-            writing.add(target, reader.read(source))
-        writing.finish(known["config"] if known is not None else None)
-    except (OSError, SafetensorError) as error:
-        raise writing.drop(error) from error
-    except CheckpointError as error:
-        writing.drop(error)
-        raise
+    tensors = ((source, reader.read(source)) for source in targets)
+    write_weights(directory, targets, tensors, known["config"] if known is not None else None, dtype, max_file_bytes)
     return known is not None
 
 
 def write_one_file(checkpoint: Path, file: Path) -> None:
-    """All weights of a checkpoint's directory as one file of safetensors, replaced at once. Raises CheckpointError."""
+    """Write all weights of a checkpoint into one safetensors file, replaced atomically. Raises CheckpointError."""
     reader = Reader(checkpoint)
-    tensors = {}
-    for name in reader.tensors:
-        if name.startswith(MODEL):
-            reader.verify(name)
-            tensors[name.removeprefix(MODEL)] = reader.read(name)
-    partial = file.with_name(f".{file.name}.partial")
+    tensors = {name.removeprefix(MODEL): reader.read(name) for name in reader.tensors if name.startswith(MODEL)}
     try:
-        save_file(tensors, partial, metadata={"format": "pt"})
-        sync(partial)
-        partial.rename(file)
+        with whole(file) as partial:
+            save_file(tensors, partial, metadata={"format": "pt"})
+            sync(partial)
         sync(file.parent)
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
         raise CheckpointError(f"{file} can't be written: {error}; free some space, or save elsewhere") from error
 
 
-def stored_of(value: Mapping[str, Any]) -> Stored:
-    """A Stored that was written as JSON, by dataclasses.asdict."""
-    sections = tuple(Section(**section) for section in value["sections"])
-    return Stored(sections, tuple(value["rest"]), value["transposed"])
+def check_empty(directory: Path) -> str | None:
+    """Return why nothing can be written to a directory, or None."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        return f"{directory} is there already and not empty; remove it or choose another directory"
+    return None
+
+
+def write_weights(
+    directory: Path,
+    targets: Mapping[Any, tuple[Stored, torch.dtype]],
+    tensors: Iterable[tuple[Any, Tensor]],
+    config: Mapping[str, Any] | None,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+) -> None:
+    """Write whole parameters to a directory that appears once everything in it is on the disk.
+
+    - targets: how each parameter is stored, and its dtype.
+    - tensors: the parameters by the keys of `targets`. In that order, only one file's tensors are held at a time.
+    - config: the content of config.json, without its dtype; None for no such file.
+    - dtype: to which floating-point tensors are converted.
+
+    Raises CheckpointError if a file can't be written; then, and after any other exception, nothing is left.
+    """
+    if dtype is not None:
+        targets = {key: (stored, dtype if d.is_floating_point else d) for key, (stored, d) in targets.items()}
+    file_of = _assign_files(targets.values(), max_file_bytes)
+    unwritten = Counter(file_of[section.name] for stored, _ in targets.values() for section in stored.sections)
+    held: dict[str, Tensor] = {}
+    partial = directory.parent / f".{directory.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    try:
+        partial.mkdir(parents=True)
+        for key, parameter in tensors:
+            stored, target_dtype = targets[key]
+            sizes = [section.size for section in stored.sections]
+            parts = parameter.split(sizes) if parameter.dim() else [parameter]
+            for section, part in zip(stored.sections, parts, strict=True):
+                name, file = section.name, file_of[section.name]
+                if name not in held:
+                    shape = stored.shapes[name] if parameter.dim() else ()
+                    held[name] = torch.empty(shape, dtype=target_dtype)
+                stored.rows_of(held[name], section).copy_(part)
+                unwritten[file] -= 1
+                if not unwritten[file]:
+                    complete = {other: held.pop(other) for other in list(held) if file_of[other] == file}
+                    save_file(complete, partial / file, metadata={"format": "pt"})
+        _write_descriptions(partial, targets.values(), file_of, config)
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        partial.rename(directory)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, (OSError, SafetensorError)):
+            raise CheckpointError(f"{directory} can't be written: {error}") from error
+        raise
+
+
+def _write_descriptions(
+    directory: Path,
+    targets: Iterable[tuple[Stored, torch.dtype]],
+    file_of: Mapping[str, str],
+    config: Mapping[str, Any] | None,
+) -> None:
+    """Write the index of several files, and config.json, with the dtype that most of the elements have."""
+    elements: Counter[torch.dtype] = Counter()
+    for stored, dtype in targets:
+        elements[dtype] += stored.numel
+    if set(file_of.values()) != {SINGLE}:
+        size = sum(numel * dtype.itemsize for dtype, numel in elements.items())
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if config is not None:
+        # Under the name that transformers 4 and 5 both read.
+        others = {key: value for key, value in config.items() if key != "dtype"}
+        content = _as_json({**others, "torch_dtype": elements.most_common(1)[0][0]})
+        (directory / "config.json").write_text(content + "\n")
+
+
+def _assign_files(targets: Iterable[tuple[Stored, torch.dtype]], max_file_bytes: int) -> dict[str, str]:
+    """Return the file of each stored tensor, by its name."""
+    numbers: dict[str, int] = {}
+    number, size = 1, 0
+    for stored, dtype in targets:
+        for name, shape in stored.shapes.items():
+            if name in numbers:
+                continue
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if size and size + num_bytes > max_file_bytes:
+                number, size = number + 1, 0
+            numbers[name], size = number, size + num_bytes
+    if number == 1:
+        return dict.fromkeys(numbers, SINGLE)
+    return {name: f"model-{k:05}-of-{number:05}.safetensors" for name, k in numbers.items()}

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from torch import Tensor
 
 from parallel3d.checkpoint.boxes import Box
 from parallel3d.errors import CheckpointError
@@ -96,6 +97,19 @@ class Manifest(_Record):
         if outside:
             raise ValueError(f"{outside[0]!r} is no name of a file in the directory")
         return files
+
+
+def checksum(values: Tensor) -> int:
+    """Return the CRC-32 of a contiguous tensor's bytes."""
+    return zlib.crc32(values.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def stored_file(path: Path) -> StoredFile:
+    """Return the manifest's entry for a file. Raises OSError."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        header = file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+    return StoredFile(num_bytes=path.stat().st_size, header_crc32=zlib.crc32(length + header))
 
 
 def manifest_text(manifest: Manifest) -> str:

@@ -10,25 +10,27 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.format import MODEL, OPTIMIZER, StoredTensor
-from parallel3d.checkpoint.load import Wanted
 from parallel3d.checkpoint.parts import own_state_name, state_name, state_parts
-from parallel3d.checkpoint.read import Reader
+from parallel3d.checkpoint.read import Reader, Wanted
 from parallel3d.checkpoint.values import decode, encode
 from parallel3d.errors import CheckpointError
 from parallel3d.parameters import whole_shape
 from parallel3d.zero.buckets import Bucket, ParameterShard
 
-# Settings of a group that say how this process computes, or name its tensors, and not what.
+# Settings of a group that say how this process computes, or name its tensors.
 _OWN_SETTINGS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> list[dict[str, Any]]:
-    """The parameter groups as JSON: names of the parameters in them, and settings."""
-    names = {piece.master: piece.info.name for bucket in buckets for piece in bucket.pieces}
+    """Return the parameter groups as JSON: the names of their parameters, and their settings."""
+    names = {shard.master: shard.info.name for bucket in buckets for shard in bucket.pieces}
     described = []
     for place, group in enumerate(optimizer.param_groups):
         tensors: dict[str, Tensor] = {}
-        settings = {k: _number(v) for k, v in group.items() if k not in _OWN_SETTINGS}
+        settings = {k: v for k, v in group.items() if k not in _OWN_SETTINGS}
+        for key, value in settings.items():
+            if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate that a captured graph reads
+                settings[key] = value.item()
         encoded = encode(settings, f"optimizer.param_groups.{place}", tensors)
         if tensors:
             raise CheckpointError(f"{next(iter(tensors))} is a tensor of several elements, which no checkpoint holds")
@@ -36,13 +38,8 @@ def describe_groups(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket])
     return described
 
 
-def _number(value: Any) -> Any:
-    """A learning rate in a tensor, which a captured graph reads, as the number that it is."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
 def merge_groups(everyone: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The groups of all ranks: those at one place with the same settings are one."""
+    """Merge the groups of all ranks: those at one place with the same settings are one."""
     merged: dict[str, dict[str, Any]] = {}
     for group in (group for own in everyone for group in own):
         key = json.dumps([group["place"], group["settings"]], sort_keys=True)
@@ -52,81 +49,81 @@ def merge_groups(everyone: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[s
 
 
 class OptimizerTarget:
-    """A rank's optimizer, to be given the state of a checkpoint: `wanted` says what is read into it before `apply`."""
+    """A rank's optimizer, to be given the state of a checkpoint.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], reader: Reader):
-        self._optimizer, self._reader = optimizer, reader
-        self._pieces = [piece for bucket in buckets for piece in bucket.pieces]
+    The constructor adds what is to be read to `wanted`, into memory of its own where the optimizer has none for it.
+    Raises CheckpointError.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], reader: Reader, wanted: Wanted):
+        self._optimizer, self._reader, self._wanted = optimizer, reader, wanted
         self._saved = reader.manifest.state["optimizer"]
-        self._check_type()
-        names = (name for name in reader.tensors if name.startswith(OPTIMIZER))
-        self._keys = list(dict.fromkeys(name.split("/", 2)[1] for name in names))
-        self._state: dict[Tensor, dict[str, Any]] = {}
-
-    def _check_type(self) -> None:
-        mine, saved = type(self._optimizer).__name__, self._saved["type"]
+        mine, saved = type(optimizer).__name__, self._saved["type"]
         if mine != saved:
             raise CheckpointError(
-                f"{self._reader.directory} holds the state of optimizer {saved}, and this engine has {mine}; use {saved}, or "
+                f"{reader.directory} holds the state of optimizer {saved}, and this engine has {mine}; use {saved}, or "
                 "load the weights without it: load_optimizer_states=False, or load_module_only=True"
             )
-
-    @torch.no_grad()
-    def want(self, wanted: Wanted) -> None:
-        """Add what is to be read, into memory of its own where the optimizer has none for it. Raises CheckpointError."""
-        self._groups = [self._settings(place, group) for place, group in enumerate(self._optimizer.param_groups)]
+        shards = {shard.master: shard for bucket in buckets for shard in bucket.pieces}
+        names = {master: shard.info.name for master, shard in shards.items()}
+        self._groups = [self._restored(place, group, names) for place, group in enumerate(optimizer.param_groups)]
+        keys = dict.fromkeys(name.split("/", 2)[1] for name in reader.tensors if name.startswith(OPTIMIZER))
         trained = {name for group in self._saved["groups"] for name in group["names"]}
-        held = {p for group in self._optimizer.param_groups for p in group["params"]}
-        for piece in self._pieces:
-            name, stored = piece.info.name, self._reader.tensors.get(MODEL + piece.info.name)
-            if piece.master not in held or stored is None or stored.shape != whole_shape(piece.info.parameter):
-                continue  # of a weight that doesn't fit, the state fits no better
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        self._state: dict[Tensor, dict[str, Any]] = {}
+        for master, shard in shards.items():
+            name, stored = names[master], reader.tensors.get(MODEL + names[master])
+            if master not in held or stored is None or stored.shape != whole_shape(shard.info.parameter):
+                continue  # the state of a weight that doesn't fit doesn't either
             if name not in trained:
-                wanted.missing.append(f"{OPTIMIZER}*/{name} (the optimizer didn't hold it)")
-            state: dict[str, Any] = dict(self._saved["numbers"].get(name, {}))
-            for key in self._keys:
-                source = self._source(piece, key, wanted)
-                if source is not None:
-                    state[key] = self._memory(piece, key, source)
-                    for part in state_parts(piece, key, state[key]):
-                        wanted.add(self._reader, part)
-            self._state[piece.master] = state
+                wanted.missing.add(f"{OPTIMIZER}*/{name} (the optimizer didn't hold it)")
+            self._state[master] = {**self._saved["numbers"].get(name, {}), **self._tensors(shard, keys)}
 
-    def _source(self, piece: ParameterShard, key: str, wanted: Wanted) -> StoredTensor | None:
-        """The tensor that holds a piece's state of that key, None for no such state."""
-        tensors, name = self._reader.tensors, state_name(piece, key)
-        own = own_state_name(piece, key)
-        if name in tensors and (own == name or tensors[name].shape in ((), whole_shape(piece.info.parameter))):
-            return tensors[name]
-        if own in tensors:
-            return tensors[own]
-        if any(other.startswith((f"{name} of dim", f"{name} from")) or other == name for other in tensors):
-            wanted.missing.append(f"{own} (it fits the layout that saved it alone)")
+    def _tensors(self, shard: ParameterShard, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return the tensors that the shard's state is read into, by the state's keys."""
+        tensors = {}
+        for key in keys:
+            source = self._source(shard, key)
+            if source is not None:
+                tensors[key] = self._memory(shard, key, source)
+                for part in state_parts(shard, key, tensors[key]):
+                    self._wanted.add(self._reader, part)
+        return tensors
+
+    def _source(self, shard: ParameterShard, key: str) -> StoredTensor | None:
+        """Return the stored tensor of that state of a shard; None for no such state."""
+        stored, name, own = self._reader.tensors, state_name(shard, key), own_state_name(shard, key)
+        if name in stored and (own == name or stored[name].shape in ((), whole_shape(shard.info.parameter))):
+            return stored[name]
+        if own in stored:
+            return stored[own]
+        if any(other.startswith((f"{name} of dim", f"{name} from")) or other == name for other in stored):
+            self._wanted.missing.add(f"{own} (it fits the layout that saved it alone)")
         return None
 
-    def _memory(self, piece: ParameterShard, key: str, stored: StoredTensor) -> Tensor:
-        elementwise = stored.shape == whole_shape(piece.info.parameter)
-        shape = tuple(piece.master.shape) if elementwise else stored.shape
-        held = self._optimizer.state.get(piece.master, {}).get(key)
+    @torch.no_grad()
+    def _memory(self, shard: ParameterShard, key: str, stored: StoredTensor) -> Tensor:
+        """Return the optimizer's own tensor of that state, or a new one."""
+        elementwise = stored.shape == whole_shape(shard.info.parameter)
+        shape = tuple(shard.master.shape) if elementwise else stored.shape
+        held = self._optimizer.state.get(shard.master, {}).get(key)
         if isinstance(held, Tensor) and tuple(held.shape) == shape and held.dtype == stored.torch_dtype:
             return held
         if elementwise:
-            return torch.zeros_like(piece.master, dtype=stored.torch_dtype, requires_grad=False)
-        return torch.zeros(shape, dtype=stored.torch_dtype, device=piece.master.device if shape else "cpu")
+            return torch.zeros_like(shard.master, dtype=stored.torch_dtype, requires_grad=False)
+        return torch.zeros(shape, dtype=stored.torch_dtype, device=shard.master.device if shape else "cpu")
 
     def apply(self) -> None:
         """Make what has been read the optimizer's state, and the saved settings its groups'."""
-        number = {piece.master: k for k, piece in enumerate(self._pieces)}
         groups = [
-            {**settings, "params": [number[p] for p in group["params"]]}
+            {**settings, "params": [id(p) for p in group["params"]]}
             for settings, group in zip(self._groups, self._optimizer.param_groups, strict=True)
         ]
-        tensors = [p for group in self._optimizer.param_groups for p in group["params"]]
-        state = {number[p]: self._state[p] for p in tensors if self._state.get(p)}
+        state = {id(master): state for master, state in self._state.items() if state}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _settings(self, place: int, group: Mapping[str, Any]) -> dict[str, Any]:
-        names = {piece.master: piece.info.name for piece in self._pieces}
+    def _restored(self, place: int, group: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+        """Return the settings of a group, those that were saved as they were."""
         own = {names[p] for p in group["params"]}
         saved = [s for s in self._saved["groups"] if own & set(s["names"])]
         saved = saved or [s for s in self._saved["groups"] if s["place"] == place]
@@ -135,10 +132,8 @@ class OptimizerTarget:
                 f"parameter group {place} joins parameters that were saved with different settings, {saved[0]['settings']} "
                 f"and others; make the same groups as before, or pass load_optimizer_states=False"
             )
-        restored = decode(saved[0]["settings"], self._reader.read) if saved else {}
-        kept = {key: value for key, value in group.items() if key != "params"}
-        for key, value in restored.items():
-            if isinstance(kept.get(key), Tensor):
-                value = kept[key].clone().fill_(value)
-            kept[key] = value
-        return kept
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for key, value in decode(saved[0]["settings"], self._reader.read).items() if saved else ():
+            is_tensor = isinstance(settings.get(key), Tensor)
+            settings[key] = settings[key].clone().fill_(value) if is_tensor else value
+        return settings

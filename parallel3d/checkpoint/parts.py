@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,25 +70,23 @@ def frozen(infos: Iterable[ParameterInfo]) -> Iterator[Part]:
         yield from parts_of(MODEL + info.name, info.parameter, info.parameter)
 
 
-@dataclass
-class OptimizerState:
-    """The optimizer's state on this rank: tensors in boxes, numbers as they are by parameter and key."""
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]
+) -> tuple[list[Part], dict[str, dict[str, Any]]]:
+    """Return the optimizer's state on this rank: tensors, and numbers by parameter and key.
 
-    parts: list[Part] = field(default_factory=list)
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> OptimizerState:
-    """The state as it is: of a parameter that was never updated there is none."""
-    found = OptimizerState()
+    A parameter that was never updated has none.
+    """
+    parts: list[Part] = []
+    numbers: dict[str, dict[str, Any]] = {}
     for bucket in buckets:
         for piece in bucket.pieces:
             for key, value in optimizer.state.get(piece.master, {}).items():
                 if isinstance(value, Tensor):
-                    found.parts += state_parts(piece, key, value)
+                    parts += state_parts(piece, key, value)
                 else:
-                    found.numbers.setdefault(piece.info.name, {})[key] = value
-    return found
+                    numbers.setdefault(piece.info.name, {})[key] = value
+    return parts, numbers
 
 
 def state_parts(piece: ParameterShard, key: str, value: Tensor) -> Iterable[Part]:

@@ -1,8 +1,10 @@
-"""Reading of the stored boxes that a rank's boxes overlap, checked before anything is changed."""
+"""Reading: all ranks find the same checkpoint and verify all that they will read, before any changes what it holds."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallel3d.checkpoint.boxes import Box, whole_box
-from parallel3d.checkpoint.format import MANIFEST, Manifest, StoredBox, StoredTensor, read_manifest
-from parallel3d.checkpoint.write import checksum, stored_file
+from parallel3d.checkpoint.directory import check_complete, find, latest_tag, other_tags
+from parallel3d.checkpoint.format import MANIFEST, MODEL, StoredBox, StoredTensor, checksum, read_manifest, stored_file
+from parallel3d.checkpoint.parts import Part
+from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.errors import CheckpointError
+
+# Number of names that a message lists of each kind.
+_MOST = 20
 
 
 def open_safetensors(path: Path) -> Any:
-    """A file of tensors, of which none is read yet. Raises CheckpointError, also for a pickle of that name."""
+    """Open a file of tensors, of which none is read yet. Raises CheckpointError, also for a pickle of that name."""
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
@@ -25,17 +32,17 @@ def open_safetensors(path: Path) -> Any:
 
 
 class Reader:
-    """The tensors of a checkpoint's directory, by name. Raises CheckpointError where the manifest is damaged.
+    """Reader of the tensors in a checkpoint's directory, by name. Raises CheckpointError where the manifest is damaged.
 
-    Of a file nothing is read before its size and header were found to be what the manifest says, of a box nothing before
-    its checksum was: all else is a CheckpointError that names the file.
+    A file is read only after its size and header were found to be those in the manifest, and a box only after its checksum
+    was; otherwise a CheckpointError names the file.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.manifest: Manifest = read_manifest(directory)
+        self.manifest = read_manifest(directory)
         self._files: dict[str, Any] = {}
-        self._verified: set[tuple[str, str]] = set()
+        self._verified: set[StoredBox] = set()
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -43,7 +50,7 @@ class Reader:
         return self.manifest.tensors
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of a tensor, or all of it, on the host."""
+        """Return a box of a tensor, or all of it, on the host."""
         stored = self.tensors[name]
         box = box or whole_box(stored.shape)
         values = torch.empty(box.shape, dtype=stored.torch_dtype, device="cpu")
@@ -52,11 +59,10 @@ class Reader:
 
     @torch.no_grad()
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Copy a box of a tensor into `target` [box.shape], in whatever dtype and on whatever device that is."""
+        """Copy a box of a tensor into `target` [box.shape], of any dtype and on any device."""
         for stored, common in self._sources(name, box):
             self._verify(stored)
-            values = self._values(stored, common)
-            target[common.slices(box.start)].copy_(values)
+            target[common.slices(box.start)].copy_(self._values(stored, common))
 
     def verify(self, name: str, box: Box | None = None) -> None:
         """Read what `read` would, and compare it with its checksums."""
@@ -65,49 +71,47 @@ class Reader:
 
     def verify_all(self) -> Iterator[str]:
         """Verify everything there is; yields what is wrong, a line each."""
-        for name in self.manifest.files:
+        checks = [(self._open, name) for name in self.manifest.files] + [(self.verify, name) for name in self.tensors]
+        for check, name in checks:
             try:
-                self._open(name)
-            except CheckpointError as error:
-                yield str(error)
-        for name in self.tensors:
-            try:
-                self.verify(name)
+                check(name)
             except CheckpointError as error:
                 yield str(error)
 
     def _sources(self, name: str, box: Box) -> Iterable[tuple[StoredBox, Box]]:
-        """The stored boxes that hold `box`, each with what they have in common with it."""
+        """Return the stored boxes that hold `box`, each with its intersection with it."""
         found, missing = [], [box] if box.numel else []
         for stored in self.tensors[name].boxes:
             common = stored.box.common(box)
             # Of boxes that overlap, as slices of a head that several ranks share do, one is enough.
             if common is not None and any(rest.common(common) for rest in missing):
                 found.append((stored, common))
-                missing = [piece for rest in missing for piece in rest.without(common)]
+                missing = [part for rest in missing for part in rest.without(common)]
         if missing:
             raise CheckpointError(f"{self.directory / MANIFEST} names no file for {missing[0]} of tensor {name}")
         return found
 
     def _values(self, stored: StoredBox, box: Box) -> Tensor:
+        file = self._open(stored.file)
         try:
+            values: Tensor
             if box == stored.box:
-                values: Tensor = self._open(stored.file).get_tensor(stored.key)
-                return values
-            part: Tensor = self._open(stored.file).get_slice(stored.key)[box.slices(stored.start)]
-            return part
+                values = file.get_tensor(stored.key)
+            else:
+                values = file.get_slice(stored.key)[box.slices(stored.start)]
+            return values
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.directory / stored.file} can't be read: {error}") from error
 
     def _verify(self, stored: StoredBox) -> None:
-        if (stored.file, stored.key) in self._verified:
+        if stored in self._verified:
             return
         values = self._values(stored, stored.box)
         if tuple(values.shape) != stored.shape or checksum(values) != stored.crc32:
             raise CheckpointError(
                 f"{self.directory / stored.file} is damaged: tensor {stored.key} is not what was written"
             )
-        self._verified.add((stored.file, stored.key))
+        self._verified.add(stored)
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
@@ -124,3 +128,102 @@ class Reader:
                 )
             self._files[name] = open_safetensors(path)
         return self._files[name]
+
+
+# Name of a tensor -> (expected shape, stored shape).
+Misshapen = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass
+class Wanted:
+    """The parts that a rank wants to read, and those that are missing or differ.
+
+    - targets: each with the name of the stored tensor that it is read from.
+    - known: names of the model's tensors.
+    """
+
+    targets: list[tuple[str, Part]] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+    misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+    def add(self, reader: Reader, part: Part, source: str | None = None) -> None:
+        """Add a part, to be read from the tensor `source`, by default the one of its name."""
+        source = source or part.name
+        if source not in reader.tensors:
+            self.missing.add(source)
+        elif reader.tensors[source].shape != part.shape:
+            self.misshapen[source] = (part.shape, reader.tensors[source].shape)
+        else:
+            self.targets.append((source, part))
+
+
+def find_checkpoint(decision: CollectiveDecision, load_dir: Path, tag: str | None) -> Path | None:
+    """Return the directory of the tag, or of the one that `latest` names; None, with a warning, without either. Collective.
+
+    Raises CheckpointError, with what can be loaded instead, for what is not there or not complete.
+    """
+
+    def decide(values: list[dict[str, Any]]) -> list[str | None]:
+        place = Path(values[0]["directory"])
+        chosen = latest_tag(place) if values[0]["tag"] is None else values[0]["tag"]
+        if chosen is None:
+            return [None] * len(values)
+        path = find(place, chosen)
+        try:
+            check_complete(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{other_tags(place, chosen)}") from None
+        return [str(path)] * len(values)
+
+    path = decision.make("load_checkpoint", {"directory": str(load_dir.absolute()), "tag": tag}, decide)
+    if path is None and decision.rank == 0:
+        warnings.warn(
+            f"nothing is loaded: there is no {load_dir / 'latest'}; save there first, or give a tag", stacklevel=4
+        )
+    return None if path is None else Path(path)
+
+
+def agree_to_read(decision: CollectiveDecision, reader: Reader, wanted: Wanted, strict: bool) -> None:
+    """Verify all that this rank will read, and that the checkpoint holds what the model does. Collective.
+
+    Raises CheckpointError on all ranks that lists what is missing, extra or of another shape; without `strict` it warns.
+    """
+
+    def check() -> dict[str, Any]:
+        try:
+            for source, part in wanted.targets:
+                reader.verify(source, part.box)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{other_tags(reader.directory.parent, reader.directory.name)}") from None
+        return {"known": list(wanted.known), "missing": list(wanted.missing), "misshapen": wanted.misshapen}
+
+    def decide(values: list[dict[str, Any]]) -> list[None]:
+        known, missing = ({name for item in values for name in item[key]} for key in ("known", "missing"))
+        unknown = {name for name in reader.tensors if name.startswith(MODEL)} - known
+        faults = differences(
+            missing, unknown, {k: shapes for item in values for k, shapes in item["misshapen"].items()}
+        )
+        if faults and strict:
+            raise CheckpointError(f"{reader.directory} doesn't fit the model: {faults}; strict=False loads what fits")
+        if faults:
+            warnings.warn(f"{reader.directory} fits the model in part: {faults}", stacklevel=4)
+        return [None] * len(values)
+
+    decision.attempt("load_checkpoint, checking tensors", check, decide)
+
+
+def differences(missing: Iterable[str], unknown: Iterable[str], misshapen: Misshapen) -> str:
+    """Describe how stored tensors differ from those of a model; empty if they don't."""
+    kinds = {
+        "missing": sorted(missing),
+        "not known to the model": sorted(unknown),
+        "of another shape": [
+            f"{name} is {list(found)}, not {list(wanted)}" for name, (wanted, found) in sorted(misshapen.items())
+        ],
+    }
+    return "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")

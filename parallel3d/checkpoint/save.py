@@ -8,48 +8,49 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.directory import begin, check_tag, commit, keep_newest, set_latest, write_file
-from parallel3d.checkpoint.format import MANIFEST, Manifest, StoredBox, StoredFile, StoredTensor, manifest_text
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallel3d.checkpoint.directory import begin, check_tag, commit, keep_newest, set_latest, sync, write_file
+from parallel3d.checkpoint.format import MANIFEST, Manifest, checksum, manifest_text, stored_file
 from parallel3d.checkpoint.parts import Part
-from parallel3d.checkpoint.plan import assign
-from parallel3d.checkpoint.write import to_host, write_parts
 from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
 from parallel3d.errors import CheckpointError
 
 Json = dict[str, Any]
-# So long a process that ends by an exception waits for what it saves.
+# How long a process that ends by an exception waits for what it saves.
 _LONGEST_FAILING_S = 20.0
-
-
-@dataclass(frozen=True)
-class Contents:
-    """A rank's contribution to a checkpoint: its parts, and its own mapping of JSON values."""
-
-    parts: Sequence[Part]
-    own: Json
-
-
+# Bytes that are on their way from the device to a file at once.
+_FILE_BYTES = 2 << 30
 # From every rank's own mapping to what the manifest says of all, and of each.
 Summarize = Callable[[list[Json]], tuple[Json, list[Json]]]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A write under way. directory: where it is written; save_dir, tag: where it goes afterwards."""
+    """A write under way.
 
-    save_dir: Path
-    tag: str
+    - directory: where it is written, next to where it goes afterwards.
+    - own: this rank's own mapping of JSON values.
+    - error: why this rank can't write its parts.
+    """
+
     directory: Path
+    tag: str
     latest: bool
     parts: Sequence[Part]
     own: Json
     summarize: Summarize
+    error: Exception | None = None
 
 
 class Saver:
@@ -59,42 +60,42 @@ class Saver:
         self._decision, self._settings = decision, settings
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._waits_at_exit = False
 
     def save(
-        self, save_dir: Path, tag: str, latest: bool, collect: Callable[[], Contents], summarize: Summarize
+        self,
+        save_dir: Path,
+        tag: str,
+        latest: bool,
+        collect: Callable[[], tuple[Sequence[Part], Json]],
+        summarize: Summarize,
     ) -> None:
-        """Save what `collect` returns; with async_save, from a copy that is taken before this returns. Collective.
+        """Save this rank's parts and its mapping, which `collect` returns. Collective.
 
+        With async_save a copy is made before this returns, and written later.
         Raises CheckpointError on all ranks, now or, of what failed later, at the next save or wait.
         """
         self.wait()
-        contents: list[Contents] = []
+        parts: Sequence[Part] = ()
+        own: Json = {}
 
         def offer() -> Json:
-            contents.append(collect())
-            offers = [(p.name, p.box.start, p.box.shape, p.values.nbytes) for p in contents[0].parts]
-            return {"tag": tag, "directory": str(save_dir.absolute()), "offers": offers}
+            nonlocal parts, own
+            parts, own = collect()
+            boxes = [(p.name, p.box.start, p.box.shape, p.values.nbytes) for p in parts]
+            return {"tag": tag, "directory": str(save_dir.absolute()), "offers": boxes}
 
         plan = self._decision.attempt("save_checkpoint", offer, self._plan)
-        parts = [contents[0].parts[k] for k in plan["writes"]]
-        directory = Path(plan["directory"])
-        job = _Job(directory.parent, plan["tag"], directory, latest, parts, contents[0].own, summarize)
+        job = _Job(Path(plan["directory"]), plan["tag"], latest, [parts[k] for k in plan["writes"]], own, summarize)
         if not self._settings.async_save:
             self._write(job, may_thread=True)
             return
-        error: Exception | None = None
         try:
-            parts = to_host(parts, copied=True)
-        except Exception as raised:  # memory ran out: the others must be told, by the thread
-            error = raised
-        job = _Job(job.save_dir, job.tag, directory, latest, parts, job.own, summarize)
-        if not self._waits_at_exit:
-            atexit.register(self._wait_at_exit)
-            self._waits_at_exit = True
-        self._thread = threading.Thread(
-            target=self._write_later, args=(job, error), name="parallel3d saves", daemon=True
-        )
+            job = replace(job, parts=to_host(job.parts, copied=True))
+        except Exception as raised:  # memory ran out: the thread lets the other ranks know
+            job = replace(job, error=raised)
+        atexit.unregister(self._wait_at_exit)
+        atexit.register(self._wait_at_exit)
+        self._thread = threading.Thread(target=self._write_later, args=(job,), name="parallel3d saves", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -128,26 +129,21 @@ class Saver:
             raise CheckpointError(f"{directory / tag} can't be written: {error}; save to another directory") from error
         return [{"tag": tag, "directory": str(written), "writes": own} for own in writes]
 
-    def _write_later(self, job: _Job, error: Exception | None) -> None:
+    def _write_later(self, job: _Job) -> None:
         try:
-            self._write(job, may_thread=False, error=error)
+            self._write(job, may_thread=False)
         except Exception as raised:
             self._error = raised
             # At once too: the next save, which raises it, may never come.
             warnings.warn(f"checkpoint {job.tag!r} was not saved: {raised}", stacklevel=2)
 
-    def _write(self, job: _Job, may_thread: bool, error: Exception | None = None) -> None:
+    def _write(self, job: _Job, may_thread: bool) -> None:
         def write() -> Json:
-            if error is not None:
-                raise error
+            if job.error is not None:
+                raise job.error
             if not job.directory.is_dir():
                 raise CheckpointError(f"{job.directory} is not there: save to a directory that all hosts share")
-            files, tensors = write_parts(job.directory, self._decision.rank, job.parts, may_thread)
-            return {
-                "files": {name: file.model_dump() for name, file in files.items()},
-                "tensors": {name: tensor.model_dump(mode="json") for name, tensor in tensors.items()},
-                "own": job.own,
-            }
+            return {**write_parts(job.directory, self._decision.rank, job.parts, may_thread), "own": job.own}
 
         try:
             self._decision.attempt(f"save_checkpoint, tag {job.tag!r}", write, lambda values: self._finish(job, values))
@@ -157,47 +153,153 @@ class Saver:
             raise
 
     def _finish(self, job: _Job, values: list[Json]) -> list[None]:
-        """On the first rank: everything is on the disk."""
+        """Complete the checkpoint on rank 0: all parts are on the disk."""
+        save_dir = job.directory.parent
         state, ranks = job.summarize([item["own"] for item in values])
-        files = {name: StoredFile(**file) for item in values for name, file in item["files"].items()}
-        manifest = Manifest(
-            tag=job.tag,
-            saved=time.time(),
-            latest=job.latest,
-            files=files,
-            tensors=_merged([item["tensors"] for item in values]),
-            state=state,
-            ranks=ranks,
+        manifest = Manifest.model_validate(
+            {
+                "tag": job.tag,
+                "saved": time.time(),
+                "latest": job.latest,
+                "files": {name: file for item in values for name, file in item["files"].items()},
+                "tensors": _merged([item["tensors"] for item in values]),
+                "state": state,
+                "ranks": ranks,
+            }
         )
         try:
-            for name, file in files.items():
+            for name, file in manifest.files.items():
                 if (job.directory / name).stat().st_size != file.num_bytes:
                     raise OSError(f"rank 0 finds {job.directory / name} shorter than it was written")
             write_file(job.directory / MANIFEST, manifest_text(manifest))
-            commit(job.directory, job.save_dir, job.tag)
+            commit(job.directory, save_dir, job.tag)
             if job.latest:
-                set_latest(job.save_dir, job.tag)
+                set_latest(save_dir, job.tag)
         except OSError as error:
             raise CheckpointError(
-                f"{job.save_dir / job.tag} can't be written: {error}; what was saved before is as it was"
+                f"{save_dir / job.tag} can't be written: {error}; what was saved before is as it was"
             ) from error
         if job.latest and self._settings.keep_last is not None:
             try:
-                keep_newest(job.save_dir, self._settings.keep_last)
+                keep_newest(save_dir, self._settings.keep_last)
             except OSError as error:
-                warnings.warn(f"older checkpoints can't be removed from {job.save_dir}: {error}", stacklevel=2)
+                warnings.warn(f"older checkpoints can't be removed from {save_dir}: {error}", stacklevel=2)
         return [None] * len(values)
 
 
-def _merged(everyone: Sequence[Json]) -> dict[str, StoredTensor]:
-    boxes: dict[str, list[StoredBox]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+# A box that a rank could write: the tensor's name, the box's start and shape, its bytes.
+Offer = tuple[str, Sequence[int], Sequence[int], int]
+
+
+def assign(offers: Sequence[Sequence[Offer]]) -> list[list[int]]:
+    """Return the offers (by position) that each rank writes, so that all write about as much.
+
+    Of equal boxes of one tensor, the rank with the least to write writes one.
+    """
+    holders: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], dict[int, int]] = {}
+    for rank, own in enumerate(offers):
+        for k, (name, start, shape, num_bytes) in enumerate(own):
+            holders.setdefault((-num_bytes, name, tuple(start), tuple(shape)), {}).setdefault(rank, k)
+    load = [0] * len(offers)
+    chosen: list[list[int]] = [[] for _ in offers]
+    # Those without a choice first, then the largest first.
+    for box, positions in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, item[0])):
+        rank = min(positions, key=lambda rank: (load[rank], rank))
+        load[rank] -= box[0]
+        chosen[rank].append(positions[rank])
+    return [sorted(own) for own in chosen]
+
+
+def _merged(everyone: Sequence[Json]) -> Json:
+    """Merge the stored tensors of all ranks. Raises CheckpointError if a dtype or shape differs."""
+    merged: dict[str, Json] = {}
     for rank, tensors in enumerate(everyone):
         for name, tensor in tensors.items():
-            kind = (tensor["dtype"], tuple(tensor["shape"]))
-            if kinds.setdefault(name, kind) != kind:
-                raise CheckpointError(
-                    f"tensor {name} is {kind} on rank {rank} and {kinds[name]} on another; make them alike"
-                )
-            boxes.setdefault(name, []).extend(StoredBox(**box) for box in tensor["boxes"])
-    return {name: StoredTensor(dtype=kind[0], shape=kind[1], boxes=tuple(boxes[name])) for name, kind in kinds.items()}
+            one = merged.setdefault(name, {**tensor, "boxes": []})
+            kind, known = ((t["dtype"], tuple(t["shape"])) for t in (tensor, one))
+            if kind != known:
+                raise CheckpointError(f"tensor {name} is {kind} on rank {rank} and {known} on another; make them alike")
+            one["boxes"] += tensor["boxes"]
+    return merged
+
+
+def to_host(parts: Sequence[Part], copied: bool) -> list[Part]:
+    """Return the parts with values in host memory; copied: in memory of their own, which training doesn't touch.
+
+    They are copied from CUDA into pinned memory, all at once, and complete when this returns.
+    """
+    moved = []
+    for part in parts:
+        values = part.values
+        if copied or values.is_cuda:
+            host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
+            values = host.copy_(values, non_blocking=True)
+        moved.append(replace(part, values=values))
+    if device := next((part.values.device for part in parts if part.values.is_cuda), None):
+        torch.cuda.synchronize(device)
+    return moved
+
+
+def write_parts(directory: Path, rank: int, parts: Sequence[Part], may_thread: bool) -> Json:
+    """Write a rank's parts, and return the manifest's "files" and "tensors". Raises CheckpointError that names the file.
+
+    may_thread: whether another thread may compute the checksums meanwhile; while the interpreter ends, none can be started.
+    """
+    files: Json = {}
+    tensors: dict[str, Json] = {}
+    for number, own in enumerate(_portions(parts)):
+        path = directory / f"rank{rank:05}-{number:02}.safetensors"
+        values: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        # Device memory is moved one file at a time, unless it was before.
+        for k, part in enumerate(to_host(own, copied=False)):
+            tensor = part.values.contiguous()
+            # safetensors takes no two names of one memory, as of a buffer that layers share.
+            values[f"{part.name}#{k}"] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            seen.add(tensor.data_ptr())
+        try:
+            files[path.name], checksums = _write_file(path, values, may_thread)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} can't be written: {error}; free some space, or save elsewhere") from error
+        for part, (key, crc32) in zip(own, checksums.items(), strict=True):
+            dtype = str(part.values.dtype).removeprefix("torch.")
+            box = {"start": part.box.start, "shape": part.box.shape, "file": path.name, "key": key, "crc32": crc32}
+            tensor_entry = tensors.setdefault(part.name, {"dtype": dtype, "shape": part.shape, "boxes": []})
+            tensor_entry["boxes"].append(box)
+    return {"files": files, "tensors": tensors}
+
+
+def _portions(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Yield the parts of one file after the other."""
+    portion: list[Part] = []
+    size = 0
+    for part in parts:
+        if portion and size + part.values.nbytes > _FILE_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append(part)
+        size += part.values.nbytes
+    if portion:
+        yield portion
+
+
+def _write_file(path: Path, values: dict[str, Tensor], may_thread: bool) -> tuple[Json, dict[str, int]]:
+    """Write a file of tensors; returns its entry in the manifest, and the checksum of each tensor."""
+
+    def checksums() -> dict[str, int]:
+        return {key: checksum(value) for key, value in values.items()}
+
+    def save() -> Json:
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(values, path)
+        path.chmod(mode)  # safetensors makes files that only their owner may read
+        sync(path)
+        return stored_file(path).model_dump()
+
+    if not may_thread:
+        return save(), checksums()
+    # Both release the interpreter's lock: the checksums, of the memory and not of the file, cost next to no time.
+    with ThreadPoolExecutor(1) as pool:
+        computed = pool.submit(checksums)
+        return save(), computed.result()

@@ -83,15 +83,3 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
         return tuple(decode(item, read) for item in content)
     items = {key: decode(item, read) for key, item in content}
     return Counter(items) if kind == "counter" else items
-
-
-def tensor_names(value: Any) -> list[str]:
-    """The names of the tensors that `decode` will read."""
-    if isinstance(value, list):
-        return [name for item in value for name in tensor_names(item)]
-    if not isinstance(value, dict):
-        return []
-    if _KIND not in value:
-        return [name for item in value.values() for name in tensor_names(item)]
-    kind, content = value[_KIND]
-    return [content] if kind in ("tensor", "array", "number") else tensor_names(content)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.files import SINGLE
+from parallel3d.checkpoint.export import SINGLE
 from parallel3d.comm.environment import get_local_rank
 from parallel3d.comm.groups import PipelineParallelGrid
 from parallel3d.engine.engine import Engine

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.format import MODEL
+from parallel3d.checkpoint.format import MODEL, checksum
 from parallel3d.checkpoint.optimizer import describe_groups
 from parallel3d.checkpoint.parts import Part, frozen, masters, optimizer_state, parts_of, persistent_buffers, weights
-from parallel3d.checkpoint.write import checksum
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.parameters import slicing_of
 from parallel3d.pipe.module import PipelineModule
@@ -61,15 +60,15 @@ def parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen:
     """Return the tensors that this rank saves, and the optimizer's groups and numbers."""
     update.sharded.follow_weights()
     buckets = list(update.reducer.all_buckets())
-    state = optimizer_state(update.optimizer, buckets)
-    parts = [*weights(buckets), *masters(buckets, wider_alone=True), *state.parts]
+    state, numbers = optimizer_state(update.optimizer, buckets)
+    parts = [*weights(buckets), *masters(buckets, wider_alone=True), *state]
     if not exclude_frozen:
         parts += frozen(model.frozen_infos())
     # Replicas may differ in these, as they depend on the data that a replica sees: those of the first are saved.
     for name, tensor in other_state(model) if model.groups.coordinate("data") == 0 else ():
         if slicing_of(tensor) is not None or model.groups.coordinate("model") == 0:
             parts += parts_of(name, tensor, tensor)
-    return parts, {"groups": describe_groups(update.optimizer, buckets), "numbers": state.numbers}
+    return parts, {"groups": describe_groups(update.optimizer, buckets), "numbers": numbers}
 
 
 def layout_of(model: PipelineModule) -> dict[str, int]:

@@ -13,15 +13,12 @@ from torch import Tensor
 
 from parallel3d.activity import Phase
 from parallel3d.checkpoint.directory import complete_checkpoints, other_tags
-from parallel3d.checkpoint.export import write_one_file
-from parallel3d.checkpoint.files import SINGLE
+from parallel3d.checkpoint.export import SINGLE, huggingface_names, merge_names, write_one_file
 from parallel3d.checkpoint.format import MASTER, MODEL
-from parallel3d.checkpoint.load import Wanted, agree_to_read, find_checkpoint
-from parallel3d.checkpoint.names import huggingface_names, merge_names
 from parallel3d.checkpoint.optimizer import OptimizerTarget, merge_groups
-from parallel3d.checkpoint.parts import frozen, masters, parts_of
-from parallel3d.checkpoint.read import Reader
-from parallel3d.checkpoint.save import Contents, Saver
+from parallel3d.checkpoint.parts import Part, frozen, masters, parts_of
+from parallel3d.checkpoint.read import Reader, Wanted, agree_to_read, find_checkpoint
+from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.values import decode, encode
 from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
@@ -70,7 +67,7 @@ class Checkpoints:
         """Save a checkpoint; see Engine.save_checkpoint. scheduler: the learning-rate schedule, or None."""
         name = f"global_step{self._progress.global_steps}" if tag is None else str(tag)
 
-        def collect() -> Contents:
+        def collect() -> tuple[list[Part], Json]:
             if done := self._progress.num_backwards:
                 raise CheckpointError(f"{done} micro-batches of a step are done; save after engine.step() of its last")
             parts, optimizer = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
@@ -82,7 +79,7 @@ class Checkpoints:
                 state = {**self._shared_state(scheduler), "client_state": dict(client_state or {})}
                 own["shared"] = {key: encode(value, key, tensors) for key, value in state.items()}
             parts += [part for path, value in tensors.items() for part in parts_of(path, value, value)]
-            return Contents(parts, own)
+            return parts, own
 
         with self._untimed():
             self._saver.save(Path(save_dir), name, save_latest, collect, self._summarize)
@@ -97,13 +94,13 @@ class Checkpoints:
         """
         place = Path(save_dir)
 
-        def collect() -> Contents:
+        def collect() -> tuple[list[Part], Json]:
             if not save_filename.endswith(".safetensors"):
                 raise CheckpointError(
                     f"save_filename is {save_filename!r}, but weights are saved as safetensors; give {SINGLE!r}, for example"
                 )
             parts, _ = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
-            return Contents([part for part in parts if part.name.startswith(MODEL)], {})
+            return [part for part in parts if part.name.startswith(MODEL)], {}
 
         def assemble() -> None:
             if self._groups.rank == 0:
@@ -243,10 +240,8 @@ class _CheckpointLoader:
             self._model.wait_for_weights(self._model)
             self._want_model()
             if with_optimizer:
-                self.optimizer = OptimizerTarget(
-                    self._update.optimizer, list(self._update.reducer.all_buckets()), self.reader
-                )
-                self.optimizer.want(self.wanted)
+                buckets = self._update.reducer.all_buckets()
+                self.optimizer = OptimizerTarget(self._update.optimizer, buckets, self.reader, self.wanted)
             manifest = self.reader.manifest
             others = {key: value for key, value in manifest.state.items() if key not in ("optimizer", "huggingface")}
             self.state = decode(others, self.reader.read)
@@ -270,11 +265,11 @@ class _CheckpointLoader:
         buckets = list(self._update.reducer.all_buckets())
         for part in masters(buckets, wider_alone=False):
             name = part.name.removeprefix(MASTER)
-            self.wanted.known.append(MODEL + name)
+            self.wanted.known.add(MODEL + name)
             self.wanted.add(self.reader, part, part.name if part.name in self.reader.tensors else MODEL + name)
         others = [part for name, tensor in other_state(self._model) for part in parts_of(name, tensor, tensor)]
         for part in (*frozen(self._model.frozen_infos()), *others):
-            self.wanted.known.append(part.name)
+            self.wanted.known.add(part.name)
             if part.name.removeprefix(MODEL) not in left_out:
                 self.wanted.add(self.reader, part)
 

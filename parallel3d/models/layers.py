@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.autograd.split_backward import has_hooks
-from parallel3d.checkpoint.stored import LayerNames
+from parallel3d.checkpoint.export import LayerNames
 from parallel3d.errors import DataError
 from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.models.config import DecoderConfig

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from parallel3d.activity import Phase
-from parallel3d.checkpoint.files import MAX_FILE_BYTES, Target, Writing, check_empty, dtype_of
-from parallel3d.checkpoint.stored import LayerNames, Stored
+from parallel3d.checkpoint.export import MAX_FILE_BYTES, LayerNames, Stored, check_empty, write_weights
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CheckpointError
@@ -196,23 +194,13 @@ def _write(
     max_file_bytes: int,
 ) -> str | None:
     """Write all on rank 0; returns what went wrong, once all other ranks have been received from."""
-    targets = {key: Target(piece.stored, dtype_of(piece.dtype, dtype)) for key, piece in plan.pieces().items()}
-    writing = Writing(directory, list(targets.values()), max_file_bytes)
-    error: Exception | None = None
+    tensors = ((key, gathering.whole(key, held)) for key, held in plan.tensors.items())
+    error = None
     try:
-        writing.begin()
-    except OSError as raised:
-        error = raised
-    for key, held in plan.tensors.items():
-        whole = gathering.whole(key, held)
-        if error is None:
-            try:
-                writing.add(targets[key], whole)
-            except (OSError, SafetensorError) as raised:
-                error = raised
-    if error is None:
-        try:
-            writing.finish(config)
-        except OSError as raised:
-            error = raised
-    return None if error is None else str(writing.drop(error))
+        targets = {key: (piece.stored, piece.dtype) for key, piece in plan.pieces().items()}
+        write_weights(directory, targets, tensors, config, dtype, max_file_bytes)
+    except CheckpointError as raised:
+        error = str(raised)
+    for _ in tensors:  # what the other ranks still send
+        pass
+    return error

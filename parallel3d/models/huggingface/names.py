@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from parallel3d.checkpoint.stored import LayerNames, Section, Stored, all_of
+from parallel3d.checkpoint.export import LayerNames, Section, Stored, all_of
 from parallel3d.models.config import DecoderConfig
 
 

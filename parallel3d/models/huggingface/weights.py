@@ -10,16 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.files import INDEX, SINGLE
-from parallel3d.checkpoint.read import open_safetensors
-from parallel3d.checkpoint.stored import LayerNames, Stored
+from parallel3d.checkpoint.export import INDEX, SINGLE, LayerNames, Stored
+from parallel3d.checkpoint.read import differences, open_safetensors
 from parallel3d.errors import CheckpointError
 from parallel3d.parameters import slicing_of
 
 # What old checkpoints hold besides weights: buffers that are computed.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# How many of a kind of fault a message lists.
-_MOST = 20
 
 
 class Weights(Protocol):
@@ -116,22 +113,10 @@ def check_weights(weights: Weights, wanted: Iterable[Stored], tied: bool, where:
     expected = {name: shape for stored in wanted for name, shape in stored.shapes.items()}
     # Hugging Face writes a tied head's weight or not; what is there is the embedding's.
     extra = [n for n in shapes if n not in expected and not n.endswith(_COMPUTED)]
-    faults = {
-        "missing": sorted(set(expected) - set(shapes)),
-        "not known to the model": [n for n in extra if not (tied and n == "lm_head.weight")],
-        "of another shape": [
-            f"{name} is {list(shapes[name])}, not {list(shape)}"
-            for name, shape in expected.items()
-            if name in shapes and shapes[name] != shape
-        ],
-    }
-    told = [f"{len(names)} {fault}: {_listed(names)}" for fault, names in faults.items() if names]
-    if told:
-        raise CheckpointError(f"the tensors of {where} don't fit its config.json; " + "; ".join(told))
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    unknown = [n for n in extra if not (tied and n == "lm_head.weight")]
+    misshapen = {name: (s, shapes[name]) for name, s in expected.items() if shapes.get(name, s) != s}
+    if faults := differences(set(expected) - set(shapes), unknown, misshapen):
+        raise CheckpointError(f"the tensors of {where} don't fit its config.json; {faults}")
 
 
 @torch.no_grad()

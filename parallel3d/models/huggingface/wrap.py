@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from parallel3d.checkpoint.stored import Stored, all_of
+from parallel3d.checkpoint.export import Stored, all_of
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.tp_plan import TensorPlan
 from parallel3d.models.sliced import SlicedLogits

@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from parallel3d.checkpoint.boxes import Box, boxes_of_range, whole_box
 from parallel3d.checkpoint.format import MANIFEST, Manifest, StoredTensor, manifest_text
 from parallel3d.checkpoint.parts import Part
-from parallel3d.checkpoint.plan import assign
 from parallel3d.checkpoint.read import Reader
-from parallel3d.checkpoint.write import write_parts
+from parallel3d.checkpoint.save import assign, write_parts
 from parallel3d.errors import CheckpointError
 
 
 def save(path: Path, tensors: dict[str, list[tuple[Box, torch.Tensor]]], shapes: dict[str, tuple[int, ...]]) -> Reader:
     parts = [Part(name, shapes[name], box, values) for name, boxes in tensors.items() for box, values in boxes]
-    files, stored = write_parts(path, 3, parts, may_thread=True)
-    text = manifest_text(Manifest(tag="t", saved=0.0, latest=True, files=files, tensors=stored, state={}, ranks=[]))
+    written = write_parts(path, 3, parts, may_thread=True)
+    text = manifest_text(Manifest(tag="t", saved=0.0, latest=True, **written, state={}, ranks=[]))
     (path / MANIFEST).write_text(text)
     return Reader(path)
 

@@ -13,7 +13,7 @@ from hf_models import load_model, make_model, save_model, token_ids
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.stored import Section, Stored
+from parallel3d.checkpoint.export import Section, Stored
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models import from_hf, save_hf
 from parallel3d.models.huggingface.weights import StateDict, load_layer
