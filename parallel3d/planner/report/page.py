@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing beside itself: no file, no network, no server."""
+"""The report as files: one HTML page that needs nothing beside itself (no file, network or server), drawings and JSON."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 import re
 import zlib
 from itertools import pairwise
+from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from parallel3d.planner.report import words
+from parallel3d.planner.report.drawing import render, source
 from parallel3d.planner.report.memory import breakdown_chart, memory_chart
-from parallel3d.planner.report.timeline import as_timeline, columns
-from parallel3d.planner.report.topology import grouped, topology_chart
+from parallel3d.planner.report.timeline import as_timeline, columns, timeline_chart
+from parallel3d.planner.report.topology import topology_chart
 from parallel3d.planner.report.trade_off import trade_off_chart
+from parallel3d.planner.report.words import by_stage, natural
 from parallel3d.planner.search.result import PlanResult, Prediction, RankPlace
 from parallel3d.schedule.builders import placement_of
 
@@ -23,80 +24,85 @@ from parallel3d.schedule.builders import placement_of
 _MOST_RANKED, _MOST_REJECTED, _MOST_PLACES, _MOST_LINKS = 60, 1_000, 16_384, 200
 
 
+def write_report(result: PlanResult, directory: str | Path) -> tuple[Path, ...]:
+    """Write plan.html, plan.json and the drawings that there are; return their paths.
+
+    The directory is made if it is missing; files of these names are replaced. PlanResult.model_validate_json reads plan.json.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    contents = {"plan.html": html_page(result), "plan.json": result.model_dump_json() + "\n", **drawings(result)}
+    for name, text in contents.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return tuple(directory / name for name in contents)
+
+
+def drawings(result: PlanResult) -> dict[str, str]:
+    """Return the SVG files by name: of the winner timeline.svg and memory.svg, and trade_off.svg of all layouts.
+
+    Where nothing fits, or no layout has a time, those that would be empty are left out.
+    """
+    found: dict[str, str] = {}
+    for winner in result.best[:1]:
+        if result.timeline:
+            found["timeline.svg"] = timeline_chart(as_timeline(result.timeline, winner.stages), winner.layout)
+        found["memory.svg"] = memory_chart(winner, _stage_names(result, winner), standalone=True)
+    trade_off = trade_off_chart(result, standalone=True)
+    return found if trade_off is None else {**found, "trade_off.svg": trade_off}
+
+
 def html_page(result: PlanResult) -> str:
-    """The page of a plan; the same result gives the same bytes. Names are escaped. Raises ValueError for an unknown op.
+    """Return the page of a plan; the same result gives the same bytes. Names are escaped. Raises ValueError for an unknown op.
 
     Under 3 MB for 64 stages x 512 micro-batches: of the largest plans it shows the first rows of tables and the two ends of
     the timeline, and says so.
     """
-    environment = _environment()
     ranked = result.best[:_MOST_RANKED]
-    details = [_details(environment, result, prediction) for prediction in ranked]
+    details = [_details(result, prediction) for prediction in ranked]
     drawn = columns(as_timeline(result.timeline, ranked[0].stages)) if ranked and result.timeline else None
-    links = sorted(grouped(result.links), key=lambda link: -link.seconds)
-    trade_off = trade_off_chart(result)
-    return environment.get_template("page.html").render(
+    links = sorted(result.links, key=lambda link: -link.seconds)
+    return render(
+        "page.html",
         plan=result,
         ranked=ranked,
         rejected=result.rejected[:_MOST_REJECTED],
         places=_hosts(result.map[:_MOST_PLACES]),
         gpus=sorted({place.gpu for place in result.map}),
         cut_places=_MOST_PLACES if len(result.map) > _MOST_PLACES else None,
-        details=Markup(details[0]) if details else None,
-        trade_off=None if trade_off is None else Markup(trade_off),
-        topology=Markup(topology_chart(links, ranked[0].seconds)) if links and ranked else None,
+        details=details[0] if details else None,
+        trade_off=trade_off_chart(result),
+        topology=topology_chart(links, ranked[0].seconds) if links and ranked else None,
         links=links[:_MOST_LINKS],
-        config=_shown(result.config),
+        config=_indented(result.config),
         data=_packed({"details": details, "timeline": drawn}),
-        style=Markup(_source(environment, "page.css")),
-        script=Markup(_source(environment, "page.js")),
+        style=source("page.css"),
+        script=source("page.js"),
     )
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("parallel3d.planner.report", "page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "memory": words.memory,
-        "duration": words.duration,
-        "percent": words.percent,
-        "count": words.count,
-    }
-    return environment
-
-
-def _source(environment: Environment, name: str) -> str:
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]
-
-
-def _details(environment: Environment, result: PlanResult, prediction: Prediction) -> str:
-    """What the page shows of one ranked layout: its breakdown, memory and partition."""
-    # The map is the winner's, but ranks of a stage are numbered alike in every layout of its shape.
-    winner = result.best[0]
-    shared = (prediction.stages, prediction.replicas, prediction.slices) == (
-        winner.stages,
-        winner.replicas,
-        winner.slices,
-    )
-    names = words.by_stage(((place.pipe, place.rank) for place in result.map if shared), prediction.stages)
-    label = f"Memory of each stage of {prediction.layout} against its device"
-    return environment.get_template("layout.html").render(
+def _details(result: PlanResult, prediction: Prediction) -> Markup:
+    """Return the part of the page about one ranked layout: its breakdown, memory and partition."""
+    names = _stage_names(result, prediction)
+    return render(
+        "layout.html",
         prediction=prediction,
         names=names,
-        breakdown=Markup(breakdown_chart(prediction)),
-        memory=Markup(memory_chart(prediction.memory, names, label)),
+        breakdown=breakdown_chart(prediction),
+        memory=memory_chart(prediction, names),
         partition=_partition(prediction, result.halves if prediction.units == "half" else result.layers),
     )
 
 
+def _stage_names(result: PlanResult, prediction: Prediction) -> list[str]:
+    """Name the stages, with their ranks where the layout has the winner's shape: then its ranks are numbered alike."""
+    winner = result.best[0]
+    shapes = {(p.stages, p.replicas, p.slices) for p in (prediction, winner)}
+    places = result.map if len(shapes) == 1 else ()
+    return by_stage(((place.pipe, place.rank) for place in places), prediction.stages)
+
+
 def _partition(prediction: Prediction, layers: tuple[str, ...]) -> list[tuple[int, int, int, str]]:
-    """(chunk, stage, number of layers, what they are) of each chunk."""
+    """Return (chunk, stage, number of layers, their names) of each chunk."""
     placement = placement_of(prediction.placement, prediction.stages, prediction.chunks)
     rows = []
     for chunk, (start, stop) in enumerate(pairwise(prediction.bounds)):
@@ -107,21 +113,21 @@ def _partition(prediction: Prediction, layers: tuple[str, ...]) -> list[tuple[in
 
 
 def _hosts(places: tuple[RankPlace, ...]) -> dict[str, dict[int, RankPlace]]:
-    """host -> GPU -> its rank; hosts in their natural order."""
+    """Return host -> GPU -> its rank; hosts in their natural order."""
     hosts: dict[str, dict[int, RankPlace]] = {}
-    for place in sorted(places, key=lambda place: words.natural(place.host)):
+    for place in sorted(places, key=lambda place: natural(place.host)):
         hosts.setdefault(place.host, {})[place.gpu] = place
     return hosts
 
 
-def _shown(config: dict[str, object]) -> str:
-    """JSON with indents, but a list of numbers, such as a partition's bounds, on one line."""
+def _indented(config: dict[str, object]) -> str:
+    """Return JSON with indents, but a list of numbers, such as a partition's bounds, on one line."""
     text = json.dumps(config, indent=2, ensure_ascii=False)
     numbers = re.compile(r"\[\s*\n\s*(\d+(?:,\s*\n\s*\d+)*)\s*\n\s*\]")  # a string holds no line break
     return numbers.sub(lambda found: f"[{', '.join(re.findall(r'[0-9]+', found[1]))}]", text)
 
 
 def _packed(data: object) -> str:
-    """JSON, compressed, in letters that HTML leaves alone: a timeline of 200,000 instructions in under 2 MB."""
+    """Return JSON, compressed, in letters that HTML leaves alone: 200,000 instructions of a timeline in under 2 MB."""
     plain = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
     return base64.b64encode(zlib.compress(plain)).decode()

@@ -1,30 +1,31 @@
-"""The winner's timeline: as columns of integers that the page's script draws, and as an SVG."""
+"""Timeline of the best layout: as columns of integers that the page's script draws, and as an SVG."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import pairwise
 
-from parallel3d.planner.report import svg
+from parallel3d.planner.report.drawing import WIDTH, place_legend, render, ticks
 from parallel3d.planner.report.words import duration
 from parallel3d.planner.search.result import TimelineSpan
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
 from parallel3d.schedule.timing import Span, Timeline
 
-# Of a step, in the page: one has a ten millionth of it. A window of a thousandth still shows times to three digits.
+# Ticks of a step, in the page. A window of a thousandth of a step still shows times to three digits.
 _TICKS = 10_000_000
 _LABELLED = 6_000
 
 
 def as_timeline(spans: tuple[TimelineSpan, ...], num_stages: int) -> Timeline:
-    """The schedule's own form. Raises ValueError for an op that isn't a schedule's."""
+    """Return the spans as a schedule's timeline. Raises ValueError for an op that isn't a schedule's."""
     ops = {value: Op(value) for value in {s.op for s in spans}}
     made = (Span(s.stage, Instruction(ops[s.op], s.chunk, s.micro_batch, s.bucket), s.start, s.end) for s in spans)
     return Timeline.of(made, num_stages)
 
 
 def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
-    """What the page draws and names instructions from; each lane's spans in the order of their starts.
+    """Return the columns that the page draws and names instructions from, each lane's spans in the order of their starts.
 
     Of more than `limit` spans those in the middle of the step, where a schedule repeats itself, are left out: "left_out"
     is then (tick from, tick to, number). Starts are differences to the span before.
@@ -67,7 +68,7 @@ def _op(op: Op, depth: int) -> dict[str, object]:
 
 
 def _both_ends(timeline: Timeline, limit: int) -> tuple[list[Span], tuple[float, float, int] | None]:
-    """The `limit` spans nearest to the step's begin and end, and (from, to, number) of those left out between."""
+    """Return the `limit` spans nearest to the step's begin and end, and (from, to, number) of those left out between."""
     if len(timeline.spans) <= limit:
         return list(timeline.spans), None
     full = timeline.makespan
@@ -78,45 +79,42 @@ def _both_ends(timeline: Timeline, limit: int) -> tuple[list[Span], tuple[float,
 
 
 def timeline_chart(timeline: Timeline, name: str) -> str:
-    """An SVG of its own: labelled boxes with titles, or, of more than 6,000 spans, the compute alone as bare bars."""
+    """Draw labelled boxes with titles, or, of more than 6,000 spans, the compute alone as bare bars."""
     if len(timeline.spans) <= _LABELLED:
         return draw.svg({name: timeline}, {name: "s"})
     left, lane = 70, max(5.0, min(24.0, 1200 / timeline.num_ranks))
-    pixels = (svg.WIDTH - left - 20) / (timeline.makespan or 1.0)
-    bottom = 34 + lane * timeline.num_ranks
-    words = f"{name}: {duration(timeline.makespan)}, bubble {timeline.bubble:.1%}"
-    body = [svg.text(left, 20, words, font_size=14)]
-    for tick in svg.ticks(0, timeline.makespan):
-        x = left + pixels * tick
-        body.append(svg.element("path", d=f"M{x:.1f} 30V{bottom + 4:.1f}", stroke=svg.LINE, class_="grid"))
-        body.append(svg.text(x, bottom + 18, duration(tick), svg.FAINT, text_anchor="middle", font_size=11))
-    for stage in range(0, timeline.num_ranks, max(1, round(13 / lane))):
-        body.append(svg.text(left - 8, 34 + lane * stage + 10, f"stage {stage}", text_anchor="end", font_size=11))
-    body += _bars(timeline, left, pixels, lane)
+    pixels = (WIDTH - left - 20) / (timeline.makespan or 1.0)
+    bottom, thickness = 34 + lane * timeline.num_ranks, 10 * (lane - min(2.0, lane / 5))
     ops = [op for op in draw.BOX_COLOURS if any(s.instruction.op is op for s in timeline.spans)]
-    entries = {draw.NAMES[op]: draw.hex_colour(draw.box_colour(op, 0, 1)) for op in ops}
-    legend, height = svg.legend(entries, left, bottom + 42)
-    return svg.standalone(svg.drawing(body + legend, bottom + 42 + height, words))
+    colours = {draw.NAMES[op]: draw.hex_colour(draw.box_colour(op, 0, 1)) for op in ops}
+    legend, below = place_legend(colours, left, bottom + 42)
+    return render(
+        "timeline.jinja",
+        label=f"{name}: {duration(timeline.makespan)}, bubble {timeline.bubble:.1%}",
+        ticks=[(left + pixels * tick, duration(tick)) for tick in ticks(0, timeline.makespan)],
+        stages=[(34 + lane * k + 10, k) for k in range(0, timeline.num_ranks, max(1, round(13 / lane)))],
+        bars=[
+            (path, colour, 34 + lane * stage + thickness / 20)
+            for (stage, colour), path in _paths(timeline, 10 * pixels).items()
+        ],
+        thickness=thickness,
+        legend=legend,
+        left=left,
+        bottom=bottom,
+        height=bottom + 42 + below,
+    )
 
 
-def _bars(timeline: Timeline, left: float, pixels: float, lane: float) -> list[str]:
-    """A path for each lane and colour, by differences in tenths of a pixel: eight bytes a span."""
+def _paths(timeline: Timeline, scale: float) -> dict[tuple[int, str], str]:
+    """Return a path for each lane and colour, by differences in tenths of a pixel: eight bytes a span."""
     shades = draw.local_chunks(s for s in timeline.spans if s.instruction.op in COMPUTE_OPS)
     depth = 1 + max(shades.values(), default=0)
-    paths: dict[tuple[int, str], tuple[list[str], int]] = {}
+    moves: dict[tuple[int, str], list[str]] = defaultdict(lambda: ["M0 0"])
+    ends: dict[tuple[int, str], int] = defaultdict(int)
     for s in timeline.spans:
-        if s.instruction.op not in COMPUTE_OPS:
-            continue
-        key = s.rank, draw.hex_colour(draw.box_colour(s.instruction.op, shades[s.instruction.chunk], depth))
-        start, end = round(10 * pixels * s.start), round(10 * pixels * s.end)
-        moves, at = paths.setdefault(key, ([], 0))
-        moves.append(f"m{start - at} 0h{end - start}")
-        paths[key] = moves, end
-    height = 10 * (lane - min(2.0, lane / 5))
-    return [
-        svg.element(
-            "path", d="M0 0" + "".join(moves), stroke=colour, stroke_width=height, fill="none",
-            transform=f"translate({left} {34 + lane * stage + height / 20:.2f}) scale(.1)",
-        )
-        for (stage, colour), (moves, _) in paths.items()
-    ]  # fmt: skip
+        if s.instruction.op in COMPUTE_OPS:
+            key = s.rank, draw.hex_colour(draw.box_colour(s.instruction.op, shades[s.instruction.chunk], depth))
+            start, end = round(scale * s.start), round(scale * s.end)
+            moves[key].append(f"m{start - ends[key]} 0h{end - start}")
+            ends[key] = end
+    return {key: "".join(parts) for key, parts in moves.items()}

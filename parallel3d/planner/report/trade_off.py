@@ -1,96 +1,72 @@
-"""Memory against time: the layouts that no other beats in both, and those that lost."""
+"""Chart of memory against time: the layouts that no other beats in both, and those that lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from markupsafe import Markup
 
-from parallel3d.planner.report import svg
+from parallel3d.planner.report.drawing import WIDTH, place_legend, render, ticks
 from parallel3d.planner.report.words import duration, memory, memory_unit
 from parallel3d.planner.search.result import PlanResult
 
-_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 380, 80, 40, 24, 330
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80, WIDTH - 40, 24, 330
 _ON, _OFF, _WINNER = "#2f69b4", "#8c959f", "#c8413b"
 
 
-class _Axes:
-    """(bytes, seconds) -> pixels; both axes start near the least of the points."""
+def trade_off_chart(result: PlanResult, standalone: bool = False) -> Markup | None:
+    """Draw the frontier as a stepped line through its points, other layouts paler, the winner marked.
 
-    def __init__(self, points: list[tuple[int, float, str]]) -> None:
-        peaks, seconds = [p[0] for p in points], [p[1] for p in points]
-        self.low, self.high = _widened(min(peaks), max(peaks))
-        self.fast, self.slow = _widened(min(seconds), max(seconds))
-
-    def x(self, nbytes: float) -> float:
-        return _LEFT + (svg.WIDTH - _LEFT - _RIGHT) * (nbytes - self.low) / (self.high - self.low)
-
-    def y(self, seconds: float) -> float:
-        return _BOTTOM - (_BOTTOM - _TOP) * (seconds - self.fast) / (self.slow - self.fast)
-
-    def holds(self, nbytes: float, seconds: float) -> bool:
-        return self.low <= nbytes <= self.high and self.fast <= seconds <= self.slow
-
-    def grid(self) -> Iterator[str]:
-        unit, name = memory_unit(self.high)
-        for tick in svg.ticks(self.low / unit, self.high / unit):
-            x = self.x(tick * unit)
-            yield svg.element("path", d=f"M{x:.1f} {_TOP}V{_BOTTOM}", stroke=svg.LINE, class_="grid")
-            yield svg.text(x, _BOTTOM + 17, f"{tick:g} {name}", svg.FAINT, text_anchor="middle", font_size=11)
-        for tick in svg.ticks(self.fast, self.slow, 6):
-            y = self.y(tick)
-            yield svg.element("path", d=f"M{_LEFT} {y:.1f}H{svg.WIDTH - _RIGHT}", stroke=svg.LINE, class_="grid")
-            yield svg.text(_LEFT - 8, y + 4, duration(tick), svg.FAINT, text_anchor="end", font_size=11)
-        yield svg.text(svg.WIDTH - _RIGHT, _BOTTOM + 38, "peak memory of a rank, reserved", text_anchor="end")
-        yield svg.text(_LEFT - 60, _TOP - 10, "time of a step")
-
-
-def _widened(low: float, high: float) -> tuple[float, float]:
-    margin = 0.06 * (high - low) or 0.1 * high or 1.0
-    return max(low - margin, 0.0), high + margin
-
-
-def trade_off_chart(result: PlanResult) -> str | None:
-    """Frontier as a stepped line through its points, other layouts paler, the winner marked; None where no layout has a time.
-
-    Points hold their layout as data-layout. Losers beyond the frontier's and the ranked layouts' range are left out.
+    Points hold their layout as data-layout. Layouts that lost and lie beyond the range of the others are left out. None where
+    no layout has a time. standalone: on a white ground.
     """
     ranked = [(p.peak, p.seconds, p.layout) for p in result.best]
-    main = [*result.trade_off, *ranked]
-    if not main:
-        return None
-    axes = _Axes(main)
     frontier = sorted(result.trade_off)
+    shown = [*frontier, *ranked]
+    if not shown:
+        return None
+    # Both axes start near the least of the points.
+    low, high = _widened([peak for peak, _, _ in shown])
+    fast, slow = _widened([seconds for _, seconds, _ in shown])
+
+    def x(peak: float) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * (peak - low) / (high - low)
+
+    def y(seconds: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * (seconds - fast) / (slow - fast)
+
+    def point(radius: int, colour: str, peak: int, seconds: float, layout: str) -> dict[str, object]:
+        at = {"x": x(peak), "y": y(seconds), "radius": radius, "colour": colour}
+        return {**at, "peak": peak, "seconds": seconds, "layout": layout}
+
     lost = [(r.peak, r.seconds, r.layout) for r in result.rejected if r.peak is not None and r.seconds is not None]
+    inside = [one for one in [*lost, *ranked] if low <= one[0] <= high and fast <= one[1] <= slow]
     on = {layout for _, _, layout in frontier}
-    winner = ranked[0][2] if ranked else None
-    body = list(axes.grid())
-    body += [
-        _point(axes, point, 3.0, _OFF) for point in [*lost, *ranked] if point[2] not in on and axes.holds(*point[:2])
-    ]
-    if frontier:
-        steps = f"M{axes.x(frontier[0][0]):.1f} {axes.y(frontier[0][1]):.1f}"
-        steps += "".join(f"H{axes.x(peak):.1f}V{axes.y(seconds):.1f}" for peak, seconds, _ in frontier[1:])
-        body.append(svg.element("path", d=steps, fill="none", stroke=_ON, stroke_width=1.5))
-    body += [_point(axes, point, 5.0, _ON) for point in frontier if point[2] != winner]
-    if ranked:
-        body += [_point(axes, ranked[0], 7.0, _WINNER), _name(axes, ranked[0])]
-    entries = {"not beaten in both": _ON, "beaten": _OFF, "the winner": _WINNER}
-    legend, _ = svg.legend(entries, _LEFT, _BOTTOM + 38)
+    points = [point(3, _OFF, *one) for one in inside if one[2] not in on]
+    points += [point(5, _ON, *one) for one in frontier if one[2] not in {layout for _, _, layout in ranked[:1]}]
+    points += [point(7, _WINNER, *one) for one in ranked[:1]]
+    path = "".join(
+        f"{'H' if k else 'M'}{x(p):.1f}{'V' if k else ' '}{y(s):.1f}" for k, (p, s, _) in enumerate(frontier)
+    )
+    unit, unit_name = memory_unit(high)
     words = "; ".join(f"{layout}: {memory(peak)}, {duration(seconds)}" for peak, seconds, layout in frontier)
-    return svg.drawing(body + legend, _HEIGHT, f"Peak memory against the time of a step. {words}")
+    return render(
+        "trade_off.jinja",
+        peaks=[(x(tick * unit), f"{tick:g} {unit_name}") for tick in ticks(low / unit, high / unit)],
+        times=[(y(tick), duration(tick)) for tick in ticks(fast, slow, 6)],
+        points=points,
+        winner=points[-1] if ranked else None,
+        frontier=path,
+        legend=place_legend({"not beaten in both": _ON, "beaten": _OFF, "the winner": _WINNER}, _LEFT, _BOTTOM + 38)[0],
+        label=f"Peak memory against the time of a step. {words}",
+        left=_LEFT,
+        right=_RIGHT,
+        top=_TOP,
+        bottom=_BOTTOM,
+        standalone=standalone,
+    )
 
 
-def _point(axes: _Axes, point: tuple[int, float, str], radius: float, colour: str) -> str:
-    peak, seconds, layout = point
-    tip = svg.title(f"{layout}\n{memory(peak)}, {duration(seconds)} a step")
-    focus = 0 if radius > 3 else None
-    return svg.element(
-        "circle", tip, cx=axes.x(peak), cy=axes.y(seconds), r=radius, fill=colour, stroke="#ffffff", class_="point",
-        data_layout=layout, tabindex=focus,
-    )  # fmt: skip
-
-
-def _name(axes: _Axes, point: tuple[int, float, str]) -> str:
-    x = axes.x(point[0])
-    end = x > svg.WIDTH - 260
-    y = axes.y(point[1]) + 15
-    return svg.text(x - 9 if end else x + 9, y, point[2], text_anchor="end" if end else None, font_weight="bold")
+def _widened(numbers: list[float] | list[int]) -> tuple[float, float]:
+    """Return the range of the numbers with a margin."""
+    low, high = min(numbers), max(numbers)
+    margin = 0.06 * (high - low) or 0.1 * high or 1.0
+    return max(low - margin, 0.0), high + margin

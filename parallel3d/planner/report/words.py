@@ -1,9 +1,9 @@
-"""Numbers, ranges and colours as the report writes them."""
+"""Numbers, ranges of numbers, and colours of the report."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 
 _MEMORY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -30,7 +30,7 @@ _FURTHER_COLOURS = ("#93c58f", "#5c6b7a", "#c77fb5", "#4d9a94", "#a8a03c", "#7f8
 
 
 def colours_of(parts: Iterable[str]) -> dict[str, str]:
-    """part -> colour in a chart's order: the parts known above, then others by name, whose colours repeat after six."""
+    """Return part -> colour in a chart's order: the parts known above, then others by name, whose colours repeat after six."""
     given = set(parts)
     further = sorted(given - PART_COLOURS.keys())
     known = {part: colour for part, colour in PART_COLOURS.items() if part in given}
@@ -38,18 +38,18 @@ def colours_of(parts: Iterable[str]) -> dict[str, str]:
 
 
 def memory_unit(full: float) -> tuple[int, str]:
-    """(bytes, name) of the largest unit of which `full` holds two or more: an axis counts in it."""
+    """Return (bytes, name) of the largest unit of which `full` holds two or more, to label an axis with."""
     return next(((size, unit) for size, unit in _MEMORY_UNITS if full >= 2 * size), (1, "B"))
 
 
 def memory(nbytes: float) -> str:
-    """1610612736 -> "1.50 GiB"."""
+    """Format bytes: 1610612736 -> "1.50 GiB"."""
     size, unit = next(((size, unit) for size, unit in _MEMORY_UNITS if abs(nbytes) >= size), (1, "B"))
     return f"{_three_digits(nbytes / size)} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """0.0123 -> "12.3 ms"."""
+    """Format seconds: 0.0123 -> "12.3 ms"."""
     size, unit = next(((size, unit) for size, unit in _TIME_UNITS if abs(seconds) >= size), _TIME_UNITS[-1])
     return f"{_three_digits(seconds / size)} {unit}"
 
@@ -60,34 +60,32 @@ def _three_digits(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """0.4213 -> "42.1%"."""
+    """Format a share: 0.4213 -> "42.1%"."""
     return f"{share:.1%}"
 
 
 def count(number: float) -> str:
-    """12345.6 -> "12,346"."""
+    """Format a number: 12345.6 -> "12,346"."""
     return f"{number:,.0f}"
 
 
 def runs(numbers: Iterable[int]) -> str:
-    """{0, 1, 2, 5} -> "0–2, 5"."""
+    """Format numbers as ranges: {0, 1, 2, 5} -> "0–2, 5"."""
     ordered = sorted(set(numbers))
     parts = [[n for _, n in group] for _, group in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """A key to sort names by that puts "host2" before "host10"."""
+    """Return a key to sort names by that puts "host2" before "host10"."""
     return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name))
 
 
-def by_stage(ranks: Iterable[tuple[int, int]], num_stages: int) -> Sequence[str]:
-    """(stage, rank) pairs -> what to call each stage: "stage 3 · ranks 24–31", without ranks where none are given."""
-    held: dict[int, list[int]] = {}
+def by_stage(ranks: Iterable[tuple[int, int]], num_stages: int) -> list[str]:
+    """Name each stage from pairs (stage, rank): "stage 3 · ranks 24–31", without ranks where none are given."""
+    held: dict[int, list[int]] = {stage: [] for stage in range(num_stages)}
     for stage, rank in ranks:
-        held.setdefault(stage, []).append(rank)
-    names = []
-    for stage in range(num_stages):
-        own = held.get(stage, [])
-        names.append(f"stage {stage}" + (f" · rank{'s' * (len(own) > 1)} {runs(own)}" if own else ""))
-    return names
+        held[stage].append(rank)
+    return [
+        f"stage {stage}" + (f" · rank{'s' * (len(own) > 1)} {runs(own)}" if own else "") for stage, own in held.items()
+    ]

@@ -10,11 +10,10 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plans import GIB, Shape, links, plan
+from plans import GIB, Shape, plan
 
-from parallel3d.planner.report import html_page, memory_svg, timeline_svg, to_json, trade_off_svg, words, write_report
+from parallel3d.planner.report import drawings, html_page, words, write_report
 from parallel3d.planner.report.timeline import as_timeline, columns
-from parallel3d.planner.report.topology import grouped
 from parallel3d.planner.search.result import LinkLoad, PlanResult, TimelineSpan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -101,7 +100,7 @@ def test_of_a_longer_step_the_page_draws_both_ends_and_says_what_it_leaves_out(r
 
 
 def test_same_plan_same_bytes_and_json_holds_all(result):
-    again = PlanResult.model_validate_json(to_json(result))
+    again = PlanResult.model_validate_json(result.model_dump_json())
     assert again == result
     assert html_page(again) == html_page(result)
 
@@ -141,13 +140,13 @@ def test_names_are_escaped(result):
     assert not any(tag == "img" or "onerror" in attributes for tag, attributes in tags)
     for fragment in page_data(html)["details"]:
         assert not any(tag in ("script", "img") for tag, _ in Tags(fragment).tags)
-    for drawing in (memory_svg(bad), trade_off_svg(bad), timeline_svg(bad)):
+    for drawing in drawings(bad).values():
         assert {node.tag for node in ElementTree.fromstring(drawing).iter()}.isdisjoint({f"{SVG}script", f"{SVG}img"})
 
 
 def test_memory_bars_are_in_proportion_to_bytes(result):
     """From capacity's line: bars start where 0 is, so a stage's parts have capacity's width times their share."""
-    drawing = ElementTree.fromstring(memory_svg(result))
+    drawing = ElementTree.fromstring(drawings(result)["memory.svg"])
     bars: dict[int, list[tuple[str, float, float]]] = {}
     capacity: dict[int, float] = {}
     for node in drawing.iter():
@@ -170,7 +169,7 @@ def test_memory_bars_are_in_proportion_to_bytes(result):
 
 
 def test_trade_off_places_points_by_memory_and_time(result):
-    drawing = ElementTree.fromstring(trade_off_svg(result))
+    drawing = ElementTree.fromstring(drawings(result)["trade_off.svg"])
     points = {n.get("data-layout"): (float(n.get("cx")), float(n.get("cy"))) for n in drawing.iter(f"{SVG}circle")}
     assert {layout for _, _, layout in result.trade_off} | {p.layout for p in result.best} <= points.keys()
     (peak0, seconds0, first), *_, (peak1, seconds1, last) = result.trade_off
@@ -184,39 +183,13 @@ def test_trade_off_places_points_by_memory_and_time(result):
 
 
 def test_timeline_svg_draws_all_compute_of_any_size(result, large):
-    small = ElementTree.fromstring(timeline_svg(result))
+    small = ElementTree.fromstring(drawings(result)["timeline.svg"])
     boxes = [n for n in small.iter(f"{SVG}rect") if n.get("class", "").startswith("box")]
     assert len(boxes) == sum(s.op in ("F", "B", "I", "W") for s in result.timeline)
-    text = timeline_svg(large)
+    text = drawings(large)["timeline.svg"]
     assert len(text) < 3_000_000
     bars = sum(n.get("d").count("h") for n in ElementTree.fromstring(text).iter(f"{SVG}path") if n.get("transform"))
     assert bars == sum(s.op in ("F", "B", "I", "W") for s in large.timeline)
-
-
-@pytest.mark.parametrize("hosts", [4, 6, 200])
-def test_links_of_many_hosts_are_drawn_as_one_with_the_busiest_load(hosts):
-    given_links = links(Shape(stages=hosts, replicas=4, slices=2))
-    busy = given_links[-20].model_copy(update={"seconds": 99.0, "nbytes": 7.0})
-    shown = grouped([*given_links[:-20], busy, *given_links[-19:]])
-    names = {name for link in shown for name in (link.a, link.b)}
-    if hosts == 4:
-        assert len(shown) == len(given_links)
-    else:
-        assert names == {f"host0–{hosts - 1}/{part}{k}" for part in ("gpu", "nic") for k in range(8)} | {
-            f"host0–{hosts - 1}/nvswitch",
-            *(f"rail{k}" for k in range(8)),
-            "spine",
-        }
-    assert [link.nbytes for link in shown if link.seconds == 99.0] == [7.0]
-
-
-def test_alike_nodes_without_hosts_are_drawn_as_one_link_to_itself():
-    ring = [
-        LinkLoad(a=f"gpu{k}", b=f"gpu{(k + 1) % 300}", kind="nvlink", nbytes=k, seconds=k, by_axis={"data": k})
-        for k in range(300)
-    ]
-    [only] = grouped(ring)
-    assert (only.a, only.b, only.nbytes) == ("gpu0–299", "gpu0–299", 299)
 
 
 def test_where_nothing_fits_the_page_says_what_would(result, tmp_path):

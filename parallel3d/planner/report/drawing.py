@@ -1,0 +1,70 @@
+"""Templates of the report rendered, and the geometry that its charts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from math import ceil
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from parallel3d.planner.report import words
+from parallel3d.schedule.draw import tick_step
+
+WIDTH = 1100
+"""Width of every chart, in pixels."""
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("parallel3d.planner.report", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = {"memory": words.memory, "duration": words.duration, "percent": words.percent, "count": words.count}
+    environment.filters |= {**filters, "px": _pixels}
+    return environment
+
+
+def _pixels(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def render(template: str, **values: object) -> Markup:
+    """Render a file of the folder `page`; all values but Markup are escaped."""
+    return Markup(_environment().get_template(template).render(values))
+
+
+def source(name: str) -> Markup:
+    """Return a file of the folder `page` as it is."""
+    environment = _environment()
+    assert environment.loader is not None
+    return Markup(environment.loader.get_source(environment, name)[0])
+
+
+def ticks(low: float, high: float, number: int = 8) -> Iterator[float]:
+    """Yield round values of [low, high], about `number` of them."""
+    step = tick_step((high - low) or abs(high) or 1.0, number)
+    for k in range(ceil(low / step * 0.9999), int(high / step * 1.0001) + 1):
+        yield k * step
+
+
+def place_legend(
+    colours: dict[str, str], x: float, y: float, right: float = WIDTH
+) -> tuple[list[tuple[float, float, str, str]], float]:
+    """Lay out name -> colour in lines from the baseline (x, y) down, none past `right`.
+
+    Returns (x, y, name, colour) of each, and the height that they take.
+    """
+    places, at, line = [], x, y
+    for name, colour in colours.items():
+        wide = 34 + 6.6 * len(name)
+        if at > x and at + wide > right:
+            at, line = x, line + 18
+        places.append((at, line, name, colour))
+        at += wide
+    return places, line - y + 18
