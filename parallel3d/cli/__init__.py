@@ -13,15 +13,11 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line `argv` (default: this process's own) and return the exit code: 2 for a user's error."""
+    """Run the command line `argv` (default: this process's own) and return the exit code: 2 for a user's error."""
     parser = argparse.ArgumentParser(prog="p3d", description="Tools around a training with parallel3d.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    config.add_command(commands)
-    check.add_command(commands)
-    ckpt.add_command(commands)
-    plan.add_command(commands)
-    build_kernels.add_command(commands)
-    doctor.add_command(commands)
+    for command in (config, check, ckpt, plan, build_kernels, doctor):
+        command.add_command(commands)
     options = parser.parse_args(argv)
     try:
         code: int = options.run(options)

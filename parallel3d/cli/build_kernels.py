@@ -1,4 +1,4 @@
-"""`p3d build-kernels`: the CUDA kernels compiled, for an installation that found no nvcc."""
+"""`p3d build-kernels`: compile the CUDA kernels, for an installation that found no nvcc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel3d.kernels.library import build, open_library
 
 
 def add_command(commands: Any) -> None:
-    """Adds `build-kernels` to the subcommands of an argparse parser."""
+    """Add `build-kernels` to the subcommands of an argparse parser."""
     parser = commands.add_parser(
         "build-kernels",
         help="compile the CUDA kernels",
@@ -23,6 +23,6 @@ def add_command(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     path = build(options.out)
-    open_library(path)  # what can't be loaded is told now
+    open_library(path)  # raises now if it can't be loaded
     print(path)
     return 0

@@ -1,14 +1,13 @@
-"""`p3d check`: whether layouts compute what one process computes."""
+"""`p3d check`: check that layouts compute what one process computes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
@@ -17,7 +16,7 @@ from parallel3d.parity.settings import TOLERANCES
 
 
 def add_command(commands: Any) -> None:
-    """Adds `check` to the subcommands of an argparse parser."""
+    """Add `check` to the subcommands of an argparse parser."""
     parser = commands.add_parser(
         "check",
         help="compare layouts with one process",
@@ -52,29 +51,28 @@ def _run(options: argparse.Namespace) -> int:
         )
     layouts = [parse_layout(text) for text in options.layouts]
     settings = Settings(options.steps, options.seed, options.dtype, options.tolerance)
-    console, passed = Console(), True
+    passed = True
     for report in check(options.target, layouts, settings):
-        show(report, console)
+        show(report)
         passed = passed and report.passed
     return 0 if passed else 1
 
 
-def show(report: Report, console: Console) -> None:
-    """Print a report as a table, with what differs below.
+def show(report: Report) -> None:
+    """Print a report as a table, and below it the layers that differ.
 
-    alone: what one process has; norm: the gradient's before clipping; weights: the largest relative difference of a tensor.
+    alone: numbers of one process; norm: the gradient's before clipping; weights: the largest relative difference of a tensor.
     """
-    table = Table(title=escape(f"{report.layout}: {_verdict(report.passed)}"), title_justify="left", box=None)
-    for column in ("step", "loss", "alone", "", "norm", "alone", "", "weights", ""):
-        table.add_column(column, no_wrap=True)
+    names = ("step", "loss", "alone", "", "norm", "alone", "", "weights", "")
+    title = escape(f"{report.layout}: {_verdict(report.passed)}")
+    table = Table(*(Column(name, no_wrap=True) for name in names), title=title, title_justify="left", box=None)
     for k, step in enumerate(report.steps, 1):
         numbers = ([f"{number:.7g}" for number in pair] for pair in (step.loss, step.norm))
         shown = [*numbers, [f"{step.differences[-1]:.1e}"]]
         verdicts = [_verdict(report.agrees(difference)) for difference in step.differences]
         table.add_row(str(k), *(cell for pair in zip(shown, verdicts, strict=True) for cell in (*pair[0], pair[1])))
-    console.print(table)
-    for line in findings(report):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    Console().print(table)
+    print("".join(f"{line}\n" for line in findings(report)), end="")
 
 
 def _verdict(passed: bool) -> str:
@@ -82,14 +80,15 @@ def _verdict(passed: bool) -> str:
 
 
 def findings(report: Report) -> list[str]:
-    """Which layers differ, the first of them in model order first; nothing where all agree."""
+    """Return lines that name the first layers that differ, in model order; none where all agree."""
     lines = []
-    what = (("gradients of step 1", report.gradients), (f"weights after step {len(report.steps)}", report.weights))
-    for name, found in what:
+    tensors = (("gradients of step 1", report.gradients), (f"weights after step {len(report.steps)}", report.weights))
+    for name, found in tensors:
         names = report.differing(found)
         if not names:
             continue
-        layers = list(dict.fromkeys(_layer_of(n, report.classes) for n in names))
+        places = dict.fromkeys(int(n.split(".")[1]) for n in names)  # of "layers.2.down.weight", 2
+        layers = [f"layers.{place} {report.classes[place]}" for place in places]
         first = f"first layer whose {name} differ: {layers[0]} ({names[0]} by {found[names[0]]:.1e})"
         last = f"; {len(layers)} layers differ, the last is {layers[-1]}" if len(layers) > 1 else ""
         lines.append(f"{first}{last}; tolerance {report.tolerance:g}")
@@ -98,9 +97,3 @@ def findings(report: Report) -> list[str]:
             "the loss of step 1 agrees: the difference arises in a backward, which runs from the last layer on"
         )
     return lines
-
-
-def _layer_of(name: str, classes: Sequence[str]) -> str:
-    """Return the name of the layer, as "layers.2 MLP", of a parameter "layers.2.down.weight"."""
-    place = int(name.split(".")[1])
-    return f"layers.{place} {classes[place]}"

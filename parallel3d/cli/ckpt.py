@@ -1,4 +1,4 @@
-"""`p3d ckpt`: what checkpoints there are, whether they are whole, their weights for others, and how two differ."""
+"""`p3d ckpt`: list, verify, export and compare checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from parallel3d.checkpoint.directory import check_complete, complete_checkpoints, find, latest_tag
 from parallel3d.checkpoint.export import export_checkpoint
@@ -20,17 +20,18 @@ from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CHECKPOINT = "the directory of a checkpoint, or one of several, of which `latest` names one, or the newest is taken"
-# Lines of a kind that are shown.
-_MOST = 20
+_CHECKPOINT = (
+    "directory of a checkpoint; or of several, of which the one that `latest` names is used, or else the newest"
+)
+_MOST = 20  # differences that are printed
 
 
 def add_command(commands: Any) -> None:
-    """Adds `ckpt` to the subcommands of an argparse parser."""
+    """Add `ckpt` to the subcommands of an argparse parser."""
     parser = commands.add_parser("ckpt", help="list, verify, export and compare checkpoints")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
-    listing = actions.add_parser("ls", help="what checkpoints a directory holds, and what is in it besides")
+    listing = actions.add_parser("ls", help="list the checkpoints of a directory, and what else is in it")
     listing.add_argument("directory", type=Path)
     listing.set_defaults(run=_list)
 
@@ -51,7 +52,7 @@ def add_command(commands: Any) -> None:
     export.add_argument(
         "--dtype", choices=list(_DTYPES), help="of floating-point numbers (default: as they were saved)"
     )
-    export.add_argument("--masters", action="store_true", help="what the optimizer updated, in fp32, where it had such")
+    export.add_argument("--masters", action="store_true", help="the fp32 master weights, where the optimizer had such")
     export.add_argument("--plain", action="store_true", help="the model's own names")
     export.set_defaults(run=_export)
 
@@ -67,7 +68,7 @@ def add_command(commands: Any) -> None:
 
 
 def locate(path: Path) -> Path:
-    """The directory of one checkpoint. Raises CheckpointError with what there is instead."""
+    """Return the directory of one checkpoint. Raises CheckpointError if there is none that is complete."""
     if (path / MANIFEST).is_file():
         return path
     tag = latest_tag(path)
@@ -86,29 +87,23 @@ def _list(options: argparse.Namespace) -> int:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory")
     complete, latest = complete_checkpoints(directory), latest_tag(directory)
-    table = Table(box=None)
-    for column in ("tag", "saved", "GB", "steps", "layout", ""):
-        table.add_column(column, no_wrap=True)
+    columns = (Column(name, no_wrap=True) for name in ("tag", "saved", "GB", "steps", "layout", ""))
+    table = Table(*columns, box=None)
     for found in complete:
         mark = "latest" if found.tag == latest else ""
         table.add_row(escape(found.tag), *_described(found.manifest), mark)
-    console = Console()
-    console.print(table)
+    Console().print(table)
     known = {found.path for found in complete}
     for path in sorted(directory.iterdir()):
         if path.is_dir() and path not in known:
-            console.print(f"not complete: {_damage(path)}", highlight=False, markup=False, soft_wrap=True)
+            try:
+                check_complete(path)
+                print(f"not complete: {path} is whole, and was set aside while it was replaced")
+            except CheckpointError as error:
+                print(f"not complete: {error}")
     if latest is not None and latest not in {found.tag for found in complete}:
-        console.print(f"latest names {latest!r}, which is not complete", highlight=False, markup=False, soft_wrap=True)
+        print(f"latest names {latest!r}, which is not complete")
     return 0
-
-
-def _damage(path: Path) -> str:
-    try:
-        check_complete(path)
-    except CheckpointError as error:
-        return str(error)
-    return f"{path} is whole, and was set aside while it was replaced"
 
 
 def _described(manifest: Manifest) -> tuple[str, str, str, str]:
@@ -140,7 +135,9 @@ def _export(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     first, second = Reader(locate(options.first)), Reader(locate(options.second))
-    lines = [*_only(first, second), *_only(second, first), *_changed(first, second, options.tolerance)]
+    alone = ((one, one.tensors.keys() - other.tensors.keys()) for one, other in ((first, second), (second, first)))
+    lines = [f"{name} is in {one.directory} alone" for one, names in alone for name in sorted(names)]
+    lines += _changed(first, second, options.tolerance)
     for line in lines[:_MOST]:
         print(line)
     if len(lines) > _MOST:
@@ -148,10 +145,6 @@ def _diff(options: argparse.Namespace) -> int:
     common = len(first.tensors.keys() & second.tensors.keys())
     print(f"{common} tensors in both, {len(lines)} differences")
     return 1 if lines else 0
-
-
-def _only(one: Reader, other: Reader) -> list[str]:
-    return [f"{name} is in {one.directory} alone" for name in sorted(one.tensors.keys() - other.tensors.keys())]
 
 
 def _changed(first: Reader, second: Reader, tolerance: float) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`p3d config`: a configuration explained, the table of keys, the JSON schema."""
+"""`p3d config`: explain a configuration, print the table of keys or the JSON schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from parallel3d.config import Config, read
 from parallel3d.config.explain import DEFAULT, OF_MODULE, Explanation, explain, keys_as_markdown
@@ -19,7 +19,7 @@ from parallel3d.errors import ConfigError
 
 
 def add_command(commands: Any) -> None:
-    """Adds `config` to the subcommands of an argparse parser."""
+    """Add `config` to the subcommands of an argparse parser."""
     parser = commands.add_parser(
         "config",
         help="explain a configuration",
@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--world is {options.world} and --pp is {options.pp}; give whole numbers >= 1")
     else:
         reading = read(options.file, _parse_autos(options.auto))
-        show(explain(reading, options.world, options.pp), Console())
+        show(explain(reading, options.world, options.pp))
     return 0
 
 
@@ -68,29 +68,19 @@ def _parse_autos(pairs: Sequence[str]) -> dict[str, Any]:
     return autos
 
 
-def show(explanation: Explanation, console: Console) -> None:
-    """Print an explanation as tables."""
-    values = Table(title="In force", title_justify="left")
-    for column in ("key", "value", "from"):
-        values.add_column(column, overflow="fold")
-    for value in explanation.values:
-        values.add_row(
-            value.path, _json(value.value), value.why, style="dim" if value.why in (DEFAULT, OF_MODULE) else ""
-        )
-    console.print(values)
-    if explanation.left_out:
-        left_out = Table(title="Left out, or as it is anyway", title_justify="left")
-        for column in ("key", "value", "why"):
-            left_out.add_column(column, overflow="fold")
-        for item in explanation.left_out:
-            left_out.add_row(item.path, _json(item.value), item.why)
-        console.print(left_out)
-    console.print(_arithmetic(explanation), highlight=False)
-
-
-def _arithmetic(explanation: Explanation) -> str:
+def show(explanation: Explanation) -> None:
+    """Print an explanation as tables, and the batch arithmetic."""
+    tables = (("In force", "from", explanation.values), ("Left out, or as it is anyway", "why", explanation.left_out))
+    for title, why, values in tables:
+        columns = (Column(name, overflow="fold") for name in ("key", "value", why))
+        table = Table(*columns, title=title, title_justify="left")
+        for value in values:
+            style = "dim" if value.why in (DEFAULT, OF_MODULE) else ""
+            table.add_row(value.path, _json(value.value), value.why, style=style)
+        if values:
+            Console().print(table)
     sizes, pipe, data, model = explanation.sizes, explanation.pipe, explanation.data, explanation.model
-    return (
+    print(
         f"world = tp x pp x dp = {model} x {pipe} x {data} = {model * pipe * data} ranks\n"
         "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp\n"
         f"{sizes.train_batch_size} = {sizes.micro_batch_size} x {sizes.num_micro_batches} x {data} samples a step"
@@ -98,5 +88,5 @@ def _arithmetic(explanation: Explanation) -> str:
 
 
 def _json(value: object) -> str:
-    """As JSON, in which brackets are no markup of rich's."""
+    """Return a value as JSON, in which brackets are no markup of rich's."""
     return escape(json.dumps(dumped(value)))

@@ -1,4 +1,4 @@
-"""`p3d doctor`: which kernels run here, why the others don't, and what to do about it."""
+"""`p3d doctor`: say which kernels run here, why the others don't, and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from parallel3d.comm.peer.streams import check_copies
 from parallel3d.comm.peer.symmetric import Unavailable, check_device, check_hosts, check_peers
@@ -26,12 +26,12 @@ _WIDTH = 140  # of the table where there is no terminal
 
 @dataclass(frozen=True)
 class Finding:
-    """A kernel, what runs without it, the reasons why it is off, and whether the configuration turns it on."""
+    """A kernel, its fallback, whether the configuration turns it on, and the reasons why it is off."""
 
     kernel: str
-    instead: str
-    reasons: Sequence[Unavailable]
+    fallback: str
     asked: bool
+    reasons: list[Unavailable]
 
     @property
     def missed(self) -> bool:
@@ -40,7 +40,7 @@ class Finding:
 
 
 def add_command(commands: Any) -> None:
-    """Adds `doctor` to the subcommands of an argparse parser."""
+    """Add `doctor` to the subcommands of an argparse parser."""
     parser = commands.add_parser(
         "doctor",
         help="say which kernels run here, and why others don't",
@@ -73,96 +73,91 @@ def _run(options: argparse.Namespace) -> int:
     findings = examine(config, slices, options.replicas or devices, stages)
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
-    console.print(show(findings))
-    console.print(_surroundings(), highlight=False, markup=False, soft_wrap=True)
+    console.print(_table(findings))
+    print(_describe_host())
     return 1 if any(finding.missed for finding in findings) else 0
 
 
 def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Finding]:
-    """Every kernel. slices: over how many ranks a layer is sliced; replicas: that share an optimizer's state; stages: of a
-    pipeline.
+    """Return a finding for each kernel.
+
+    - slices: the number of tensor-parallel ranks.
+    - replicas: the number of data-parallel ranks, which share an optimizer's state.
+    - stages: the number of pipeline stages.
     """
-    triton, kernels, pipeline, tensor = _triton(), config.kernels, config.pipeline, config.tensor_parallel
-    messages = [None if pipeline.peer_copies else _OFF_STAGES, *_by_copies(stages, "stages")]
-    shards = [None if tensor.copies_shards else _OFF_SHARDS, *_by_copies(slices, "tensor-parallel ranks")]
-    steps = [_turned_off("optimizer_step", kernels.optimizer_step), check_kernels()]
-    among_slices, among_replicas = _calling(slices, "tensor-parallel ranks"), _calling(replicas, "replicas")
-    reduces = _turned_off("reduce_scatter", kernels.reduce_scatter)
-    sums = _turned_off("all_reduce", kernels.all_reduce)
+    kernels, tensor = config.kernels, config.tensor_parallel
+    library, triton = check_kernels(), check_device()
+    if triton is None and find_spec("triton") is None:
+        triton = Unavailable("Triton is not installed", "pip install triton, as PyTorch for CUDA brings it along")
+
+    def finding(kernel: str, fallback: str, asked: bool, *reasons: Unavailable | None) -> Finding:
+        return Finding(kernel, fallback, asked, [reason for reason in reasons if reason is not None])
+
+    def cuda(kernel: str, fallback: str, *reasons: Unavailable | None) -> Finding:
+        asked = getattr(kernels, kernel)
+        off = None if asked else Unavailable("off by default", f"set kernels.{kernel} to true, if steps become shorter")
+        return finding(f"{kernel} (CUDA)", fallback, asked, off, library, *reasons)
+
+    off_stages = None if config.pipeline.peer_copies else _OFF_STAGES
+    off_shards = None if tensor.copies_shards else _OFF_SHARDS
+    nouns = "stages", "tensor-parallel ranks", "replicas"
     return [
-        Finding("send/receive of stages (copies)", "NCCL", _found(*messages), False),
-        Finding("send/receive of shards (copies)", "NCCL", _found(*shards), tensor.copies_shards),
-        Finding("all_reduce (CUDA)", "NCCL", _found(sums, *among_slices), kernels.all_reduce),
-        Finding("reduce_scatter (CUDA)", "NCCL", _found(reduces, *among_replicas), kernels.reduce_scatter),
-        Finding("optimizer_step (CUDA)", "PyTorch", _found(*steps), kernels.optimizer_step),
-        Finding("swiglu (Triton)", "PyTorch", triton, False),
-        Finding("rms_norm (Triton)", "PyTorch", triton, False),
+        finding("send/receive of stages (copies)", "NCCL", False, off_stages, *_check_copies(stages, nouns[0])),
+        finding(
+            "send/receive of shards (copies)",
+            "NCCL",
+            tensor.copies_shards,
+            off_shards,
+            *_check_copies(slices, nouns[1]),
+        ),
+        cuda("all_reduce", "NCCL", *_check_group(slices, nouns[1], check_ranks)),
+        cuda("reduce_scatter", "NCCL", *_check_group(replicas, nouns[2], check_ranks)),
+        cuda("optimizer_step", "PyTorch"),
+        finding("swiglu (Triton)", "PyTorch", False, triton),
+        finding("rms_norm (Triton)", "PyTorch", False, triton),
     ]
 
 
-def _found(*reasons: Unavailable | None) -> list[Unavailable]:
-    return [reason for reason in reasons if reason is not None]
-
-
-def _calling(ranks: int, noun: str) -> list[Unavailable | None]:
-    """Return why these ranks can't call a kernel together. noun: what each rank holds."""
-    return _among(ranks, noun, check_kernels(), check_ranks)
-
-
-def _among(
-    ranks: int, noun: str, own: Unavailable | None, group: Callable[[Sequence[str], str], Unavailable | None]
-) -> list[Unavailable | None]:
-    """own, what is in the way of each of these ranks; group: of all of them, by their hosts; and whom they don't reach."""
-    if not torch.cuda.is_available():
-        return [own]
-    count = torch.cuda.device_count()
-    # Ranks fill one host after the other.
-    across = group([f"host {rank // count}" for rank in range(ranks)], noun)
-    reached = [] if across else [check_peers(torch.device("cuda", k), range(ranks)) for k in range(ranks)]
-    return [own, across, next(filter(None, reached), None)]
-
-
-_TURNED_OFF = "the configuration turns it off"
-_OFF_STAGES = Unavailable(_TURNED_OFF, "set pipeline.peer_copies to true")
+_OFF_STAGES = Unavailable("the configuration turns it off", "set pipeline.peer_copies to true")
 _OFF_SHARDS = Unavailable(
     "tensor_parallel.peer_copies, with sequence_parallel, turns it on", "set both to true, if steps become shorter"
 )
 
 
-def _by_copies(ranks: int, noun: str) -> list[Unavailable | None]:
+def _check_copies(ranks: int, noun: str) -> list[Unavailable | None]:
     """Return why these ranks can't send each other messages by copies. noun: what each rank holds."""
     alone = Unavailable(f"there is 1 of the {noun}", f"copies are between 2 {noun} or more") if ranks == 1 else None
     # Unset, the number of queues becomes 32.
-    return [alone, *_among(ranks, noun, check_copies(unset_queues=32), check_hosts)]
+    return [alone, check_copies(unset_queues=32), *_check_group(ranks, noun, check_hosts)]
 
 
-def _turned_off(kernel: str, value: bool) -> Unavailable | None:
-    return None if value else Unavailable("off by default", f"set kernels.{kernel} to true, if steps become shorter")
+def _check_group(
+    ranks: int, noun: str, check: Callable[[Sequence[str], str], Unavailable | None]
+) -> list[Unavailable | None]:
+    """Return why these ranks don't reach each other. check: of all of them, by their hosts."""
+    if not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    # Ranks fill one host after the other.
+    across = check([f"host {rank // count}" for rank in range(ranks)], noun)
+    reached = [] if across else [check_peers(torch.device("cuda", k), range(ranks)) for k in range(ranks)]
+    return [across, next(filter(None, reached), None)]
 
 
-def _triton() -> list[Unavailable]:
-    if (missing := check_device()) is not None:
-        return [missing]
-    if find_spec("triton") is None:
-        return [Unavailable("Triton is not installed", "pip install triton, as PyTorch for CUDA brings it along")]
-    return []
-
-
-def show(findings: Sequence[Finding]) -> Table:
+def _table(findings: Sequence[Finding]) -> Table:
     """Return a table with a line for each reason."""
-    table = Table(title="Kernels", title_justify="left")
-    for column in ("kernel", "", "why", "what to do"):
-        table.add_column(column, overflow="fold")
+    columns = (Column(name, overflow="fold") for name in ("kernel", "", "why", "what to do"))
+    table = Table(*columns, title="Kernels", title_justify="left")
     for finding in findings:
         if not finding.reasons:
             table.add_row(finding.kernel, "on", "", "")
         for number, reason in enumerate(finding.reasons):
-            names = (finding.kernel, f"off: {finding.instead}") if number == 0 else ("", "")
+            names = (finding.kernel, f"off: {finding.fallback}") if number == 0 else ("", "")
             table.add_row(*names, escape(reason.reason), escape(reason.remedy))
     return table
 
 
-def _surroundings() -> str:
+def _describe_host() -> str:
     names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return (
