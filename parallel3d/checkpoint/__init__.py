@@ -7,16 +7,3 @@ See format.py for what is on the disk. What needs files alone, and no engine: of
 from parallel3d.checkpoint.directory import Found, check_complete, complete_checkpoints, find, latest_tag
 from parallel3d.checkpoint.format import MASTER, MODEL, OPTIMIZER, Manifest
 from parallel3d.checkpoint.read import Reader
-
-__all__ = [
-    "MASTER",
-    "MODEL",
-    "OPTIMIZER",
-    "Found",
-    "Manifest",
-    "Reader",
-    "check_complete",
-    "complete_checkpoints",
-    "find",
-    "latest_tag",
-]

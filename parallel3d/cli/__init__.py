@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from parallel3d.cli import build_kernels, check, ckpt, config, doctor, plan
 from parallel3d.errors import Parallel3DError
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's own) and return the exit code: 2 for a user's error."""

@@ -17,33 +17,3 @@ from parallel3d.config.training import (
     SchedulerConfig,
 )
 from parallel3d.config.zero import ZeroConfig
-
-__all__ = [
-    "ActivationCheckpointingConfig",
-    "AmpConfig",
-    "AttentionConfig",
-    "BatchSizes",
-    "Bf16Config",
-    "CheckpointConfig",
-    "CompileConfig",
-    "Config",
-    "DataTypesConfig",
-    "FailuresConfig",
-    "Fp16Config",
-    "KernelsConfig",
-    "Layout",
-    "OptimizerConfig",
-    "PartialLayout",
-    "PipelineConfig",
-    "SchedulerConfig",
-    "TensorParallelConfig",
-    "TorchAutocastConfig",
-    "ZeroConfig",
-    "load",
-    "load_sections",
-    "parse_layout",
-    "read",
-    "read_source",
-    "resolve_batch",
-    "without_removed",
-]

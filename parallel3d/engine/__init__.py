@@ -1,5 +1,3 @@
 """The engine, one for all layouts."""
 
 from parallel3d.engine.engine import Engine
-
-__all__ = ["Engine"]

@@ -6,5 +6,3 @@ from parallel3d.models.huggingface.export import save_hf
 from parallel3d.models.huggingface.load import from_hf
 from parallel3d.models.loss import CausalLMLoss, causal_lm_loss
 from parallel3d.models.sliced import SlicedLogits
-
-__all__ = ["CausalLMLoss", "DecoderConfig", "Rope", "SlicedLogits", "causal_lm_loss", "decoder", "from_hf", "save_hf"]

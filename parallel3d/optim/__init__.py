@@ -3,5 +3,3 @@
 from parallel3d.optim.lion import Lion
 from parallel3d.optim.optimizers import build_optimizer
 from parallel3d.optim.schedules import build_scheduler
-
-__all__ = ["Lion", "build_optimizer", "build_scheduler"]

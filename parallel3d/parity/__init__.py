@@ -5,5 +5,3 @@ from parallel3d.parity.check import check
 from parallel3d.parity.report import Report
 from parallel3d.parity.settings import Settings
 from parallel3d.user_model import Subject
-
-__all__ = ["PartialLayout", "Report", "Settings", "Subject", "check"]

@@ -4,13 +4,3 @@ from parallel3d.partition.chain import Partition, segment_costs
 from parallel3d.partition.limit import StageLimit
 from parallel3d.partition.methods import MEASURED, Method, resolve_partition
 from parallel3d.partition.split import partition_layers
-
-__all__ = [
-    "MEASURED",
-    "Method",
-    "Partition",
-    "StageLimit",
-    "partition_layers",
-    "resolve_partition",
-    "segment_costs",
-]

@@ -15,27 +15,3 @@ from parallel3d.tensor_parallel.regions import (
     sum_gradients_over,
 )
 from parallel3d.tensor_parallel.slicing import AttentionHeads
-
-__all__ = [
-    "AttentionHeads",
-    "Column",
-    "ColumnParallelLinear",
-    "Row",
-    "RowParallelLinear",
-    "SequenceDropout",
-    "SlicedDropout",
-    "Slicing",
-    "VocabParallelEmbedding",
-    "Vocabulary",
-    "Whole",
-    "column_outputs",
-    "enter_region",
-    "gather_sequence",
-    "parallelize",
-    "reduce_scatter_sequence",
-    "scatter_sequence",
-    "slicing_group",
-    "slicing_of",
-    "sum_gradients_over",
-    "vocab_parallel_cross_entropy",
-]

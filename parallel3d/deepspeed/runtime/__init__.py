@@ -1,5 +1,3 @@
 """`parallel3d.deepspeed.runtime`, where DeepSpeed scripts look for some functions."""
 
 from parallel3d.deepspeed.runtime import utils
-
-__all__ = ["utils"]
