@@ -92,7 +92,7 @@ class Engine:
         self.compilation = Compilation(model, config.compile)
         if config.compile.enabled:
             self.compile()
-        self._attribution = Attribution(self, model.groups, config.failures, programs.weakly(), model.device)
+        self._attribution = Attribution(self, model.groups, config.failures, programs.get, model.device)
         if numerics is not None:
             numerics.watch_layers()
         if config.dump_state:

@@ -25,21 +25,18 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        try:
-            return self._take()
-        except StopIteration:
-            self._start()
-        try:
-            return self._take()
-        except StopIteration:
-            raise DataError("the loader yields nothing; give it data, or a batch size it can fill") from None
-
-    def _take(self) -> Any:
-        if self._num_taken == 0:
-            self._generator = torch.get_rng_state()  # torch's samplers draw the order of an epoch at its first batch
-        batch = next(self._iterator)
-        self._num_taken += 1
-        return batch
+        for _ in range(2):
+            if self._num_taken == 0:
+                # torch's samplers draw the order of an epoch at its first batch
+                self._generator = torch.get_rng_state()
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._start()
+                continue
+            self._num_taken += 1
+            return batch
+        raise DataError("the loader yields nothing; give it data, or a batch size it can fill")
 
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
         """Return the position `unused` micro-batches before the last that was taken. The state holds a tensor."""
@@ -71,7 +68,7 @@ class RepeatingLoader:
         if state["taken"]:
             torch.set_rng_state(state["generator"])
         for _ in range(state["taken"]):
-            self._take()
+            next(self)
 
 
 def _resumable_sampler(loader: Any) -> MicroBatchSampler | None:
@@ -113,8 +110,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         self.epoch = 0  # the next iterator's
         # The epoch of the last micro-batch that was dealt, and the number dealt of that epoch.
         self._epoch = self._dealt = 0
-        # Whether the next iterator starts at a loaded position, and the number of positions loaded so far.
-        self._loaded, self._num_loads = False, 0
+        self._loaded = False  # whether an iterator is to go on at a loaded position
 
     def __len__(self) -> int:
         return self._length
@@ -124,15 +120,15 @@ class MicroBatchSampler(Sampler[list[int]]):
 
         After `load_state_dict` it starts at the loaded position, and an iterator in use continues there.
         """
-        (epoch, dealt), num_loads = self._next_start(), self._num_loads
+        epoch, dealt = self._next_start()
         order = self._order(epoch)
         while dealt < self._length:
             start = (dealt * self._num_replicas + self._replica) * self._micro_batch_size
             dealt += 1
             self._epoch, self._dealt = epoch, dealt
             yield [order[j % self._num_samples] for j in range(start, start + self._micro_batch_size)]
-            if num_loads != self._num_loads:
-                (epoch, dealt), num_loads = self._next_start(), self._num_loads
+            if self._loaded:
+                epoch, dealt = self._next_start()
                 order = self._order(epoch)
 
     def _next_start(self) -> tuple[int, int]:
@@ -172,7 +168,7 @@ class MicroBatchSampler(Sampler[list[int]]):
                 f"{self._num_replicas} replicas x {self._micro_batch_size} samples begin; keep train_batch_size as it was"
             )
         self._seed, self._epoch, self._dealt = state["seed"], state["epoch"], state["samples"] // step
-        self.epoch, self._loaded, self._num_loads = self._epoch, True, self._num_loads + 1
+        self.epoch, self._loaded = self._epoch, True
 
 
 def make_loader(

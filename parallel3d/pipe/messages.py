@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,39 +25,16 @@ _MAX_HOST_BATCHES = 8
 _MAX_STRUCTURES = 4096
 
 
-class _StructureCache:
-    """Structures of the chunks' outputs by signature, at most `most` for each chunk; the oldest is dropped first.
-
-    Both ends of a boundary learn structures from the same messages in the same order, so they drop the same ones.
-    """
-
-    def __init__(self, most: int):
-        self._most = most
-        self._of_chunk: dict[tuple[int, bool], dict[int, Structure]] = {}
-
-    def get(self, key: Key) -> Structure | None:
-        chunk, signature, training = key
-        return self._of_chunk.get((chunk, training), {}).get(signature)
-
-    def put(self, key: Key, structure: Structure) -> None:
-        chunk, signature, training = key
-        known = self._of_chunk.setdefault((chunk, training), {})
-        known[signature] = structure
-        if len(known) > self._most:
-            del known[next(iter(known))]
-
-
 @dataclass(eq=False)
 class Receipt:
     """A message to be received. Its tensors can't be posted before its structure is known; until then it waits in its channel.
 
     - known: returns the structure, or None while it is not known.
-    - learn: returns the structure where the message must be posted now; may block.
+    - key: of an activation, whose structure may come in a header; None for gradients.
     """
 
     known: Callable[[], Structure | None]
-    learn: Callable[[], Structure]
-    is_gradient: bool
+    key: Key | None
     structure: Structure | None = None
     incoming: Sequence[Incoming] = ()
 
@@ -76,7 +53,10 @@ class Messages:
         self._transport = transport
         self._device = device
         self._dynamic = dynamic
-        self._structures = _StructureCache(max_structures)
+        # (chunk, training) -> its structures by signature, of which the oldest are dropped. Both ends of a boundary learn
+        # them from the same messages in the same order, so they drop the same ones.
+        self._structures: defaultdict[tuple[int, bool], dict[int, Structure]] = defaultdict(dict)
+        self._max_structures = max_structures
         self._unposted: dict[int, deque[Receipt]] = {}
         # Storages in transit and their bytes, while `tracking`.
         self._in_transit: list[tuple[StorageWeakRef, int]] | None = None
@@ -119,7 +99,7 @@ class Messages:
                 raise CommunicationError(f"a {tensor.layout} tensor can't travel between stages; make it dense")
         cached = self.known_structure(key)
         if cached is None:
-            self._structures.put(key, structure)
+            self._learn(key, structure)
             self._transport.send_header(structure, stage)
         elif cached != structure:
             raise CommunicationError(
@@ -131,13 +111,7 @@ class Messages:
 
     def receive_activation(self, key: Key, stage: int) -> Receipt:
         """Post the receive of a chunk's input, which is the output of chunk key[0]; pass the receipt to `input_of`."""
-
-        def learn() -> Structure:
-            structure: Structure = self._transport.receive_header(stage)
-            self._structures.put(key, structure)
-            return structure
-
-        return self._post(Receipt(lambda: self.known_structure(key), learn, False), stage)
+        return self._post(Receipt(lambda: self.known_structure(key), key), stage)
 
     def input_of(self, receipt: Receipt, stage: int) -> tuple[Structure, list[Tensor]]:
         """Return structure and tensors of an activation once they have arrived. Blocks as Work.wait does."""
@@ -147,13 +121,7 @@ class Messages:
 
     def receive_gradient(self, known: Callable[[], Structure | None], stage: int) -> Receipt:
         """Post the receive of the gradients of a chunk's output; `known` returns the output's structure once it exists."""
-
-        def learn() -> Structure:
-            structure = known()
-            assert structure is not None, "a gradient is waited for before its forward has run"
-            return structure
-
-        return self._post(Receipt(known, learn, True), stage)
+        return self._post(Receipt(known, None), stage)
 
     def send_gradient(self, gradients: Sequence[Tensor], stage: int) -> None:
         """Send the gradients of a chunk's input, in the order of Structure.gradients, to the stage that computed the input."""
@@ -182,7 +150,15 @@ class Messages:
 
     def known_structure(self, key: Key) -> Structure | None:
         """Return the cached structure of a chunk's output; None where there is none, or shapes are dynamic."""
-        return None if self._dynamic else self._structures.get(key)
+        chunk, signature, training = key
+        return None if self._dynamic else self._structures[chunk, training].get(signature)
+
+    def _learn(self, key: Key, structure: Structure) -> None:
+        chunk, signature, training = key
+        known = self._structures[chunk, training]
+        known[signature] = structure
+        if len(known) > self._max_structures:
+            del known[next(iter(known))]
 
     def wait(self, receipt: Receipt, stage: int) -> list[Tensor]:
         """Return the message's tensors; call it once. Messages ahead of it in its channel are posted first."""
@@ -209,12 +185,15 @@ class Messages:
             queue.popleft()
 
     def _start(self, receipt: Receipt, stage: int, block: bool) -> bool:
+        """Post a receive whose structure is known; with `block`, one whose header must be waited for. Return whether it is."""
         structure = receipt.known()
         if structure is None:
             if not block:
                 return False
-            structure = receipt.learn()
+            assert receipt.key is not None, "a gradient is waited for before its forward has run"
+            structure = self._transport.receive_header(stage)
+            self._learn(receipt.key, structure)
         receipt.structure = structure
-        specs = structure.gradients if receipt.is_gradient else structure.tensors
+        specs = structure.gradients if receipt.key is None else structure.tensors
         receipt.incoming = self._transport.receive([spec.on(self._device) for spec in specs], stage)
         return True

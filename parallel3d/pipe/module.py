@@ -104,15 +104,15 @@ class PipelineModule(nn.Module):
         check_layers(layers)
         settings = resolve_settings(
             config,
+            topology,
+            len(layers),
             num_stages=num_stages,
-            topology=topology,
             seed_layers=seed_layers,
             partition_method=partition_method,
             activation_checkpoint_interval=activation_checkpoint_interval,
             checkpointable_layers=checkpointable_layers,
             num_chunks=num_chunks,
             placement=placement,
-            num_layers=len(layers),
         )
         self._join(settings)
         self.dynamic_shape, self._own_checkpoint_func = dynamic_shape, activation_checkpoint_func
@@ -350,15 +350,11 @@ class PipelineModule(nn.Module):
 def _build_loss(
     loss_fn: Callable[[Any, Any], Any] | LayerSpec | None, context: BuildContext
 ) -> Callable[[Any, Any], Any] | None:
+    """Build the loss function. Raises PartitionError if it has parameters to train: no stage would reduce their gradients."""
     built = loss_fn.build(context) if isinstance(loss_fn, LayerSpec) else loss_fn
-    _refuse_trained_loss(built)
-    return built
-
-
-def _refuse_trained_loss(loss_fn: object) -> None:
-    """Raise PartitionError for a loss function with trainable parameters: no stage would reduce their gradients."""
-    trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
+    trained = [n for n, p in built.named_parameters() if p.requires_grad] if isinstance(built, nn.Module) else []
     if trained:
         raise PartitionError(
-            f"loss_fn {type(loss_fn).__name__} has parameters to train, {trained}; move them to the last layer"
+            f"loss_fn {type(built).__name__} has parameters to train, {trained}; move them to the last layer"
         )
+    return built

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from weakref import ref
+from collections.abc import Mapping
 
 from parallel3d.config import PipelineConfig
 from parallel3d.pipe.module import PipelineModule
@@ -61,31 +60,19 @@ class Programs:
         self.replan(None)
         self.get(num_micro_batches, training=True)
 
-    def weakly(self) -> Callable[[int, bool], Program | None]:
-        """Return a `get` that keeps this object alive no longer than others do; it returns None once the object is gone."""
-        reference = ref(self)
-
-        def get(num_micro_batches: int, training: bool) -> Program | None:
-            programs = reference()
-            return None if programs is None else programs.get(num_micro_batches, training)
-
-        return get
-
     def _training(self, num_micro_batches: int) -> Program:
-        program = self._compute(num_micro_batches)
+        if self._pipeline.schedule != "auto":
+            program = self._settings.program(self._pipeline, num_micro_batches)
+        else:
+            if self.plan is None:
+                # As long as it is unknown what fits into memory, hold no more than 1F1B does.
+                multiple = min(self._pipeline.max_in_flight or 1.0, 1.0)
+                self.plan = first_plan(self._placement, num_micro_batches, multiple)
+            program = self.plan.program(num_micro_batches)
         validate(program)
         return add_collectives(
             lower(program), self._chunk_buckets, self.replica_owners, self._partitioned, self.reduce_per_micro_batch
         )
-
-    def _compute(self, num_micro_batches: int) -> Program:
-        if self._pipeline.schedule != "auto":
-            return self._settings.program(self._pipeline, num_micro_batches)
-        if self.plan is None:
-            # As long as it is unknown what fits into memory, hold no more than 1F1B does.
-            multiple = min(self._pipeline.max_in_flight or 1.0, 1.0)
-            self.plan = first_plan(self._placement, num_micro_batches, multiple)
-        return self.plan.program(num_micro_batches)
 
     def _evaluation(self, num_micro_batches: int) -> Program:
         settings = self._settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from parallel3d.comm.environment import get_world_size
 from parallel3d.config import Config, PipelineConfig, load_sections
@@ -15,8 +15,6 @@ from parallel3d.partition import Method
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,62 +35,48 @@ class BuildSettings:
 
     def program(self, pipeline: PipelineConfig, num_micro_batches: int) -> Program:
         """Build the configured schedule's program, compute alone. Raises ScheduleError for one that can't be built."""
-        return build(
-            pipeline.schedule,
-            self.num_stages,
-            num_micro_batches,
-            self.num_chunks,
-            self.placement,
-            pipeline.max_in_flight,
-        )
+        shape = (self.num_stages, num_micro_batches, self.num_chunks, self.placement)
+        return build(pipeline.schedule, *shape, pipeline.max_in_flight)
 
 
 def resolve_settings(
     config: str | Path | Mapping[str, Any] | Config | None,
-    *,
-    num_stages: int | None,
     topology: ProcessTopology | None,
-    seed_layers: bool | None,
-    partition_method: Method | None,
-    activation_checkpoint_interval: int | None,
-    checkpointable_layers: LayerChoice | None,
-    num_chunks: int | None,
-    placement: str | None,
     num_layers: int,
+    **given: Any,
 ) -> BuildSettings:
     """Take each setting from the arguments, else from the configuration, else its default.
+
+    given: PipelineModule's arguments with the names of settings; None for those that the caller left out.
 
     Raises ConfigError where argument and configuration disagree, PartitionError for a number of stages that the world
     can't have.
     """
-    given = load_sections(config, "pipeline", "tensor_parallel", "rng")
-    pipeline = given.pipeline
-    stages = _choose("num_stages", num_stages, pipeline.stages, None)
-    topology = topology or _make_topology(stages, given.tensor_parallel.size or 1)
+    layout = load_sections(config, "pipeline", "tensor_parallel", "rng")
+    pipeline = layout.pipeline
+
+    def choose(key: str, default: Any) -> Any:
+        configured = pipeline.partition if key == "partition_method" else getattr(pipeline, key)
+        return _choose(key, _hashable(given[key]), configured, default)
+
+    stages = _choose("num_stages", given["num_stages"], pipeline.stages, None)
+    topology = topology or _make_topology(stages, layout.tensor_parallel.size or 1)
     stages = _choose("num_stages", stages, max(1, topology.get_dim("pipe")), 1)
-    recomputed = _choose(
-        "checkpointable_layers", _hashable(checkpointable_layers), pipeline.checkpointable_layers, None
-    )
-    method: Method = "parameters"
-    # Unless told otherwise, schedule "auto" has the chunks that need the least memory for their bubble.
-    chunks_given = any((num_chunks, pipeline.num_chunks, placement, pipeline.placement))
+    recomputed = choose("checkpointable_layers", None)
+    # Unless chunks are given, schedule "auto" has those that need the least memory for their bubble.
+    chunks_given = any((given["num_chunks"], pipeline.num_chunks, given["placement"], pipeline.placement))
     two_chunks = pipeline.schedule == "auto" and not chunks_given and 1 < stages <= num_layers // 2
     return BuildSettings(
         topology=topology,
         num_stages=stages,
-        num_chunks=_choose("num_chunks", num_chunks, pipeline.num_chunks, 2 if two_chunks else 1),
-        placement=_choose("placement", placement, pipeline.placement, "v" if two_chunks else "loop"),
-        seed_layers=_choose("seed_layers", seed_layers, pipeline.seed_layers, False),
-        partition_method=_choose("partition_method", _hashable(partition_method), pipeline.partition, method),
+        num_chunks=choose("num_chunks", 2 if two_chunks else 1),
+        placement=choose("placement", "v" if two_chunks else "loop"),
+        seed_layers=choose("seed_layers", False),
+        partition_method=choose("partition_method", "parameters"),
         checkpointable_layers=recomputed,
-        activation_checkpoint_interval=_choose(
-            "activation_checkpoint_interval",
-            activation_checkpoint_interval,
-            pipeline.activation_checkpoint_interval,
-            0 if recomputed is None else 1,
-        ),
-        sequence_parallel=given.tensor_parallel.sequence_parallel,
-        layout_independent=given.rng.layout_independent,
+        activation_checkpoint_interval=choose("activation_checkpoint_interval", 0 if recomputed is None else 1),
+        sequence_parallel=layout.tensor_parallel.sequence_parallel,
+        layout_independent=layout.rng.layout_independent,
         max_stage_bytes=pipeline.max_stage_bytes,
     )
 
@@ -104,7 +88,7 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _choose(key: str, argument: T | None, configured: Any, default: T) -> T:
+def _choose(key: str, argument: Any, configured: Any, default: Any) -> Any:
     """Return the argument, else the configured (or the topology's) value, else the default.
 
     Raises ConfigError when argument and configuration disagree.
@@ -114,9 +98,7 @@ def _choose(key: str, argument: T | None, configured: Any, default: T) -> T:
             f"{key} is {argument!r} in one place and {configured!r} in another (PipelineModule's arguments, its topology, the "
             "configuration's pipeline section); give it once"
         )
-    if argument is not None:
-        return argument
-    return default if configured is None else configured
+    return next((value for value in (argument, configured) if value is not None), default)
 
 
 def _make_topology(num_stages: int | None, tensor_size: int) -> ProcessTopology:

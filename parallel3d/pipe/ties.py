@@ -143,17 +143,16 @@ def broadcast_tied(
     Raises PartitionError on all ranks when a copy is missing, or differs in shape, dtype or requires_grad.
     """
     shared = {info.name: info for info in infos if info.shared}
-    mine = {name: (info.owners, _kind_of(info.parameter)) for name, info in shared.items()}
+    mine = {}
+    for name, info in shared.items():
+        p = info.parameter
+        # What all copies of a tied parameter must have in common.
+        mine[name] = info.owners, f"{list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
     everyone = all_gather_object(mine, groups.control)
     _check_copies([everyone[rank] for rank in groups.pipe.ranks], placement)
     for _, info in sorted(shared.items()):
         first_owner = groups.pipe.ranks[placement[info.owners[0]]]
         broadcast(info.parameter.data, first_owner, replica_groups[info.owners])
-
-
-def _kind_of(parameter: nn.Parameter) -> str:
-    """Describe what all copies of a tied parameter must have in common."""
-    return f"{list(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
 
 
 def _check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], placement: Sequence[int]) -> None:
