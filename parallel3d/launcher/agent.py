@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Set
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,7 +80,9 @@ class WorkerAgent(LocalElasticAgent):
         codes = {rank: handler.proc.poll() or 0 for rank, handler in handlers.items()}
         self.failed_first = {rank for rank, code in codes.items() if code}
         if self.failed_first:
-            self._note_exits({rank: codes[rank] for rank in self.failed_first})
+            # The other ranks find out what happened before they are ended themselves.
+            for rank in self.failed_first:
+                self.store().set(exit_key(rank), ending(codes[rank]))
             # torch's agent would end the others here too, but wait 30 s for them.
             self._shutdown()
         else:
@@ -91,7 +93,10 @@ class WorkerAgent(LocalElasticAgent):
 
     def failures(self) -> list[RankFailure]:
         """Return the failures of the workers that were started last, the root cause first."""
-        return rank_failures(self._failures, self.failed_first, self.last_healthy, self._culprit())
+        store, culprit = self.store(), None
+        if store.check([VERDICT_KEY]):  # the ranks themselves have found one at fault
+            culprit = int(json.loads(store.get(VERDICT_KEY))["rank"])
+        return rank_failures(self._failures, self.failed_first, self.last_healthy, culprit)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         print(summary(self.failures()), file=sys.stderr)
@@ -105,20 +110,10 @@ class WorkerAgent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
-    def _note_exits(self, codes: Mapping[int, int]) -> None:
-        """Tell the other ranks, which find out what happened, before they are ended themselves."""
-        for rank, code in codes.items():
-            self.store().set(exit_key(rank), ending(code))
-
     def store(self) -> Store:
         """Return the store by which ranks tell each other, and this agent, of failures."""
         group = self._worker_group
         return agents_store(_ADDRESS, cast(int, group.master_port), group.spec.max_restarts - self._remaining_restarts)
-
-    def _culprit(self) -> int | None:
-        """Return the rank that the ranks themselves have found at fault, if any."""
-        store = self.store()
-        return int(json.loads(store.get(VERDICT_KEY))["rank"]) if store.check([VERDICT_KEY]) else None
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
         # torch 2.11's _shutdown takes no timeout, and 2.13 passes 30 s in places: so GRACE_S, whatever is passed. It is
@@ -136,7 +131,10 @@ def launch(options: LaunchOptions) -> int:
     process got signal N. If it isn't 0, no process of the job is left. Raises ConfigError if the workers can't be started.
     """
     _set_environment(options)
-    _silence_agent()
+    # The agent's own report of a failure stays off the terminal: the summary is shorter.
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
     worker.print_lines()
     adopt_orphans()
     before = children()
@@ -156,19 +154,15 @@ def launch(options: LaunchOptions) -> int:
 
 
 def _run(options: LaunchOptions, spare: set[int]) -> int:
-    with _log_folder(options.log_dir) as folder:
-        logs = DefaultLogsSpecs(folder, tee=Std.ALL if options.log_dir else Std.NONE)
-        agent = WorkerAgent(_worker_spec(options), logs, spare)
-        if not agent.run().is_failed():
-            return 0
-        failures = agent.failures()
-    print(summary(failures), file=sys.stderr)
-    return failures[0].status
-
-
-def _worker_spec(options: LaunchOptions) -> WorkerSpec:
+    if options.log_dir is not None:
+        try:
+            os.makedirs(options.log_dir, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--log_dir {options.log_dir}: {error.strerror}; name a folder that can be written"
+            ) from error
     arguments = [worker.__file__, str(os.getpid()), *(["-m"] if options.is_module else []), *options.command]
-    return WorkerSpec(
+    spec = WorkerSpec(
         role="worker",
         local_world_size=options.num_workers,
         rdzv_handler=_StorePerStart(options.master_port),
@@ -177,6 +171,15 @@ def _worker_spec(options: LaunchOptions) -> WorkerSpec:
         args=tuple(argument.replace("$", "$$") for argument in arguments),
         max_restarts=options.max_restarts,
     )
+    # The folder of the ranks' output and error files.
+    with nullcontext(options.log_dir) if options.log_dir else TemporaryDirectory(prefix="parallel3d_") as folder:
+        logs = DefaultLogsSpecs(folder, tee=Std.ALL if options.log_dir else Std.NONE)
+        agent = WorkerAgent(spec, logs, spare)
+        if not agent.run().is_failed():
+            return 0
+        failures = agent.failures()
+    print(summary(failures), file=sys.stderr)
+    return failures[0].status
 
 
 class _StorePerStart(StaticTCPRendezvous):
@@ -204,20 +207,6 @@ def _listen(port: int) -> TCPStore:
         raise ConfigError(f"--master_port {port} is taken; leave it out to get a free one ({error})") from error
 
 
-@contextmanager
-def _log_folder(log_dir: str | None) -> Iterator[str]:
-    """Yield the folder for the ranks' output and error files: `log_dir`, created if needed, or a temporary one."""
-    if log_dir is None:
-        with TemporaryDirectory(prefix="parallel3d_") as folder:
-            yield folder
-        return
-    try:
-        os.makedirs(log_dir, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--log_dir {log_dir}: {error.strerror}; name a folder that can be written") from error
-    yield log_dir
-
-
 def _set_environment(options: LaunchOptions) -> None:
     """Set the variables that the workers inherit; the agent adds the ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -229,13 +218,6 @@ def _set_environment(options: LaunchOptions) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def _silence_agent() -> None:
-    """Keep the agent's own report of a failure off the terminal: the summary is shorter."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-
-
 def adopt_orphans() -> None:
     """Make this process the parent of each descendant whose own parent dies, so that `children` finds it."""
     if sys.platform == "linux":
@@ -244,11 +226,20 @@ def adopt_orphans() -> None:
 
 def children() -> set[int]:
     """Return the ids of this process's children, including ended ones that nobody has waited for."""
-    return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _parent(entry) == os.getpid()}
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            # The second field, the name in parentheses, may hold spaces and parentheses itself.
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(stat.parent.name))
+    return found
 
 
-def kill_children(spare: Set[int], timeout_s: float = 5.0) -> set[int]:
-    """Kill all children but those in `spare`, and their children after adoption; return those left after `timeout_s`."""
+def end_leftovers(spare: Set[int], timeout_s: float = 5.0) -> None:
+    """Kill processes that the workers started and left, and their children after adoption.
+
+    spare: children that are not theirs.
+    """
     deadline = time.monotonic() + timeout_s
     while (left := children() - spare) and time.monotonic() < deadline:
         for pid in left:
@@ -257,23 +248,6 @@ def kill_children(spare: Set[int], timeout_s: float = 5.0) -> set[int]:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
-    return left
-
-
-def _parent(entry: Path) -> int | None:
-    try:
-        stat = (entry / "stat").read_text()
-    except OSError:  # it ended meanwhile
-        return None
-    # The second field, the name in parentheses, may hold spaces and parentheses itself.
-    return int(stat.rpartition(")")[2].split()[1])
-
-
-def end_leftovers(spare: set[int]) -> None:
-    """Kill processes that the workers started and left. spare: children that are not theirs."""
-    left = kill_children(spare=spare)
     if left:
-        print(
-            f"parallel3d: these processes can't be killed (they are blocked in the kernel): {sorted(left)}",
-            file=sys.stderr,
-        )
+        reason = "these processes can't be killed (they are blocked in the kernel)"
+        print(f"parallel3d: {reason}: {sorted(left)}", file=sys.stderr)

@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from math import inf
 
 import torch
 
@@ -76,14 +78,18 @@ def _parser() -> argparse.ArgumentParser:
     count.add_argument("--num_gpus", type=_processes, metavar="N", help="N processes, process i on CUDA device i")
     count.add_argument("--num_procs", type=_processes, metavar="N", help="N CPU processes, which see no CUDA device")
     parser.add_argument(
-        "--master_port", type=_port, default=0, metavar="P", help="port where the ranks meet (default: a free one)"
+        "--master_port",
+        type=partial(_integer, noun="a port", least=0, most=65535),
+        default=0,
+        metavar="P",
+        help="port where the ranks meet (default: a free one)",
     )
     parser.add_argument(
         "--log_dir", metavar="DIR", help="also write each rank's output to files under DIR (no live progress bar then)"
     )
     parser.add_argument(
         "--max_restarts",
-        type=_restarts,
+        type=partial(_integer, noun="a number of restarts", least=0),
         default=0,
         metavar="N",
         help="start all ranks again, up to N times, when one has failed; the script continues by engine.resume (default: 0)",
@@ -96,25 +102,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _processes(text: str) -> int:
     """Parse a number of processes, given as a number or as a layout."""
-    if text[:1].isalpha():
-        try:
-            return parse_layout(text).world_size
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of processes: give an integer of at least 1, or a layout such as pp2,tp2,dp2"
-        )
-    return int(text)
+    if not text[:1].isalpha():
+        return _integer(text, "a number of processes", 1)
+    try:
+        return parse_layout(text).world_size
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _restarts(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts: give an integer of at least 0")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: give an integer from 0 (any free port) to 65535")
+def _integer(text: str, noun: str, least: int, most: float = inf) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        limits = f"of at least {least}" if most == inf else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {noun}: give an integer {limits}")
     return int(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from parallel3d.planner.calibrate.measure_worker import Effort
 from parallel3d.planner.cluster.file import load_cluster
 
 TINY = Effort(
-    products=((64, 64, 64), (128, 256, 256)),
+    gemms=((64, 64, 64), (128, 256, 256)),
     attention=(2, 128, 32),
     moved=(3 * 2**10, 3 * 2**20),
     messages=(2**12, 2**18),
@@ -48,7 +49,7 @@ def test_two_processes_measure_a_cluster_that_loads(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures GPUs where there are some")
 def test_a_process_that_fails_is_told_and_leaves_no_file(tmp_path):
-    broken = TINY.model_copy(update={"products": ((-1, 64, 64),)})
+    broken = replace(TINY, gemms=((-1, 64, 64),))
     with pytest.raises(ExecutionError, match="measuring with 2 processes failed"):
         measure_cluster(tmp_path / "cluster.yaml", processes=2, effort=broken)
     assert list(tmp_path.iterdir()) == []

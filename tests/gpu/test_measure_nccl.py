@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from parallel3d.planner.calibrate.measure import measure_cluster
-from parallel3d.planner.calibrate.measure_worker import ON_GPUS, Effort
+from parallel3d.planner.calibrate.measure_worker import ON_GPUS
 from parallel3d.planner.cluster.file import load_cluster
 
-SHORT = Effort(**{**ON_GPUS.model_dump(), "seconds": 0.05, "sustained": 1.0, "messages": (2**16, 2**22, 2**27)})
+SHORT = replace(ON_GPUS, seconds=0.05, sustained=1.0, messages=(2**16, 2**22, 2**27))
 
 
 def test_gpus_are_measured_below_their_peaks_and_above_a_tenth(num_gpus, tmp_path):

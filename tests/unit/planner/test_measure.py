@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.measure import default_path, describe, fit_link, measure_cluster
-from parallel3d.planner.calibrate.measure_worker import Measured, Transfer, _islands
+from parallel3d.planner.calibrate.measure_worker import Measured, Transfer, islands_of
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.search.presets import preset_of
 
@@ -86,7 +86,7 @@ def measured(device="NVIDIA H200", **changes) -> Measured:
     numbers = {
         "device": device,
         "memory": 150 * 10**9,
-        "products": ((4096, 4096, 4096, 2e-4), (8192, 8192, 8192, 1.5e-3)),
+        "gemms": ((4096, 4096, 4096, 2e-4), (8192, 8192, 8192, 1.5e-3)),
         "sustained": 650e12,
         "attention": {"cudnn": 350e12, "flash": 200e12},
         "moved": tuple((size, 2e-6 + size / 4e12) for size in (3 * 2**10, 3 * 2**28)),
@@ -167,10 +167,12 @@ def test_a_gpu_alone_has_no_links():
 def test_islands_are_what_fast_pairs_join(case):
     size, fast = case
     fast = {(min(pair), max(pair)) for pair in fast if pair[0] != pair[1]}
-    pairs = [(a, b, 150e9 if (a, b) in fast else 50e9) for a in range(size) for b in range(a + 1, size)]
-    graph = nx.Graph(list(fast))
-    graph.add_nodes_from(range(size))
-    assert _islands(size, pairs) == tuple(sorted(tuple(sorted(part)) for part in nx.connected_components(graph)))
+    rates = {(a, b): 150e9 if (a, b) in fast else 50e9 for a in range(size) for b in range(a + 1, size)}
+    island = {rank: {rank} for rank in range(size)}
+    for a, b in fast:
+        joined = island[a] | island[b]
+        island.update(dict.fromkeys(joined, joined))
+    assert islands_of(size, rates) == tuple(sorted({tuple(sorted(part)) for part in island.values()}))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_the_file_is_in_the_users_cache(monkeypatch, tmp_path):
 
 def test_what_cannot_be_written_is_told_before_it_is_measured(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"can't make the folder of .*file/cluster\.yaml"):
+    with pytest.raises(ConfigError, match=r"can't write .*file/cluster\.yaml"):
         measure_cluster(tmp_path / "file" / "cluster.yaml")
     with pytest.raises(ConfigError, match="can't write"):
         measure_cluster(tmp_path)
