@@ -79,7 +79,7 @@ class AutoSchedule:
             return
         profile = _STEPS[self._done]
         if profile == "time":
-            self._recorded.append(self._monitor.records()[1])
+            self._recorded += self._monitor.records(most=1)[1]
         elif profile == "memory":
             self._memory = memory
         self._done += 1

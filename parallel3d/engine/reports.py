@@ -25,7 +25,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.monitor.breakdown import Breakdown
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
 from parallel3d.monitor.run_record import RankRecord, RunRecord, Timing, fingerprint, measure_times
-from parallel3d.monitor.state import print_tree, state_tree
+from parallel3d.monitor.state import print_state
 from parallel3d.monitor.steps import StepMonitor, StepSummary
 from parallel3d.parameters import whole_shape
 from parallel3d.pipe.batch import TrainingData
@@ -68,11 +68,8 @@ class Reports:
 
         The results are those of `timeline` and `time_breakdown`, or of `memory_report`.
         """
-        if what == "memory":
-            self._memory_next = True
-            self.monitor.leave_out_next()
-        else:
-            self.monitor.record_next()
+        self._memory_next = self._memory_next or what == "memory"
+        self.monitor.profile_next(record=what == "time")
 
     def timeline(self) -> tuple[Program, Timeline]:
         """Return the program of the last recorded batch and its measured timeline, of this rank's pipeline, in seconds.
@@ -80,7 +77,7 @@ class Reports:
         Recorded are the batch after profile_next_batch and, with wall_clock_breakdown, those that print. Collective over
         all ranks. Raises ConfigError if none was recorded.
         """
-        program, records = self.monitor.records()
+        program, [records] = self.monitor.records(most=1)
         spans = [span for rank in self._groups.pipe.ranks for span in records[rank].spans]
         return program, Timeline.of(spans, self._model.num_stages)
 
@@ -172,7 +169,7 @@ class Reports:
             model, sizes = self._model, self._data.sizes
             shards = self._groups.data.size if self._update.policy.stage > 0 else 1
             tables = model.topology(), model.partition_table
-            print_tree(state_tree(self._config, sizes, *tables, buckets, shards, program))
+            print_state(self._config, sizes, *tables, buckets, shards, program)
 
     def _memory_rows(self) -> dict[str, tuple[int, int]]:
         """Return this rank's (predicted, measured) bytes by component and by phase."""
@@ -211,8 +208,7 @@ class Reports:
             self.profile_next_batch(_RECORDED[due])
 
     def _make_record(self) -> RunRecord:
-        program, steps = self.monitor.last_records()
-        times = measure_times(steps, self._groups.topology)
+        program, steps = self.monitor.records()
         others = self.monitor.step_seconds(program)
         recorded = [max(r.end for r in records) - max(r.begin for r in records) for records in steps]
         layout, model = self._run_layout(program, self._data.sizes), self._model
@@ -235,11 +231,8 @@ class Reports:
             backend=self._groups.backend,
             versions=_versions(self._groups.backend),
             config=self._config_in_force(),
-            instructions=times.instructions,
             step=Timing.of(others or recorded),
-            optimizer=times.optimizer,
-            breakdown=times.breakdown,
-            bubble=times.bubble,
+            **measure_times(steps, self._groups.topology),
             ranks=tuple(
                 rank.model_copy(update={"host": numbers[host]}) for rank, host in zip(ranks, hosts, strict=True)
             ),

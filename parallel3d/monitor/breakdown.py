@@ -1,13 +1,14 @@
-"""Breakdown of a step's time on each rank, from the records of a pipeline's ranks."""
+"""Breakdown of a step's time on each rank, from the records of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
+from parallel3d.monitor.memory import format_table
 from parallel3d.monitor.records import StepRecord
 from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, SEND_OPS, Instruction, Op, depends_on
-from parallel3d.schedule.timing import Span
+from parallel3d.topology import ProcessTopology
 
 # A table of more ranks than this shows mean and max alone.
 _MOST_RANKS = 16
@@ -36,50 +37,65 @@ class Breakdown:
     @property
     def total(self) -> float:
         """The whole step."""
-        return sum(getattr(self, name) for name in PARTS)
+        return sum(asdict(self).values())
 
 
 PARTS = tuple(f.name for f in fields(Breakdown))
+_PART_OF_OP = {
+    Op.FORWARD: "forward",
+    **dict.fromkeys(COMPUTE_OPS - {Op.FORWARD}, "backward"),
+    **dict.fromkeys((*SEND_OPS, *RECV_OPS), "communication"),
+}
 
 
-def _part_of(i: Instruction) -> str:
-    if i.op is Op.FORWARD:
-        return "forward"
-    if i.op in COMPUTE_OPS:
-        return "backward"
-    return "communication" if i.op in SEND_OPS or i.op in RECV_OPS else "other"
+def pipelines_of(topology: ProcessTopology) -> list[list[int]]:
+    """Return the ranks of each pipeline."""
+    return topology.get_axis_comm_lists("pipe") or [[rank] for rank in range(topology.world_size())]
 
 
-def break_down(pipeline: Sequence[StepRecord], reduced: float) -> list[Breakdown]:
-    """Break down each rank's step.
+def break_down(records: Sequence[StepRecord], pipelines: Sequence[Sequence[int]]) -> list[Breakdown]:
+    """Break down the step of every rank of the world.
 
-    - pipeline: the records of all ranks of one pipeline.
-    - reduced: when the last rank of the world had its gradients reduced.
+    - records: of all ranks.
+    - pipelines: as `pipelines_of` returns them.
 
     A wait for a neighbour is bubble until the neighbour has computed what is waited for, and communication from then on.
     """
-    ended = {s.instruction: s.end for record in pipeline for s in record.spans if s.instruction.op in COMPUTE_OPS}
-    last = max(ended.values(), default=0.0)
-    return [_of_rank(record, ended, last, reduced) for record in pipeline]
+    reduced = max(record.reduced for record in records)
+    parts: dict[int, Breakdown] = {}
+    for ranks in pipelines:
+        spans = [span for rank in ranks for span in records[rank].spans]
+        ended = {span.instruction: span.end for span in spans if span.instruction.op in COMPUTE_OPS}
+        parts |= {rank: _of_rank(records[rank], ended, reduced) for rank in ranks}
+    return [parts[rank] for rank in range(len(records))]
 
 
-def _of_rank(record: StepRecord, ended: Mapping[Instruction, float], last: float, reduced: float) -> Breakdown:
+def _of_rank(record: StepRecord, ended: Mapping[Instruction, float], reduced: float) -> Breakdown:
+    """Break down one rank's step.
+
+    - ended: when each compute instruction of the pipeline ended.
+    - reduced: when the last rank of the world had its gradients reduced.
+    """
     parts = dict.fromkeys(PARTS, 0.0)
     own_last = max((s.end for s in record.spans if s.instruction.op in COMPUTE_OPS), default=record.begin)
+    intervals = [(s.start, s.end, s.instruction, False) for s in record.spans]
+    intervals += [(s.start, s.end, s.instruction, True) for s in record.waits]
     now = record.begin
-    for span, waits in _in_order(record, own_last):
-        parts["other"] += max(span.start - now, 0.0)
-        now = max(now, span.start)
+    for start, end, instruction, waits in sorted(intervals, key=lambda interval: interval[:2]):
+        if end > own_last:
+            continue
+        parts["other"] += max(start - now, 0.0)
+        now = max(now, start)
         if waits:
-            computed = max((ended[d] for d in depends_on(span.instruction) if d in ended), default=now)
-            idle = min(max(computed - now, 0.0), span.end - now)
+            computed = max((ended[d] for d in depends_on(instruction) if d in ended), default=now)
+            idle = min(max(computed - now, 0.0), end - now)
             parts["bubble"] += idle
-            parts["communication"] += span.end - now - idle
+            parts["communication"] += end - now - idle
         else:
-            parts[_part_of(span.instruction)] += span.end - now
-        now = span.end
+            parts[_PART_OF_OP.get(instruction.op, "other")] += end - now
+        now = end
     # After its own last backward a rank only waits, for the others' backwards and then for their reductions.
-    backwards_end = min(max(now, last), record.end)
+    backwards_end = min(max([now, *ended.values()]), record.end)
     reductions_end = min(max(backwards_end, reduced), record.end)
     parts["bubble"] += backwards_end - now
     parts["reduce"] += reductions_end - backwards_end
@@ -87,38 +103,20 @@ def _of_rank(record: StepRecord, ended: Mapping[Instruction, float], last: float
     return Breakdown(**parts)
 
 
-def _in_order(record: StepRecord, until: float) -> list[tuple[Span, bool]]:
-    """Return the spans, and whether each is a wait, of instructions up to the rank's last compute, in order of time."""
-    both = [(s, False) for s in record.spans] + [(s, True) for s in record.waits]
-    return sorted((pair for pair in both if pair[0].end <= until), key=lambda pair: (pair[0].start, pair[0].end))
-
-
-def combined(ranks: Sequence[Breakdown], how: str) -> Breakdown:
-    """Return the "mean" or "max" over ranks of each part."""
-    columns = {name: [getattr(rank, name) for rank in ranks] for name in PARTS}
-    if how == "max":
-        return Breakdown(**{name: max(values) for name, values in columns.items()})
-    return Breakdown(**{name: sum(values) / len(values) for name, values in columns.items()})
+def mean_of(ranks: Sequence[Breakdown]) -> Breakdown:
+    """Return the mean over ranks of each part."""
+    return Breakdown(*(sum(getattr(rank, name) for rank in ranks) / len(ranks) for name in PARTS))
 
 
 def breakdown_table(step: int, ranks: Sequence[Breakdown]) -> str:
     """Format seconds by part: mean and max over ranks, the mean's share of the step, and each rank if there are few."""
-    columns = [*PARTS, "total"]
-
-    def row(name: str, cells: Sequence[str]) -> str:
-        return f"{name:<12}" + "".join(f"{cell:>14}" for cell in cells)
-
-    def seconds(name: str, breakdown: Breakdown) -> str:
-        return row(name, [f"{getattr(breakdown, c):.4g}" for c in columns])
-
-    mean, most = combined(ranks, "mean"), combined(ranks, "max")
-    highest = {**{c: getattr(most, c) for c in PARTS}, "total": max(rank.total for rank in ranks)}
-    lines = [
-        row(f"step {step}, s", columns),
-        seconds("mean", mean),
-        row("share", [f"{getattr(mean, c) / (mean.total or 1.0):.1%}" for c in columns]),
-        row("max", [f"{highest[c]:.4g}" for c in columns]),
-    ]
+    columns, mean = (*PARTS, "total"), mean_of(ranks)
+    rows: dict[str, Sequence[str]] = {
+        f"step {step}, s": columns,
+        "mean": [f"{getattr(mean, c):.4g}" for c in columns],
+        "share": [f"{getattr(mean, c) / (mean.total or 1.0):.1%}" for c in columns],
+        "max": [f"{max(getattr(rank, c) for rank in ranks):.4g}" for c in columns],
+    }
     if 1 < len(ranks) <= _MOST_RANKS:
-        lines += [seconds(f"rank {r}", rank) for r, rank in enumerate(ranks)]
-    return "\n".join(lines)
+        rows |= {f"rank {r}": [f"{getattr(rank, c):.4g}" for c in columns] for r, rank in enumerate(ranks)}
+    return format_table(rows, 14)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -28,23 +29,19 @@ _STATM = Path("/proc/self/statm")
 def memory_in_use(device: torch.device) -> Mapping[str, int]:
     """Return the bytes of this process by kind, without waiting.
 
-    On CUDA: allocated, peak since `start_peak`, reserved; on the CPU: resident, and its peak ever.
+    On CUDA: allocated, the peak since the last call, and reserved; on the CPU: resident, and its peak ever.
     """
     if device.type == "cuda":
-        return {
+        found = {
             "allocated": torch.cuda.memory_allocated(device),
             "peak": torch.cuda.max_memory_allocated(device),
             "reserved": torch.cuda.memory_reserved(device),
         }
+        torch.cuda.reset_peak_memory_stats(device)
+        return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resident = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if _STATM.exists() else peak
     return {"resident": resident, "peak": max(peak, resident)}
-
-
-def start_peak(device: torch.device) -> None:
-    """Measure the peak from now on."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 class LiveStorages(TorchDispatchMode):
@@ -145,23 +142,23 @@ class MemoryProfile:
 
 def memory_table(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> str:
     """Format the predicted and measured bytes of each component in MiB, a line per rank."""
-    names = list(ranks[0])
-    head = "rank  " + "".join(f"{name:>22}" for name in names) + "   (MiB, predicted / measured)"
-    lines = [
-        f"{rank:>4}  " + "".join(f"{f'{row[n][0] / 2**20:.1f} / {row[n][1] / 2**20:.1f}':>22}" for n in names)
-        for rank, row in enumerate(ranks)
-    ]
-    return "\n".join([head, *lines])
+    rows = {"rank": [*ranks[0], "  (MiB, predicted / measured)"]}
+    for rank, row in enumerate(ranks):
+        rows[str(rank)] = [f"{predicted / 2**20:.1f} / {measured / 2**20:.1f}" for predicted, measured in row.values()]
+    return format_table(rows, 22)
 
 
 def phase_table(step: int, ranks: Sequence[Mapping[str, Mapping[str, int]]]) -> str:
     """Format each kind of memory at the end of each phase of a step in MiB: mean and max over ranks."""
     kinds = list(next(iter(ranks[0].values())))
-    lines = [f"step {step}, MiB".ljust(20) + "".join(f"{kind:>22}" for kind in kinds) + "   (mean / max over ranks)"]
+    rows = {f"step {step}, MiB": [*kinds, "  (mean / max over ranks)"]}
     for phase in ranks[0]:
-        cells = []
-        for kind in kinds:
-            values = [rank[phase][kind] / 2**20 for rank in ranks]
-            cells.append(f"{sum(values) / len(values):.1f} / {max(values):.1f}")
-        lines.append(phase.ljust(20) + "".join(f"{cell:>22}" for cell in cells))
-    return "\n".join(lines)
+        values = {kind: [rank[phase][kind] / 2**20 for rank in ranks] for kind in kinds}
+        rows[phase] = [f"{mean(v):.1f} / {max(v):.1f}" for v in values.values()]
+    return format_table(rows, 22)
+
+
+def format_table(rows: Mapping[str, Sequence[str]], width: int) -> str:
+    """Format rows of cells, right-aligned in columns of `width` characters, after their names."""
+    first = max(map(len, rows)) + 2
+    return "\n".join(name.ljust(first) + "".join(cell.rjust(width) for cell in cells) for name, cells in rows.items())

@@ -8,16 +8,16 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from parallel3d.clock import Clock
 from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
-from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, depends_on
+from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, depends_on
 from parallel3d.schedule.timing import Cost, Span, Timeline, measured_cost
 
 _CLOCK_ROUNDS = 10
@@ -44,10 +44,6 @@ class StepRecord:
     gathers: tuple[Span, ...] = ()
 
 
-# (instruction, its begin, its end)
-_Marks = tuple[Instruction, Any, Any]
-
-
 class StepRecorder:
     """Recorder of one step on this rank, which begins now.
 
@@ -58,33 +54,34 @@ class StepRecorder:
 
     def __init__(self, stage: int, clock: Clock, side: torch.cuda.Stream | None = None):
         self._stage, self._clock, self._side = stage, clock, side
-        self._running: list[_Marks] = []
-        self._waiting: list[_Marks] = []
-        self._launched: list[tuple[Instruction, Any, list[Any]]] = []  # its end, once it is there
+        # Field of StepRecord -> (instruction, mark of its begin, mark of its end once it is there).
+        self._marks: dict[str, list[tuple[Instruction, Any, list[Any]]]] = {
+            name: [] for name in ("spans", "waits", "reductions", "gathers")
+        }
         self._begin = clock.mark()
         self._reduced = self._end = self._begin
         self._record: StepRecord | None = None
-        self.program: Program | None = None
 
-    @contextmanager
-    def running(self, instruction: Instruction) -> Iterator[None]:
+    def running(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Time the block as `instruction`."""
-        begin = self._clock.mark()
-        yield
-        self._running.append((instruction, begin, self._clock.mark()))
+        return self._time("spans", instruction)
+
+    def waiting(self, instruction: Instruction) -> AbstractContextManager[None]:
+        """Time the block as the wait of `instruction` for other ranks."""
+        return self._time("waits", instruction)
 
     @contextmanager
-    def waiting(self, instruction: Instruction) -> Iterator[None]:
-        """Time the block as the wait of `instruction` for other ranks."""
+    def _time(self, name: str, instruction: Instruction) -> Iterator[None]:
         begin = self._clock.mark()
         yield
-        self._waiting.append((instruction, begin, self._clock.mark()))
+        self._marks[name].append((instruction, begin, [self._clock.mark()]))
 
     def launched(self, instruction: Instruction, work: Work) -> None:
         """Record a reduction or gather that has just been launched, until it is done."""
         if isinstance(work, Awaited):
             end: list[Any] = []
-            self._launched.append((instruction, self._clock.mark(), end))
+            name = "gathers" if instruction.op is Op.GATHER_PARAMS else "reductions"
+            self._marks[name].append((instruction, self._clock.mark(), end))
             work.when_done(lambda: end.append(self._clock.mark()), self._side)
 
     def reduced(self) -> None:
@@ -100,21 +97,17 @@ class StepRecorder:
         if self._record is None:
             if self._side is not None:
                 self._side.synchronize()
-            gathers = [row for row in self._launched if row[0].op is Op.GATHER_PARAMS]
-            reductions = [row for row in self._launched if row[0].op is not Op.GATHER_PARAMS]
-            gathers = gathers if all(end for *_, end in gathers) else []
-            groups = [
-                self._running,
-                self._waiting,
-                *([(i, begin, end[0]) for i, begin, end in rows if end] for rows in (reductions, gathers)),
+            marks = {name: [row for row in rows if row[2]] for name, rows in self._marks.items()}
+            if len(marks["gathers"]) < len(self._marks["gathers"]):
+                marks["gathers"] = []
+            pairs = [mark for rows in marks.values() for _, begin, [end] in rows for mark in (begin, end)]
+            times = iter([t + offset for t in self._clock.read([self._begin, self._reduced, self._end, *pairs])])
+            begin, reduced, end = next(times), next(times), next(times)
+            spans = [
+                tuple(Span(self._stage, i, next(times), next(times)) for i, _, _ in rows) for rows in marks.values()
             ]
-            marks = [self._begin, self._reduced, self._end]
-            marks += [mark for rows in groups for _, begin, end in rows for mark in (begin, end)]
-            begin, reduced, end, *times = (t + offset for t in self._clock.read(marks))
-            ends = iter(times)
-            spans = [tuple(Span(self._stage, row[0], next(ends), next(ends)) for row in rows) for rows in groups]
             self._record = StepRecord(begin, reduced, end, *spans)
-            self._running, self._waiting, self._launched = [], [], []
+            self._marks.clear()
         return self._record
 
 
@@ -159,7 +152,7 @@ def compute_times(steps: Sequence[Sequence[StepRecord]]) -> Samples:
     samples: Samples = {}
     for span in (span for records in steps for record in records for span in record.spans):
         if span.instruction.op in COMPUTE_OPS:
-            samples.setdefault(_kind(span.instruction), []).append(span.end - span.start)
+            samples.setdefault(span.instruction._replace(micro_batch=0), []).append(span.end - span.start)
     return samples
 
 
@@ -172,8 +165,7 @@ def transfer_times(pipelines: Sequence[Sequence[StepRecord]]) -> Samples:
     for records in pipelines:
         computed = {s.instruction: s for record in records for s in record.spans if s.instruction.op in COMPUTE_OPS}
         for wait in (w for record in records for w in record.waits):
-            sources = [computed[d] for d in depends_on(wait.instruction) if d in computed]
-            for source in sources:
+            for source in (computed[d] for d in depends_on(wait.instruction) if d in computed):
                 if source.rank != wait.rank and wait.start < source.end < wait.end:
                     sent = Instruction(_SENDS[wait.instruction.op], source.instruction.chunk, 0)
                     samples.setdefault(sent, []).append(wait.end - source.end)
@@ -182,49 +174,42 @@ def transfer_times(pipelines: Sequence[Sequence[StepRecord]]) -> Samples:
 
 def transfer_time(pipelines: Sequence[Sequence[StepRecord]]) -> float:
     """Return the median of all `transfer_times`, or 0."""
-    seconds = [s for samples in transfer_times(pipelines).values() for s in samples]
-    return median(seconds) if seconds else 0.0
+    return median([s for samples in transfer_times(pipelines).values() for s in samples] or [0.0])
 
 
-def reduction_times(replicas: Sequence[Sequence[StepRecord]]) -> Samples:
-    """Return the times of each bucket's REDUCE_GRADS: from when its last rank is ready for it until it is done.
+def collective_times(
+    replicas: Sequence[Sequence[StepRecord]], which: Literal["reductions", "gathers"] = "reductions"
+) -> Samples:
+    """Return the times of each bucket's REDUCE_GRADS or GATHER_PARAMS: from when its last rank is ready until it is done.
 
     replicas: of each step, and of each group of ranks that reduce together, their records. A rank is ready when it has
-    launched the reduction and has finished those that it launched before.
+    launched the collective and has finished those that it launched before.
     """
-    return _times_in_order([[record.reductions for record in records] for records in replicas])
+    samples: Samples = {}
+    for records in replicas:
+        ready: dict[Instruction, float] = {}
+        done: dict[Instruction, float] = {}
+        for record in records:
+            before = float("-inf")
+            for span in sorted(getattr(record, which), key=lambda s: s.start):
+                i = span.instruction
+                ready[i] = max(ready.get(i, before), span.start, before)
+                before = max(before, span.end)
+                done[i] = max(done.get(i, span.end), span.end)
+        for i, start in ready.items():
+            samples.setdefault(i._replace(micro_batch=0), []).append(max(done[i] - start, 0.0))
+    return samples
 
 
 def traffic_times(
     replicas: Sequence[Sequence[StepRecord]], num_chunks: int
 ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
-    """Return the median seconds of each chunk's gather, and of each of its buckets' reductions. See `reduction_times`."""
-    gathers = _times_in_order([[record.gathers for record in records] for records in replicas])
-    seconds = {i: median(times) for i, times in {**gathers, **reduction_times(replicas)}.items()}
+    """Return the median seconds of each chunk's gather, and of each of its buckets' reductions, by `collective_times`."""
+    samples = {**collective_times(replicas, "gathers"), **collective_times(replicas)}
     gather, reductions = [0.0] * num_chunks, [[0.0] * 0 for _ in range(num_chunks)]
-    for i in sorted(seconds, key=lambda i: i.bucket or 0):
+    for i, times in sorted(samples.items(), key=lambda item: item[0].bucket or 0):
         if i.op is Op.GATHER_PARAMS:
-            gather[i.chunk] += seconds[i]
+            gather[i.chunk] += median(times)
         else:
-            reductions[i.chunk].append(seconds[i])
+            reductions[i.chunk].append(median(times))
     return tuple(gather), tuple(map(tuple, reductions))
-
-
-def _times_in_order(replicas: Sequence[Sequence[Sequence[Span]]]) -> Samples:
-    """Compute `reduction_times`. replicas: for each group, the spans of each rank from launch to end."""
-    samples: Samples = {}
-    for ranks in replicas:
-        ready: dict[Instruction, list[Span]] = {}
-        for launched in ranks:
-            before = float("-inf")
-            for span in sorted(launched, key=lambda s: s.start):
-                ready.setdefault(span.instruction, []).append(replace(span, start=max(span.start, before)))
-                before = max(before, span.end)
-        for instruction, spans in ready.items():
-            seconds = max(s.end for s in spans) - max(s.start for s in spans)
-            samples.setdefault(_kind(instruction), []).append(max(seconds, 0.0))
-    return samples
-
-
-def _kind(instruction: Instruction) -> Instruction:
-    return instruction._replace(micro_batch=0)

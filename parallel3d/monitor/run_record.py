@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from parallel3d.atomic_write import write_whole
 from parallel3d.config import without_removed
 from parallel3d.config.layout import Layout
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.breakdown import PARTS, Breakdown, break_down, combined
-from parallel3d.monitor.records import Samples, StepRecord, compute_times, reduction_times, transfer_times
+from parallel3d.monitor.breakdown import PARTS, break_down, mean_of, pipelines_of
+from parallel3d.monitor.records import Samples, StepRecord, collective_times, compute_times, transfer_times
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Timeline
 from parallel3d.topology import ProcessTopology
 
 FILE_NAME = "run_record.json"
-_OPS = tuple(Op)
 
 
 class _Record(BaseModel):
@@ -81,10 +79,6 @@ class RankRecord(_Record):
     parts: dict[str, int]
 
 
-def _present_keys(config: object) -> object:
-    return without_removed(config) if isinstance(config, Mapping) else config
-
-
 class RunRecord(Layout):
     """Measurements of one training.
 
@@ -107,7 +101,7 @@ class RunRecord(Layout):
     model: ModelFingerprint
     backend: str
     versions: dict[str, str]
-    config: Annotated[dict[str, Any], BeforeValidator(_present_keys)]
+    config: Annotated[dict[str, Any], AfterValidator(lambda config: without_removed(config))]
     instructions: dict[str, Timing]
     step: Timing
     optimizer: Timing
@@ -119,12 +113,6 @@ class RunRecord(Layout):
     def device(self) -> str:
         """Name of the ranks' device, or of all kinds of devices."""
         return ", ".join(sorted({rank.device for rank in self.ranks}))
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens per second of all replicas; None if the length of a sample isn't known."""
-        samples = self.micro_batch * self.micro_batches * self.replicas
-        return None if self.seq is None else samples * self.seq / self.step.median
 
     def write(self, directory: Path) -> Path:
         """Write the file atomically into this directory, which is created if needed, and return its path. Raises OSError."""
@@ -139,49 +127,29 @@ def kind_name(instruction: Instruction) -> str:
     return f"{instruction.op.value}@{instruction.chunk}{bucket}"
 
 
-@dataclass(frozen=True)
-class MeasuredTimes:
-    """The fields of a RunRecord that follow from recorded steps."""
+def measure_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTopology) -> dict[str, Any]:
+    """Return the fields of a RunRecord that follow from recorded steps: instructions, optimizer, breakdown and bubble.
 
-    instructions: dict[str, Timing]
-    optimizer: Timing
-    breakdown: dict[str, float]
-    bubble: float
-
-
-def measure_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTopology) -> MeasuredTimes:
-    """Measure recorded steps of one program, at least one, each with the records of all ranks of `topology`."""
-    pipes, replicas = (_comm_lists(topology, axis) for axis in ("pipe", "data"))
-    pipelines = [[records[rank] for rank in ranks] for records in steps for ranks in pipes]
+    steps: of one program, at least one, each with the records of all ranks of `topology`.
+    """
+    pipes, replicas = pipelines_of(topology), topology.get_axis_comm_lists("data")
+    pipelines = [[[records[rank] for rank in ranks] for ranks in pipes] for records in steps]
     samples: Samples = {
         **compute_times(steps),
-        **transfer_times(pipelines),
-        **reduction_times([[records[rank] for rank in ranks] for records in steps for ranks in replicas]),
+        **transfer_times([records for step in pipelines for records in step]),
+        **collective_times([[records[rank] for rank in ranks] for records in steps for ranks in replicas]),
     }
-    parts = [_mean_breakdown([[records[rank] for rank in ranks] for ranks in pipes]) for records in steps]
-    timelines = [Timeline.of([s for r in records for s in r.spans], len(records)) for records in pipelines]
-    return MeasuredTimes(
-        instructions={kind_name(i): Timing.of(samples[i]) for i in sorted(samples, key=_order)},
-        optimizer=Timing.of([step.step for step in parts]),
-        breakdown={name: median(getattr(step, name) for step in parts) for name in PARTS},
-        bubble=median(
-            mean(timeline.bubble for timeline in timelines[k : k + len(pipes)])
-            for k in range(0, len(timelines), len(pipes))
-        ),
-    )
-
-
-def _comm_lists(topology: ProcessTopology, axis: str) -> list[list[int]]:
-    return topology.get_axis_comm_lists(axis) or [[rank] for rank in range(topology.world_size())]
-
-
-def _order(instruction: Instruction) -> tuple[int, int, int]:
-    return _OPS.index(instruction.op), instruction.chunk, instruction.bucket or 0
-
-
-def _mean_breakdown(pipelines: Sequence[Sequence[StepRecord]]) -> Breakdown:
-    reduced = max(record.reduced for records in pipelines for record in records)
-    return combined([part for records in pipelines for part in break_down(records, reduced)], "mean")
+    ops, parts = list(Op), [mean_of(break_down(records, pipes)) for records in steps]
+    ordered = sorted(samples, key=lambda i: (ops.index(i.op), i.chunk, i.bucket or 0))
+    timelines = [
+        [Timeline.of([s for r in records for s in r.spans], len(records)) for records in step] for step in pipelines
+    ]
+    return {
+        "instructions": {kind_name(i): Timing.of(samples[i]) for i in ordered},
+        "optimizer": Timing.of([step.step for step in parts]),
+        "breakdown": {name: median(getattr(step, name) for step in parts) for name in PARTS},
+        "bubble": median(mean(timeline.bubble for timeline in step) for step in timelines),
+    }
 
 
 def fingerprint(names: Sequence[str], counts: Iterable[Mapping[str, int]]) -> ModelFingerprint:
@@ -190,9 +158,8 @@ def fingerprint(names: Sequence[str], counts: Iterable[Mapping[str, int]]) -> Mo
     - names: of all layers.
     - counts: of each rank, "layers.<index>.<name>" (or another name, in a model of one layer) -> elements of the full tensor.
     """
-    held = {name: numel for rank in counts for name, numel in rank.items()}
     parameters = [0] * len(names)
-    for name, numel in held.items():
+    for name, numel in {name: numel for rank in counts for name, numel in rank.items()}.items():
         parameters[int(name.split(".")[1]) if len(names) > 1 else 0] += numel
     return ModelFingerprint(layers=tuple(names), parameters=tuple(parameters))
 

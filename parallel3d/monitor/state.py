@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -20,7 +19,7 @@ from parallel3d.topology import ProcessTopology
 Buckets = Mapping[tuple[int, ...], Sequence[int]]
 
 
-def state_tree(
+def print_state(
     config: Config,
     sizes: BatchSizes,
     topology: ProcessTopology,
@@ -28,8 +27,8 @@ def state_tree(
     buckets: Sequence[Buckets],
     num_shards: int,
     program: Program,
-) -> Tree:
-    """Return the tree. Values that differ from the defaults are bold.
+) -> None:
+    """Print the tree, as wide as the terminal, or 160 columns wide. Values that differ from the defaults are bold.
 
     partition: the partition's table; buckets: of every rank; num_shards: the parts in which a bucket is updated.
     """
@@ -45,36 +44,24 @@ def state_tree(
     for owners, numels in sorted({owners: numels for rank in buckets for owners, numels in rank.items()}.items()):
         where = f"chunk {owners[0]}" if len(owners) == 1 else f"shared by chunks {', '.join(map(str, owners))}"
         cut.add(f"{where}: {len(numels)} buckets, {sum(numels):,} elements, the largest {max(numels):,}")
-    _add_program(tree, program)
-    return tree
+    instructions = tree.add(
+        escape(
+            f"program {program.name}: {sum(map(len, program.instructions))} instructions for {program.num_micro_batches} "
+            f"micro-batches, bubble {simulate(program).bubble:.1%} where a backward takes twice as long as a forward"
+        )
+    )
+    for stage, own in enumerate(program.instructions):
+        ops = Counter(i.op.name for i in own)
+        instructions.add(f"stage {stage}: " + ", ".join(f"{n} {op}" for op, n in ops.items()))
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(tree, highlight=False)
 
 
 def _add_section(tree: Tree, section: BaseModel) -> None:
-    defaults: Any = type(section).model_fields
-    for name in type(section).model_fields:
+    for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             _add_section(tree.add(name), value)
         else:
             line = escape(f"{name}: {value!r}")
-            tree.add(line if value == defaults[name].default else f"[bold]{line}[/bold]")
-
-
-def _add_program(tree: Tree, program: Program) -> None:
-    count = sum(map(len, program.instructions))
-    bubble = simulate(program).bubble
-    node = tree.add(
-        escape(
-            f"program {program.name}: {count} instructions for {program.num_micro_batches} micro-batches, bubble {bubble:.1%} "
-            "where a backward takes twice as long as a forward"
-        )
-    )
-    for stage, instructions in enumerate(program.instructions):
-        ops = Counter(i.op.name for i in instructions)
-        node.add(f"stage {stage}: " + ", ".join(f"{n} {op}" for op, n in ops.items()))
-
-
-def print_tree(tree: Tree) -> None:
-    """Print to standard output, as wide as the terminal, or 160 columns wide."""
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(tree, highlight=False)
+            tree.add(line if value == field.default else f"[bold]{line}[/bold]")

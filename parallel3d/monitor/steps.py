@@ -17,8 +17,8 @@ from parallel3d.comm.collectives import Work, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.breakdown import Breakdown, break_down, breakdown_table
-from parallel3d.monitor.memory import memory_in_use, phase_table, start_peak
+from parallel3d.monitor.breakdown import Breakdown, break_down, breakdown_table, pipelines_of
+from parallel3d.monitor.memory import memory_in_use, phase_table
 from parallel3d.monitor.records import StepRecord, StepRecorder, clock_offset
 from parallel3d.schedule.instructions import Instruction, Program
 
@@ -75,7 +75,7 @@ class StepMonitor:
         self._clock = clock_of(device)
         self._record_next = False
         self._recorder: StepRecorder | None = None
-        self._recorded: deque[StepRecorder] = deque(maxlen=_RECORDED)
+        self._recorded: deque[tuple[Program | None, StepRecorder]] = deque(maxlen=_RECORDED)
         self._side: torch.cuda.Stream | None = None
         self._program: Program | None = None
         self._begin: Any = None
@@ -87,15 +87,15 @@ class StepMonitor:
         self._others: deque[tuple[Any, Any, Program | None]] = deque(maxlen=_OTHERS)
         self._phases: dict[str, Mapping[str, int]] = {}
         self._offset: float | None = None
-        self._printed: tuple[float, int, int] | None = None  # when, and the step and the samples so far
+        # When the last line was printed, and the step and the samples so far.
+        self._printed = (0.0, -1, 0)
 
-    def record_next(self) -> None:
-        """Record the next step, whatever the configuration says."""
-        self._record_next = True
-
-    def leave_out_next(self) -> None:
-        """Leave the next step out of `step_seconds`: its time is not typical."""
-        self._leave_out = True
+    def profile_next(self, record: bool) -> None:
+        """Record the next step, whatever the configuration says, or leave it out of `step_seconds`: its time isn't typical."""
+        if record:
+            self._record_next = True
+        else:
+            self._leave_out = True
 
     def prints(self, step: int) -> bool:
         """Return whether rank 0 prints after this step, counted from 1."""
@@ -104,27 +104,24 @@ class StepMonitor:
     def begin(self, step: int, samples: int) -> None:
         """Begin a step, counted from 1. samples: trained on so far."""
         due = self.prints(step) or self._every is None
-        wanted = self._record_next or (self._times and due)
-        self._recorder = self._make_recorder() if wanted else None
+        self._recorder = None
+        if self._record_next or (self._times and due):
+            if self._side is None and self._device.type == "cuda":
+                self._side = torch.cuda.Stream(self._device)
+            self._recorder = StepRecorder(self._groups.coordinate("pipe"), self._clock, self._side)
         self._program, self._begin = None, self._clock.mark()
         self._phases = {}
         if self._memory and self.prints(step):
-            start_peak(self._device)
+            memory_in_use(self._device)  # from here on, a new peak
             self._sample("start")
-        if self._printed is None:
+        if self._printed[1] < 0:
             self._printed = (time.monotonic(), step - 1, samples)
-
-    def _make_recorder(self) -> StepRecorder:
-        if self._side is None and self._device.type == "cuda":
-            self._side = torch.cuda.Stream(self._device)
-        return StepRecorder(self._groups.coordinate("pipe"), self._clock, self._side)
 
     def recorder_of(self, program: Program, inputs: Any = None) -> StepRecorder | None:
         """Return the recorder of this step, which runs the program, if it is recorded. inputs: of a micro-batch, if any."""
         self._program = program
         if self._recorder is not None:
             self.sequence = _tokens(inputs)
-            self._recorder.program = program
         return self._recorder
 
     def launched(self, instruction: Instruction, work: Work) -> None:
@@ -148,68 +145,54 @@ class StepMonitor:
         self._steps += 1
         if self._recorder is not None:
             self._recorder.finish()
-            self._recorded.append(self._recorder)
+            self._recorded.append((self._program, self._recorder))
             self._recorder, self._record_next = None, False
         elif self._steps > _WARM_UP and not self._leave_out:
             self._others.append((self._begin, self._clock.mark(), self._program))
         self._leave_out = False
         if not self.prints(summary.step):
             return
-        self._print_line(summary)
+        texts = [self._line(summary)] if self._groups.rank == 0 else []
         if self._times:
-            self._print(breakdown_table(summary.step, self.breakdown()))
+            texts.append(breakdown_table(summary.step, self.breakdown()))
         if self._memory:
-            self._print(phase_table(summary.step, all_gather_object(self._phases, self._groups.control)))
+            texts.append(phase_table(summary.step, all_gather_object(self._phases, self._groups.control)))
+        if self._groups.rank == 0:
+            print("\n".join(texts), flush=True)
         self._printed = (time.monotonic(), summary.step, summary.samples)
 
-    def _print_line(self, summary: StepSummary) -> None:
-        if self._groups.rank != 0 or self._printed is None:
-            return
+    def _line(self, summary: StepSummary) -> str:
         loss = float(summary.loss)  # waits for the device
         norm = None if summary.grad_norm is None else float(summary.grad_norm)
         when, step, samples = self._printed
         seconds = max(time.monotonic() - when, 1e-9)
-        rates = (seconds / (summary.step - step), (summary.samples - samples) / seconds)
-        self._print(summary.line(loss, norm, *rates))
-
-    def _print(self, text: str) -> None:
-        if self._groups.rank == 0:
-            print(text, flush=True)
+        return summary.line(loss, norm, seconds / (summary.step - step), (summary.samples - samples) / seconds)
 
     def _sample(self, phase: str) -> None:
         if self._memory and (self._phases or phase == "start"):
             self._phases[phase] = memory_in_use(self._device)
             self.peak = max(self.peak, self._phases[phase]["peak"])
-            start_peak(self._device)
 
-    def records(self) -> tuple[Program, list[StepRecord]]:
-        """Return the program of the last recorded step, and every rank's record of it. Collective.
-
-        Raises ConfigError when none was recorded.
-        """
-        program, own = self._own_records()
-        return program, all_gather_object(own[-1], self._groups.control)
-
-    def last_records(self) -> tuple[Program, list[list[StepRecord]]]:
+    def records(self, most: int = _RECORDED) -> tuple[Program, list[list[StepRecord]]]:
         """Return the program of the last recorded step, and every rank's records of the last recorded steps of that program.
 
-        Collective; raises as `records`.
+        Collective. Raises ConfigError when none was recorded.
         """
-        program, own = self._own_records(most=_RECORDED)
-        everyone = all_gather_object(own, self._groups.control)
-        return program, [list(ranks) for ranks in zip(*everyone, strict=True)]
-
-    def _own_records(self, most: int = 1) -> tuple[Program, list[StepRecord]]:
-        program = self._recorded[-1].program if self._recorded else None
+        program = self._recorded[-1][0] if self._recorded else None
         if program is None:
             raise ConfigError(
                 "no batch was profiled; call engine.reports.profile_next_batch() before train_batch, or set "
                 "wall_clock_breakdown"
             )
+        offset, same = self._clock_offset(), [recorder for ran, recorder in self._recorded if ran is program]
+        everyone = all_gather_object([recorder.read(offset) for recorder in same[-most:]], self._groups.control)
+        return program, [list(ranks) for ranks in zip(*everyone, strict=True)]
+
+    def _clock_offset(self) -> float:
+        """Return what to add to times of this rank's clock. Collective the first time."""
         if self._offset is None:
             self._offset = clock_offset(self._groups.control)
-        same = [recorder for recorder in self._recorded if recorder.program is program]
-        return program, [recorder.read(self._offset) for recorder in same[-most:]]
+        return self._offset
 
     def step_seconds(self, program: Program) -> list[float]:
         """Return the times of the last unrecorded steps of this program, from when the last rank began until all had ended.
@@ -218,22 +201,17 @@ class StepMonitor:
         """
         same = [(begin, end) for begin, end, ran in self._others if ran is program]
         times = self._clock.read([mark for pair in same for mark in pair])
-        if self._offset is None:
-            self._offset = clock_offset(self._groups.control)
-        own = [t + self._offset for t in times]
-        everyone = all_gather_object(list(zip(own[::2], own[1::2], strict=True)), self._groups.control)
+        offset = self._clock_offset()
+        own = [(begin + offset, end + offset) for begin, end in zip(times[::2], times[1::2], strict=True)]
+        everyone = all_gather_object(own, self._groups.control)
         return [
             max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in zip(*everyone, strict=True)
         ]
 
     def breakdown(self) -> list[Breakdown]:
         """Return the breakdown of the last recorded step for every rank of the world. Collective; raises as `records`."""
-        _, records = self.records()
-        reduced = max(record.reduced for record in records)
-        parts: dict[int, Breakdown] = {}
-        for ranks in self._groups.topology.get_axis_comm_lists("pipe") or [[rank] for rank in range(len(records))]:
-            parts.update(zip(ranks, break_down([records[rank] for rank in ranks], reduced), strict=True))
-        return [parts[rank] for rank in range(len(records))]
+        _, [records] = self.records(most=1)
+        return break_down(records, pipelines_of(self._groups.topology))
 
 
 def _tokens(inputs: Any) -> int | None:

@@ -12,7 +12,7 @@ from parallel3d.clock import HostClock
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
 from parallel3d.config import Config, without_removed
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.records import StepRecord, StepRecorder, reduction_times, transfer_time, transfer_times
+from parallel3d.monitor.records import StepRecord, StepRecorder, collective_times, transfer_time, transfer_times
 from parallel3d.monitor.run_record import Timing, find_run_records, kind_name, read_run_record
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.timing import Span
@@ -36,7 +36,7 @@ def test_a_reduction_takes_from_when_its_last_rank_is_ready_until_it_is_done():
     first = record(0, reduced=(("RED0@2#0", 1.0, 5.0), ("RED0@2#1", 2.0, 6.5), ("RED1@2#0", 9.0, 9.5)))
     second = record(0, reduced=(("RED0@2#0", 3.0, 5.0), ("RED0@2#1", 4.0, 6.5), ("RED1@2#0", 9.25, 9.5)))
     alone = record(1, reduced=(("RED0@1#0", 0.0, 4.0),))
-    found = {kind_name(i): times for i, times in reduction_times([[first, second], [alone]]).items()}
+    found = {kind_name(i): times for i, times in collective_times([[first, second], [alone]]).items()}
     assert found == {"RED@2#0": [5.0 - 3.0, 9.5 - 9.25], "RED@2#1": [6.5 - 5.0], "RED@1#0": [4.0]}
 
 
