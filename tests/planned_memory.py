@@ -15,8 +15,8 @@ from parallel3d.config.layout import Layout, configuration, parse_layout
 from parallel3d.models import CausalLMLoss, DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.pipe import PipelineModule
-from parallel3d.planner.predict.flight import Replays
 from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.memory_replay import MemoryReplay
 from parallel3d.planner.predict.parameters import stage_parameters
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.program import Programs, make_buckets
@@ -122,6 +122,6 @@ def predict(
     parameters = stage_parameters(profile.specs, layers, bounds, placement)
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
     program = Programs().simulation(layout, buckets, policy, layout.micro_batches).program
-    replays = Replays.of_program(program)
-    between = [memory.flight(replays, bounds, layout, stage).between for stage in range(layout.stages)]
-    return memory.stages(replays, bounds, layout, [2**40] * layout.stages), between, program
+    replay = MemoryReplay.of(program)
+    between = [memory.peak(replay, bounds, layout, stage).between for stage in range(layout.stages)]
+    return memory.stages(replay, bounds, layout, [2**40] * layout.stages), between, program

@@ -15,9 +15,9 @@ from parallel3d.planner.calibrate.measure import default_path
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.predict.outlook import Outlook
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
+from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds
 from parallel3d.planner.search.comparison import Comparison, compare
 from parallel3d.planner.search.found import Found, prediction_of
@@ -84,7 +84,7 @@ class RunPredictor:
         stages = plain.memory(uncorrected)
         return PredictedRun(instructions, step, [stages[rank.stage] for rank in record.ranks], outlook.bubble)
 
-    def _outlook(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, Outlook]:
+    def _outlook(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, StepPrediction]:
         model, layout = self._model_of(record), Layout(**{name: getattr(record, name) for name in Layout.model_fields})
         if layout.world_size > len(self._cluster.gpus):
             raise ConfigError(
@@ -153,7 +153,7 @@ def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRec
 class _Components:
     """Uncorrected seconds of instructions by component of the calibration."""
 
-    def __init__(self, predictor: Predictor, outlook: Outlook):
+    def __init__(self, predictor: Predictor, outlook: StepPrediction):
         self._outlook, self._links, self._placement = outlook, outlook.links, outlook.program.placement
         self._layers = predictor.layers(outlook.layout)
         self._cost = outlook.cost.cost()
@@ -174,7 +174,7 @@ class _Components:
 
     def _compute(self, i: Instruction, stage: int) -> dict[str, float]:
         links = self._links
-        device = max(links.devices(stage), key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
+        device = max(links.devices[stage], key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
         parts: defaultdict[str, float] = defaultdict(float)
         for layer in self._layers[self._outlook.bounds[i.chunk] : self._outlook.bounds[i.chunk + 1]]:
             work: Work = getattr(layer, _WORK[i.op])

@@ -20,8 +20,6 @@ from parallel3d.specs import Layer, layer_name
 from parallel3d.structures import TensorTree
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
-__all__ = ["LayerProfile", "ModelProfile"]
-
 DeviceType = Literal["cpu", "cuda"]
 # Numbers of samples that are traced, from which others follow: the first pair for which that holds. Of a single sample some
 # copies are mere views.

@@ -1,14 +1,15 @@
-"""The program of a layout, as the executor of a run would have it, from its parameters' buckets."""
+"""Program of a layout, as the executor of a run would have it, from its parameters' buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from parallel3d.config.layout import Layout
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.predict.flight import Replays
+from parallel3d.planner.predict.memory_replay import MemoryReplay
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
@@ -20,15 +21,16 @@ from parallel3d.zero.policy import ZeroPolicy
 _ROUGH_BUCKETS = 4  # of a chunk, in a rough prediction
 # Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
 _MOST_STEPS, _MOST_STEPS_WHOLE = 256, 2048
-# In a rough prediction the pipeline is filled so many times.
-_ROUGH_ROUNDS = 2
+_ROUGH_ROUNDS = 2  # how often the pipeline is filled in a rough prediction
 _LONG = 16  # stages
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The gradient buckets of a split model. of_chunk: elements of each bucket of each chunk; replicas: those that several
-    chunks hold, (owners, elements) in the order in which REDUCE_REPLICAS counts them.
+    """Gradient buckets of a split model.
+
+    of_chunk: elements of each bucket of each chunk; replicas: (owners, elements) of the buckets that several chunks hold, in
+    the order in which REDUCE_REPLICAS counts them.
     """
 
     of_chunk: tuple[tuple[int, ...], ...]
@@ -38,7 +40,7 @@ class Buckets:
 def make_buckets(
     stages: Sequence[Sequence[ParameterInfo]], num_chunks: int, policy: ZeroPolicy, num_replicas: int
 ) -> Buckets:
-    """As the stages' reducers make them. stages: parameters, see stage_parameters."""
+    """Return the buckets that the stages' reducers make. stages: parameters, see stage_parameters."""
     found: dict[Owners, list[int]] = {}
     for parameters in stages:
         for owners, infos in by_owners(parameters).items():
@@ -48,106 +50,84 @@ def make_buckets(
 
 
 def rough_buckets(stages: Sequence[Sequence[ParameterInfo]], num_chunks: int) -> Buckets:
-    """As many elements in few buckets."""
-    found: dict[Owners, int] = {}
-    for parameters in stages:
-        own: dict[Owners, int] = {}
-        for info in parameters:
-            own[info.owners] = own.get(info.owners, 0) + info.parameter.numel()
-        found.update(own)
+    """Return a few equal buckets per chunk. stages: one parameter for each set of owners, see merged_parameters."""
+    found = {info.owners: info.parameter.numel() for parameters in stages for info in parameters}
     parts = [found.get((c,), 0) // _ROUGH_BUCKETS for c in range(num_chunks)]
     replicas = [(owners, numel) for owners, numel in sorted(found.items()) if len(owners) > 1]
     return Buckets(tuple((part,) * _ROUGH_BUCKETS for part in parts), tuple(replicas))
 
 
-class Programs:
-    """Programs of layouts of which nothing is left open, each part made once for all layouts that have the same one."""
-
-    def __init__(self) -> None:
-        self._computes: dict[_Shape, Program] = {}
-        self._lowered: dict[_Shape, Program] = {}
-        self._replays: dict[_Shape, Replays] = {}
-        self._simulations: dict[tuple[object, ...], Simulation] = {}
-
-    def simulation(
-        self,
-        layout: Layout,
-        buckets: Buckets,
-        policy: ZeroPolicy,
-        num_micro_batches: int,
-        roughly: bool = False,
-    ) -> Simulation:
-        """Of what the executor runs, made ready. roughly: of an order that is searched for, one about as short."""
-        key, shards = _Shape.of(layout, num_micro_batches, roughly), policy.stage > 0 and layout.replicas > 1
-        numbers = tuple(map(len, buckets.of_chunk)), tuple(owners for owners, _ in buckets.replicas)
-        whole = (key, numbers, shards, policy.reduce_per_micro_batch)
-        if whole not in self._simulations:
-            if key not in self._lowered:
-                self._lowered[key] = lower(self._compute(key))
-            self._simulations[whole] = Simulation(with_collectives(self._lowered[key], layout, buckets, policy))
-        return self._simulations[whole]
-
-    def replays(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> Replays:
-        """Of the same stages' lists, which are lowered when they are asked for: most layouts are refused by a few of them.
-
-        Collectives, which hold nothing, are left out.
-        """
-        key = _Shape.of(layout, num_micro_batches, roughly)
-        if key not in self._replays:
-            compute = self._compute(key)
-            self._replays[key] = Replays(compute.placement, lambda stage: lower_rank(compute, stage))
-        return self._replays[key]
-
-    def _compute(self, shape: _Shape) -> Program:
-        if shape not in self._computes:
-            self._computes[shape] = shape.program()
-        return self._computes[shape]
-
-
 class _Shape(NamedTuple):
-    """What of a layout its schedule depends on."""
+    """What the schedule of a layout depends on. roughly: an order is searched for that is about as short."""
 
     schedule: str
     stages: int
+    num_micro_batches: int
     chunks: int
     placement: str
-    num_micro_batches: int
     roughly: bool
 
     @staticmethod
     def of(layout: Layout, num_micro_batches: int, roughly: bool) -> _Shape:
-        """Of one of which nothing is left open."""
         is_rough = roughly and layout.schedule == "zb-looped"
-        return _Shape(layout.schedule, layout.stages, layout.chunks, layout.placement, num_micro_batches, is_rough)
-
-    def program(self) -> Program:
-        """The schedule's."""
-        if self.roughly:
-            return looped_zero_bubble(self.stages, self.num_micro_batches, self.chunks, roughly=True)
-        return build(self.schedule, self.stages, self.num_micro_batches, self.chunks, self.placement)
+        return _Shape(layout.schedule, layout.stages, num_micro_batches, layout.chunks, layout.placement, is_rough)
 
 
-def with_collectives(program: Program, layout: Layout, buckets: Buckets, policy: ZeroPolicy) -> Program:
-    """A schedule's lowered program with the collectives that the executor runs beside it."""
-    return add_collectives(
-        program,
-        [len(numels) for numels in buckets.of_chunk],
-        [owners for owners, _ in buckets.replicas],
-        policy.stage > 0 and layout.replicas > 1,
-        policy.reduce_per_micro_batch,
-    )
+class Programs:
+    """Programs of fully specified layouts, each part made once for all layouts that share it."""
+
+    def __init__(self) -> None:
+        self._compute = cache(_compute)
+        self._lowered = cache(lambda shape: lower(self._compute(shape)))
+        self._simulations: dict[tuple[object, ...], Simulation] = {}
+        self._replays: dict[_Shape, MemoryReplay] = {}
+
+    def simulation(
+        self, layout: Layout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int, roughly: bool = False
+    ) -> Simulation:
+        """Return a simulation of what the executor runs."""
+        shape, collectives = _Shape.of(layout, num_micro_batches, roughly), _collectives(layout, buckets, policy)
+        if (shape, collectives) not in self._simulations:
+            program = add_collectives(self._lowered(shape), *collectives)
+            self._simulations[shape, collectives] = Simulation(program)
+        return self._simulations[shape, collectives]
+
+    def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
+        """Return the replay of the program without collectives, which hold nothing.
+
+        A stage's list is lowered when it is first used: for most layouts a few stages show that they don't fit.
+        """
+        shape = _Shape.of(layout, num_micro_batches, roughly)
+        if shape not in self._replays:
+            compute = self._compute(shape)
+            self._replays[shape] = MemoryReplay(compute.placement, lambda stage: lower_rank(compute, stage))
+        return self._replays[shape]
 
 
-def one_sample(layout: Layout) -> Layout:
-    """The same with micro-batches of a single sample: what a rough prediction looks at."""
-    return layout.model_copy(update={"micro_batch": 1})
+def _compute(shape: _Shape) -> Program:
+    if shape.roughly:
+        return looped_zero_bubble(shape.stages, shape.num_micro_batches, shape.chunks, roughly=True)
+    return build(*shape[:-1])
+
+
+def given_simulation(compute: Program, layout: Layout, buckets: Buckets, policy: ZeroPolicy) -> Simulation:
+    """Return a simulation of a given schedule, with what the executor adds to it."""
+    return Simulation(add_collectives(lower(compute), *_collectives(layout, buckets, policy)))
+
+
+def _collectives(
+    layout: Layout, buckets: Buckets, policy: ZeroPolicy
+) -> tuple[tuple[int, ...], tuple[Owners, ...], bool, bool]:
+    """Return the arguments of add_collectives."""
+    owners = tuple(owners for owners, _ in buckets.replicas)
+    partitioned = policy.stage > 0 and layout.replicas > 1
+    return tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
 
 
 def timed_micro_batches(layout: Layout, exactly: bool, whole: bool = False) -> int:
-    """All, as of gpipe, which holds them all; or as many as fill the pipeline a few times, and as many over whole rounds
-    of the stages.
+    """Return how many micro-batches are simulated: enough to fill the pipeline a few times, in whole rounds of the stages.
 
-    whole: all in most cases.
+    All are for gpipe, which holds all of them, and for small programs. whole: all are in most cases.
     """
     stages, wanted = layout.stages, layout.micro_batches
     most_steps = _MOST_STEPS_WHOLE if whole else _MOST_STEPS
@@ -158,7 +138,7 @@ def timed_micro_batches(layout: Layout, exactly: bool, whole: bool = False) -> i
 
 
 def untimed_flight(layout: Layout, timed: int) -> float:
-    """By how many times more an interleaved pipeline has in flight on its first stage than so few micro-batches fill."""
+    """Return micro-batches in flight on the first stage over those of a program with `timed` micro-batches."""
     if layout.schedule != "interleaved":
         return 1.0
     p, v = layout.stages, layout.chunks

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel3d.config.layout import Layout
-from parallel3d.planner.predict.outlook import Outlook
+from parallel3d.planner.predict.links import Shape
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.timing import Shape
+from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.search.result import Prediction, StageMemory
 
 _NEARLY = 1.4  # full
@@ -45,7 +45,7 @@ class Refused:
 class Found:
     """A layout that was predicted, and what it takes."""
 
-    outlook: Outlook
+    outlook: StepPrediction
     memory: tuple[StageMemory, ...]
 
     @property

@@ -29,12 +29,11 @@ def predictor_of_halves(whole: Predictor, measured: Sequence[LayerSeconds] | Non
     model = whole.model.in_halves()
     profile = whole.profile.of_layers(model.layers)
     if measured is None:
-        return Predictor(model, profile, whole.network, whole.calibration, beside=whole)
+        return Predictor(model, profile, whole.network, whole.calibration, shared=whole)
     expected = layer_times(profile.layers(), whole.network.cluster.gpus[0].device, lambda collective: 0.0)
-    works = np.stack([expected.forward, expected.input_gradient, expected.weight_gradient])
-    each = (works * whole.expected.factors_of(measured)[:, _block_of_each(whole)]).T.tolist()
+    each = (expected.compute * whole.expected.factors_of(measured)[:, _block_of_each(whole)]).T.tolist()
     halves = [LayerSeconds(*seconds) for seconds in each]
-    return Predictor(model, profile, whole.network, whole.calibration, measured=halves, beside=whole)
+    return Predictor(model, profile, whole.network, whole.calibration, measured=halves, shared=whole)
 
 
 def _block_of_each(whole: Predictor) -> list[int]:

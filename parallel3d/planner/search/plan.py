@@ -21,10 +21,10 @@ from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.network.placement import place
-from parallel3d.planner.predict.outlook import Outlook
+from parallel3d.planner.predict.links import Shape
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
-from parallel3d.planner.predict.timing import Shape
+from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.traffic import link_loads, traffic_of
 from parallel3d.planner.search.auto_schedule import is_quick, with_auto
 from parallel3d.planner.search.found import Found, find, prediction_of
@@ -187,11 +187,11 @@ class Planner:
             (finished if told[-1].fits else search.found).append(told[-1])
         return finished
 
-    def _whole(self, outlook: Outlook) -> Found:
+    def _whole(self, outlook: StepPrediction) -> Found:
         """As it was predicted, with the memory of every stage."""
         return Found(outlook, self.predictor_of(outlook.layout).memory(outlook, every=True))
 
-    def _exact(self, outlook: Outlook) -> Found:
+    def _exact(self, outlook: StepPrediction) -> Found:
         """Predicted exactly, in the cluster's order or where `place` puts it, whichever is the shorter."""
         layout, predictor = outlook.layout, self.predictor_of(outlook.layout)
         shape = (layout.stages, layout.replicas, layout.slices)
@@ -265,7 +265,7 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any])
     return ModelProfile(model.layers, inputs, labels, model.loss_fn, load(config), "cpu" if on_cpu else "cuda")
 
 
-def timeline_of(outlook: Outlook) -> tuple[TimelineSpan, ...]:
+def timeline_of(outlook: StepPrediction) -> tuple[TimelineSpan, ...]:
     """Of the micro-batches that were timed."""
     return tuple(
         TimelineSpan(
@@ -281,7 +281,7 @@ def timeline_of(outlook: Outlook) -> tuple[TimelineSpan, ...]:
     )
 
 
-def rank_map(cluster: Cluster, outlook: Outlook) -> tuple[RankPlace, ...]:
+def rank_map(cluster: Cluster, outlook: StepPrediction) -> tuple[RankPlace, ...]:
     """Where each rank runs."""
     ranks = outlook.links.ranks
     places = []

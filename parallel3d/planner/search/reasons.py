@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from parallel3d.planner.predict.timing import Shape
+from parallel3d.planner.predict.links import Shape
 from parallel3d.planner.search.found import Found, Refused, shape_of
 from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
 from parallel3d.planner.search.search import Search

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from parallel3d.config.layout import Layout
+from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, Work
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
+from parallel3d.planner.predict.links import Integers, Shape
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.profile import LayerProfile
-from parallel3d.planner.predict.timing import Integers, Shape, compute_seconds
+from parallel3d.planner.predict.timing import compute_seconds
 from parallel3d.planner.search.found import Found, Refused
 from parallel3d.planner.search.space import VARIANTS, Space
 from parallel3d.planner.search.trials import FEW, Trials
@@ -91,11 +92,11 @@ class Bounds:
             built = next((p.dtype for layer in layers for _, p in layer.parameters), torch.float32)
             one = ParameterInfo("", nn.Parameter(torch.empty(numel, dtype=built, device="meta")), (0,))
             policy = self._predictor.policy(Layout(replicas=replicas, zero=zero))
-            state = predict_state([one], policy, replicas, self._predictor.moments)
+            state = predict_state([one], policy, replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen, (slices, shares, recompute) in _groups(space.slices, space.sequence_parallel, space.recompute):
             if slices not in self.why:
-                held = _EVEN * self._predictor.held(slices, False, recompute) * space.micro_batch[chosen]
+                held = _EVEN * self._predictor.held(slices, recompute) * space.micro_batch[chosen]
                 held = held / slices if shares else held
                 p = space.stages[chosen]
                 found[chosen] += held * np.minimum(p, space.micro_batches[chosen]) / p

@@ -17,7 +17,7 @@ from parallel3d.models.decoder import decoder
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import LayerSpec
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, Entering, chunk_memory
-from parallel3d.planner.predict.flight import Replay
+from parallel3d.planner.predict.memory_replay import MemoryReplay
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
@@ -147,7 +147,7 @@ def test_an_output_taken_on_its_own_rank_is_held_once():
         2: ChunkMemory(ChunkBytes(saved=10, deferred=deferred), 0, 10, 0, handed),
     }
     program = lower(build("zbv", 2, 4, 2, "v"))
-    flight = Replay(program.instructions[1]).flight(chunks)
+    flight = MemoryReplay.of(program).peak(1, chunks)
     # By hand: what is alive after each instruction, as a set.
     alive: dict[Any, int] = {}
     totals = []

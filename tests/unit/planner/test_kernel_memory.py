@@ -11,8 +11,8 @@ from parallel3d.config.layout import Layout
 from parallel3d.kernels import reduce_scatter
 from parallel3d.kernels.all_reduce import staging_bytes
 from parallel3d.pipe import LayerSpec
-from parallel3d.planner.predict.flight import Replays
 from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.memory_replay import MemoryReplay
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import build
@@ -35,7 +35,7 @@ def predicted(
         stages=1, replicas=replicas, slices=slices, schedule="1f1b", micro_batch=1, micro_batches=1, zero=zero
     )
     program = lower(build("1f1b", 1, 1, 1, "loop"))
-    (stage,) = MemoryModel(profile).stages(Replays.of_program(program), (0, 1), layout, [1])
+    (stage,) = MemoryModel(profile).stages(MemoryReplay.of(program), (0, 1), layout, [1])
     return stage
 
 

@@ -75,7 +75,7 @@ def test_predictions_follow_what_was_measured(times: float) -> None:
     layout = plain.space.layout(0)
     before = plain.predictor.predict(layout, exactly=True)
     of_layers = layer_times(plain.profile.layers(), cluster.gpus[0].device, lambda collective: 0.0)
-    seconds = zip(of_layers.forward, of_layers.input_gradient, of_layers.weight_gradient, strict=True)
+    seconds = of_layers.compute.T
     measured = [LayerSeconds(*(times * float(s) for s in layer)) for layer in seconds]
     planner = Planner(Question(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8"), measured=measured))
     after = planner.predictor.predict(layout, exactly=True)

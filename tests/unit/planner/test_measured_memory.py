@@ -25,8 +25,8 @@ from cases import Workload, command_of, parse_case
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout
-from parallel3d.planner.predict.flight import Replays
 from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.memory_replay import MemoryReplay
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
@@ -96,8 +96,8 @@ def predicted(name: str, work: Workload, each: bool) -> list[float]:
         micro_batches=args.micro_batches,
     )
     program = lower(build(args.schedule, args.pp, args.micro_batches, args.chunks, args.placement))
-    replays = Replays.of_program(program)
-    stages = memory.stages(replays, given["pipeline"]["partition"], layout, [1] * args.pp)
+    replay = MemoryReplay.of(program)
+    stages = memory.stages(replay, given["pipeline"]["partition"], layout, [1] * args.pp)
     return [stage.allocated / 2**30 for stage in stages for _ in range(args.dp)]
 
 

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.config import load
+from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.tracing import Held
 from parallel3d.errors import PartitionError
 from parallel3d.models import DecoderConfig, causal_lm_loss
 from parallel3d.models.decoder import decoder
 from parallel3d.pipe import LayerSpec
-from parallel3d.planner.predict.profile import LayerProfile, ModelProfile
+from parallel3d.planner.predict.profile import ModelProfile
 
 VOCAB, HIDDEN, FFN, HEADS, KV, SEQ = 512, 128, 384, 8, 4, 64
 BF16 = {"bf16": {"enabled": True}}

@@ -124,13 +124,11 @@ def test_layers_chosen_by_name_stay_as_they_are_given(section: dict[str, object]
 def test_a_halfs_measured_seconds_are_longer_as_its_blocks_are() -> None:
     asked = planner("gpt2-xl", "pp4,m8", 8)
     expected = asked.predictor.expected
-    slower = 1.0 + np.arange(len(expected.forward)) / 10
-    works = np.stack([expected.forward, expected.input_gradient, expected.weight_gradient]) * slower
+    slower = 1.0 + np.arange(len(expected.total)) / 10
+    works = expected.compute * slower
     measured = predictor_of_halves(asked.predictor, [LayerSeconds(*each) for each in works.T.tolist()])
     layout = asked.space.where(asked.space.halves > 0).layout(0)
-    device = asked.network.cluster.gpus[0].device
-    own = measured.times(layout, measured.links(layout), device).forward
-    plain = asked.of_halves.times(layout, asked.of_halves.links(layout), device).forward
+    own, plain = (each.stage_times(layout, each.links(layout))[0].compute[0] for each in (measured, asked.of_halves))
     blocks = [k for k, name in enumerate(asked.predictor.profile.names) for _ in range(1 + (name == "Block"))]
     assert len(blocks) == len(own)
     np.testing.assert_allclose(own / plain, slower[blocks])

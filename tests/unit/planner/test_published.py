@@ -42,12 +42,13 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout, parse_layout
+from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.models.blocks import Block
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.profile import LayerProfile, ModelProfile
+from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.program import Programs
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.specs import LayerSpec

@@ -17,7 +17,7 @@ from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.calibrate.calibration import Calibration, Factor
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.outlook import Outlook
+from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.search.found import Found, find, refuse
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.search.plan import Planner, Question, possible_slices
@@ -184,7 +184,7 @@ def test_a_step_is_no_shorter_than_a_host_needs_to_call_it(layout: str) -> None:
 
 
 def test_what_idles_computes_faster_where_runs_say_so() -> None:
-    def predicted(layout: str, idle: float) -> Outlook:
+    def predicted(layout: str, idle: float) -> StepPrediction:
         calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
         cluster = with_quick_hosts(load_cluster(hosts(1)))
         planner = Planner(Question(small_model(), cluster, 8, calibration=calibration))

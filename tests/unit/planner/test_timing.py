@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config import load
+from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, Exchange, Work
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.planner.cluster.cluster import Device
-from parallel3d.planner.predict.profile import LayerProfile, ModelProfile
+from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds, layer_times
 from parallel3d.planner.search.model import DEFAULTS
 

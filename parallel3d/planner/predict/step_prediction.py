@@ -1,4 +1,4 @@
-"""What is predicted of a layout."""
+"""Prediction of one training step of a layout."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallel3d.config.layout import Layout
-from parallel3d.costs.work import Collective
-from parallel3d.planner.predict.costs import Reducing, makespan
-from parallel3d.planner.predict.timing import Floats, LayoutLinks, StepCost
+from parallel3d.planner.predict.costs import Reducing, Reductions, StepCost, makespan
+from parallel3d.planner.predict.links import LayoutLinks
+from parallel3d.planner.predict.timing import Floats
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What is predicted of a layout, uncorrected parts and all.
+class StepPrediction:
+    """Predicted step of a layout.
 
-    makespan: of the pipeline's program, whose timeline is of `timed` micro-batches where it has too many to be simulated;
-    exact: whether it is of every gradient bucket and of micro-batches as large as they are; optimizer: seconds;
-    reductions: of each chunk the collectives over its replicas, with how often they run in a step; reducing: what of the
-    chunks' backwards is due to them.
+    - simulation: of the pipeline's program, with `timed` micro-batches if it has too many to be simulated.
+    - exact: whether every gradient bucket, and micro-batches of their real size, were predicted.
+    - makespan: seconds of the program; optimizer: seconds of the optimizer's step; seconds: of the whole step.
+    - reductions, reducing: of each chunk, see SplitLayout.
     """
 
     layout: Layout
@@ -33,33 +33,33 @@ class Outlook:
     makespan: float
     optimizer: float
     seconds: float
-    reductions: tuple[tuple[tuple[Collective, float], ...], ...]
+    reductions: tuple[Reductions, ...]
     reducing: Reducing
 
     @property
     def program(self) -> Program:
-        """With all that the executor runs."""
+        """The program with all that the executor runs."""
         return self.simulation.program
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Of the micro-batches that were timed."""
+        """Timeline of the micro-batches that were timed."""
         return self.simulation.run(self.cost.cost(), self.cost.host())
 
     @cached_property
     def critical_path(self) -> CriticalPath:
-        """Of the timeline."""
+        """Critical path of the timeline."""
         return self.simulation.critical_path(self.cost.cost(), self.cost.host())
 
     @cached_property
     def exposed(self) -> float:
-        """Of the makespan's seconds those that go when all links take no time."""
+        """Seconds by which the makespan is shorter if links take no time."""
         alone = self.cost.without_links()
         return max(0.0, self.makespan - self._makespan(alone, alone.host()))
 
     @cached_property
     def hosts(self) -> float:
-        """Of the makespan's seconds those that go when hosts take no time."""
+        """Seconds by which the makespan is shorter if hosts take no time."""
         if self.cost.host() is None:
             return 0.0
         times = self.cost.times
@@ -75,15 +75,15 @@ class Outlook:
         return max(0.0, 1.0 - self._computing(self.cost.times.total) / self.makespan)
 
     def _computing(self, of_chunks: Floats) -> float:
-        """Seconds of a step, the mean of stages."""
+        """Return the seconds of a step from those of chunks and one micro-batch, the mean of stages."""
         return float(of_chunks.sum()) * self.layout.micro_batches / self.layout.stages
 
     def breakdown(self) -> dict[str, float]:
-        """Seconds of a step by what takes them, the mean of stages."""
-        alone = self.cost.without_links().times
+        """Return the seconds of a step by what takes them, the mean of stages."""
+        forward, inputs, weights = self.cost.without_links().times.compute
         parts = {
-            "forward": self._computing(alone.forward),
-            "backward": self._computing(alone.input_gradient + alone.weight_gradient),
+            "forward": self._computing(forward),
+            "backward": self._computing(inputs + weights),
             "exposed communication": self.exposed,
             "host": self.hosts,
             "optimizer": self.optimizer,
