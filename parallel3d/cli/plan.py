@@ -13,21 +13,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from parallel3d.config import load
 from parallel3d.config.layout import parse_layout
-from parallel3d.costs.layer_costs import Sample
-from parallel3d.costs.profilers import LayerSeconds, measure_layers
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
-from parallel3d.optim.precision import make_precision
 from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
 from parallel3d.planner.calibrate.measure import default_path, measure_cluster
+from parallel3d.planner.calibrate.measure_worker import measure_model
 from parallel3d.planner.calibrate.runs import RunPredictor
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.report import write_report
 from parallel3d.planner.search.comparison import compare, print_comparison
-from parallel3d.planner.search.model import MODELS, PlannedModel, load_model
+from parallel3d.planner.search.model import MODELS, load_model
 from parallel3d.planner.search.plan import Planner, Question, rare_collections
 from parallel3d.planner.search.result import PlanResult
 
@@ -110,7 +107,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.global_batch is None or options.top < 1:
         raise ConfigError(f"--global-batch is {options.global_batch}, --top {options.top}; give numbers of 1 or more")
     fixed = None if options.explain is None else parse_layout(options.explain)
-    measured = None if options.measure is None else _measured_layers(model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measured = None if options.measure is None else measure_model(model, device)
     question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto)
     result = Planner(question).answer()
     show(result, console)
@@ -151,14 +149,6 @@ def _calibration(options: argparse.Namespace, predictor: RunPredictor) -> Calibr
     options.out.mkdir(parents=True, exist_ok=True)
     found.write(options.out / "calibration.json")
     return found
-
-
-def _measured_layers(model: PlannedModel) -> list[LayerSeconds]:
-    """Measure the model's layers on this host."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = load({**model.config, "train_micro_batch_size_per_gpu": 1})
-    sample = Sample(*model.sample(1), model.loss_fn, make_precision(config))
-    return measure_layers(model.layers, sample, config, device)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -28,22 +28,20 @@ a rank fails, or on Ctrl-C, the others are asked to end and killed after {GRACE_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line `argv` (default: this process's own) and return the exit code.
+    """Run the command line `argv` (default: this process's own) and return the exit code.
 
     It owns its process: it installs signal handlers, changes the environment, and ends the processes that its workers
     leave. Raises SystemExit for a command line that can't be carried out.
     """
-    parser = _parser()
-    options = parse(sys.argv[1:] if argv is None else argv, torch.cuda.device_count(), parser)
     try:
-        return launch(options)
+        return launch(parse(sys.argv[1:] if argv is None else argv, torch.cuda.device_count()))
     except ConfigError as error:
-        parser.error(str(error))
+        _parser().error(str(error))
 
 
-def parse(argv: Sequence[str], num_devices: int, parser: argparse.ArgumentParser | None = None) -> LaunchOptions:
+def parse(argv: Sequence[str], num_devices: int) -> LaunchOptions:
     """Parse `argv` on a node with `num_devices` CUDA devices. Raises SystemExit(2) with a message if it is wrong."""
-    parser = parser or _parser()
+    parser = _parser()
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]

@@ -25,36 +25,22 @@ _EXIT_TIMEOUT_S = 10.0
 
 
 def main() -> None:
-    """Run the script named on the command line and exit as it does."""
+    """Run the script named on the command line and exit as it does; record an exception, show it, and exit with code 1."""
     launcher_pid, is_module = int(sys.argv[1]), sys.argv[2] == "-m"
     sys.argv = sys.argv[3:] if is_module else sys.argv[2:]
     _die_with(launcher_pid)
     faulthandler.enable()
     print_lines()
+    error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     try:
-        _run_recorded(sys.argv[0], is_module, os.environ["TORCHELASTIC_ERROR_FILE"])
-    except KeyboardInterrupt:
-        # Ctrl-C is no failure: end by the signal, as python does, but without N tracebacks.
-        sys.excepthook = lambda *_: None
-        raise
-
-
-def print_lines() -> None:
-    """Print line by line, as on a terminal: at once, and not mixed with what other ranks print."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _run_recorded(target: str, is_module: bool, error_file: str) -> None:
-    """Run `target`; record an exception in `error_file`, show it as python does, and exit with code 1."""
-    try:
-        _run(target, is_module)
+        _run(sys.argv[0], is_module)
     except SystemExit as exit_:
         if isinstance(exit_.code, str):  # sys.exit("why")
             _record(exit_, error_file)
         raise
     except KeyboardInterrupt:
+        # Ctrl-C is no failure: end by the signal, as python does, but without N tracebacks.
+        sys.excepthook = lambda *_: None
         raise
     except BaseException as error:
         _record(error, error_file)
@@ -62,6 +48,13 @@ def _run_recorded(target: str, is_module: bool, error_file: str) -> None:
         # A rank that hangs while it shuts down would keep the job alive: C code ends it, whoever holds the GIL.
         faulthandler.dump_traceback_later(_EXIT_TIMEOUT_S, exit=True)
         sys.exit(1)
+
+
+def print_lines() -> None:
+    """Print line by line, as on a terminal: at once, and not mixed with what other ranks print."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _run(target: str, is_module: bool) -> None:

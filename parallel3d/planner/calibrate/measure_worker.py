@@ -23,8 +23,13 @@ from parallel3d.comm.environment import get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.transport import DistributedTransport
+from parallel3d.config import load
+from parallel3d.costs.layer_costs import Sample
+from parallel3d.costs.profilers import LayerSeconds, measure_layers
 from parallel3d.engine.attention import attention_context, missing
-from parallel3d.planner.predict.host_time import seconds_per_operator
+from parallel3d.optim.precision import make_precision
+from parallel3d.planner.predict.profile import ModelProfile
+from parallel3d.planner.search.model import PlannedModel, load_model
 from parallel3d.topology import ProcessTopology
 
 # More than 16 lanes of PCIe 5 can carry: two GPUs that copy faster are joined by NVLink.
@@ -136,7 +141,7 @@ class _Bench:
             sustained=self.sustained(),
             attention=self.attention(),
             moved=tuple((nbytes, self.seconds(self.addition(nbytes), effort.seconds)) for nbytes in effort.moved),
-            host=seconds_per_operator(self.device) if on_gpu else 0.0,
+            host=operator_seconds(self.device) if on_gpu else 0.0,
             islands=islands,
             transfers=self.transfers(islands) if size > 1 else (),
             slowdown=self.slowdown() if size > 1 else None,
@@ -253,6 +258,24 @@ class _Bench:
         for work in works:
             work.wait()
         return max(1.0, beside / alone[0])
+
+
+def measure_model(model: PlannedModel, device: torch.device) -> list[LayerSeconds]:
+    """Measure a model's layers on a device of this host, with a micro-batch of one sample."""
+    config = load({**model.config, "train_micro_batch_size_per_gpu": 1})
+    return measure_layers(model.layers, Sample(*model.sample(1), model.loss_fn, make_precision(config)), config, device)
+
+
+def operator_seconds(device: torch.device) -> float:
+    """Return the seconds that the host needs to call an operator of a training: Python, autograd, the launch of its kernel.
+
+    By a decoder's block, forward and both parts of its backward, with so few tokens that any GPU waits for its host.
+    """
+    model, block = load_model("1b", seq=16), 2
+    config = load({**model.config, "train_micro_batch_size_per_gpu": 1})
+    costs = ModelProfile(model.layers, *model.sample(1), model.loss_fn, config).layers()[block]
+    works = costs.forward, costs.input_gradient, costs.weight_gradient
+    return sum(measure_model(model, device)[block]) / sum(work.operators for work in works)
 
 
 def copy_rates(size: int) -> dict[tuple[int, int], float]:
