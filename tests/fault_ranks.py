@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel3d.comm.coordination import agents_store, exit_key
-from parallel3d.launcher.report import ending
+from parallel3d.launcher.agent import ending
 
 GRACE_S = 5.0  # the launcher's, between SIGTERM and SIGKILL
 

@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from parallel3d.launcher import cli, worker
-from parallel3d.launcher.report import rank_failures, summary
+from parallel3d.launcher.agent import rank_failures, summary
 
 REPO = Path(__file__).parents[2]
 TIMEOUT_S = 60

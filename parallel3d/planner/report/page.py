@@ -11,11 +11,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from parallel3d.planner.report.charts import breakdown_chart, memory_chart, topology_chart, trade_off_chart
 from parallel3d.planner.report.drawing import render, source
-from parallel3d.planner.report.memory import breakdown_chart, memory_chart
 from parallel3d.planner.report.timeline import as_timeline, columns, timeline_chart
-from parallel3d.planner.report.topology import topology_chart
-from parallel3d.planner.report.trade_off import trade_off_chart
 from parallel3d.planner.report.words import by_stage, natural
 from parallel3d.planner.search.result import PlanResult, Prediction, RankPlace
 from parallel3d.schedule.builders import placement_of

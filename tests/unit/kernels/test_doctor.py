@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel3d.cli import main
-from parallel3d.cli.doctor import examine
+from parallel3d.cli.kernels import examine
 from parallel3d.comm.peer import streams, symmetric
 from parallel3d.config import load
 from parallel3d.errors import KernelError

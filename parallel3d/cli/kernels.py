@@ -1,4 +1,4 @@
-"""`p3d doctor`: say which kernels run here, why the others don't, and what to do about it."""
+"""`p3d doctor`: say which kernels run here, why the others don't, and what to do; `p3d build-kernels`: compile them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from parallel3d.comm.peer.streams import check_copies
 from parallel3d.comm.peer.symmetric import Unavailable, check_device, check_hosts, check_peers
 from parallel3d.config import Config, load_sections
 from parallel3d.errors import ConfigError
-from parallel3d.kernels.library import find_library, find_nvcc
+from parallel3d.kernels.library import build, find_library, find_nvcc, open_library
 from parallel3d.kernels.workspace import check_kernels, check_ranks
 
 _WIDTH = 140  # of the table where there is no terminal
@@ -40,7 +41,15 @@ class Finding:
 
 
 def add_command(commands: Any) -> None:
-    """Add `doctor` to the subcommands of an argparse parser."""
+    """Add `build-kernels` and `doctor` to the subcommands of an argparse parser."""
+    parser = commands.add_parser(
+        "build-kernels",
+        help="compile the CUDA kernels",
+        description="Compile the CUDA kernels by nvcc, for A100, H100 and later GPUs, into the user's cache; what is there "
+        "already stays. No GPU is needed.",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="another directory than the user's cache")
+    parser.set_defaults(run=_build)
     parser = commands.add_parser(
         "doctor",
         help="say which kernels run here, and why others don't",
@@ -58,10 +67,17 @@ def add_command(commands: Any) -> None:
         "--stages", type=int, metavar="N", help="stages of a pipeline (default: pipeline.stages, or this host's GPUs)"
     )
     parser.add_argument("--replicas", type=int, metavar="N", help="replicas of a stage (default: this host's GPUs)")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_diagnose)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _build(options: argparse.Namespace) -> int:
+    path = build(options.out)
+    open_library(path)  # raises now if it can't be loaded
+    print(path)
+    return 0
+
+
+def _diagnose(options: argparse.Namespace) -> int:
     for name in ("slices", "stages", "replicas"):
         number = getattr(options, name)
         if number is not None and number < 1:
