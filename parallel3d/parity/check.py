@@ -33,18 +33,13 @@ def check(target: str, layouts: Sequence[PartialLayout], settings: Settings) -> 
         subject = load_subject(target, settings.seed)
         configs = [_load_config(layout, subject, settings) for layout in layouts]
         classes = tuple(map(layer_name, subject.layers))
-        references: dict[tuple[int, bool], tuple[Trained, Trained | None]] = {}
+        references: dict[tuple[int, bool], tuple[Trained, Trained]] = {}
         for layout, config in zip(layouts, configs, strict=True):
             size = layout.world_size
             uses_gpus = torch.cuda.device_count() >= size
             per_step = accumulation(layout, subject.given()) * layout.replicas
             if (per_step, uses_gpus) not in references:
-                wanted = train_reference(target, config, settings, settings.torch_dtype, per_step, uses_gpus)
-                is_rough = settings.dtype == "bfloat16"
-                exact = (
-                    train_reference(target, config, settings, torch.float32, per_step, uses_gpus) if is_rough else None
-                )
-                references[per_step, uses_gpus] = wanted, exact
+                references[per_step, uses_gpus] = train_reference(target, config, settings, per_step, uses_gpus)
             folder, same = Path(name) / str(size), [other for other in layouts if other.world_size == size]
             if not folder.exists():
                 folder.mkdir()

@@ -122,21 +122,29 @@ class Reference:
 
 
 def train_reference(
-    target: str, config: Config, settings: Settings, dtype: torch.dtype, per_step: int, uses_gpu: bool
-) -> Trained:
-    """Train the model of `target` on one process, in `per_step` micro-batches a step. Raises Parallel3DError if it can't be."""
+    target: str, config: Config, settings: Settings, per_step: int, uses_gpu: bool
+) -> tuple[Trained, Trained]:
+    """Train the model of `target` on one process, in `per_step` micro-batches a step.
+
+    Returns the results in the dtype of the settings, and those in the dtype that layers are made in: the same but for half
+    precision. Raises Parallel3DError if it can't be done.
+    """
     device = torch.device("cuda", 0) if uses_gpu else torch.device("cpu")
-    subject = load_subject(target, settings.seed)
-    with torch.random.fork_rng(devices=[device] if uses_gpu else []):
-        try:
-            reference = Reference(subject, config, settings.seed, dtype, device)
-            first = reference.step(per_step)
-            gradients = reference.gradients
-            return Trained([first, *(reference.step(per_step) for _ in range(settings.steps - 1))], gradients)
-        except Parallel3DError:
-            raise
-        except Exception as error:
-            raise ExecutionError(f"on one process, where layers get no context: {describe(error)}") from error
+    trained = []
+    for dtype in dict.fromkeys((settings.torch_dtype, settings.building_dtype)):
+        subject = load_subject(target, settings.seed)
+        with torch.random.fork_rng(devices=[device] if uses_gpu else []):
+            try:
+                reference = Reference(subject, config, settings.seed, dtype, device)
+                first = reference.step(per_step)
+                gradients = reference.gradients
+                steps = [first, *(reference.step(per_step) for _ in range(settings.steps - 1))]
+                trained.append(Trained(steps, gradients))
+            except Parallel3DError:
+                raise
+            except Exception as error:
+                raise ExecutionError(f"on one process, where layers get no context: {describe(error)}") from error
+    return trained[0], trained[-1]
 
 
 def _is_float(leaf: Any) -> bool:

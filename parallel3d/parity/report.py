@@ -64,20 +64,20 @@ def make_report(
     layout: str,
     ranks: Sequence[RankResult],
     wanted: Trained,
-    exact: Trained | None,
+    exact: Trained,
     tolerance: float,
     classes: tuple[str, ...],
 ) -> Report:
     """Compare what all ranks hold with one process.
 
-    exact: the same in a dtype whose rounding is negligible. Where `wanted` is itself far from that, as where Adam
-    normalizes the rounding of a gradient that is truly zero, twice that distance passes.
+    exact: the same, or in half precision that of a dtype whose rounding is negligible. Where `wanted` is itself far from
+    that, as where Adam normalizes the rounding of a gradient that is truly zero, twice that distance passes.
     """
-    scales = _scales(wanted.gradients, exact.gradients if exact else None, tolerance, by_size=False)
+    scales = _scales(wanted.gradients, exact.gradients, tolerance, by_size=False)
     gradients = differences((rank.gradients for rank in ranks), wanted.gradients, scales)
     steps, weights = [], {}
     for k, step in enumerate(wanted.steps):
-        scales = _scales(step.weights, exact.steps[k].weights if exact else None, tolerance, by_size=True)
+        scales = _scales(step.weights, exact.steps[k].weights, tolerance, by_size=True)
         weights = differences((rank.weights[k] for rank in ranks), step.weights, scales)
         loss = _farthest((rank.losses[k] for rank in ranks), step.loss)
         norm = _farthest((rank.norms[k] for rank in ranks), step.norm)
@@ -91,18 +91,18 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _scales(
-    wanted: Mapping[str, Tensor], exact: Mapping[str, Tensor] | None, tolerance: float, by_size: bool
+    wanted: Mapping[str, Tensor], exact: Mapping[str, Tensor], tolerance: float, by_size: bool
 ) -> dict[str, float]:
     """Return the scale of each tensor's difference: its norm, or 1% of the model's where that is more.
 
-    by_size: 1% of what a tensor of its size has of the model's norm. With `exact`, no scale is less than lets twice the
-    rounding of the wanted tensor pass.
+    by_size: 1% of what a tensor of its size has of the model's norm. No scale is less than lets twice the rounding of the
+    wanted tensor, its distance from the exact one, pass.
     """
     norm = math.sqrt(sum(_norm(tensor) ** 2 for tensor in wanted.values()))
     total = sum(tensor.numel() for tensor in wanted.values())
     scales = {}
     for name, tensor in wanted.items():
-        rounding = 0.0 if exact is None else _norm(tensor.double() - exact[name].double())
+        rounding = _norm(tensor.double() - exact[name].double())
         share = math.sqrt(tensor.numel() / max(1, total)) if by_size else 1.0
         scales[name] = max(_norm(tensor), _NEGLIGIBLE * norm * share, 2 * rounding / tolerance)
     return scales
