@@ -114,20 +114,18 @@ def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Fin
         off = None if asked else Unavailable("off by default", f"set kernels.{kernel} to true, if steps become shorter")
         return finding(f"{kernel} (CUDA)", fallback, asked, off, library, *reasons)
 
-    off_stages = None if config.pipeline.peer_copies else _OFF_STAGES
-    off_shards = None if tensor.copies_shards else _OFF_SHARDS
-    nouns = "stages", "tensor-parallel ranks", "replicas"
+    def copies(sent: str, noun: str, ranks: int, asked: bool, off: Unavailable | None) -> Finding:
+        alone = Unavailable(f"there is 1 of the {noun}", f"copies are between 2 {noun} or more") if ranks == 1 else None
+        queues = check_copies(unset_queues=32)  # unset, their number becomes 32
+        group = _check_group(ranks, noun, check_hosts)
+        return finding(f"send/receive of {sent} (copies)", "NCCL", asked, off, alone, queues, *group)
+
+    sliced, shared = "tensor-parallel ranks", tensor.copies_shards
     return [
-        finding("send/receive of stages (copies)", "NCCL", False, off_stages, *_check_copies(stages, nouns[0])),
-        finding(
-            "send/receive of shards (copies)",
-            "NCCL",
-            tensor.copies_shards,
-            off_shards,
-            *_check_copies(slices, nouns[1]),
-        ),
-        cuda("all_reduce", "NCCL", *_check_group(slices, nouns[1], check_ranks)),
-        cuda("reduce_scatter", "NCCL", *_check_group(replicas, nouns[2], check_ranks)),
+        copies("stages", "stages", stages, False, None if config.pipeline.peer_copies else _OFF_STAGES),
+        copies("shards", sliced, slices, shared, None if shared else _OFF_SHARDS),
+        cuda("all_reduce", "NCCL", *_check_group(slices, sliced, check_ranks)),
+        cuda("reduce_scatter", "NCCL", *_check_group(replicas, "replicas", check_ranks)),
         cuda("optimizer_step", "PyTorch"),
         finding("swiglu (Triton)", "PyTorch", False, triton),
         finding("rms_norm (Triton)", "PyTorch", False, triton),
@@ -138,13 +136,6 @@ _OFF_STAGES = Unavailable("the configuration turns it off", "set pipeline.peer_c
 _OFF_SHARDS = Unavailable(
     "tensor_parallel.peer_copies, with sequence_parallel, turns it on", "set both to true, if steps become shorter"
 )
-
-
-def _check_copies(ranks: int, noun: str) -> list[Unavailable | None]:
-    """Return why these ranks can't send each other messages by copies. noun: what each rank holds."""
-    alone = Unavailable(f"there is 1 of the {noun}", f"copies are between 2 {noun} or more") if ranks == 1 else None
-    # Unset, the number of queues becomes 32.
-    return [alone, check_copies(unset_queues=32), *_check_group(ranks, noun, check_hosts)]
 
 
 def _check_group(
