@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
 
 from parallel3d.planner.report.drawing import WIDTH, place_legend, render, ticks
 from parallel3d.planner.report.words import duration
@@ -15,6 +14,7 @@ from parallel3d.schedule.timing import Span, Timeline
 # Ticks of a step, in the page. A window of a thousandth of a step still shows times to three digits.
 _TICKS = 10_000_000
 _LABELLED = 6_000
+_COLUMNS = ("start", "length", "op", "chunk", "micro", "bucket")
 
 
 def as_timeline(spans: tuple[TimelineSpan, ...], num_stages: int) -> Timeline:
@@ -35,20 +35,16 @@ def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
     shades = draw.local_chunks(s for s in timeline.spans if s.instruction.op in COMPUTE_OPS)
     depth = 1 + max(shades.values(), default=0)
     ops = sorted({s.instruction.op for s in timeline.spans}, key=list(Op).index)
-    lanes = []
-    for stage in range(timeline.num_ranks):
-        own = [s for s in spans if s.rank == stage]
-        starts = [round(s.start / full * _TICKS) for s in own]
-        lanes.append(
-            {
-                "start": [b - a for a, b in pairwise([0, *starts])],
-                "length": [round(s.end / full * _TICKS) - start for s, start in zip(own, starts, strict=True)],
-                "op": [ops.index(s.instruction.op) for s in own],
-                "chunk": [s.instruction.chunk for s in own],
-                "micro": [s.instruction.micro_batch for s in own],
-                "bucket": [-1 if s.instruction.bucket is None else s.instruction.bucket for s in own],
-            }
-        )
+    lanes: list[dict[str, list[int]]] = [{name: [] for name in _COLUMNS} for _ in range(timeline.num_ranks)]
+    ends = [0] * timeline.num_ranks
+    for s in spans:
+        op, chunk, micro_batch, bucket = s.instruction
+        start = round(s.start / full * _TICKS)
+        length = round(s.end / full * _TICKS) - start
+        numbers = start - ends[s.rank], length, ops.index(op), chunk, micro_batch, -1 if bucket is None else bucket
+        ends[s.rank] = start
+        for name, number in zip(_COLUMNS, numbers, strict=True):
+            lanes[s.rank][name].append(number)
     return {
         "seconds": full,
         "ticks": _TICKS,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
-from itertools import groupby
 
 _MEMORY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -69,23 +69,20 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def runs(numbers: Iterable[int]) -> str:
-    """Format numbers as ranges: {0, 1, 2, 5} -> "0–2, 5"."""
-    ordered = sorted(set(numbers))
-    parts = [[n for _, n in group] for _, group in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
-
-
 def natural(name: str) -> tuple[tuple[str, int], ...]:
     """Return a key to sort names by that puts "host2" before "host10"."""
     return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name))
 
 
 def by_stage(ranks: Iterable[tuple[int, int]], num_stages: int) -> list[str]:
-    """Name each stage from pairs (stage, rank): "stage 3 · ranks 24–31", without ranks where none are given."""
-    held: dict[int, list[int]] = {stage: [] for stage in range(num_stages)}
+    """Name each stage from pairs (stage, rank): "stage 3 · ranks 24–31", without ranks where none are given.
+
+    The ranks of a stage follow each other.
+    """
+    names = [f"stage {stage}" for stage in range(num_stages)]
+    held: dict[int, list[int]] = defaultdict(list)
     for stage, rank in ranks:
         held[stage].append(rank)
-    return [
-        f"stage {stage}" + (f" · rank{'s' * (len(own) > 1)} {runs(own)}" if own else "") for stage, own in held.items()
-    ]
+    for stage, own in held.items():
+        names[stage] += f" · ranks {min(own)}–{max(own)}" if len(own) > 1 else f" · rank {own[0]}"
+    return names

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import GIB, Shape, plan
 
@@ -208,16 +208,6 @@ def test_an_unknown_instruction_is_refused(result):
     odd = result.model_copy(update={"timeline": (result.timeline[0]._replace(op="X"),)})
     with pytest.raises(ValueError, match="'X'"):
         html_page(odd)
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a busy machine, not of the data
-@given(st.sets(st.integers(0, 30), max_size=12))
-def test_runs_of_numbers_read_back(numbers):
-    read = set()
-    for part in filter(None, words.runs(numbers).split(", ")):
-        ends = [int(n) for n in part.split("–")]
-        read |= set(range(ends[0], ends[-1] + 1))
-    assert read == numbers
 
 
 @settings(deadline=None)
