@@ -505,7 +505,14 @@ def test_a_transformer_layer_communicates_as_in_the_papers(run_ranks, tp: int, h
         assert backward == {("_allgather_base_", whole // tp): gathers, ("_reduce_scatter_base_", whole): 2}
 
 
-MULTIPLY = {torch.ops.aten.mm: "product", torch.ops.aten.addmm_: "product added", torch.ops.aten.addmm: "product"}
+aten = torch.ops.aten
+MULTIPLY = {
+    aten.mm.default: "product",
+    aten.mm.out: "product",
+    aten.addmm.default: "product",
+    aten.addmm.out: "product added",
+    aten.addmm_.default: "product added",
+}
 
 
 class Products(TorchDispatchMode):
@@ -516,8 +523,8 @@ class Products(TorchDispatchMode):
         self.events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in MULTIPLY:
-            self.events.append(MULTIPLY[func.overloadpacket])
+        if func in MULTIPLY:
+            self.events.append(MULTIPLY[func])
         return func(*args, **(kwargs or {}))
 
 
