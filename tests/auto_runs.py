@@ -51,7 +51,7 @@ def check_traffic(measured: Measured, program: Program, engine: Any, dp: int, ze
 
 
 def with_traffic(program: Program, measured: Measured) -> Program:
-    """As an engine lowers it, but for gathers where nothing is partitioned, which take no time."""
+    """Lower the program as an engine does, without gathers where nothing is partitioned: these take no time."""
     if measured.reductions:
         buckets = [len(times) for times in measured.reductions]
         program = add_gradient_reduction(add_communication(program), buckets, measured.reduces_every_micro_batch)
@@ -59,7 +59,7 @@ def with_traffic(program: Program, measured: Measured) -> Program:
 
 
 def check_plan(plan: Plan) -> None:
-    """It can run, keeps to its limits, and promises what the simulator says of it."""
+    """Check that a plan can run, keeps its limits, and promises the simulator's times."""
     program = plan.program(plan.num_micro_batches)
     validate(program)
     timeline = simulate(program, plan.measured.cost)

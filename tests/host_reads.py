@@ -60,7 +60,7 @@ def make(layout: str, precision: str) -> Engine:
 
 
 def data() -> Iterator[Any]:
-    """Of the model's micro-batches, on the host; one shape."""
+    """Return the model's micro-batches on the host, all of one shape."""
     return (toy.micro_batch(k, "tuple") for k in count())
 
 

@@ -188,7 +188,7 @@ def written_schedule(pp: int, num_micro_batches: int, chunks: int, placement: st
 
 
 def split_schedule(pp: int, num_micro_batches: int, chunks: int, placement: str) -> list[list[str]]:
-    """As written_schedule, with every backward split and the weight gradients at the very end, in another order."""
+    """Return written_schedule with every backward split, and the weight gradients at the end in another order."""
     lists = written_schedule(pp, num_micro_batches, chunks, placement)
     backwards = [[i for i in rank if i.startswith("B")] for rank in lists]
     return [
@@ -295,7 +295,7 @@ def run_reference(reference: Reference, micro_batches: Sequence[Any], per_step: 
 
 @cache
 def reference_run(per_step: int, tied: bool, data: str, clipping: bool, optimizer: str, dropout: float) -> Run:
-    """What `train` must return for any layout of `per_step` micro-batches a step."""
+    """Return the result that `train` must have in any layout with `per_step` micro-batches a step."""
     clip = CLIPPING if clipping else 0.0
     model = toy.model(tied, dropout=dropout)
     reference = Reference(model, toy.cross_entropy, make_optimizer(optimizer), clip, BASE_SEED, enter=enter_layer)

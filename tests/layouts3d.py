@@ -120,7 +120,7 @@ def train(
 
 
 def train_alone(dp: int, tied: bool, clipping: bool, optimizer: str, device: str = "cpu") -> Run:
-    """What `train` must return for any layout of so many replicas, by plain PyTorch on one device."""
+    """Return the result that `train` must have in any layout with these replicas, by plain PyTorch on one device."""
     batches = [tuple(tensor.to(device) for tensor in toy3d.micro_batch(g)) for g in range(STEPS * ACCUMULATION * dp)]
     with torch.device(device):
         reference = Reference(

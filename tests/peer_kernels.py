@@ -1,4 +1,4 @@
-"""What tests of the kernels among tensor slices have in common, on real devices."""
+"""Helpers for tests of the kernels of tensor-parallel ranks on real devices."""
 
 from __future__ import annotations
 

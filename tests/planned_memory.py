@@ -111,7 +111,7 @@ def parse(words: str) -> Layout:
 def predict(
     words: str, tied: bool, changes: Mapping[str, Any], bounds: tuple[int, ...]
 ) -> tuple[tuple[StageMemory, ...], list[int], Program]:
-    """Of each stage; the bytes of activations between instructions; the program. In any process."""
+    """Return each stage's predicted memory, activation bytes between instructions, and the program; in any process."""
     layout = parse(words)
     inputs, labels = micro_batch(1)
     config = load({"train_micro_batch_size_per_gpu": 1, **base(changes)})

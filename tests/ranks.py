@@ -104,7 +104,7 @@ class RankPool:
         self._workers.append((process, ours))
 
     def _collect(self, n: int, timeout: float) -> list[Any]:
-        """What the ranks tell next, in order. Raises RankError."""
+        """Return the next result of each rank, in order. Raises RankError."""
         told = self._wait(n, timeout)
         failed = {rank: value for rank, (status, value) in told.items() if status != "ok"}
         if failed:
@@ -113,7 +113,7 @@ class RankPool:
         return [told[rank][1] for rank in range(n)]
 
     def _wait(self, n: int, timeout: float) -> dict[int, tuple[str, Any]]:
-        """What the ranks tell; once one has failed, the others get 5 s, since they may wait for it forever."""
+        """Return the ranks' results; once one has failed, the others get 5 s, since they may wait for it forever."""
         results: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(results) < n:

@@ -1,4 +1,4 @@
-"""What takes the place of comm/shard_copies.py on the CPU: the same messages, by gloo."""
+"""A stand-in for the copies between tensor-parallel ranks on the CPU: the same messages, by gloo."""
 
 from __future__ import annotations
 

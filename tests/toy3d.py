@@ -64,7 +64,7 @@ class Embed(nn.Module):
 
 
 def logits(embed: nn.Module, x: Tensor) -> Tensor:
-    """Of tied embeddings."""
+    """Return logits from tied embeddings."""
     if embed.context is None:
         return F.linear(x, embed.words.weight)
     return embed.words.logits(x, **whole_sequence(embed.context))

@@ -113,7 +113,7 @@ def test_under_schedule_auto_a_stage_may_hold_what_the_plan_may(run_ranks) -> No
 
 
 def sliced_costs(method: str, tp: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Of a Llama on one stage in two chunks, over `tp` slices."""
+    """Return the layer costs of a Llama on one stage in two chunks, on `tp` tensor-parallel ranks."""
     config = DecoderConfig(
         vocab_size=64, hidden_size=32, ffn_size=64, num_layers=6, num_heads=4, num_kv_heads=2, max_positions=16
     )

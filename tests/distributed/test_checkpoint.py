@@ -102,7 +102,7 @@ def delete_the_manifest(path: Path) -> None:
 
 
 class Bomb:
-    """What a pickle can do when it is read."""
+    """An object whose pickle runs code when it is read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -128,7 +128,7 @@ DAMAGES = [flip_a_value, flip_the_header, cut_short, delete, flip_the_manifest, 
 
 
 def load_damaged(directory: str) -> dict[str, tuple[str, bool, str | None]]:
-    """Of each damage: the message, whether nothing changed, and where the good one was loaded from."""
+    """Return for each damage the message, whether nothing changed, and the path that was loaded instead."""
     engine = engine_of(**STAGES)
     train(engine)
     found = {}

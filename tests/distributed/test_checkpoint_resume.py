@@ -31,7 +31,7 @@ def test_a_broken_run_equals_an_unbroken_one(run_ranks, tmp_path, case: str, ran
 
 
 def samples_read(directory: str, goes_on: bool) -> list[list[int]]:
-    """Of each step, those that this replica reads."""
+    """Return the samples that this replica reads in each step."""
     data = Samples()
     engine = make("plain", seed=4 if goes_on else 3, data=data)
     if goes_on:

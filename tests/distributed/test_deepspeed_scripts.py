@@ -44,7 +44,7 @@ def example(name: str) -> ModuleType:
 
 
 def batches(data: Any, size: int, epochs: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What each step of the world sees."""
+    """Yield the samples of each step, over all ranks."""
     shuffle = torch.Generator()
     orders = [torch.randperm(len(data), generator=shuffle.manual_seed(ORDER_SEED + epoch)) for epoch in range(epochs)]
     return [(data.images[part], data.labels[part]) for order in orders for part in order.split(size)]
@@ -147,7 +147,7 @@ def test_a_script_of_the_plain_engine(
 
 
 class Sized(nn.Linear):
-    """As many rows as the data say: the first where x is positive."""
+    """A layer whose number of rows depends on the data: it keeps the rows whose first value is positive."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x[: int((x[:, 0] > 0).sum()) + 1])

@@ -273,7 +273,7 @@ def test_a_script_may_catch_the_exception_as_what_it_was(fault_ranks: FaultRanks
 
 
 def ends_by_sigterm(child: int) -> bool:
-    """As a loader's worker is ended, and without a word about it here. child: what fork returned."""
+    """End a child by SIGTERM, as a loader's worker is ended, without a message. child: what fork returned."""
     if child == 0:
         time.sleep(60)
         os._exit(1)

@@ -73,7 +73,7 @@ def lives(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What each of three ranks sees of its surroundings, started from a terminal with 'hello' on standard input."""
+    """Return the environment that each of three ranks sees, started from a terminal with 'hello' on standard input."""
     folder = tmp_path_factory.mktemp("reports")
     script = """
 import json, os, sys

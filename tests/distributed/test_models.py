@@ -40,7 +40,7 @@ def make_engine(layers: list[LayerSpec], stages: int, **settings: Any) -> Engine
 
 
 def batches() -> list[dict[str, Tensor]]:
-    """Of unlike lengths, with padding and with position ids."""
+    """Return micro-batches of different lengths, with padding and position ids."""
     result = []
     for k in range(STEPS * MICRO_BATCHES):
         seq = SEQ + k % 3
@@ -68,7 +68,7 @@ Result = tuple[Tensor | None, list[tuple[float, float]]]
 
 
 def train_and_export(layers: list[LayerSpec], stages: int, out: str, **settings: Any) -> Result:
-    """Of an engine, see run_and_export."""
+    """Train and export one model on an engine, for run_and_export."""
     return run_and_export(make_engine(layers, stages, **settings), out)
 
 
@@ -209,7 +209,7 @@ def test_another_architecture_trains_by_its_own_layers(
 
 
 def count_layer(name: str) -> list[dict[Any, int]]:
-    """Of a wrapped layer: forward, backward."""
+    """Count the collectives of a wrapped layer's forward and backward."""
     module = PipelineModule(from_hf(make_model(name)), num_stages=1, config={"tensor_parallel": {"size": 2}})
     entry, layer, *_ = module.layers.values()
     x = entry(token_ids(BATCH, SEQ))

@@ -117,7 +117,7 @@ def train(kind: str, zero: dict[str, Any], config: dict[str, Any], steps: int) -
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """So many for torch's operations."""
+    """Set the number of threads of torch's operations."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

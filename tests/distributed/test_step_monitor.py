@@ -1,4 +1,4 @@
-"""What a run says of its steps, on a clock that only the layers and the messages move: every time is known exactly."""
+"""Reports of a run's steps, on a clock that only layers and messages advance: every time is known exactly."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_two_stages_literally(run_ranks):
 
 
 def watched(config: dict[str, Any], steps: int) -> tuple[str, list[int], int]:
-    """What this rank printed, after how many reads of the clock and of scalars each step ended, and events kept."""
+    """Return this rank's output, the reads of clock and scalars at the end of each step, and the events kept."""
     reads, scalars = [], 0
 
     def counting(read: Callable[[Tensor], float]) -> Callable[[Tensor], float]:

@@ -58,7 +58,7 @@ def make(accumulation: int = ACCUMULATION, **config: Any) -> Engine:
 
 
 def norm_of_mean(micro_batches: list[int], divisor: int) -> float:
-    """Of the gradient of these micro-batches' losses' sum over `divisor`, on one process."""
+    """Return the norm of the gradient of the micro-batches' summed losses over `divisor`, on one process."""
     model = Model()
     (torch.stack([model(*micro_batch(g)) for g in micro_batches]).sum() / divisor).backward()
     return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()

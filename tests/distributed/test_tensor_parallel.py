@@ -312,7 +312,7 @@ def halving() -> Iterator[None]:
 
 
 def check_halves(sequence_parallel: bool) -> None:
-    """Of several samples, and of one; shards of 6, 4 and 3 places."""
+    """Compare halves of several samples and of one, with shards of 6, 4 and 3 positions."""
     torch.manual_seed(2)
     layers, plain = Layers(world(), sequence_parallel, 12), Layers(seq=12)
     for make in Mlp, lambda layers: Attention(layers, AttentionHeads(4, 2, HEAD_DIM), "at once"):
@@ -478,7 +478,7 @@ def test_autocast(run_ranks) -> None:
 
 
 def count_block(sequence_parallel: bool, how: How, seq: int) -> tuple[dict[Any, int], dict[Any, int]]:
-    """Of a transformer layer: forward, backward."""
+    """Count the collectives of a transformer layer's forward and backward."""
     layers = Layers(world(), sequence_parallel, seq)
     block = build(lambda layers: Block(layers, AttentionHeads(4, 4, HEAD_DIM), how), layers)
     shard = seq // layers.tp if sequence_parallel else seq
@@ -544,7 +544,7 @@ def noting(events: list[str]) -> Iterator[None]:
 
 
 def note_order(num_layers: int, sequence_parallel: bool, mode: str, halved: bool) -> list[str]:
-    """What the backward of column layers of one input does, in order."""
+    """Return the events of the backward of column layers with one input, in order."""
     events: list[str] = []
     layers = nn.ModuleList(
         ColumnParallelLinear(HIDDEN, FFN, False, sequence_parallel=sequence_parallel, group=world())
@@ -592,7 +592,7 @@ def test_a_deferred_backward_of_column_layers_hides_half_of_its_communication(ru
 
 
 def note_row(sequence_parallel: bool, halved: bool) -> list[str]:
-    """What the forward of a row layer does, in order."""
+    """Return the events of a row layer's forward, in order."""
     events: list[str] = []
     layer = RowParallelLinear(FFN, HIDDEN, sequence_parallel=sequence_parallel, group=world())
     with halving() if halved else nullcontext(), noting(events):
@@ -698,7 +698,7 @@ def test_a_users_module_sliced_by_a_plan_equals_itself(run_ranks, tp: int, seque
 
 
 def check_reduction_in_place() -> None:
-    """Of results that are views, and of such that are not; the gradient of each is the sum's."""
+    """Compare reductions of results that are views and of others; each gradient is that of the sum."""
     group, x = world(), torch.arange(6.0).view(2, 3)
     for result in (lambda x: 2 * x, lambda x: (2 * x).t(), lambda x: (2 * x).view(6), lambda x: (2 * x)[:, 1:]):
         mine = (x + group.index).requires_grad_()

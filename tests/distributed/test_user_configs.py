@@ -42,7 +42,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class Case:
-    """What one process needs to train as a file says. rate(k): the learning rate after k steps. changes: of the file, by
+    """Settings of one process that trains by a file. rate(k): the learning rate after k steps. changes: of the file, by
     section, so that the schedule moves within a few steps."""
 
     dtype: torch.dtype | None
@@ -157,7 +157,7 @@ def dataset() -> TensorDataset:
 
 
 def train_by_arguments(path: Path, batch_size: int) -> tuple[int, list[float]]:
-    """As a script does that has its configuration's path on its command line, and an optimizer and a loader of its own."""
+    """Train as a script with its configuration's path on the command line, and its own optimizer and loader."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parallel3d.add_config_arguments(parser)

@@ -1,4 +1,4 @@
-"""What a training writes of itself: times on a clock that only layers and messages move, bytes and names against torch."""
+"""Records that a run writes: times on a clock that only layers and messages advance, bytes and names against torch."""
 
 from __future__ import annotations
 

@@ -371,7 +371,7 @@ def test_predicted_state_is_what_is_held_and_what_the_paper_has(run_ranks, zero:
 
 
 def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
-    """Of two steps: the largest model state after any instruction, what was predicted, and the number of samples."""
+    """Run two steps. Return the largest model state after any instruction, the prediction, and the samples' number."""
     engine = wide_engine(48, zero)
     samples = []
 

@@ -27,7 +27,7 @@ def random_size(rng: random.Random, width: int) -> int:
 
 
 def compare(dtype: torch.dtype) -> list[str]:
-    """What is wrong."""
+    """Return the errors of one case as text."""
     kernel, groups, device = opened()
     rng, generator = random.Random(5), torch.Generator(device=device).manual_seed(groups.rank)
     wrong = []

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def gradients(cpu_checkpointing: bool) -> tuple[list[Tensor], int]:
-    """Of a chain of blocks on the current GPU, and the peak of its memory in bytes."""
+    """Return the gradients of a chain of blocks on the current GPU, and its peak memory in bytes."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         blocks = [nn.Sequential(nn.Linear(WIDE, WIDE), nn.Dropout(0.3), nn.GELU()) for _ in range(LAYERS)]

@@ -1,4 +1,4 @@
-"""What memory a batch takes on GPUs is what the program predicts."""
+"""The memory of a batch on GPUs equals the program's prediction."""
 
 from __future__ import annotations
 

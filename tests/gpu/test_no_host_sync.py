@@ -16,7 +16,7 @@ SLEEP = 1_500_000_000  # cycles: most of a second, many times what the host need
 
 
 def train(engine: Engine, iterator: object, mode: str) -> list[str]:
-    """What torch says of synchronizing calls in STEPS steps; in mode "error" the first raises."""
+    """Return torch's warnings of synchronizing calls in STEPS steps; in mode "error" the first raises."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode(mode)
     try:

@@ -19,13 +19,13 @@ NUM_SLOTS, SLOT_BYTES = pipeline_channels(2).num_slots, pipeline_channels(2).slo
 
 
 def pattern(source: int, target: int, number: int, size: int, device: torch.device) -> torch.Tensor:
-    """What a message holds, by who sends it."""
+    """Return the contents of a message from a sender."""
     generator = torch.Generator(device=device).manual_seed(1_000_003 * number + 1009 * source + target)
     return torch.randint(256, (size,), dtype=torch.uint8, device=device, generator=generator)
 
 
 def size_of(number: int, source: int, target: int) -> int:
-    """Of small and odd messages, those of a slot and about one, and of more than the whole ring."""
+    """Return the size of a message: small or odd, about one slot, or more than the whole ring."""
     rng = random.Random(number * 97 + source * 11 + target)
     return rng.choice(
         (1, 3, 4097, 1 << 20, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 5, (NUM_SLOTS + 1) * SLOT_BYTES + 7)

@@ -1,4 +1,4 @@
-"""What a run on GPUs records of reductions, steps and memory, against torch's own events and counters."""
+"""Records of reductions, steps and memory on GPUs, against torch's own events and counters."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ def gathered(x: Tensor) -> list[Tensor]:
 
 
 def random_size(rng: random.Random, world: int) -> int:
-    """Of a shard: single elements, tails, more than one call takes."""
+    """Return the size of a shard: single elements, tails, more than one call processes."""
     most = HALF_BYTES // world // 2
     around = rng.choice((1, 8, 4096, 64 * 1024, 256 * 1024, most)) + rng.randrange(-9, 10)
     return max(1, rng.choice((rng.randrange(1, 70), around, around, most + around)))
 
 
 def reduce(wire: torch.dtype, dtype: torch.dtype) -> list[str]:
-    """What is wrong."""
+    """Return the errors of one case as text."""
     kernel, groups, device = opened()
     world, rank = groups.data.size, groups.data.index
     rng, generator = random.Random(5), torch.Generator(device=device).manual_seed(rank)
@@ -250,7 +250,7 @@ class Sharded:
         ]
 
     def step(self, number: int, divisor: float | None, late: bool) -> None:
-        """Of gradients that all ranks draw alike."""
+        """Step on gradients that all ranks draw with the same seed."""
         generator = torch.Generator(self.device).manual_seed(number)
         untouched = {self.parameters[number % 8]} if number % 3 == 0 else set()
         gradients = {p: torch.randn(p.shape, device=self.device, generator=generator) for p in self.parameters}
@@ -308,7 +308,7 @@ def test_updates_are_adamws_on_every_replica(
 
 
 def overflow(way: str) -> list[str]:
-    """What a step that is skipped has changed."""
+    """Return what a skipped step has changed."""
     case = Sharded(way, 1, 5000)
     case.step(1, None, False)
     case.sharded.wait_for_module(case.module)

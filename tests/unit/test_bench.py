@@ -30,7 +30,7 @@ WORK = Workload("7b", micro_batch=1, micro_batches=16, warmup=3, steps=6)
 
 
 def record(name: str, step_s: float = 1.0, loss: float = 10.0, **result: Any) -> dict[str, Any]:
-    """Of a case that passed."""
+    """Return the record of a case that passed."""
     figures = {"step_s": step_s, "min_s": step_s, "max_s": step_s, "tok_s": 1000, "mfu": 0.4, "peak_gib": [1.0, 2.5]}
     return run.make_record(parse_case(name), "ok") | {"result": figures | {"loss": [loss]} | result}
 

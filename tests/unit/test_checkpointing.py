@@ -133,7 +133,7 @@ def test_a_region_that_writes_into_its_argument_is_refused(offloaded: bool, erro
 
 
 def held_bytes(wrap: Callable[..., Any]) -> int:
-    """What autograd holds for the backward of six wide layers."""
+    """Return the bytes that autograd holds for the backward of six wide layers."""
     layers = [nn.Linear(HIDDEN, HIDDEN) for _ in range(6)]
     total = 0
 

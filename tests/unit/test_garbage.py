@@ -1,4 +1,4 @@
-"""What stands after the first steps is out of the collector's sight, and comes back into it for the next training."""
+"""Objects that exist after the first steps are hidden from the collector, until the next training."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ INPUT = (torch.zeros(1),)
 
 
 def draws(index: int, training: bool = True, abandoned: bool = False) -> tuple[Tensor, Tensor]:
-    """What a part draws in its own stream, and afterwards."""
+    """Return the numbers that a part draws in its own stream, and afterwards."""
     layer, stream = nn.Identity().train(training), OwnStream(index)
     torch.manual_seed(5)
     if abandoned:

@@ -204,7 +204,7 @@ class SlowBoard:
 
 @pytest.mark.parametrize("closed_before", [False, True], ids=["at work", "its engine is gone"])
 def test_a_script_that_ends_waits_for_the_thread_that_asks_the_store(closed_before: bool) -> None:
-    """It would come back into a Python that has ended, which aborts the process."""
+    """The thread would return into a Python that has ended, which aborts the process."""
     board: Any = SlowBoard()
     nobody: Any = cast(Any, None)
     watchdog = Watchdog(

@@ -22,7 +22,7 @@ from parallel3d.errors import CheckpointError
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing catches it."""
+    """An exception that nothing catches, in place of SIGKILL."""
 
 
 def write(save_dir: Path, tag: str, saved: float, latest: bool = True) -> None:

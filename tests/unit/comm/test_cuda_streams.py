@@ -12,7 +12,7 @@ from parallel3d.errors import CommunicationError
 
 
 class FakeDriver:
-    """Of CUDA: every call with its integer arguments; events are numbered from 1. `pending`: what a query of an event says."""
+    """A CUDA driver that notes calls with their integers. Events count from 1. `pending`: the result of a query."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []
@@ -36,7 +36,7 @@ class FakeDriver:
 
 
 class FakeStream:
-    """Of torch.cuda, as far as it has a handle."""
+    """A torch.cuda stream that has only a handle."""
 
     def __init__(self, handle: int):
         self.cuda_stream = handle

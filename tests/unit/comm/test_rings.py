@@ -66,7 +66,7 @@ def test_messages_are_taken_in_any_order(num_slots: int) -> None:
 
 
 def test_a_message_that_waits_holds_up_none_that_needs_its_slot_next() -> None:
-    """Of four slots the first keeps a message, two are empty again: the next one takes the fourth, and the first."""
+    """The first of four slots keeps a message, two are empty again: the next messages use the fourth, then the first."""
     sender, receiver, streams = ring_after(4, 0)
     taker = ThreadStream(3)
     sizes = [SLOT, 2 * SLOT, 2 * SLOT]

@@ -227,7 +227,7 @@ DEEPSPEED = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("section", DEEPSPEED, ids=lambda name: name or "top level")
 def test_every_key_of_deepspeeds_is_known(section):
-    """It may be refused, by its value or as not supported, but never as unknown; and the next letter is."""
+    """A key may be refused for its value or as unsupported, but never as unknown; a misspelled one is unknown."""
     for key in DEEPSPEED[section].split():
         for name, unknown in ((key, False), (f"{key}_x", True)):
             raw = {name: "some value"}

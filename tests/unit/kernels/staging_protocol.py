@@ -25,7 +25,7 @@ class Fault(AssertionError):
 
 @dataclass(frozen=True)
 class Call:
-    """What every rank launches: an all-reduce in one shot or two, a norm behind it or not, or a reduce-scatter."""
+    """One launch of every rank: an all-reduce in one shot or two, or a reduce-scatter."""
 
     kind: Literal["one-shot", "two-shot", "scatter"]
     blocks: int
@@ -136,7 +136,7 @@ class Model:
         return all(block.call == len(self.sequence) for blocks in state.blocks for block in blocks)
 
     def choices(self, state: State) -> Iterator[tuple[State, frozenset[Access]]]:
-        """What may happen next, and what it touches. Raises Fault for a stale read."""
+        """Return the possible next events and the memory that they touch. Raises Fault for a stale read."""
         for rank, blocks in enumerate(state.blocks):
             for index, block in enumerate(blocks):
                 if self.programs.get((block.call, rank, index)):

@@ -49,7 +49,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def told(slices: int, config=ASKED, kernel: str = "all_reduce", replicas: int = 1, stages: int = 1) -> list[str]:
-    """Of a kernel."""
+    """Return the doctor's row of a kernel."""
     findings = examine(config, slices, replicas, stages)
     (found,) = [finding for finding in findings if finding.kernel.startswith(f"{kernel} (")]
     return [f"{reason.reason} | {reason.remedy}" for reason in found.reasons]

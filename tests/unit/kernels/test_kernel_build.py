@@ -59,7 +59,7 @@ def without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What setup.py has compiled of these very sources, which takes a minute; else what the command does."""
+    """Return the library that setup.py compiled from these sources in a minute, else compile it by the command."""
     if (found := find_library()) is not None:
         return found
     directory = tmp_path_factory.mktemp("kernels")
@@ -198,7 +198,7 @@ def test_a_damaged_library_is_an_error(tmp_path: Path) -> None:
 
 
 def test_sdist_and_wheel_carry_sources_and_page_and_need_no_nvcc(tmp_path: Path) -> None:
-    """Of a copy of what git would carry; without torch, as in pip's isolated environment."""
+    """Built from a copy of the files in git; without torch, as in pip's isolated environment."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "csrc", "parallel3d"):

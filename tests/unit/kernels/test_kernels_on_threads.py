@@ -67,7 +67,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory, sanitizer: tuple[str, ...
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("kernel", ["all_reduce", "reduce_scatter"])
 def test_sums_are_right_bit_by_bit_and_nothing_races(programs: Programs, kernel: str, dtype: str, world: int) -> None:
-    """Of random sizes, ways, alignments and numbers of blocks, in place and not; what is computed of sums besides too."""
+    """Random sizes, algorithms, alignments and numbers of blocks, in place and not."""
     assert run(programs(kernel), dtype, world, world, 240 // world) == (0, "ok\n")
 
 
@@ -76,7 +76,7 @@ def test_sums_are_right_bit_by_bit_and_nothing_races(programs: Programs, kernel:
 def test_steps_are_those_of_double_precision_and_readers_race_with_none(
     programs: Programs, dtype: str, world: int
 ) -> None:
-    """Of parts of random sizes and alignments in two groups; weights of all ranks are their masters, rounded."""
+    """Parts of random sizes and alignments in two groups; the weights of all ranks are their masters, rounded."""
     assert run(programs("adamw"), dtype, world, world, BUCKETS_OF_A_STEP * (80 // world)) == (0, "ok\n")
 
 

@@ -1,4 +1,4 @@
-"""What the kernels hand to their launchers: as many arguments as csrc/ declares, each of a type that C takes."""
+"""Arguments of kernel launches: as many as csrc/ declares, each of a type that C accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels do to peers' staging, in all interleavings: no stale read, no race, no lost signal; with a rule broken, one."""
+"""Accesses to peers' staging, in all interleavings: no stale read, race or lost signal unless a rule is broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What updates weights by kernels, without a GPU: the references, the operator, how shards and parameters are laid out."""
+"""Updates of weights by kernels, without a GPU: references, operator, and layout of shards and parameters."""
 
 from __future__ import annotations
 

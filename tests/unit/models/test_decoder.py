@@ -234,7 +234,7 @@ def test_sizes_that_do_not_fit_each_other(changes: dict[str, Any], told: str):
 
 @pytest.mark.parametrize("units", ["block", "half"])
 def test_every_module_with_a_hook_is_called(units: str):
-    """As check_numerics relies on, to name the one that made a NaN; and a module in place of another as well."""
+    """check_numerics needs that to name the module that made a NaN; a replaced module is called as well."""
 
     class Doubled(nn.RMSNorm):
         def forward(self, x: Tensor) -> Tensor:

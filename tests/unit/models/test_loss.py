@@ -98,5 +98,5 @@ def test_a_loss_that_takes_sliced_logits_for_a_tensor_is_told_what_they_are():
 
 @pytest.mark.parametrize("field", ["local", "group", "vocab_size"])
 def test_sliced_logits_not_filled_yet_have_no_fields(field: str):
-    """As torch.compile of PyTorch 2.11 asks of the object whose constructor it traces."""
+    """torch.compile of PyTorch 2.11 asks for them of the object whose constructor it traces."""
     assert not hasattr(SlicedLogits.__new__(SlicedLogits), field)

@@ -84,7 +84,7 @@ def test_a_plan_whose_outcome_is_not_known_is_refused(changes: dict[str, str | N
 
 @pytest.mark.parametrize("features", [30, 36])
 def test_projections_that_are_not_heads_are_refused(features: int):
-    """Of 4 heads of 8: 30 numbers are no 4 heads, and 36 not a query, a key and a value of each."""
+    """With 4 heads of 8: 30 numbers are not 4 heads, and 36 are not a query, a key and a value of each."""
     attention: Any = nn.Module()
     attention.head_size = 8
     attention.query_key_value, attention.dense = nn.Linear(4, features), nn.Linear(32, 4)

@@ -28,7 +28,7 @@ SCHEDULES = [
 
 
 def recorded(timeline: Timeline, begin: float, end: float) -> list[StepRecord]:
-    """What ranks record that run as simulated: computing, and in between waiting for the next instruction's input."""
+    """Return the records of ranks that run as simulated: computing, and waiting for the next instruction's input."""
     records = []
     for rank in range(timeline.num_ranks):
         spans = [s for s in timeline.spans if s.rank == rank and s.instruction.op in COMPUTE_OPS]

@@ -1,4 +1,4 @@
-"""What recorded gathers and reductions say of a chunk's: by hand."""
+"""Times of a chunk's gathers and reductions from recorded ones, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recorded steps say of sends and reductions, and the files of records."""
+"""Times of sends and reductions from recorded steps, and the files of records."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_send_takes_from_when_it_is_made_until_it_is_there_where_somebody_wait
 
 
 class _Future:
-    """Of a work that a test ends."""
+    """The future of a work that a test completes."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []

@@ -89,7 +89,7 @@ def test_a_second_derivative_is_refused_by_the_kernel() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_fake_tensors_pass_through(device: str) -> None:
-    """As partition method "flops" traces with; they have no memory for a kernel."""
+    """Partition method "flops" traces with fake tensors, which have no memory for a kernel."""
     with FakeTensorMode():
         x, weight = torch.randn(3, 8, device=device, requires_grad=True), torch.ones(8, device=device)
         normed, _ = rms_norm(x, weight, 1e-5)

@@ -1,4 +1,4 @@
-"""What an optimizer's step takes for itself is within what is said beforehand, and not far below."""
+"""The memory of an optimizer's step is at most the prediction, and not far below it."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_the_order_of_runs_changes_nothing_and_the_file_keeps_all(tmp_path: Path
 
 
 def test_a_step_that_turns_out_to_wait_for_something_else_is_fitted_by_that():
-    """Of two things side by side the step takes the longer: computing as predicted, and sending, half as fast."""
+    """A step takes the longer of two things that overlap: computing as predicted, and sending at half the rate."""
     truth = {"gemm": 1.0, "nvlink": 2.0}
     predicted = {f"m{k}": ({"gemm": 0.1 * k}, {"nvlink": (0.05 + 0.01 * k) * k}) for k in range(1, 7)}
 

@@ -1,4 +1,4 @@
-"""What a compiled layer saves for its backward, against torch's own partitioner."""
+"""Tensors that a compiled layer saves for its backward, against torch's own partitioner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planned layout's configuration says beside what the user's does."""
+"""The configuration of a planned layout, with the user's own keys."""
 
 from __future__ import annotations
 

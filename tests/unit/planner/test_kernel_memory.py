@@ -1,4 +1,4 @@
-"""What this package's kernels take of a device is part of the memory that is predicted."""
+"""The memory of this package's kernels is part of the prediction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parallel3d.schedule.lowering import lower
 def predicted(
     slices: int, kernels: dict[str, object], replicas: int = 1, zero: int = 0, **settings: object
 ) -> StageMemory:
-    """Of a rank of one stage."""
+    """Return the predicted memory of a rank of one stage."""
     given = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
         **settings,
@@ -40,7 +40,7 @@ def predicted(
 
 
 def outside(slices: int, kernels: dict[str, object], replicas: int = 1, zero: int = 0) -> int:
-    """Of PyTorch's allocator."""
+    """Return the bytes outside of PyTorch's allocator."""
     return predicted(slices, kernels, replicas, zero).outside
 
 

@@ -1,4 +1,4 @@
-"""From what ranks measured to the numbers of a cluster."""
+"""A cluster's numbers from the measurements of ranks."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_bridged_pairs_and_two_kinds_of_gpu():
 
 
 def test_a_measured_host_can_be_taken_many_times():
-    """As the head of the file tells."""
+    """The head of the file says how."""
     spec = describe([measured()] * 4)
     spec["hosts"][0] |= {"count": 3, "nics": [{"bandwidth": "400 Gb/s", "count": 4}]}
     cluster = load_cluster(spec)

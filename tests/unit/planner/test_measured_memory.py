@@ -36,7 +36,7 @@ TOLERANCE = 0.01  # on every rank
 
 
 class AttentionThen(train_llama.Attention):
-    """As the example had it then: its norm was PyTorch's."""
+    """The example's attention at that time: its norm was PyTorch's."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
@@ -65,7 +65,7 @@ class BlockThen(nn.Module):
 
 
 def record_of(file: str, name: str) -> tuple[dict[str, Any], Workload]:
-    """What the benchmark wrote of a case, and what all cases of the file trained on."""
+    """Return the benchmark's record of a case, and the workload of the file."""
     run = json.loads((RESULTS / f"2026-11-21-{file}.json").read_text())
     (found,) = [record for record in run["cases"] if record["case"] == name]
     return found, Workload(**run["workload"])

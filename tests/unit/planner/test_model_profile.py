@@ -1,4 +1,4 @@
-"""What layers ask of a device and hold, against counts by hand and published formulas."""
+"""Work and memory of layers, against counts by hand and published formulas."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def linears(slices: int) -> int:
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("samples", [1, 2, 7])
 def test_a_blocks_flops_are_those_of_its_matrices(slices: int, samples: int):
-    """Of the papers' formulas: 2 FLOPs a weight and token, twice that backward; causal attention half of all pairs."""
+    """The papers' formulas: 2 FLOPs per weight and token, 4 backward; causal attention has half of all pairs."""
     block = decoder_profile().layers(slices, micro_batch=samples)[1]
     tokens = samples * SEQ
     scores = 2 * samples * SEQ * SEQ * HIDDEN / 2 / slices

@@ -82,7 +82,7 @@ def test_what_cannot_be_done_is_an_error_with_the_remedy(arguments, message, tmp
 
 
 def record(step: float, forward: float) -> RunRecord:
-    """Of the function's model at pp2 on two H200s."""
+    """Return a record of the function's model at pp2 on two H200s."""
     return RunRecord(
         layout="pp2,1f1b,m4,mb2",
         stages=2,

@@ -94,7 +94,7 @@ def again(*given: Any) -> Tensor:
 
 
 class Waiting(ModelProfile):
-    """Of a runtime that hides no collective of slices in whole backwards."""
+    """Times of a runtime that hides no collective of tensor-parallel ranks in whole backwards."""
 
     def layers(self, *given: Any, **options: Any) -> tuple[LayerProfile, ...]:
         found = super().layers(*given, **options)
@@ -169,7 +169,7 @@ def published() -> list[Published]:
 
 
 def seconds_of(run: dict[str, Any]) -> float:
-    """Of arXiv:2104.04473, formula 3: FLOPs of a step with full recomputation, over what was achieved."""
+    """Return formula 3 of arXiv:2104.04473: FLOPs of a step with full recomputation, over the achieved rate."""
     h, n, s, v = run["model"]["hidden"], run["model"]["layers"], 2048, 51200
     hosts, gpus = map(int, run["cluster"].split("x")[:2])
     flops = 96 * run["batch"] * s * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h))

@@ -145,7 +145,7 @@ def test_names_are_escaped(result):
 
 
 def test_memory_bars_are_in_proportion_to_bytes(result):
-    """From capacity's line: bars start where 0 is, so a stage's parts have capacity's width times their share."""
+    """Bars start where the capacity's line starts: the width of a part is the line's width times its share."""
     drawing = ElementTree.fromstring(drawings(result)["memory.svg"])
     bars: dict[int, list[tuple[str, float, float]]] = {}
     capacity: dict[int, float] = {}

@@ -48,7 +48,7 @@ def texts(driver, selector: str) -> list[str]:
 
 
 def hover(driver, element, x: float, y: float) -> str:
-    """What the tooltip tells at (x, y) from the element's corner; "" where it is hidden."""
+    """Return the tooltip's text at (x, y) from the element's corner; "" if it is hidden."""
     from selenium.webdriver.common.action_chains import ActionChains
 
     wide, high = element.size["width"], element.size["height"]
@@ -336,7 +336,7 @@ return out;
 
 
 def lane_colour(driver) -> list[int]:
-    """Of the timeline where stage 1 waits for its first micro-batch."""
+    """Return the timeline's colour where stage 1 waits for its first micro-batch."""
     return driver.execute_script(
         "const c = document.getElementById('time'); const d = c.width / c.clientWidth;"
         "const lane = (c.clientHeight - 30) / 4;"

@@ -102,7 +102,7 @@ PROMISES: dict[str, tuple[Callable[[int, int, int], Program], Callable[[int, int
 
 
 def sizes(schedule: str, cases: list[Case]) -> Iterator[Case]:
-    """Those on which the schedule differs; with one chunk, `interleaved` is 1f1b."""
+    """Return the sizes for which the schedule differs; with one chunk, `interleaved` is 1f1b."""
     seen = set()
     for p, m, v in cases:
         key = (p, m) if schedule in ("gpipe on a v", "1f1b") else (p, m, v)

@@ -49,7 +49,7 @@ def orders(queues: Sequence[str]) -> Iterator[str]:
 
 
 def makespan_of_two_stages(first: str, second: str, times: dict[str, int]) -> float:
-    """Of orders of F, I and W on stages 0 (lower case) and 1, micro-batches in order; inf where they deadlock."""
+    """Return the makespan of orders of F, I and W on stages 0 (lower case) and 1; inf for a deadlock."""
     lists, place, free = (first.lower(), second), [0, 0], [0.0, 0.0]
     count: Counter[str] = Counter()
     ended: dict[tuple[str, int], float] = {}
@@ -74,7 +74,7 @@ def makespan_of_two_stages(first: str, second: str, times: dict[str, int]) -> fl
 
 @pytest.mark.parametrize("seed", range(6))
 def test_two_stages_are_as_short_as_any_order(seed: int) -> None:
-    """Of all orders in which each kind of instruction goes from micro-batch to micro-batch."""
+    """Compare with all orders in which each kind of instruction goes from micro-batch to micro-batch."""
     cost, m = chunk_costs(seed, 2), 2
     letters = {"f": (Op.FORWARD, 0), "F": (Op.FORWARD, 1), "i": (Op.BACKWARD_INPUT, 0), "I": (Op.BACKWARD_INPUT, 1)}
     letters |= {"w": (Op.BACKWARD_WEIGHT, 0), "W": (Op.BACKWARD_WEIGHT, 1)}
@@ -218,7 +218,7 @@ def test_within_1f1bs_memory_a_plan_is_no_longer_than_zbv() -> None:
 
 
 def test_backwards_that_are_shorter_whole_are_whole() -> None:
-    """As where a weight gradient hides a layer's communication."""
+    """This is so where a weight gradient hides a layer's communication."""
     slow = make_plan((0, 1), 8, measured((0, 1), 1.5))
     fast = make_plan((0, 1), 8, measured((0, 1), 1.5, backward=1.8))
     whole = [sum(text.startswith("B") for rank in plan.instructions for text in rank) for plan in (slow, fast)]
@@ -227,7 +227,7 @@ def test_backwards_that_are_shorter_whole_are_whole() -> None:
 
 
 def test_the_first_plan_splits_every_backward() -> None:
-    """So that both halves can be measured."""
+    """Both halves can then be measured."""
     plan = first_plan((0, 1, 1, 0), 5, 1.0)
     assert {text[0] for rank in plan.instructions for text in rank} == set("FIW")
     plan.check((0, 1, 1, 0))
@@ -236,7 +236,7 @@ def test_the_first_plan_splits_every_backward() -> None:
 @unhurried
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), SEEDS)
 def test_the_quick_length_of_a_step_is_the_simulators(p: int, m: int, v: int, seed: int) -> None:
-    """Of split, whole and mixed backwards, where transfers take time but never meet in a channel."""
+    """Split, whole and mixed backwards, where transfers take time but never meet in a channel."""
     placement = placement_of("loop", p, v)
     own = chunk_costs(seed, len(placement))
 

@@ -75,7 +75,7 @@ def with_whole(order: Sequence[Letter]) -> Iterator[list[Letter]]:
 
 
 def length(lists: Sequence[Sequence[Letter]], m: Measured) -> float:
-    """From the first forward to the end of the last reduction; inf for a deadlock."""
+    """Return the time from the first forward to the end of the last reduction; inf for a deadlock."""
     times = {"F": m.forward, "I": m.input_gradient, "W": m.weight_gradient, "B": m.backward}
     last_chunk = len(m.forward) - 1
     activation: dict[tuple[int, int], float] = {}
@@ -116,7 +116,7 @@ def length(lists: Sequence[Sequence[Letter]], m: Measured) -> float:
 
 
 def shortest(program: Program, m: Measured) -> float:
-    """Of all programs with its forwards and input gradients in this order, split or whole."""
+    """Return the shortest of all programs with forwards and input gradients in this order, split or whole."""
     ranks = []
     for instructions in program.instructions:
         fixed = [

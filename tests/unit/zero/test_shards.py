@@ -69,7 +69,7 @@ def test_partition_reduce_update_gather_is_the_identity_on_layout(
 
 
 def reduce_update_gather(same: list[Bucket], gradients: dict[str, torch.Tensor]) -> None:
-    """What the collectives and an SGD step of rate 0.5 do with a bucket that every rank holds."""
+    """Return the result of the collectives and an SGD step of rate 0.5 on a bucket that every rank holds."""
     for bucket in same:
         flat = torch.full((bucket.numel,), torch.nan, dtype=bucket.gradient_dtype)
         bucket.clear_all_but(flat, set())

@@ -1,0 +1,259 @@
+"""Mutation testing: how many small faults in the package are found by the tests that run the faulty line.
+
+cosmic-ray (pip install cosmic-ray) makes the mutants; this script samples them, finds the tests that reach each one in any
+process, and runs these tests on a copy of the tree. docs/testing.md has the commands and the results.
+
+python tools/mutation.py sample --tree . --out sample.json     # needs cosmic-ray
+python tools/mutation.py run --tree . --sample sample.json --out result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+# Files of each concept, before and after their moves; one that a tree doesn't have is left out.
+CONCEPTS = {
+    "schedule": ["schedule/*.py"],
+    "zero": ["zero/*.py"],
+    "pipe": [
+        *(f"pipe/{name}.py" for name in "executor messages module programs settings splitting ties numerics".split()),
+        *(f"pipe/{name}.py" for name in "entry specs agreement whole batch data single_stage".split()),
+        *("specs.py", "structures.py", "data.py", "autograd/entry.py"),
+    ],
+    "sink": [
+        "gradient_sink.py",
+        "split_backward.py",
+        *(f"autograd/{name}.py" for name in "sink recipes split_backward".split()),
+    ],
+    "checkpoint": ["checkpoint/*.py"],
+}
+PLUGIN = Path(__file__).with_name("mutation_plugin.py")
+
+
+def sample(tree: Path, seed: int, candidates: int) -> list[dict[str, Any]]:
+    """Return mutants of function bodies, `candidates` of each concept: a random place, then a random mutation of it."""
+    from cosmic_ray.commands.init import _all_work_items
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    package, chosen = tree / "parallel3d", []
+    for concept, patterns in CONCEPTS.items():
+        files = sorted({path for pattern in patterns for path in package.glob(pattern)})
+        bodies = {path: _body_lines(ast.parse(path.read_text())) for path in files}
+        places: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+        for item in _all_work_items(files, {}):
+            mutation = item.mutations[0]
+            if mutation.start_pos[0] in bodies[mutation.module_path]:
+                places[str(mutation.module_path), mutation.start_pos, mutation.end_pos].append(mutation)
+        generator = random.Random(f"{seed} {concept}")
+        for place in generator.sample(sorted(places), min(candidates, len(places))):
+            mutation = generator.choice(sorted(places[place], key=lambda m: (m.operator_name, m.occurrence)))
+            source = Path(mutation.module_path).read_text()
+            mutated = mutate_code(source, get_operator(mutation.operator_name)(), mutation.occurrence)
+            path = str(Path(mutation.module_path).relative_to(tree))
+            row = {"concept": concept, "path": path, "line": mutation.start_pos[0], "operator": mutation.operator_name}
+            chosen.append({**row, "source": mutated})
+    return chosen
+
+
+def _body_lines(tree: ast.Module) -> set[int]:
+    """Return the lines of statements in functions, but for docstrings, nested definitions' headers and annotated names."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            for statement in _statements(node.body):
+                skipped = isinstance(statement, ast.AnnAssign | ast.FunctionDef | ast.ClassDef)
+                if not skipped and not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+                    lines |= set(range(statement.lineno, _header_end(statement) + 1))
+    return lines
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        yield statement
+        for field in ("body", "orelse", "finalbody"):
+            if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+                yield from _statements(getattr(statement, field, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def _header_end(statement: ast.stmt) -> int:
+    body = getattr(statement, "body", None)
+    return max(statement.lineno, body[0].lineno - 1) if body else statement.end_lineno or statement.lineno
+
+
+class _Probes(ast.NodeTransformer):
+    """Puts a call that notes the running test before the statement of each mutant."""
+
+    def __init__(self, lines: dict[int, list[int]]):
+        self._lines = lines
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Insert the calls into every list of statements of the node."""
+        self.generic_visit(node)
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(node, field, None)
+            if isinstance(body, list) and not isinstance(node, ast.Module | ast.ClassDef):
+                setattr(node, field, [new for statement in body for new in self._probed(statement)])
+        return node
+
+    def _probed(self, statement: ast.stmt) -> list[ast.stmt]:
+        lines = range(statement.lineno, _header_end(statement) + 1) if hasattr(statement, "lineno") else ()
+        ids = sorted(k for line in lines for k in self._lines.get(line, ()))
+        if not ids or isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            return [statement]
+        return [*ast.parse(f"__import__('mutation_plugin').hit({ids})").body, statement]
+
+
+def covering_tests(
+    tree: Path, mutants: list[dict[str, Any]], work: Path, options: list[str]
+) -> tuple[dict[int, set[str]], dict[str, float]]:
+    """Run the tests on a copy with probes. Return the tests that reach each mutant, and the seconds of those that pass."""
+    copy, hits = work / "probed", work / "hits"
+    _copy(tree, copy)
+    hits.mkdir()
+    for path in {mutant["path"] for mutant in mutants}:
+        lines: dict[int, list[int]] = defaultdict(list)
+        for k, mutant in enumerate(mutants):
+            if mutant["path"] == path:
+                lines[mutant["line"]].append(k)
+        probed = _Probes(lines).visit(ast.parse((tree / path).read_text()))
+        (copy / path).write_text(ast.unparse(ast.fix_missing_locations(probed)))
+    _pytest(copy, ["--dist", "worksteal", *options], {"MUTATION_HITS": str(hits)}, work / "probed.log")
+    seconds, groups = {}, defaultdict(set)
+    for line in (line for file in hits.glob("*.passed") for line in file.read_text().splitlines()):
+        test, spent = line.rsplit("\t", 1)
+        seconds[test] = float(spent)
+        groups[test.partition("::")[0]].add(test)
+    reached: dict[int, set[str]] = defaultdict(set)
+    for line in {line for file in hits.glob("*.hits") for line in file.read_text().splitlines()}:
+        k, phase, test = line.split("\t")
+        # What a fixture of a module reaches is tested by any test of it.
+        reached[int(k)] |= groups[test.partition("::")[0]] if phase == "setup" else {test} & seconds.keys()
+    return reached, seconds
+
+
+def outcome(tree: Path, mutant: dict[str, Any], tests: list[str], limit: float, work: Path) -> dict[str, Any]:
+    """Run these tests on a copy of the tree with the mutant. Return how that ended."""
+    copy = work / f"mutant{mutant['id']}"
+    _copy(tree, copy)
+    (copy / mutant["path"]).write_text(mutant["source"])
+    (copy / "tests_of_mutant").write_text("\n".join(tests))
+    began = time.monotonic()
+    code = _pytest(copy, ["-x", "@tests_of_mutant"], {}, work / f"mutant{mutant['id']}.log", limit)
+    ended = {0: "survived", 1: "killed", None: "timeout"}.get(code, f"killed, exit code {code}")
+    shutil.rmtree(copy)
+    return {"outcome": ended, "seconds": round(time.monotonic() - began)}
+
+
+def _copy(tree: Path, to: Path) -> None:
+    ignored = shutil.ignore_patterns(".*", "runs", "build", "results", "__pycache__", "*.egg-info")
+    shutil.copytree(tree, to, ignore=ignored)
+
+
+def _pytest(tree: Path, args: list[str], env: dict[str, str], log: Path, limit: float | None = None) -> int | None:
+    shutil.copy(PLUGIN, tree / "mutation_plugin.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutation_plugin", *args]
+    paths = f"{tree}:{os.environ.get('PYTHONPATH', '')}"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=tree,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": paths, **env},
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            return None
+
+
+def _selected(tests: set[str], seconds: dict[str, float], most: float) -> list[str]:
+    """Return the tests in the order in which they run, the quickest first, as many as take `most` seconds together."""
+    kept, spent = [], 0.0
+    for test in sorted(tests, key=lambda t: (seconds[t], t)):
+        spent += seconds[test]
+        if spent <= most or not kept:
+            kept.append(test)
+    return kept
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the first mutants of each concept that any test reaches, and write and print how they ended."""
+    mutants = [{**mutant, "id": k} for k, mutant in enumerate(json.loads(args.sample.read_text()))]
+    args.work.mkdir(parents=True)
+    reached, seconds = covering_tests(args.tree.resolve(), mutants, args.work, ["-n", str(args.workers), *args.tests])
+    chosen = []
+    for concept in CONCEPTS:
+        chosen += [m for m in mutants if m["concept"] == concept and reached[m["id"]]][: args.per_concept]
+    tests = {m["id"]: _selected(reached[m["id"]], seconds, args.most_seconds) for m in chosen}
+
+    def evaluate(mutant: dict[str, Any]) -> dict[str, Any]:
+        own = tests[mutant["id"]]
+        limit = 60 + 4 * sum(seconds[test] for test in own)
+        row = {key: mutant[key] for key in ("id", "concept", "path", "line", "operator")}
+        counts = {"tests": len(own), "reached_by": len(reached[mutant["id"]])}
+        result = {**row, **counts, **outcome(args.tree.resolve(), mutant, own, limit, args.work)}
+        with args.out.with_suffix(".jsonl").open("a") as partial:
+            partial.write(json.dumps(result) + "\n")
+        return result
+
+    longest_first = sorted(chosen, key=lambda m: -sum(seconds[test] for test in tests[m["id"]]))
+    with ThreadPoolExecutor(args.workers) as pool:
+        rows = sorted(pool.map(evaluate, longest_first), key=lambda row: row["id"])
+    args.out.write_text(json.dumps({"passed": len(seconds), "mutants": rows}, indent=1))
+    killed = Counter(row["concept"] for row in rows if row["outcome"] != "survived")
+    for concept, count in Counter(row["concept"] for row in rows).items():
+        print(f"{concept:12} {killed[concept]} of {count} killed")
+    print(f"{'all':12} {killed.total()} of {len(rows)} killed; {len(seconds)} tests passed without mutants")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("sample", "run"):
+        command = commands.add_parser(name)
+        command.add_argument("--tree", type=Path, required=True, help="a checkout of the repository")
+        command.add_argument("--out", type=Path, required=True, help="a JSON file")
+    commands.choices["sample"].add_argument("--seed", type=int, default=24)
+    commands.choices["sample"].add_argument(
+        "--candidates", type=int, default=40, help="per concept; some no test reaches"
+    )
+    runs = commands.choices["run"]
+    runs.add_argument("--sample", type=Path, required=True)
+    runs.add_argument("--work", type=Path, default=Path("runs/mutation"), help="a new directory for copies and logs")
+    runs.add_argument("--per_concept", type=int, default=12)
+    runs.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    runs.add_argument("--tests", type=shlex.split, default=[], help="arguments of pytest, all tests by default")
+    runs.add_argument(
+        "--most_seconds", type=float, default=200, help="of tests of one mutant, the quickest of those that reach it"
+    )
+    args = parser.parse_args()
+    if args.command == "sample":
+        args.out.write_text(json.dumps(sample(args.tree.resolve(), args.seed, args.candidates)))
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()
