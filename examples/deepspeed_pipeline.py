@@ -17,7 +17,7 @@ import parallel3d as deepspeed
 
 
 class Pictures(torch.utils.data.Dataset):
-    """As large as CIFAR-10's, in its 10 classes: each has a pattern, under noise."""
+    """Pictures of CIFAR-10's size in 10 classes: each class has a pattern, under noise."""
 
     def __init__(self, count, seed=0):
         patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -55,7 +55,7 @@ class SmallAlexNet(nn.Module):
 
 
 def join_layers(vision_model):
-    """The same network as a list of layers."""
+    """Return the same network as a list of layers."""
     return [
         *vision_model.features,
         vision_model.avgpool,

@@ -24,7 +24,7 @@ def add_argument():
 
 
 class Pictures(torch.utils.data.Dataset):
-    """As large as CIFAR-10's, in its 10 classes: each has a pattern, under noise."""
+    """Pictures of CIFAR-10's size in 10 classes: each class has a pattern, under noise."""
 
     def __init__(self, count, seed):
         patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -83,7 +83,7 @@ class Block(nn.Module):
         return x + self.mlp_out(F.gelu(self.mlp_in(self.enter(self.mlp_norm(x))), approximate="tanh"))
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the column layers take: the whole sequence, since the shift looks beyond a shard, shifted."""
+        """Return the column layers' input: the whole sequence, since the token shift crosses shards, shifted."""
         return shift_half(enter_region(x, self.context.groups.model, self.context.sequence_parallel))
 
     def attention(self, x: Tensor) -> Tensor:

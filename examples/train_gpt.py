@@ -186,7 +186,7 @@ def write_timelines(engine: parallel3d.Engine, directory: Path | None) -> None:
 
 
 def print_prediction(record: RunRecord, args: argparse.Namespace, config: dict[str, Any]) -> None:
-    """What the planner predicts of this run, corrected by earlier ones in `--out`, beside what it measured; on rank 0."""
+    """Print the planner's prediction of this run, corrected by earlier runs in `--out`, with the measurement; on rank 0."""
     if parallel3d.comm.get_rank() > 0:
         return
 

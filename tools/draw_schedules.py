@@ -21,7 +21,7 @@ def main() -> None:
     p, m, v = args.stages, args.micro_batches, args.chunks
 
     def split_in(chunks: int) -> Cost:
-        """A stage's work is the same however many chunks it is cut into."""
+        """Return the cost of a chunk: a stage's work is the same for any number of chunks."""
         return lambda i: unit_cost(i) / chunks
 
     timelines = {

@@ -51,13 +51,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def note(path: Path, **what: Any) -> None:
-    """A line of JSON, which another process may read at once."""
+    """Write a line of JSON, which another process may read at once."""
     with path.open("a") as file:
         file.write(json.dumps(what) + "\n")
 
 
 def read_notes(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; the last may be half written by a process that was killed."""
+    """Return all whole lines; a killed process may have written half of the last."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
@@ -86,7 +86,7 @@ def make_engine(args: argparse.Namespace, attempt: int) -> parallel3d.Engine:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank of the training, to the step after which the file `enough` is there."""
+    """Train one rank until the step after which the file `enough` exists."""
     attempt, directory = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), args.directory
     engine = make_engine(args, attempt)
     engine.resume(directory / "saved")
@@ -115,7 +115,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def wait_for(args: argparse.Namespace, attempt: int, job: subprocess.Popen[bytes], ranks: int) -> dict[int, int]:
-    """The processes of a start, once it has taken a step: rank -> process."""
+    """Wait until a start has taken a step. Return its processes by rank."""
     end = time.monotonic() + QUIET
     while time.monotonic() < end:
         if job.poll() is not None:
@@ -139,7 +139,7 @@ def wait_for_a_save(notes: Path) -> None:
 
 
 def check(notes: list[dict[str, Any]], kills: int) -> list[str]:
-    """What the notes show to be wrong."""
+    """Return the errors that the notes show."""
     problems, losses, saved, starts = [], {}, 0, 0
     for entry in notes:
         if "resumed" in entry:

@@ -1,4 +1,4 @@
-"""How far predictions of layouts lie from what was measured. Pure functions of the JSON of plan_accuracy.py.
+"""Errors of predicted layouts against measured ones. Pure functions of the JSON of plan_accuracy.py.
 
 A row is {"model", "layout", "ranks", "samples", "step_s", "predicted_s", "host_s", "calibrated_s", "peak", "predicted_peak"}:
 samples of a step; host_s: what of predicted_s is due to the host; calibrated_s: predicted with what the other layouts' runs
@@ -27,12 +27,12 @@ def step_error(row: Row, kind: str) -> float:
 
 
 def waits_for_host(row: Row) -> bool:
-    """Whether the host, rather than the device, says how long the step is."""
+    """Return whether the host, rather than the device, determines the step's time."""
     return bool(row["host_s"] > WAITING * row["predicted_s"])
 
 
 def peak_errors(row: Row) -> list[float]:
-    """The same of each rank's peak."""
+    """Return (predicted - measured) / measured of each rank's peak."""
     return [predicted / measured - 1 for predicted, measured in zip(row["predicted_peak"], row["peak"], strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark case is, by its name, and the command that runs it.
+"""Benchmark cases: their names, and the commands that run them.
 
     [FRAMEWORK-]LAYOUT[-OPTION...]      pp4-1f1b   pp2dp2-zero1-bf16acc   ds-dp4-zero2   torch-pp4-zbv-compile
 
@@ -91,14 +91,14 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """Where the ranks are: cases of one layout are compared."""
+        """Return the ranks along each axis: cases of one layout are compared."""
         axes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
         return "".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "one rank"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every case of a run trains on.
+    """The workload that all cases of a run train.
 
     Of this framework's cases alone: config, JSON merged into their configuration, or ""; weights, a JSON list of a number
     for each layer, by which cases with the option `weights` are split, or "".
@@ -148,7 +148,7 @@ def parse_case(name: str) -> Case:
 
 
 def _read_options(text: str) -> tuple[set[str], dict[str, str], str]:
-    """What stands behind the layout: words of OPTIONS, numbers ("zero2" -> {"zero": "2"}), and the schedule or ""."""
+    """Read the words after the layout: flags of OPTIONS, numbers ("zero2" -> {"zero": "2"}), and the schedule or ""."""
     words: set[str] = set()
     numbers: dict[str, str] = {}
     rest = []

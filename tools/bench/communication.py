@@ -1,4 +1,4 @@
-"""What ranks of one host send each other, by this package's ways beside the backend's: a JSON file and a table.
+"""Measure communication between ranks of one host, by this package and by the backend: a JSON file and a table.
 
 python tools/bench/communication.py --worlds 2,4 --out communication.json
 python tools/bench/communication.py --what ring,products --worlds 2
@@ -54,7 +54,7 @@ BACKENDS = ("nccl", "gloo")
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured. sizes: bytes of a message, gradients or masters; products: tokens, hidden size and feed-forward."""
+    """Sizes to measure. sizes: bytes of a message, gradients or masters; products: tokens, hidden, feed-forward size."""
 
     what: tuple[str, ...]
     worlds: tuple[int, ...]

@@ -32,7 +32,7 @@ CHANCES = (0.55, 0.25, 0.15, 0.05)  # of a state's successors: at best a loss of
 
 @dataclass(frozen=True)
 class Plain:
-    """How a plain run computes. reverse: micro-batches, and so their gradients' sum, in the other order; compiled: by
+    """Settings of a plain run. reverse: micro-batches, and so their gradients' sum, in the other order; compiled: by
     torch.compile, layer by layer, which keeps in fp32 what lies between the operators that it fuses.
     """
 
@@ -125,7 +125,7 @@ def train_plainly(args: argparse.Namespace, how: Plain, device: torch.device) ->
 
 
 def plain_curves(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Those of PLAIN, one a process; devices are shared where there are fewer. Collective."""
+    """Return the curves of PLAIN, one per process; processes share devices where there are fewer. Collective."""
     dist.init_process_group("gloo")
     torch.set_float32_matmul_precision("high")
     name = list(PLAIN)[dist.get_rank()]

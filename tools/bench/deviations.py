@@ -1,4 +1,4 @@
-"""How far loss curves lie from those of plain runs, beside the noise of bf16. Pure functions of the JSON of curves.py.
+"""Deviations of loss curves from plain runs, against the noise of bf16. Pure functions of the JSON of curves.py.
 
 `plain`: losses of the plain bf16 runs, which differ in rounding alone, the one to compare with first.
 """
@@ -17,14 +17,14 @@ def noise(plain: Sequence[Curve]) -> float:
 
 
 def outside(curve: Curve, plain: Sequence[Curve]) -> float:
-    """How far, at most, the curve leaves the band of the plain runs; inf where a loss is no finite number."""
+    """Return the largest distance of the curve from the plain runs' band; inf if a loss is not finite."""
     bands = [(min(losses), max(losses)) for losses in zip(*plain, strict=True)]
     out = [max(low - loss, loss - high, 0.0) for loss, (low, high) in zip(curve, bands, strict=True)]
     return max(out) if all(loss - loss == 0 for loss in curve) else float("inf")
 
 
 def is_within_noise(curve: Curve, plain: Sequence[Curve]) -> bool:
-    """Whether the curve leaves the band of the plain runs nowhere by more than the band is wide at its widest."""
+    """Return whether the curve stays within the plain runs' band, extended by the band's largest width."""
     return outside(curve, plain) <= noise(plain)
 
 

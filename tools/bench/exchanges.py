@@ -1,4 +1,4 @@
-"""The ways by which ranks of one host exchange tensors, for communication.py to time; for processes of torchrun."""
+"""Exchanges of tensors between ranks of one host, for communication.py to time; for processes of torchrun."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BESIDE_BYTES = 32 * 2**20  # at most, of the message that goes round beside a p
 
 @dataclass(frozen=True)
 class Way:
-    """What is exchanged, of how many bytes in all, by what; call: starts it, on the current stream.
+    """One exchange: its kind, its total bytes and its implementation. call: starts it on the current stream.
 
     queued: to be timed with all calls in the devices' queues before they begin, as in a step whose host is ahead.
     """
@@ -41,7 +41,7 @@ class Way:
 
 
 class Exchanges:
-    """All of them among the ranks of the world. products: tokens, hidden size and feed-forward size of a decoder.
+    """Exchanges between all ranks of the world. products: tokens, hidden size and feed-forward size of a decoder.
 
     why_off: what keeps this package's ways from running here, "" if nothing does. Collective, as `ways`.
     """
@@ -60,7 +60,7 @@ class Exchanges:
         self.why_off = "" if kernel is not None else str(check_kernels(self.device) or "see the warning of rank 0")
 
     def ways(self, what: Sequence[str], sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Way]:
-        """Those of some kinds; sizes: bytes of an all-reduce's or a ring's message."""
+        """Yield the exchanges of some kinds. sizes: bytes of a message of an all-reduce or a ring."""
         for num_bytes in sizes:
             x = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=self.device)
             yield from self._all_reduces(x) if "all_reduce" in what else ()
@@ -77,7 +77,7 @@ class Exchanges:
             yield Way("all_reduce", x.nbytes, KERNEL, lambda: kernel.sum_into(x, x))
 
     def _in_a_ring(self, x: Tensor) -> Iterator[Way]:
-        """To the next rank, from the one before, at the same time."""
+        """Yield messages to the next rank and from the previous one at the same time."""
         for by, call in self._around(x):
             yield Way("ring", x.nbytes, by, call)
 
@@ -100,7 +100,7 @@ class Exchanges:
         multiply()
 
     def _around(self, x: Tensor) -> Iterator[tuple[str, Callable[[], None]]]:
-        """By what, and how."""
+        """Yield the name and the call of each implementation of a ring."""
         rank, y = dist.get_rank(), torch.empty_like(x)
         target, source = (rank + 1) % self._world, (rank - 1) % self._world
 
@@ -117,7 +117,7 @@ class Exchanges:
         yield from self._by_each(by_backend, by_copies)
 
     def _to_a_neighbour(self, x: Tensor) -> Iterator[Way]:
-        """From every even rank to the next one."""
+        """Yield messages from every even rank to the next one."""
         rank = dist.get_rank()
         other, receives = rank ^ 1, rank % 2 == 1
 
@@ -148,8 +148,8 @@ class Exchanges:
             yield COPIES, partial(by_copies, self._ring)
 
     def _products_of(self, dtype: torch.dtype) -> Iterator[Way]:
-        """Of column layers, with the gathering of their input, and of row layers, with the scattering of their output, and
-        the gathering of its gradient, which is kept: with the host's time, and queued.
+        """Yield the GEMMs of column layers with the all-gather of their input, and those of row layers with the
+        reduce-scatter of their output and the all-gather of its gradient, which is kept: with the host's time, and queued.
         """
         tokens, hidden, ffn = self._products
         group, heads, wide = self._groups.model, hidden // self._world, ffn // self._world
@@ -193,7 +193,7 @@ class Exchanges:
         call: Callable[[], object],
         by_operator: Callable[[], object],
     ) -> Iterator[Way]:
-        """Without communication, by the backend, by copies, and by PyTorch's operator."""
+        """Yield a GEMM without communication, by the backend, by copies, and by PyTorch's operator."""
 
         def by(copies: Any) -> None:
             self._groups.model.use_shard_messages(copies)
@@ -211,7 +211,7 @@ class Exchanges:
                 yield Way(f"{name}, queued", num_bytes, way, timed, queued=True)
 
     def _gather_by_operator(self, shard: Tensor, rights: Sequence[Tensor], keep: bool) -> object:
-        """Of one sample, whose sequence may lie first, as the operator likes it."""
+        """Gather one sample, with the sequence as the first dim, which the operator expects."""
         return torch.ops.symm_mem.fused_all_gather_matmul(shard[0], rights, 0, _world_name(), return_A=keep)
 
     def _scatter_by_operator(self, left: Tensor, right: Tensor) -> object:

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: devices, versions, commit; found without starting CUDA."""
+"""The host of a benchmark: devices, versions, commit; found without starting CUDA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUERY = ("name", "memory.total", "power.limit", "driver_version", "compute_cap"
 
 
 def find_gpus() -> list[dict[str, str]]:
-    """What nvidia-smi says of each GPU; none where there is no nvidia-smi."""
+    """Return nvidia-smi's name and memory of each GPU; none if there is no nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -43,7 +43,7 @@ def _cpu_name() -> str:
 
 
 def cuda_version() -> str | None:
-    """Of PyTorch's build, None for one without CUDA."""
+    """Return the CUDA version of PyTorch's build, None without CUDA."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         raise SystemExit("PyTorch is not installed for this Python")
@@ -63,7 +63,7 @@ def find_versions() -> dict[str, str]:
 
 
 def find_commit() -> str:
-    """Of the checkout that parallel3d is imported from, with -dirty where files differ from it; "unknown" without git."""
+    """Return the commit of the imported checkout, with -dirty if files differ from it; "unknown" without git."""
     spec = find_spec("parallel3d")
     if spec is None or spec.origin is None:
         return "unknown"

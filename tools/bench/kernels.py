@@ -1,4 +1,4 @@
-"""Where a device's time in a step goes: each moment of it belongs to one part. Pure functions of a profile's kernels.
+"""A device's time in a step by parts: each moment belongs to one part. Pure functions of a profile's kernels.
 
 Times are integers, nanoseconds of the profiler's clock, so that the parts add up to the step exactly.
 """
@@ -15,7 +15,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a device ran from `start` to `end`, on whichever stream, by the profiler's name for it."""
+    """A kernel that a device ran from `start` to `end` on any stream, with the profiler's name."""
 
     name: str
     start: int
@@ -51,7 +51,7 @@ class Attribution:
 
 
 def category(name: str) -> str:
-    """What a kernel of this name is: a compute part, "communication", "copies", or "waiting" for a peer, which is idle."""
+    """Return a kernel's part by its name: a compute part, "communication", "copies", or "waiting" for a peer (idle)."""
     return next((found for found, pattern in _PATTERNS.items() if pattern.search(name)), _OTHER)
 
 
@@ -90,7 +90,7 @@ def without_waiting(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals, in order."""
+    """Merge intervals into disjoint ones, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

@@ -42,7 +42,7 @@ PROFILED = 3  # steps, of which the one of medium length tells the bubble
 
 
 def num_parameters(size: Size) -> int:
-    """Of the decoder: blocks, embedding, head and the last norm."""
+    """Return the parameters of the decoder: blocks, embedding, head and the last norm."""
     block = 4 * size.hidden**2 + 3 * size.hidden * size.ffn + 2 * size.hidden
     return size.layers * block + 2 * size.vocab * size.hidden + size.hidden
 
@@ -289,7 +289,7 @@ def make_result(args: argparse.Namespace, measured: Measured, extra: Mapping[str
 
 
 def sliced_decoder(size: Size) -> DecoderConfig:
-    """The same decoder, of layers that slice themselves: query, key, value and gate, up are linears of their own."""
+    """Return the same decoder of tensor-parallel layers: query, key, value and gate, up are separate linears."""
     return DecoderConfig(
         vocab_size=size.vocab,
         hidden_size=size.hidden,
@@ -301,7 +301,7 @@ def sliced_decoder(size: Size) -> DecoderConfig:
 
 
 def has_sliced_layers(args: argparse.Namespace) -> bool:
-    """Whether a case's layers are those of parallel3d.models, which slice themselves."""
+    """Return whether a case uses the tensor-parallel layers of parallel3d.models."""
     return args.tp > 1 or bool(args.sliced_layers)
 
 

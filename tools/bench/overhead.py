@@ -44,48 +44,48 @@ SETTINGS = (("1f1b", 4, 1, 1), ("interleaved", 4, 2, 0), ("interleaved", 4, 2, 3
 
 @dataclass
 class Here:
-    """A tensor that has come: see parallel3d.comm.transport.Incoming."""
+    """A received tensor (parallel3d.comm.transport.Incoming)."""
 
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        """It."""
+        """Return the tensor."""
         return self.tensor
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
 class Prompt:
-    """A transport on which every message arrives at once: see parallel3d.comm.transport.Transport."""
+    """A transport on which every message arrives at once (parallel3d.comm.transport.Transport)."""
 
     def __init__(self, header: Any):
         self._header = header
 
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
-        """Forget them."""
+        """Drop the tensors."""
 
     def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
-        """They are here, whatever is in them."""
+        """Return tensors at once, with any contents."""
         return [Here(kind.empty()) for kind in kinds]
 
     def send_header(self, header: Any, stage: int) -> None:
-        """Forget it."""
+        """Drop the header."""
 
     def receive_header(self, stage: int) -> Any:
-        """Every chunk's output is alike."""
+        """Return the one header: every chunk's output has the same structure."""
         return self._header
 
     def use_host(self, use: bool) -> None:
-        """It's all the same."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """All has left."""
+        """Do nothing: every message has been sent."""
 
 
 class Stage:
-    """What the executor needs of a PipelineModule: a linear for each chunk of this rank, and a loss."""
+    """The part of a PipelineModule that the executor needs: a linear for each chunk of this rank, and a loss."""
 
     def __init__(self, placement: Sequence[int], rank: int):
         self.placement, self.stage_id = tuple(placement), rank
@@ -95,15 +95,15 @@ class Stage:
         self.layers = {c: nn.Linear(FEATURES, FEATURES, bias=False) for c in own}
 
     def forward_chunk(self, chunk: int, inputs: Tensor, _: object) -> Tensor:
-        """The chunk's only layer."""
+        """Run the chunk's only layer."""
         return self.layers[chunk](inputs)
 
     def loss_fn(self, output: Tensor, _: Tensor) -> Tensor:
-        """The sum."""
+        """Return the sum."""
         return output.sum()
 
     def infos(self) -> list[ParameterInfo]:
-        """Its parameters."""
+        """Return the parameters' descriptions."""
         return [ParameterInfo(f"layers.{c}.weight", layer.weight, (c,)) for c, layer in self.layers.items()]
 
 
@@ -128,7 +128,7 @@ class Rank:
         self.alone = Stage(program.placement, rank)
 
     def step(self) -> None:
-        """A batch, as the engine runs it, but for the optimizer."""
+        """Run a batch as the engine does, without the optimizer."""
         count = self.program.num_micro_batches
         batch = Batch([(self.sample, self.sample)] * count, [7] * count, training=True)
         self.reducer.start_step()
@@ -136,7 +136,7 @@ class Rank:
         self.reducer.finish_step()
 
     def layers_alone(self) -> None:
-        """The same forwards and backwards, by plain PyTorch."""
+        """Run the same forwards and backwards by plain PyTorch."""
         last = len(self.alone.placement) - 1
         outputs: dict[tuple[int, int], Tensor] = {}
         for i in self.instructions:

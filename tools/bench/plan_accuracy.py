@@ -75,13 +75,13 @@ class Task:
 
     @property
     def name(self) -> str:
-        """As --layouts takes it."""
+        """Return the layout in the words of --layouts."""
         return f"{self.model}:{self.layout.text}"
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is the same in all: steps before the timed ones, steps, JSON merged into the configuration."""
+    """Settings of all runs: steps before the timed ones, timed steps, JSON merged into the configuration."""
 
     warmup: int
     steps: int
@@ -230,13 +230,13 @@ class _Oracle:
         self._known: dict[tuple[int, str], PredictedRun] = {}
 
     def predict(self, k: int, calibration: Calibration) -> tuple[float, float, list[int]]:
-        """Of record k, seconds of a step, those due to the host, and the peak of each rank."""
+        """Predict record k: seconds of a step, the host's part of them, and the peak of each rank."""
         prediction, _ = self._predictors[k].predict(self._records[k], calibration)
         peaks = [prediction.memory[rank.stage].allocated for rank in self._records[k].ranks]
         return prediction.seconds, prediction.breakdown["host"], peaks
 
     def calibrated(self, places: Sequence[int]) -> Calibration:
-        """By these records."""
+        """Calibrate by these records."""
         return calibrate([self._records[k] for k in places], self._parts)
 
     def _parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
@@ -248,7 +248,7 @@ class _Oracle:
 
 
 def cluster_name(gpus: Sequence[Mapping[str, str]], num_ranks: int) -> str:
-    """Of this host's GPUs, or so many CPU processes. Raises ConfigError for a device that there is no preset of."""
+    """Return the cluster of this host's GPUs, or of CPU processes. Raises ConfigError for a device without a preset."""
     if not gpus:
         return f"{num_ranks}xcpu"
     preset = preset_of(gpus[0]["name"])

@@ -48,7 +48,7 @@ def random_tokens(name: str, micro_batch: int, seq: int, seed: int) -> tuple[Ten
 
 
 def allocated() -> list[int]:
-    """Of every rank the most bytes in tensors since this was asked last. Collective."""
+    """Return every rank's peak bytes in tensors since the last call. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     most = 0
     if torch.cuda.is_available():

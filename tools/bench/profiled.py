@@ -52,7 +52,7 @@ def _kernel(event: Any) -> Kernel:
 
 
 def roofline_figures(step: Callable[[], object], gemm_flops: int, attention_flops: int) -> dict[str, Any]:
-    """What the JSON keeps of a profiled step, lists over the ranks; see roofline.py. Collective.
+    """Return the JSON of a profiled step, lists over the ranks, for roofline.py. Collective.
 
     FLOPs: of this rank's step. The step ends with the last kernel, for which the host waits.
     """

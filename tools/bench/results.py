@@ -1,4 +1,4 @@
-"""What is made of a run's results: whether losses agree, ratios to baselines, the table. Pure functions of the JSON.
+"""Evaluation of a run's results: agreement of losses, ratios to baselines, the table. Pure functions of the JSON.
 
 A run is {"date", "commit", "command", "hardware", "versions", "workload", "cases": [record, ...], "agreement": [...]},
 a record {"case", "framework", "layout", "dp", "zero", "schedule", "status", "wall_s"} and, by its status, "result" or "error".
@@ -19,7 +19,7 @@ TOLERANCE = 0.02  # relative: frameworks draw other initial weights, and some re
 
 
 def passed(records: Iterable[Record]) -> list[Record]:
-    """Those that have a result."""
+    """Return the cases that have a result."""
     return [record for record in records if record["status"] == "ok"]
 
 
@@ -52,7 +52,7 @@ def agreement(records: Iterable[Record], tolerance: float = TOLERANCE) -> list[d
 
 
 def baseline_of(record: Record, records: Sequence[Record], names: Sequence[str] = ()) -> Record | None:
-    """What a record is compared with: the first of the same layout and ZeRO stage, else the first of the same layout.
+    """Return the record to compare with: the first of the same layout and ZeRO stage, else of the same layout.
 
     names: the candidates in order; by default the peers, or our own cases where no peer ran in the layout.
     """
@@ -67,7 +67,7 @@ def baseline_of(record: Record, records: Sequence[Record], names: Sequence[str] 
 
 
 def gains_over_1f1b(record: Record, records: Sequence[Record]) -> tuple[float, float] | None:
-    """Of our own schedules: the share of 1F1B's step that is saved, and what the simulator says of the pipeline alone.
+    """Return the share of 1F1B's step that each own schedule saves, and the simulator's share of the pipeline alone.
 
     Both are for the instruction times that this schedule had. None where 1F1B itself didn't run in the layout.
     """

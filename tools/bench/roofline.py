@@ -30,7 +30,7 @@ def ideal_ms(roofline: Roofline, rate: float) -> float:
 
 
 def losses_ms(roofline: Roofline, rate: float) -> dict[str, float]:
-    """What each part adds to the ideal step, the mean over ranks: with the ideal they add up to the mean step.
+    """Return the time that each part adds to the ideal step, the mean over ranks; together they are the mean step.
 
     Of GEMMs and attention that is their time beyond their FLOPs at `rate` a second, which may be negative.
     """
@@ -69,6 +69,6 @@ def _milliseconds(ns: Sequence[int]) -> list[str]:
 
 
 def _rates(roofline: Roofline) -> list[str]:
-    """Of each rank's GEMMs while they ran, and of all."""
+    """Return the FLOP rate of each rank's GEMMs while they ran, and of the whole step."""
     flops, ns = roofline["gemm_flops"], roofline["parts_ns"]["GEMM"]
     return [f"{f / t / 1e3:.3g}" if t else "" for f, t in [*zip(flops, ns, strict=True), (sum(flops), sum(ns))]]

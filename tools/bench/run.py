@@ -74,7 +74,7 @@ def split_names(text: str) -> list[str]:
 
 
 def environment(gpus: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Of every case: the same number of threads, no GPU where none shall be used, our package to be found."""
+    """Return the environment of every case: the same number of threads, the visible GPUs, the path of this package."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(p for p in (env.get("PYTHONPATH", ""), str(ROOT)) if p)
     env |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "8" if gpus else "1"}
@@ -137,7 +137,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and not merely waiting for its exit code to be read."""
+    """Return whether a process runs, rather than only waiting for its exit code to be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -159,13 +159,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def find_result(output: str) -> dict[str, Any] | None:
-    """What the last line `RESULT {json}` says."""
+    """Return the JSON of the last line `RESULT {json}`."""
     lines = re.findall(r"^RESULT (\{.*\})\s*$", output, re.MULTILINE)
     return json.loads(lines[-1]) if lines else None
 
 
 def error_lines(output: str) -> list[str]:
-    """Up to 6 different lines that name an error, without the rank before them; else the last 6 lines, and the exit code."""
+    """Return up to 6 different lines that name an error, without their rank; else the last 6 and the exit code."""
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line.rstrip()) for line in output.splitlines() if line.strip()]
     errors = [line for line in dict.fromkeys(lines) if re.match(r"\S*(Error|Exception)\b", line)]
     errors = [line for line in errors if "ChildFailedError" not in line]
@@ -212,7 +212,7 @@ def show(record: Mapping[str, Any]) -> None:
 def describe_run(
     args: argparse.Namespace, gpus: list[dict[str, str]], work: object, script: str = "run.py"
 ) -> dict[str, Any]:
-    """All of a run but its cases. work: what it trains on, a dataclass; of paths on the command line the last part alone
+    """Return a run's JSON without its cases. work: the workload, a dataclass; of paths on the command line only the last part
     is kept: the rest says nothing."""
     words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
     return {

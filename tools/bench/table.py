@@ -38,7 +38,7 @@ def section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
 
 
 def curves_section(run: Mapping[str, Any]) -> str:
-    """The same of loss curves: what was run where, the differences, the verdict."""
+    """Return the section of loss curves: what was run where, the differences, the verdict."""
     work = run["workload"]
     lines = [
         _where(run),
@@ -55,7 +55,7 @@ def curves_section(run: Mapping[str, Any]) -> str:
 
 
 def plan_section(run: Mapping[str, Any]) -> str:
-    """The same of predicted layouts: what was run where, predicted beside measured, and what the errors must keep."""
+    """Return the section of predicted layouts: what was run where, predictions with measurements, and the errors' limits."""
     work = run["workload"]
     lines = [
         _where(run),
@@ -72,7 +72,7 @@ def plan_section(run: Mapping[str, Any]) -> str:
 
 
 def communication_section(run: Mapping[str, Any]) -> str:
-    """The same of what ranks of one host send each other: a row for each message, by the backend and by other ways."""
+    """Return the section of communication on one host: a row for each message, by the backend and by other ways."""
     rows: dict[tuple[Any, ...], dict[str, float]] = {}
     for m in run["measured"]:
         rows.setdefault((m["what"], m["world"], m["dtype"], f"{m['bytes']:,}"), {})[m["by"]] = m["seconds"]

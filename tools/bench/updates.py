@@ -1,4 +1,4 @@
-"""The ways by which replicas of one host reduce gradients, update shards and gather weights, for communication.py to time."""
+"""Reductions of gradients, updates of shards and gathers of weights on one host, for communication.py to time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UPDATES = {
 
 
 class Updates:
-    """All of them, with every rank of the world a replica. Collective, as `ways`."""
+    """Updates with every rank of the world as a replica. Collective, as `ways`."""
 
     def __init__(self) -> None:
         self._device, self._world = local_device(), dist.get_world_size()
@@ -42,14 +42,14 @@ class Updates:
         self._kernel = open_reduce_scatter(self._groups, self._device)
 
     def ways(self, what: Sequence[str], sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Way]:
-        """Those of some kinds; sizes: bytes of fp32 gradients, of masters the largest alone."""
+        """Yield the updates of some kinds. sizes: bytes of fp32 gradients; of masters only the largest."""
         for num_bytes in sizes if "reduce_scatter" in what else ():
             yield from self._reductions(num_bytes, dtype)
         if "update" in what and dtype != torch.float32:
             yield from self._updates(max(sizes), dtype)
 
     def _reductions(self, num_bytes: int, wire: torch.dtype) -> Iterator[Way]:
-        """Of so many bytes of fp32 gradients, which travel in a dtype; and of as many gradients that have it."""
+        """Yield reductions of fp32 gradients of this size, sent in a dtype, and of as many gradients in that dtype."""
         whole = torch.zeros(num_bytes // 4 // self._world * self._world, device=self._device)
         shard = whole.chunk(self._world)[dist.get_rank()]
 
@@ -65,7 +65,7 @@ class Updates:
             yield Way("reduce_scatter", num_bytes, KERNEL, lambda: kernel.reduce_into(shard, whole, wire, False, None))
 
     def _updates(self, num_bytes: int, dtype: torch.dtype) -> Iterator[Way]:
-        """AdamW's step of so many bytes of fp32 masters over all ranks, and the gathering of weights, which have a dtype."""
+        """Yield AdamW's step of fp32 masters of this size over all ranks, and the all-gather of weights in a dtype."""
         names = list(_UPDATES) if self._kernel is not None else list(_UPDATES)[:1]
         for name in names:
             call = self._update(num_bytes // 4 // _PARAMETERS, dtype, name)
