@@ -3,8 +3,9 @@
 cosmic-ray (pip install cosmic-ray) makes the mutants; this script samples them, finds the tests that reach each one in any
 process, and runs these tests on a copy of the tree. docs/testing.md has the commands and the results.
 
-python tools/mutation.py sample --tree . --out sample.json     # needs cosmic-ray
-python tools/mutation.py run --tree . --sample sample.json --out result.json
+python tools/mutation.py sample --out sample.json     # needs cosmic-ray
+python tools/mutation.py probe --sample sample.json --out reached.json --work runs/probe
+python tools/mutation.py run --sample sample.json --reached reached.json --out result.json --work runs/mutants
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ast
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -120,32 +122,37 @@ class _Probes(ast.NodeTransformer):
         return [*ast.parse(f"__import__('mutation_plugin').hit({ids})").body, statement]
 
 
-def covering_tests(
-    tree: Path, mutants: list[dict[str, Any]], work: Path, options: list[str]
-) -> tuple[dict[int, set[str]], dict[str, float]]:
-    """Run the tests on a copy with probes. Return the tests that reach each mutant, and the seconds of those that pass."""
-    copy, hits = work / "probed", work / "hits"
-    _copy(tree, copy)
+def probe(args: argparse.Namespace) -> None:
+    """Run the tests on a copy with probes, and write the tests that reach each mutant and the seconds of those that pass."""
+    mutants = json.loads(args.sample.read_text())
+    copy, hits = args.work / "probed", args.work / "hits"
+    _copy(args.tree, copy)
     hits.mkdir()
     for path in {mutant["path"] for mutant in mutants}:
         lines: dict[int, list[int]] = defaultdict(list)
         for k, mutant in enumerate(mutants):
             if mutant["path"] == path:
                 lines[mutant["line"]].append(k)
-        probed = _Probes(lines).visit(ast.parse((tree / path).read_text()))
+        probed = _Probes(lines).visit(ast.parse((args.tree / path).read_text()))
         (copy / path).write_text(ast.unparse(ast.fix_missing_locations(probed)))
-    _pytest(copy, ["--dist", "worksteal", *options], {"MUTATION_HITS": str(hits)}, work / "probed.log")
-    seconds, groups = {}, defaultdict(set)
-    for line in (line for file in hits.glob("*.passed") for line in file.read_text().splitlines()):
+    options = ["-n", str(args.workers), "--dist", "worksteal", *args.tests]
+    _pytest(copy, options, {"MUTATION_HITS": str(hits.resolve())}, args.work / "probed.log")
+    args.out.write_text(json.dumps(read_hits(hits, len(mutants))))
+
+
+def read_hits(hits: Path, count: int) -> dict[str, Any]:
+    """Return what the plugin wrote: the seconds of each test that passed, and the tests that reach each mutant."""
+    seconds, of_file = {}, defaultdict(set)
+    for line in (hits / "main.passed").read_text().splitlines():
         test, spent = line.rsplit("\t", 1)
         seconds[test] = float(spent)
-        groups[test.partition("::")[0]].add(test)
-    reached: dict[int, set[str]] = defaultdict(set)
+        of_file[test.partition("::")[0]].add(test)
+    reached: list[set[str]] = [set() for _ in range(count)]
     for line in {line for file in hits.glob("*.hits") for line in file.read_text().splitlines()}:
         k, phase, test = line.split("\t")
-        # What a fixture of a module reaches is tested by any test of it.
-        reached[int(k)] |= groups[test.partition("::")[0]] if phase == "setup" else {test} & seconds.keys()
-    return reached, seconds
+        # Any test of the file may test the result of a fixture that reaches the mutant.
+        reached[int(k)] |= of_file[test.partition("::")[0]] if phase == "setup" else {test} & seconds.keys()
+    return {"seconds": seconds, "reached": [sorted(tests) for tests in reached]}
 
 
 def outcome(tree: Path, mutant: dict[str, Any], tests: list[str], limit: float, work: Path) -> dict[str, Any]:
@@ -155,10 +162,12 @@ def outcome(tree: Path, mutant: dict[str, Any], tests: list[str], limit: float, 
     (copy / mutant["path"]).write_text(mutant["source"])
     (copy / "tests_of_mutant").write_text("\n".join(tests))
     began = time.monotonic()
-    code = _pytest(copy, ["-x", "@tests_of_mutant"], {}, work / f"mutant{mutant['id']}.log", limit)
+    log = work / f"mutant{mutant['id']}.log"
+    code = _pytest(copy, ["-x", "@tests_of_mutant"], {}, log, limit)
     ended = {0: "survived", 1: "killed", None: "timeout"}.get(code, f"killed, exit code {code}")
     shutil.rmtree(copy)
-    return {"outcome": ended, "seconds": round(time.monotonic() - began)}
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read_text(), re.MULTILINE)
+    return {"outcome": ended, "by": failed, "seconds": round(time.monotonic() - began)}
 
 
 def _copy(tree: Path, to: Path) -> None:
@@ -187,7 +196,7 @@ def _pytest(tree: Path, args: list[str], env: dict[str, str], log: Path, limit: 
             return None
 
 
-def _selected(tests: set[str], seconds: dict[str, float], most: float) -> list[str]:
+def _selected(tests: list[str], seconds: dict[str, float], most: float) -> list[str]:
     """Return the tests in the order in which they run, the quickest first, as many as take `most` seconds together."""
     kept, spent = [], 0.0
     for test in sorted(tests, key=lambda t: (seconds[t], t)):
@@ -200,19 +209,21 @@ def _selected(tests: set[str], seconds: dict[str, float], most: float) -> list[s
 def run(args: argparse.Namespace) -> None:
     """Run the first mutants of each concept that any test reaches, and write and print how they ended."""
     mutants = [{**mutant, "id": k} for k, mutant in enumerate(json.loads(args.sample.read_text()))]
-    args.work.mkdir(parents=True)
-    reached, seconds = covering_tests(args.tree.resolve(), mutants, args.work, ["-n", str(args.workers), *args.tests])
+    known = json.loads(args.reached.read_text())
+    seconds, tests = known["seconds"], known["reached"]
+    if args.without:
+        tests = [[test for test in own if not re.search(args.without, test)] for own in tests]
     chosen = []
     for concept in CONCEPTS:
-        chosen += [m for m in mutants if m["concept"] == concept and reached[m["id"]]][: args.per_concept]
-    tests = {m["id"]: _selected(reached[m["id"]], seconds, args.most_seconds) for m in chosen}
+        chosen += [m for m in mutants if m["concept"] == concept and tests[m["id"]]][: args.per_concept]
+    chosen = [m for m in chosen if not args.only or m["id"] in args.only]
 
     def evaluate(mutant: dict[str, Any]) -> dict[str, Any]:
-        own = tests[mutant["id"]]
+        own = _selected(tests[mutant["id"]], seconds, args.most_seconds)
         limit = 60 + 4 * sum(seconds[test] for test in own)
         row = {key: mutant[key] for key in ("id", "concept", "path", "line", "operator")}
-        counts = {"tests": len(own), "reached_by": len(reached[mutant["id"]])}
-        result = {**row, **counts, **outcome(args.tree.resolve(), mutant, own, limit, args.work)}
+        counts = {"tests": len(own), "reached_by": len(tests[mutant["id"]])}
+        result = {**row, **counts, **outcome(args.tree, mutant, own, limit, args.work)}
         with args.out.with_suffix(".jsonl").open("a") as partial:
             partial.write(json.dumps(result) + "\n")
         return result
@@ -231,28 +242,30 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("sample", "run"):
+    for name in ("sample", "probe", "run"):
         command = commands.add_parser(name)
-        command.add_argument("--tree", type=Path, required=True, help="a checkout of the repository")
+        command.add_argument("--tree", type=lambda path: Path(path).resolve(), default=".", help="a checkout")
         command.add_argument("--out", type=Path, required=True, help="a JSON file")
-    commands.choices["sample"].add_argument("--seed", type=int, default=24)
-    commands.choices["sample"].add_argument(
-        "--candidates", type=int, default=40, help="per concept; some no test reaches"
-    )
+        if name == "sample":
+            command.add_argument("--seed", type=int, default=24)
+            command.add_argument("--candidates", type=int, default=40, help="per concept; some no test reaches")
+        else:
+            command.add_argument("--sample", type=Path, required=True, help="of `sample`")
+            command.add_argument("--work", type=Path, required=True, help="a new directory for copies and logs")
+            command.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    commands.choices["probe"].add_argument("--tests", type=shlex.split, default=[], help="arguments of pytest")
     runs = commands.choices["run"]
-    runs.add_argument("--sample", type=Path, required=True)
-    runs.add_argument("--work", type=Path, default=Path("runs/mutation"), help="a new directory for copies and logs")
+    runs.add_argument("--reached", type=Path, required=True, help="of `probe`")
     runs.add_argument("--per_concept", type=int, default=12)
-    runs.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    runs.add_argument("--tests", type=shlex.split, default=[], help="arguments of pytest, all tests by default")
-    runs.add_argument(
-        "--most_seconds", type=float, default=200, help="of tests of one mutant, the quickest of those that reach it"
-    )
+    runs.add_argument("--only", type=json.loads, help="a list of mutants by their number")
+    runs.add_argument("--without", help="a pattern of tests that don't run on this machine")
+    runs.add_argument("--most_seconds", type=float, default=200, help="of a mutant's tests, the quickest")
     args = parser.parse_args()
     if args.command == "sample":
-        args.out.write_text(json.dumps(sample(args.tree.resolve(), args.seed, args.candidates)))
-    else:
-        run(args)
+        args.out.write_text(json.dumps(sample(args.tree, args.seed, args.candidates)))
+        return
+    args.work.mkdir(parents=True)
+    {"probe": probe, "run": run}[args.command](args)
 
 
 if __name__ == "__main__":
