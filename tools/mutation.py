@@ -171,7 +171,7 @@ def outcome(tree: Path, mutant: dict[str, Any], tests: list[str], limit: float, 
 
 
 def _copy(tree: Path, to: Path) -> None:
-    ignored = shutil.ignore_patterns(".*", "runs", "build", "results", "__pycache__", "*.egg-info")
+    ignored = shutil.ignore_patterns(".*", "runs", "build", "__pycache__", "*.egg-info")
     shutil.copytree(tree, to, ignore=ignored)
 
 
