@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from parallel3d.config.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
+from parallel3d.config.known_keys import Support
 from parallel3d.config.review import Reading, look_up
 from parallel3d.config.schema import Config
-from parallel3d.config.section import Section, Support, section_of, shown_default, what_to_give
+from parallel3d.config.section import Section, section_of, shown_default, what_to_give
 from parallel3d.config.zero import STAGE_3_AS_2
 from parallel3d.errors import ConfigError
 
@@ -135,7 +136,7 @@ def _key_rows(section: type[Section], path: str) -> Iterator[tuple[str, str]]:
     for old, new in section.renamed.items():
         yield _OLD_NAME, _row(f"{path}{old}", "", f"of `{path}{new}`")
     for name, key in section.known_keys.items():
-        inside = f"; its keys: {', '.join(key.keys)}" if key.keys else ""
+        inside = f"; its keys: {', '.join(key.inner)}" if key.inner else ""
         yield key.support.value, _row(f"{path}{name}", "", key.reason + inside)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config.files import decode, read_mapping
+from parallel3d.config.known_keys import Support
 from parallel3d.config.review import AUTO, Reading, autos, look_up
 from parallel3d.config.schema import Config
-from parallel3d.config.section import Section, Support, section_of
+from parallel3d.config.section import Section, section_of
 from parallel3d.errors import ConfigError, nearest
 
 Source = str | Path | Mapping[str, Any] | Config | None

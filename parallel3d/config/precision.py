@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from parallel3d.config.section import Dtype, HalfDtype, NonNegative, Positive, Section, key, known
-
-_MASTERS = "masters, their gradients and the optimizer's state are kept in fp32; set it to false"
+from parallel3d.config.known_keys import keys_of
+from parallel3d.config.section import Dtype, HalfDtype, NonNegative, Positive, Section, key
 
 
 class Fp16Config(Section):
@@ -16,10 +15,7 @@ class Fp16Config(Section):
     below min_loss_scale, at the hysteresis-th overflow; consecutive_hysteresis: a step without one restores the count.
     """
 
-    known_keys = known(
-        refused={_MASTERS: "fp16_master_weights_and_grads"},
-        without_effect={"PyTorch's fused kernels are used wherever they exist": "fused_mode"},
-    )
+    known_keys = keys_of("fp16")
 
     enabled: bool = False
     auto_cast: bool = key(
@@ -38,10 +34,7 @@ class Fp16Config(Section):
 class Bf16Config(Section):
     """Training in bfloat16 with fp32 masters; check_grad_overflow skips a step whose gradients are not finite."""
 
-    known_keys = known(
-        refused={_MASTERS: "bf16_master_weights_and_grads bf16_optimizer_states"},
-        without_effect={"gradients reach their fp32 accumulators as soon as they are made": "immediate_grad_update"},
-    )
+    known_keys = keys_of("bf16")
 
     enabled: bool = False
     check_grad_overflow: bool = key(
@@ -54,11 +47,7 @@ class Bf16Config(Section):
 class TorchAutocastConfig(Section):
     """Layers and loss run under torch.autocast; with float16 the loss is scaled by the other keys of `fp16`."""
 
-    known_keys = known(
-        without_effect={
-            "torch.autocast chooses the operations, communication_data_type reductions": "lower_precision_safe_modules"
-        }
-    )
+    known_keys = keys_of("torch_autocast")
 
     enabled: bool = False
     dtype: HalfDtype = key("bf16", '"bfloat16" or "float16"')
@@ -67,12 +56,7 @@ class TorchAutocastConfig(Section):
 class AmpConfig(Section):
     """The opt levels of NVIDIA's apex, on torch.autocast: O0 fp32, O1 autocast, O2 fp16 with fp32 masters, O3 fp16."""
 
-    known_keys = known(
-        without_effect={
-            "opt_level alone decides: apex itself is not used": "cast_model_type cast_model_outputs patch_torch_functions "
-            "keep_batchnorm_fp32 master_weights loss_scale num_losses verbosity min_loss_scale max_loss_scale hard_override"
-        }
-    )
+    known_keys = keys_of("amp")
 
     enabled: bool = False
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(
@@ -85,12 +69,7 @@ class AmpConfig(Section):
 class DataTypesConfig(Section):
     """Dtypes that are chosen apart from the weights'."""
 
-    known_keys = known(
-        refused={
-            "fp16 and bf16 choose the dtype of all weights": "param_dtype",
-            "buffers keep the dtype they were made in": "buffer_dtype",
-        }
-    ) | known(refused={"no buffer is cast, so none needs to be kept": "keep_in_fp32_modules"}, same=("auto", []))
+    known_keys = keys_of("data_types")
 
     grad_accum_dtype: Dtype | None = key(
         None,

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from parallel3d.config.known_keys import KnownKey, Support
 from parallel3d.config.schema import Config
-from parallel3d.config.section import KnownKey, Section, Support, section_of, shown_default, what_to_give
+from parallel3d.config.section import Section, section_of, shown_default, what_to_give
 from parallel3d.config.zero import STAGE_3_AS_2
 from parallel3d.errors import ConfigError, nearest
 
@@ -91,10 +92,10 @@ class Reading:
             self.origins = dict.fromkeys(paths, GIVEN) | self.origins
 
     def _note(self, where: str, key: KnownKey, value: Any) -> None:
-        if isinstance(value, Mapping) and key.keys:
-            unknown = [name for name in value if name not in key.keys]
+        if isinstance(value, Mapping) and key.inner:
+            unknown = [name for name in value if name not in key.inner]
             for name in unknown:
-                hint = nearest(str(name), key.keys) or f" Known here: {', '.join(key.keys)}."
+                hint = nearest(str(name), key.inner) or f" Known here: {', '.join(key.inner)}."
                 self.problems.append(f"unknown key '{where}.{name}'.{hint}")
         if key.support is Support.REMOVED:
             self.problems.append(f"{where} was removed: {key.reason}; remove the key")
@@ -151,9 +152,9 @@ def _explain_auto(auto: str, field: FieldInfo, path: str) -> str:
 
 def _explain_refused(path: str, value: object, key: KnownKey) -> str:
     remedies = ["remove it"]
-    name = key.switch[0]
+    name = key.switch
     if isinstance(value, Mapping) and name in value:
-        remedies.append(f"set {path}.{name} to {json.dumps(key.switch[1][0])}")
+        remedies.append(f"set {path}.{name} to {json.dumps(key.off_values[0])}")
     remedies.extend(f"set it to {json.dumps(same)}" for same in key.same)
     return (
         f"{path} is not yet supported ({key.reason}), and without it the results would differ: {' or '.join(remedies)}"

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, model_validator
 
-from parallel3d.config.deepspeed_keys import TOP_LEVEL
+from parallel3d.config.known_keys import keys_of
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
 from parallel3d.config.section import Dtype, NonNegative, Positive, Section, key, own_key
@@ -38,7 +38,7 @@ _SAMPLES = "a whole number >= 1, or leave the key out to have it derived"
 class Config(Section):
     """The whole configuration; the keys keep DeepSpeed's names."""
 
-    known_keys = TOP_LEVEL
+    known_keys = keys_of("top level")
     renamed: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
     unset_by_auto = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"})
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -23,57 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticUndefined
 
-
-class Support(str, Enum):
-    """How a key that no field holds is handled."""
-
-    SUPPORTED = "supported"
-    DIFFERENT = "supported, with a difference"
-    LATER = "not yet supported"  # one warning each: the numbers don't depend on it
-    REFUSED = "refused"  # an error: without it the results would differ
-    WITHOUT_EFFECT = "without effect"  # one warning that lists them
-    REMOVED = "removed"  # an error, whatever the value: a key of an earlier version of this package
-
-
-@dataclass(frozen=True)
-class KnownKey:
-    """A key of DeepSpeed, or of an earlier version, that no field holds. reason: shown to the user.
-
-    same: values that hold here anyway. keys: those of a section, where a typing error is to be found. switch: the key of a
-    section that turns it on, with the values that leave it off; a section without its switch is off.
-    """
-
-    support: Support
-    reason: str
-    same: tuple[object, ...] = ()
-    keys: tuple[str, ...] = ()
-    switch: tuple[str, tuple[object, ...]] = ("enabled", (False, None))
-
-    def asks_nothing(self, value: object) -> bool:
-        """Whether this value leaves everything as it is here."""
-        # Where true holds anyway, false asks for something.
-        if value in self.same or (not value and (value is not False or True not in self.same)):
-            return True
-        name, off = self.switch
-        if isinstance(value, Mapping) and (name in self.keys or name in value):
-            return value.get(name, off[0]) in off
-        return False
-
-
-def known(
-    *, same: tuple[object, ...] = (), keys: str = "", switch: Any = KnownKey.switch, **reasons_of: Mapping[str, str]
-) -> dict[str, KnownKey]:
-    """Return keys that no field holds, by name.
-
-    - reasons_of: member of Support in lower case -> reason -> names of keys, which spaces separate.
-    - same, keys, switch: as in KnownKey, of all of them.
-    """
-    return {
-        name: KnownKey(Support[support.upper()], reason, same, tuple(keys.split()), switch)
-        for support, reasons in reasons_of.items()
-        for reason, names in reasons.items()
-        for name in names.split()
-    }
+from parallel3d.config.known_keys import KnownKey
 
 
 class ReadOnlyMapping(Mapping[str, Any]):

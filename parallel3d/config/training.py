@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from parallel3d.config.known_keys import keys_of
 from parallel3d.config.section import (
     LayerNames,
     NonEmpty,
@@ -15,7 +16,6 @@ from parallel3d.config.section import (
     ReadOnlyMapping,
     Section,
     key,
-    known,
     own_key,
 )
 
@@ -23,7 +23,7 @@ from parallel3d.config.section import (
 class OptimizerConfig(Section):
     """The optimizer by name, and the arguments of its constructor."""
 
-    known_keys = known(without_effect={"PyTorch's fused kernels are used wherever they exist": "legacy_fusion"})
+    known_keys = keys_of("optimizer")
 
     type: NonEmpty = Field(description='the name of an optimizer, such as "AdamW"')
     params: Params = Field(
@@ -54,14 +54,7 @@ class SchedulerConfig(Section):
 class CompileConfig(Section):
     """torch.compile, layer by layer."""
 
-    known_keys = known(
-        without_effect={
-            "layers are compiled one by one where enabled is true": "deepcompile autoep_non_moe free_activation "
-            "free_activation_threshold offload_activation offload_activation_pin_memory offload_opt_states double_buffer "
-            "symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
-            "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
-        },
-    )
+    known_keys = keys_of("compile")
 
     enabled: bool = own_key(False, "true or false")
     backend: str = own_key("inductor", "a backend of torch.compile")
@@ -102,13 +95,7 @@ class KernelsConfig(Section):
     All are off by default: among whole steps, only those of two replicas became faster, with optimizer_step (docs/kernels.md).
     """
 
-    known_keys = known(
-        removed={
-            "no training step became faster with it": "all_reduce_norm",
-            "steps with tensor parallelism became 2.5% slower with it": "message_wait",
-            "optimizer_step gathers the weights in less time": "all_gather",
-        },
-    )
+    known_keys = keys_of("kernels")
     unset_by_auto = frozenset({"all_reduce", "reduce_scatter", "optimizer_step"})
 
     all_reduce: bool = _kernel(
@@ -162,14 +149,7 @@ TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_ca
 class CheckpointConfig(Section):
     """How engine.save_checkpoint saves."""
 
-    known_keys = known(
-        without_effect={
-            "every checkpoint loads in any layout": "load_universal",
-            "files are written by safetensors": "writer",
-            "nothing is pickled": "checkpoint_serialization",
-        },
-        refused={"ranks read each other's files: save to a directory that all hosts share": "use_node_local_storage"},
-    ) | known(without_effect={"every rank writes its own part": "parallel_write"}, keys="pipeline_stage")
+    known_keys = keys_of("checkpoint")
 
     tag_validation: TagValidation = key(
         "Warn",
