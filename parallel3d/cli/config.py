@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from parallel3d.config import Config, read
 from parallel3d.config.explain import DEFAULT, OF_MODULE, Explanation, explain, keys_as_markdown
-from parallel3d.config.files import parse_value
+from parallel3d.config.files import parse_yaml
 from parallel3d.config.section import dumped
 from parallel3d.errors import ConfigError
 
@@ -64,7 +64,7 @@ def _parse_autos(pairs: Sequence[str]) -> dict[str, Any]:
         key, equals, text = pair.partition("=")
         if not (key and equals):
             raise ConfigError(f"--auto is {pair!r}; give KEY=VALUE, such as optimizer.params.lr=1e-4")
-        autos[key] = parse_value(text, f"--auto {pair}")
+        autos[key] = parse_yaml(text, f"--auto {pair}")
     return autos
 
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from parallel3d.config.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from parallel3d.config.known_keys import Support
 from parallel3d.config.review import Reading, look_up
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import STAGE_3_AS_2, Config
 from parallel3d.config.section import Section, section_of, shown_default, what_to_give
-from parallel3d.config.zero import STAGE_3_AS_2
 from parallel3d.errors import ConfigError
 
 DEFAULT, DERIVED, OF_MODULE = "default", "derived", "as PipelineModule says"

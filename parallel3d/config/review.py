@@ -13,9 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from parallel3d.config.known_keys import KnownKey, Support
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import STAGE_3_AS_2, Config
 from parallel3d.config.section import Section, section_of, shown_default, what_to_give
-from parallel3d.config.zero import STAGE_3_AS_2
 from parallel3d.errors import ConfigError, nearest
 
 AUTO = "auto"
