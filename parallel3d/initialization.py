@@ -100,6 +100,10 @@ def _check_mpu(mpu: Any) -> None:
         )
 
 
+# Settings of a PipelineModule for which the configuration's pipeline section has another name.
+_KEYS = {"num_stages": "stages", "partition_method": "partition"}
+
+
 def _check_module(model: PipelineModule, config: Config) -> None:
     """Raise ConfigError where the module, which was built before this configuration was read, disagrees with it."""
     topology = model.topology()
@@ -108,26 +112,12 @@ def _check_module(model: PipelineModule, config: Config) -> None:
         raise ConfigError(f"the topology has axes {others} besides pipe, data and model; give them 1 rank")
     _check_tensor_parallel(model, config)
     own = model.settings
-    pairs = {
-        "stages": (config.pipeline.stages, own.num_stages),
-        "num_chunks": (config.pipeline.num_chunks, own.num_chunks),
-        "placement": (config.pipeline.placement, own.placement),
-        "partition": (config.pipeline.partition, own.partition_method),
-        "max_stage_bytes": (config.pipeline.max_stage_bytes, own.max_stage_bytes),
-        "activation_checkpoint_interval": (
-            config.pipeline.activation_checkpoint_interval,
-            own.activation_checkpoint_interval,
-        ),
-        "checkpointable_layers": (config.pipeline.checkpointable_layers, own.checkpointable_layers),
-        "seed_layers": (config.pipeline.seed_layers, own.seed_layers),
-    }
     what, remedy = "the PipelineModule was built with", "pass the same config= to PipelineModule"
     if isinstance(model, SingleStageModule):
-        what, remedy = (
-            f"the model is a {_wrapped_name(model)}, for which it is",
-            "build a PipelineModule of its layers",
-        )
-    for key, (wanted, built) in pairs.items():
+        what, remedy = f"the model is a {_wrapped_name(model)}, for which it is", "build a PipelineModule of its layers"
+    for setting, built in vars(own).items():
+        key = _KEYS.get(setting, setting)
+        wanted = getattr(config.pipeline, key, None)  # of other sections' settings none
         if wanted is not None and wanted != built:
             raise ConfigError(f"pipeline.{key} is {wanted!r}, but {what} {built!r}; {remedy}, or drop the key")
     if config.pipeline.schedule == "1f1b" and own.num_chunks > 1:
