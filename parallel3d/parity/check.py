@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,7 +29,10 @@ def check(target: str, layouts: Sequence[PartialLayout], settings: Settings) -> 
     can be known.
     """
     tolerance = TOLERANCES[settings.dtype] if settings.tolerance is None else settings.tolerance
-    with _default_dtype(settings.building_dtype), TemporaryDirectory(prefix="parallel3d_check_") as name:
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(TemporaryDirectory(prefix="parallel3d_check_")))
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(settings.building_dtype)
         subject = load_subject(target, settings.seed)
         configs = [_load_config(layout, subject, settings) for layout in layouts]
         classes = tuple(map(layer_name, subject.layers))
@@ -40,23 +43,13 @@ def check(target: str, layouts: Sequence[PartialLayout], settings: Settings) -> 
             per_step = accumulation(layout, subject.given()) * layout.replicas
             if (per_step, uses_gpus) not in references:
                 references[per_step, uses_gpus] = train_reference(target, config, settings, per_step, uses_gpus)
-            folder, same = Path(name) / str(size), [other for other in layouts if other.world_size == size]
+            folder, same = root / str(size), [other for other in layouts if other.world_size == size]
             if not folder.exists():
                 folder.mkdir()
                 run_ranks(train_layouts, size, uses_gpus, target, same, settings, folder)
             files = [folder / f"{same.index(layout)}.{rank}" for rank in range(size)]
             ranks = [torch.load(file, weights_only=False) for file in files]
             yield make_report(layout.text, ranks, *references[per_step, uses_gpus], tolerance, classes)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _load_config(layout: PartialLayout, subject: Subject, settings: Settings) -> Config:

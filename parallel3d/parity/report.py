@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel3d.checkpoint.parts import Part
 from parallel3d.parity.reference import Trained
-from parallel3d.parity.worker import HeldPart, RankResult
+from parallel3d.parity.worker import RankResult
 
 # A tensor whose norm is less than this share of the model's is compared on that scale: below, where the true value is
 # zero, as for the bias of attention's keys, there is nothing but rounding.
@@ -109,7 +110,7 @@ def _scales(
 
 
 def differences(
-    ranks: Iterable[Sequence[HeldPart]], wanted: Mapping[str, Tensor], scales: Mapping[str, float]
+    ranks: Iterable[Sequence[Part]], wanted: Mapping[str, Tensor], scales: Mapping[str, float]
 ) -> dict[str, float]:
     """Return name -> ‖got - wanted‖ / its scale, each element by the copy that is farthest off.
 
@@ -119,26 +120,15 @@ def differences(
     unknown = {}
     for part in (part for own in ranks for part in own):
         if part.name in errors:
-            _raise_errors(errors[part.name], part, wanted[part.name])
+            where = part.box.slices([0] * len(part.shape))
+            error = errors[part.name][where]
+            error.copy_(torch.maximum(error, (part.values - wanted[part.name][where]).abs()))
         else:
             unknown[part.name] = math.inf
     for error in errors.values():
         if bool((error < 0).any()):
             error.fill_(math.inf)
     return {name: _norm(error) / max(scales[name], 1e-30) for name, error in errors.items()} | unknown
-
-
-def _raise_errors(error: Tensor, part: HeldPart, wanted: Tensor) -> None:
-    """Raise the error of the elements of a part to their distance from the wanted ones."""
-    slicing = part.slicing
-    own, so_far = (t.clone() if slicing is None else slicing.part_of(t) for t in (wanted, error))
-    where = slice(part.start, part.start + part.values.numel())
-    flat = so_far.view(-1)
-    flat[where] = torch.maximum(flat[where], (part.values - own.flatten()[where]).abs())
-    if slicing is None:
-        error.copy_(so_far)
-    else:
-        slicing.write(error, so_far)
 
 
 def _farthest(numbers: Iterable[float], wanted: float) -> float:

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from parallel3d.checkpoint.parts import Part, parts_of
 from parallel3d.comm.environment import get_rank
 from parallel3d.config.layout import PartialLayout
 from parallel3d.engine import Engine
 from parallel3d.errors import ExecutionError, Parallel3DError
 from parallel3d.initialization import initialize
-from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.parity.settings import Settings, accumulation, check_config
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.user_model import Subject, load_subject
 
 
-@dataclass(frozen=True)
-class HeldPart:
-    """A flat part of a parameter that a rank updates.
-
-    - slicing: the rank's part of the whole tensor; None for all of it.
-    - start: where `values` begin in that part, flattened.
-    """
-
-    name: str
-    slicing: Slicing | None
-    start: int
-    values: Tensor
-
-
 @dataclass
 class RankResult:
-    """Results of one rank: losses, norms and weights after each step, and the gradients of the first before clipping."""
+    """Results of one rank: losses, norms and weights after each step, and the gradients of the first before clipping.
+
+    Weights and gradients are parts of the whole model's tensors, on the CPU.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    weights: list[list[HeldPart]] = field(default_factory=list)
-    gradients: list[HeldPart] = field(default_factory=list)
+    weights: list[list[Part]] = field(default_factory=list)
+    gradients: list[Part] = field(default_factory=list)
 
 
 def train_layouts(target: str, layouts: Sequence[PartialLayout], settings: Settings, folder: Path) -> None:
@@ -82,14 +70,14 @@ def train(subject: Subject, layout: PartialLayout, settings: Settings) -> RankRe
 
 
 @torch.no_grad()
-def held_parts(engine: Engine, gradients: bool) -> list[HeldPart]:
+def held_parts(engine: Engine, gradients: bool) -> list[Part]:
     """Return what this rank updates of each parameter: gradients of the mean loss, before the step, or master weights."""
-    parts = []
+    parts: list[Part] = []
     for shard in (shard for bucket in engine.update.reducer.all_buckets() for shard in bucket.pieces):
         values = shard.master.detach()
         if gradients:
             # A parameter that the loss doesn't reach has an accumulator of zeros.
             values = shard.gradient.to(values.dtype) / engine.update.gradient_scale.to(values.dtype)
-        slicing = slicing_of(shard.info.parameter)
-        parts.append(HeldPart(shard.info.name, slicing, shard.start, values.flatten().cpu().clone()))
+        held = parts_of(shard.info.name, shard.info.parameter, values, shard.start)
+        parts += [replace(part, values=part.values.cpu().clone()) for part in held]
     return parts
