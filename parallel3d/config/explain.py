@@ -93,19 +93,6 @@ def _left_out(reading: Reading) -> Iterator[Entry]:
         yield Entry(path, look_up(reading.given, path), "is so anyway")
 
 
-_OWN, _OLD_NAME = "own", "old name"
-_HEADINGS = {
-    Support.SUPPORTED.value: "Supported",
-    Support.DIFFERENT.value: "Supported, with a difference",
-    _OWN: "Keys that DeepSpeed doesn't have",
-    _OLD_NAME: "Old names",
-    Support.LATER.value: "Not yet supported: left out, with a warning each",
-    Support.REFUSED.value: "Not yet supported: an error, since the results would differ",
-    Support.WITHOUT_EFFECT.value: "Without effect: named in one warning, if they ask for something else than is done anyway",
-    Support.REMOVED.value: "Removed: an error",
-}
-
-
 def keys_as_markdown() -> str:
     """Return the table of all keys, by status, in Markdown."""
     rows = list(_key_rows(Config, ""))
@@ -114,14 +101,14 @@ def keys_as_markdown() -> str:
         "",
         "Made from the schema by `p3d config --keys`. [configuration.md](configuration.md) is the guide.",
     ]
-    for status, heading in _HEADINGS.items():
-        lines += ["", f"## {heading}", "", "| key | default | |", "|---|---|---|"]
-        lines += [line for kind, line in rows if kind == status]
+    for support in Support:
+        lines += ["", f"## {support.heading}", "", "| key | default | |", "|---|---|---|"]
+        lines += [row for kind, row in rows if kind is support]
     return "\n".join(lines) + "\n"
 
 
-def _key_rows(section: type[Section], path: str) -> Iterator[tuple[str, str]]:
-    """Yield (status, row of the table) of each key of a section and of the sections inside."""
+def _key_rows(section: type[Section], path: str) -> Iterator[tuple[Support, str]]:
+    """Yield (how it is handled, row of the table) of each key of a section and of the sections inside."""
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is not None:
@@ -129,14 +116,14 @@ def _key_rows(section: type[Section], path: str) -> Iterator[tuple[str, str]]:
             continue
         marks: Any = field.json_schema_extra or {}
         difference = marks.get("difference")
-        status = _OWN if marks.get("own") else Support.DIFFERENT.value if difference else Support.SUPPORTED.value
+        status = Support.DIFFERENT if difference else Support.SUPPORTED
         meaning = what_to_give(field) + (f"; {difference}" if difference else "")
-        yield status, _row(f"{path}{name}", shown_default(field), meaning)
+        yield Support.OWN if marks.get("own") else status, _row(f"{path}{name}", shown_default(field), meaning)
     for old, new in section.renamed.items():
-        yield _OLD_NAME, _row(f"{path}{old}", "", f"of `{path}{new}`")
+        yield Support.OLD_NAME, _row(f"{path}{old}", "", f"of `{path}{new}`")
     for name, key in section.known_keys.items():
         inside = f"; its keys: {', '.join(key.inner)}" if key.inner else ""
-        yield key.support.value, _row(f"{path}{name}", "", key.reason + inside)
+        yield key.support, _row(f"{path}{name}", "", key.reason + inside)
 
 
 def _row(path: str, default: str, meaning: str) -> str:

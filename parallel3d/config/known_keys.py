@@ -12,15 +12,29 @@ from typing import Any
 import yaml
 
 
-class Support(str, Enum):
-    """How a key that no field holds is handled."""
+class Support(Enum):
+    """How a key is handled, and the heading of such keys in the table of all."""
 
-    SUPPORTED = "supported"
-    DIFFERENT = "supported, with a difference"
-    LATER = "not yet supported"  # one warning each: the numbers don't depend on it
-    REFUSED = "refused"  # an error: without it the results would differ
-    WITHOUT_EFFECT = "without effect"  # one warning that lists them
-    REMOVED = "removed"  # an error, whatever the value: a key of an earlier version of this package
+    SUPPORTED = "supported", "Supported"
+    DIFFERENT = "different", "Supported, with a difference"
+    OWN = "own", "Keys that DeepSpeed doesn't have"
+    OLD_NAME = "old name", "Old names"
+    # Known keys, which no field holds.
+    LATER = "not yet supported", "Not yet supported: left out, with a warning each"
+    REFUSED = "refused", "Not yet supported: an error, since the results would differ"
+    WITHOUT_EFFECT = (
+        "without effect",
+        "Without effect: named in one warning, if they ask for something else than is done anyway",
+    )
+    REMOVED = "removed", "Removed: an error"  # whatever the value: keys of earlier versions of this package
+
+    heading: str
+
+    def __new__(cls, name: str, heading: str = "") -> Support:
+        """Make the kind of a name."""
+        support = object.__new__(cls)
+        support._value_, support.heading = name, heading
+        return support
 
 
 @dataclass(frozen=True)

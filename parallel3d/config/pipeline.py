@@ -56,7 +56,6 @@ class PipelineConfig(Section):
     """How layers become stages, and in which order the stages work; None: as PipelineModule says."""
 
     known_keys = keys_of("pipeline")
-    auto_is_a_value = frozenset({"schedule"})
     unset_by_auto = frozenset({"stages"})
 
     stages: Positive | None = key(None, "a whole number of stages >= 1")

@@ -78,11 +78,12 @@ class Reading:
         return kept
 
     def _keep(self, key: str, value: Any, section: type[Section], where: str, kept: dict[str, Any]) -> None:
-        inner = section_of(section.model_fields[key].annotation)
+        annotation = section.model_fields[key].annotation
+        inner = section_of(annotation)
         if inner is not None and isinstance(value, Mapping):
             kept[key] = self._supported(value, inner, f"{where}.")
             return
-        open_autos = [] if value == AUTO and key in section.auto_is_a_value else list(autos(value, where))
+        open_autos = [] if value == AUTO and AUTO in _words(annotation) else list(autos(value, where))
         if open_autos and key not in section.unset_by_auto:
             self.problems.extend(_explain_auto(path, section.model_fields[key], where) for path in open_autos)
         elif not open_autos:

@@ -33,7 +33,7 @@ class ZeroConfig(Section):
     """Partitioning over the data-parallel ranks, and the buckets of gradients."""
 
     known_keys = keys_of("zero_optimization")
-    unset_by_auto = frozenset({"reduce_per_micro_batch", "reduce_bucket_size", "allgather_bucket_size"})
+    unset_by_auto = frozenset({"reduce_bucket_size", "allgather_bucket_size"})
 
     stage: NonNegative = key(0, "0, 1, 2 or 3", differs="stage 3 trains as stage 2, with a warning", le=3)
     reduce_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")

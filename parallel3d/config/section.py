@@ -114,8 +114,6 @@ class Section(BaseModel):
     known_keys: ClassVar[Mapping[str, KnownKey]] = {}
     # Old names of fields, to the present ones.
     renamed: ClassVar[Mapping[str, str]] = {}
-    # Keys for which "auto" is a value of their own, where nothing fills it in.
-    auto_is_a_value: ClassVar[frozenset[str]] = frozenset()
     # Keys for which "auto" means: not given.
     unset_by_auto: ClassVar[frozenset[str]] = frozenset()
 

@@ -13,7 +13,7 @@ from parallel3d.config import Config, load
 from parallel3d.config.layout import PartialLayout
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.ranks import run_ranks
-from parallel3d.parity.reference import Trained, train_reference
+from parallel3d.parity.reference import Trained, Whole, train_reference
 from parallel3d.parity.report import Report, make_report
 from parallel3d.parity.settings import TOLERANCES, Settings, accumulation, check_config
 from parallel3d.parity.worker import train_layouts
@@ -36,7 +36,7 @@ def check(target: str, layouts: Sequence[PartialLayout], settings: Settings) -> 
         subject = load_subject(target, settings.seed)
         configs = [_load_config(layout, subject, settings) for layout in layouts]
         classes = tuple(map(layer_name, subject.layers))
-        references: dict[tuple[int, bool], tuple[Trained, Trained]] = {}
+        references: dict[tuple[int, bool], tuple[Trained[Whole], Trained[Whole]]] = {}
         for layout, config in zip(layouts, configs, strict=True):
             size = layout.world_size
             uses_gpus = torch.cuda.device_count() >= size

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
@@ -24,22 +24,28 @@ from parallel3d.rng import layer_seed, stream_seed
 from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
 from parallel3d.user_model import Subject, describe, load_subject
 
+# Tensors on the CPU: whole ones by name, or a rank's parts of them.
+Tensors = TypeVar("Tensors")
+
 
 @dataclass(frozen=True)
-class Step:
-    """Results of one step: the mean loss, the gradient norm before clipping, and the weights after it, on the CPU."""
+class Step(Generic[Tensors]):
+    """Results of one step: the mean loss, the gradient norm before clipping, and the weights after it."""
 
     loss: float
     norm: float
-    weights: dict[str, Tensor]
+    weights: Tensors
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Results of one process: its steps, and the gradients of the first."""
+class Trained(Generic[Tensors]):
+    """Results of one process or rank: its steps, and the gradients of the first, before clipping."""
 
-    steps: Sequence[Step]
-    gradients: dict[str, Tensor]
+    steps: Sequence[Step[Tensors]]
+    gradients: Tensors
+
+
+Whole = dict[str, Tensor]
 
 
 class Reference:
@@ -68,7 +74,7 @@ class Reference:
         self._schedule = build_scheduler(schedule.type, self._optimizer, schedule.params) if schedule else None
         self.gradients: dict[str, Tensor] = {}
 
-    def step(self, num_micro_batches: int) -> Step:
+    def step(self, num_micro_batches: int) -> Step[Whole]:
         """Train on the next `num_micro_batches` micro-batches of the world, in their global order."""
         sums: dict[str, Tensor] = {}
         total, count = 0.0, 0.0
@@ -95,9 +101,9 @@ class Reference:
     def _loss(self, index: int, number: int) -> tuple[Tensor, float]:
         """Return the loss, or the sum of losses, of micro-batch `index` of the step, the `number`-th of all; and its count."""
         inputs, labels = self._subject.batch(number, self._seed)
-        x, y = tree_map(self._to_device, inputs), tree_map(self._to_device, labels)
+        x, y = tree_map_only(Tensor, lambda t: t.to(self._device), (inputs, labels))
         if self._dtype == torch.bfloat16:
-            x = tree_map(lambda leaf: leaf.to(self._dtype) if _is_float(leaf) else leaf, x)
+            x = tree_map_only(Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t, x)
         # Other kernels of attention draw their dropout in an order of their own.
         with sdpa_kernel(SDPBackend.MATH) if self._config.rng.layout_independent else nullcontext():
             for k, call in enumerate(self._calls):
@@ -105,9 +111,6 @@ class Reference:
                 x = call(x)
         loss = x if self._loss_fn is None else self._loss_fn(x, y)
         return (loss[0], float(loss[1])) if isinstance(loss, (tuple, list)) else (loss, 1.0)
-
-    def _to_device(self, leaf: Any) -> Any:
-        return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -123,7 +126,7 @@ class Reference:
 
 def train_reference(
     target: str, config: Config, settings: Settings, per_step: int, uses_gpu: bool
-) -> tuple[Trained, Trained]:
+) -> tuple[Trained[Whole], Trained[Whole]]:
     """Train the model of `target` on one process, in `per_step` micro-batches a step.
 
     Returns the results in the dtype of the settings, and those in the dtype that layers are made in: the same but for half
@@ -145,10 +148,6 @@ def train_reference(
             except Exception as error:
                 raise ExecutionError(f"on one process, where layers get no context: {describe(error)}") from error
     return trained[0], trained[-1]
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _build(

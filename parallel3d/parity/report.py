@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.parts import Part
-from parallel3d.parity.reference import Trained
-from parallel3d.parity.worker import RankResult
+from parallel3d.parity.reference import Trained, Whole
 
 # A tensor whose norm is less than this share of the model's is compared on that scale: below, where the true value is
 # zero, as for the bias of attention's keys, there is nothing but rounding.
@@ -63,9 +62,9 @@ class Report:
 
 def make_report(
     layout: str,
-    ranks: Sequence[RankResult],
-    wanted: Trained,
-    exact: Trained,
+    ranks: Sequence[Trained[list[Part]]],
+    wanted: Trained[Whole],
+    exact: Trained[Whole],
     tolerance: float,
     classes: tuple[str, ...],
 ) -> Report:
@@ -79,9 +78,9 @@ def make_report(
     steps, weights = [], {}
     for k, step in enumerate(wanted.steps):
         scales = _scales(step.weights, exact.steps[k].weights, tolerance, by_size=True)
-        weights = differences((rank.weights[k] for rank in ranks), step.weights, scales)
-        loss = _farthest((rank.losses[k] for rank in ranks), step.loss)
-        norm = _farthest((rank.norms[k] for rank in ranks), step.norm)
+        weights = differences((rank.steps[k].weights for rank in ranks), step.weights, scales)
+        loss = _farthest((rank.steps[k].loss for rank in ranks), step.loss)
+        norm = _farthest((rank.steps[k].norm for rank in ranks), step.norm)
         off = _relative(loss, step.loss), _relative(norm, step.norm), _farthest(weights.values(), 0.0)
         steps.append(StepReport((loss, step.loss), (norm, step.norm), off))
     return Report(layout, tuple(steps), gradients, weights, tolerance, classes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,26 +14,14 @@ from parallel3d.config.layout import PartialLayout
 from parallel3d.engine import Engine
 from parallel3d.errors import ExecutionError, Parallel3DError
 from parallel3d.initialization import initialize
+from parallel3d.parity.reference import Step, Trained
 from parallel3d.parity.settings import Settings, accumulation, check_config
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.user_model import Subject, load_subject
 
 
-@dataclass
-class RankResult:
-    """Results of one rank: losses, norms and weights after each step, and the gradients of the first before clipping.
-
-    Weights and gradients are parts of the whole model's tensors, on the CPU.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    weights: list[list[Part]] = field(default_factory=list)
-    gradients: list[Part] = field(default_factory=list)
-
-
 def train_layouts(target: str, layouts: Sequence[PartialLayout], settings: Settings, folder: Path) -> None:
-    """Train in the layouts one after the other; write this rank's RankResult of the k-th to `folder`/k.rank. Collective."""
+    """Train in the layouts one after the other; write this rank's results of the k-th to `folder`/k.rank. Collective."""
     torch.set_default_dtype(settings.building_dtype)
     for k, layout in enumerate(layouts):
         try:
@@ -43,16 +31,17 @@ def train_layouts(target: str, layouts: Sequence[PartialLayout], settings: Setti
         torch.save(result, folder / f"{k}.{get_rank()}")
 
 
-def train(subject: Subject, layout: PartialLayout, settings: Settings) -> RankResult:
+def train(subject: Subject, layout: PartialLayout, settings: Settings) -> Trained[list[Part]]:
     """Train a subject in a layout and return this rank's results. Collective."""
     config, seed = check_config(layout, subject.given(), settings), settings.seed
     module = PipelineModule(subject.layers, loss_fn=subject.loss_fn, seed_layers=True, base_seed=seed, config=config)
     engine, *_ = initialize(model=module, config=config)
-    result = RankResult()
+    steps: list[Step[list[Part]]] = []
+    gradients: list[Part] = []
 
     def keep_first_gradients() -> None:
-        if not result.gradients:
-            result.gradients = held_parts(engine, gradients=True)
+        if not gradients:
+            gradients.extend(held_parts(engine, gradients=True))
 
     engine.update.call_before_step(keep_first_gradients)
     data = None
@@ -61,12 +50,10 @@ def train(subject: Subject, layout: PartialLayout, settings: Settings) -> RankRe
         replica, total = engine.grid.get_data_parallel_rank(), accumulation(layout, subject.given()) * layout.replicas
         data = (subject.batch(index, seed) for index in range(replica, settings.steps * total, layout.replicas))
     for _ in range(settings.steps):
-        result.losses.append(float(engine.train_batch(data)))
-        norm = engine.get_global_grad_norm()
+        loss, norm = engine.train_batch(data), engine.get_global_grad_norm()
         assert norm is not None
-        result.norms.append(float(norm))
-        result.weights.append(held_parts(engine, gradients=False))
-    return result
+        steps.append(Step(float(loss), float(norm), held_parts(engine, gradients=False)))
+    return Trained(steps, gradients)
 
 
 @torch.no_grad()
