@@ -5,10 +5,9 @@ No engine, executor, schedule, bucket or partition: layers are built one after t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -57,13 +56,13 @@ class Reference:
     def __init__(self, subject: Subject, config: Config, seed: int, dtype: torch.dtype, device: torch.device):
         self._subject, self._config, self._seed, self._dtype, self._device = subject, config, seed, dtype, device
         self._steps = 0
-        self._calls, modules = _build(subject.layers, seed, device)
+        self._modules = _build(subject.layers, seed, device)
         loss_fn = subject.loss_fn
         self._loss_fn = loss_fn.build() if isinstance(loss_fn, LayerSpec) else loss_fn
-        self._computing = _name_parameters(subject.layers, modules)
+        self._computing = _name_parameters(subject.layers, self._modules)
         # As mixed precision has it, half-precision weights are rounded from the masters that the optimizer updates.
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self._computing.items()}
-        for module in modules:
+        for module in self._modules:
             if module is not None and dtype == torch.bfloat16:
                 module.to(dtype)
         optimizer = config.optimizer
@@ -106,9 +105,11 @@ class Reference:
             x = tree_map_only(Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t, x)
         # Other kernels of attention draw their dropout in an order of their own.
         with sdpa_kernel(SDPBackend.MATH) if self._config.rng.layout_independent else nullcontext():
-            for k, call in enumerate(self._calls):
+            for k, (layer, module) in enumerate(zip(self._subject.layers, self._modules, strict=True)):
                 torch.manual_seed(stream_seed(self._config.seed, self._seed, self._steps, index, k))
-                x = call(x)
+                function: Any = layer if module is None else module
+                forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+                x = function(x) if forward_fn is None else forward_fn(function, x)
         loss = x if self._loss_fn is None else self._loss_fn(x, y)
         return (loss[0], float(loss[1])) if isinstance(loss, (tuple, list)) else (loss, 1.0)
 
@@ -150,11 +151,8 @@ def train_reference(
     return trained[0], trained[-1]
 
 
-def _build(
-    layers: Sequence[Layer], seed: int, device: torch.device
-) -> tuple[list[Callable[[Any], Any]], list[nn.Module | None]]:
-    """Return the function to call for each layer, and its module or None."""
-    calls: list[Callable[[Any], Any]] = []
+def _build(layers: Sequence[Layer], seed: int, device: torch.device) -> list[nn.Module | None]:
+    """Return the module of each layer, None for a function. Tied layers share a module, or the weights that they name."""
     modules: list[nn.Module | None] = []
     for k, layer in enumerate(layers):
         module = layer if isinstance(layer, nn.Module) else None
@@ -167,13 +165,8 @@ def _build(
                     module = layer.build()
                 for j, first in list(tie.items())[:1]:
                     _share_weights(first, modules[j], layer, module)
-        if module is not None:
-            module.to(device).train()
-        modules.append(module)
-        forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
-        function: Any = layer if module is None else module
-        calls.append(function if forward_fn is None else partial(forward_fn, function))
-    return calls, modules
+        modules.append(None if module is None else module.to(device).train())
+    return modules
 
 
 def _tie_of(layers: Sequence[Layer], layer: Layer) -> dict[int, TiedLayerSpec]:
