@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from parallel3d.comm.environment import init_distributed
 from parallel3d.config import BatchSizes, Config, load, resolve_batch
 from parallel3d.deepspeed.accessors import DeepSpeedEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, DataError
 from parallel3d.optim import build_optimizer, build_scheduler
-from parallel3d.pipe.data import RepeatingLoader, make_loader
+from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.single_stage import SingleStageModule
 
@@ -194,14 +194,15 @@ def _make_loader(
                 f"{sizes.micro_batch_size}; make the two equal"
             )
         return data
-    return make_loader(
-        data,
+    if not isinstance(data, Sized):
+        raise DataError(f"training_data {type(data).__name__} has no length; pass your own iterator to train_batch")
+    sampler = MicroBatchSampler(
+        len(data),
         sizes.micro_batch_size,
-        replica=model.groups.coordinate("data"),
-        num_replicas=model.groups.data.size,
-        num_micro_batches=sizes.num_micro_batches,
+        model.groups.coordinate("data"),
+        model.groups.data.size,
+        sizes.num_micro_batches,
         seed=config.seed,
         drop_last=config.dataloader_drop_last,
-        collate_fn=collate_fn,
-        pin_memory=model.device.type == "cuda",
     )
+    return DataLoader(data, batch_sampler=sampler, collate_fn=collate_fn, pin_memory=model.device.type == "cuda")

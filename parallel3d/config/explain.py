@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from parallel3d.config.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from parallel3d.config.known_keys import Support
-from parallel3d.config.review import Reading, look_up
+from parallel3d.config.review import Reading
 from parallel3d.config.schema import STAGE_3_AS_2, Config
 from parallel3d.config.section import Section, section_of, shown_default, what_to_give
 from parallel3d.errors import ConfigError
 
 DEFAULT, DERIVED, OF_MODULE = "default", "derived", "as PipelineModule says"
+_SO_ANYWAY = "is so anyway"
 
 
 class Entry(NamedTuple):
@@ -83,14 +84,15 @@ def _values(section: Section, path: str, origins: Mapping[str, str], derived: Ma
             yield Entry(where, value, origins.get(where, DEFAULT))
 
 
-def _left_out(reading: Reading) -> Iterator[Entry]:
+def _left_out(reading: Reading) -> list[Entry]:
+    """Return what was left out, and after it the keys that ask for what is done anyway."""
     zero = reading.config.zero_optimization
-    if zero.stage != zero.effective_stage:
-        yield Entry("zero_optimization.stage", zero.stage, STAGE_3_AS_2)
-    for path, (key, value) in reading.ignored.items():
-        yield Entry(path, value, f"{key.support.value}: {key.reason}")
-    for path in reading.silent:
-        yield Entry(path, look_up(reading.given, path), "is so anyway")
+    lower = [Entry("zero_optimization.stage", zero.stage, STAGE_3_AS_2)] if zero.stage != zero.effective_stage else []
+    entries = [
+        Entry(path, value, _SO_ANYWAY if key.asks_nothing(value) else f"{key.support.value}: {key.reason}")
+        for path, (key, value) in reading.left_out.items()
+    ]
+    return lower + sorted(entries, key=lambda entry: entry.why == _SO_ANYWAY)
 
 
 def keys_as_markdown() -> str:

@@ -27,8 +27,7 @@ class Reading:
 
     - name: for messages; given: the mapping as given; config: set by `check`.
     - origins: path -> GIVEN, or where a value of "auto" comes from; the values of other paths are defaults.
-    - ignored: path -> the key that was left out and its value, in the mapping's order; silent: the paths of those that ask
-      for what is done anyway.
+    - left_out: path -> the known key that was left out and its value, in the mapping's order.
     """
 
     name: str
@@ -36,16 +35,16 @@ class Reading:
     config: Config = field(default_factory=Config)
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    ignored: dict[str, tuple[KnownKey, Any]] = field(default_factory=dict)
-    silent: list[str] = field(default_factory=list)
+    left_out: dict[str, tuple[KnownKey, Any]] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about keys that were left out: one line for all without effect, one for each other key."""
+        """Warnings about keys that ask for something and were left out: one for all without effect, one for each other."""
+        asked = {path: key for path, (key, value) in self.left_out.items() if not key.asks_nothing(value)}
         zero = self.config.zero_optimization
         lines = [f"zero_optimization.stage {zero.stage}: {STAGE_3_AS_2}"] * (zero.stage != zero.effective_stage)
-        lines += [f"{path}: {key.reason}" for path, (key, _) in self.ignored.items() if key.support is Support.LATER]
-        idle = [path for path, (key, _) in self.ignored.items() if key.support is Support.WITHOUT_EFFECT]
+        lines += [f"{path}: {key.reason}" for path, key in asked.items() if key.support is Support.LATER]
+        idle = [path for path, key in asked.items() if key.support is Support.WITHOUT_EFFECT]
         warned = [f"not yet supported: {line}" for line in lines]
         return [*warned, f"without effect here: {', '.join(idle)}"] if idle else warned
 
@@ -99,12 +98,10 @@ class Reading:
                 self.problems.append(f"unknown key '{where}.{name}'.{hint}")
         if key.support is Support.REMOVED:
             self.problems.append(f"{where} was removed: {key.reason}; remove the key")
-        elif key.asks_nothing(value):
-            self.silent.append(where)
-        elif key.support is Support.REFUSED:
+        elif key.support is Support.REFUSED and not key.asks_nothing(value):
             self.problems.append(_explain_refused(where, value, key))
         else:
-            self.ignored[where] = (key, value)
+            self.left_out[where] = key, value
 
 
 def autos(value: object, path: str) -> Iterator[str]:

@@ -65,16 +65,14 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_DTYPE_NAMES = {
-    "fp32": ("float32", "float", "torch.float32"),
-    "bf16": ("bfloat16", "torch.bfloat16"),
-    "fp16": ("float16", "half", "torch.float16"),
-}
-_SHORT_NAMES = {name: short for short, names in _DTYPE_NAMES.items() for name in (short, *names)}
+_DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def _read_dtype(value: object) -> object:
-    return _SHORT_NAMES.get(value.lower(), value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    name = value.lower().removeprefix("torch.")
+    return _DTYPES.get(name, name)
 
 
 Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
