@@ -121,22 +121,18 @@ def _import(place: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)  # where python itself would look for what a script imports
     try:
-        return _import_file(path) if is_file else importlib.import_module(place)
+        if not is_file:
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(f"subject_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     except ModuleNotFoundError as error:
         raise ConfigError(f"{place}: {error}; give a path that ends in .py, or a module on PYTHONPATH") from error
     except Exception as error:
         raise ConfigError(f"importing {place}: {describe(error)}") from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    name = f"subject_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _as_subject(made: Any, target: str) -> Subject:

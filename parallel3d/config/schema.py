@@ -281,7 +281,7 @@ class FailuresConfig(Section):
 
 
 def _read_zero(value: object) -> object:
-    """DeepSpeed's oldest form: true is stage 1, false is stage 0."""
+    """Read DeepSpeed's oldest form: true is stage 1, false is stage 0."""
     return {"stage": int(value)} if isinstance(value, bool) else value
 
 

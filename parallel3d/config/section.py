@@ -117,7 +117,7 @@ class Section(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """pydantic's schema of the section, and the keys that no field holds; a value may always be "auto"."""
+        """Return pydantic's schema of the section, with the keys that no field holds; a value may always be "auto"."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
         for name, info in cls.model_fields.items():
