@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.config.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from parallel3d.config.known_keys import Support
-from parallel3d.config.review import Reading
+from parallel3d.config.load import Reading
 from parallel3d.config.schema import STAGE_3_AS_2, Config
 from parallel3d.config.section import Section, section_of, shown_default, what_to_give
 from parallel3d.errors import ConfigError
