@@ -15,10 +15,9 @@ from rich.table import Column, Table
 from parallel3d.config import BatchSizes, Config, read, resolve_batch
 from parallel3d.config.batch import ACCUMULATION, MICRO, TRAIN
 from parallel3d.config.files import parse_yaml
-from parallel3d.config.known_keys import Support
 from parallel3d.config.load import Reading
 from parallel3d.config.schema import STAGE_3_AS_2
-from parallel3d.config.section import Section, dumped, section_of, shown_default, what_to_give
+from parallel3d.config.section import Section, Support, dumped, section_of, shown_default, what_to_give
 from parallel3d.errors import ConfigError
 
 # Origins of values that are not given.
@@ -162,7 +161,8 @@ def show(explanation: Explanation) -> None:
         table = Table(*columns, title=title, title_justify="left")
         for value in values:
             style = "dim" if value.why in (DEFAULT, OF_MODULE) else ""
-            table.add_row(value.path, _json(value.value), value.why, style=style)
+            shown = escape(json.dumps(dumped(value.value)))  # brackets are no markup of rich's
+            table.add_row(value.path, shown, value.why, style=style)
         if values:
             Console().print(table)
     sizes, pipe, data, model = explanation.sizes, explanation.pipe, explanation.data, explanation.model
@@ -171,11 +171,6 @@ def show(explanation: Explanation) -> None:
         "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp\n"
         f"{sizes.train_batch_size} = {sizes.micro_batch_size} x {sizes.num_micro_batches} x {data} samples a step"
     )
-
-
-def _json(value: object) -> str:
-    """Return a value as JSON, in which brackets are no markup of rich's."""
-    return escape(json.dumps(dumped(value)))
 
 
 def keys_as_markdown() -> str:

@@ -15,9 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from parallel3d.config.files import decode, read_mapping
-from parallel3d.config.known_keys import KnownKey, Support
 from parallel3d.config.schema import STAGE_3_AS_2, Config
-from parallel3d.config.section import Section, section_of, shown_default, what_to_give
+from parallel3d.config.section import KnownKey, Section, Support, section_of, shown_default, what_to_give
 from parallel3d.errors import ConfigError, nearest
 
 Source = str | Path | Mapping[str, Any] | Config | None

@@ -7,7 +7,6 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
-from parallel3d.config.known_keys import keys_of
 from parallel3d.config.section import (
     LayerNames,
     NonEmpty,
@@ -17,6 +16,7 @@ from parallel3d.config.section import (
     Section,
     dumped,
     key,
+    keys_of,
     own_key,
     read_only,
     whole,

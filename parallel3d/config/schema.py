@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from parallel3d.config.known_keys import keys_of
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.section import (
     Dtype,
@@ -20,6 +19,7 @@ from parallel3d.config.section import (
     ReadOnlyMapping,
     Section,
     key,
+    keys_of,
     own_key,
 )
 
