@@ -13,37 +13,27 @@ from threading import get_ident, main_thread
 
 
 class Phase(IntEnum):
-    """Phase of a process."""
+    """Phase of a process, and its description in a verdict."""
 
-    SETUP = 0
-    USER = 1
-    LOADING = 2
-    PROGRAM = 3
-    REDUCING = 4
-    STEP = 5
-    CALL = 6
-    EVALUATING = 7
-    SAVING = 8
-    UNWATCHED = 9
+    SETUP = 0, "set-up"
+    USER = 1, "user code between steps"
+    LOADING = 2, "loading data"
+    PROGRAM = 3, "the schedule"
+    REDUCING = 4, "the end of the gradients' reduction"
+    STEP = 5, "the optimizer step"
+    CALL = 6, "a forward or backward call"
+    EVALUATING = 7, "evaluation"
+    SAVING = 8, "a save"
+    UNWATCHED = 9, "an unwatched region"
 
-    @property
-    def description(self) -> str:
-        """The phase as a verdict prints it."""
-        return _DESCRIPTIONS[self]
+    description: str
 
+    def __new__(cls, number: int, description: str = "") -> Phase:
+        """Make the phase of a number."""
+        phase = int.__new__(cls, number)
+        phase._value_, phase.description = number, description
+        return phase
 
-_DESCRIPTIONS = {
-    Phase.SETUP: "set-up",
-    Phase.USER: "user code between steps",
-    Phase.LOADING: "loading data",
-    Phase.PROGRAM: "the schedule",
-    Phase.REDUCING: "the end of the gradients' reduction",
-    Phase.STEP: "the optimizer step",
-    Phase.CALL: "a forward or backward call",
-    Phase.EVALUATING: "evaluation",
-    Phase.SAVING: "a save",
-    Phase.UNWATCHED: "an unwatched region",
-}
 
 # Indices of the slots.
 PHASE, PROGRAM, POSITION, BATCH, STEADY, EVALUATES, UNTIMED = range(7)

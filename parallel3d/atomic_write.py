@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to, which then takes the place of `path`: a reader, or a process that dies, never sees a part.
+    """Yield a path to write to, which then takes the place of `path`: nobody ever sees a part of the file.
 
-    Of several processes that do so at once, the last one's file stays. Raises OSError.
+    If several processes do so at once, the last one's file stays. Raises OSError.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -24,6 +24,6 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`, over what is there; see `whole`. Raises OSError."""
+    """Write `text` to `path`, over what is there, all at once. Raises OSError."""
     with whole(path) as part:
         part.write_text(text, encoding="utf-8")

@@ -1,37 +1,30 @@
-"""Clocks of devices: marks are made without waiting and read later, all at once."""
+"""Clocks of devices: marks are made in order and without waiting, and read later, all at once.
+
+Times are seconds of `time.monotonic`, which the ranks of one host share.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Clock(Protocol):
-    """Clock whose marks are made in order and compared only with each other."""
+class Clock:
+    """Clock of the host: a mark is the time itself. Marks are compared only with those of the same clock."""
 
     def mark(self) -> Any:
         """Return a mark of the present time, without waiting."""
-
-    def read(self, marks: Sequence[Any]) -> list[float]:
-        """Return the times of marks, in seconds of `time.monotonic`, which ranks of one host share; may wait for the device."""
-
-
-class HostClock:
-    """Clock of the host: a mark is the time itself."""
-
-    def mark(self) -> float:
-        """Return a mark of the present time, without waiting."""
         return time.monotonic()
 
-    def read(self, marks: Sequence[float]) -> list[float]:
-        """Return the marks, which are times."""
+    def read(self, marks: Sequence[Any]) -> list[float]:
+        """Return the times of marks; may wait for the device."""
         return list(marks)
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Clock of a CUDA device: a mark is an event, the time at which the device's current stream reaches it."""
 
     def __init__(self, device: torch.device):
@@ -58,4 +51,4 @@ class CudaClock:
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock that times work on `device`."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()

@@ -18,7 +18,7 @@ _STANDS_FOR: ContextVar[str] = ContextVar("stands_for", default="")
 
 @contextmanager
 def standing_for(device_type: str) -> Iterator[None]:
-    """Let tensors without memory stand for tensors on a device of this type, inside."""
+    """Let tensors without memory stand for tensors on a device of this type in the block."""
     token = _STANDS_FOR.set(device_type)
     try:
         yield

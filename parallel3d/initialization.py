@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from parallel3d.comm.environment import init_distributed
 from parallel3d.config import BatchSizes, Config, load, resolve_batch
 from parallel3d.deepspeed.accessors import DeepSpeedEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, DataError
 from parallel3d.optim import build_optimizer, build_scheduler
-from parallel3d.pipe.data import RepeatingLoader, make_loader
+from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.single_stage import SingleStageModule
 
@@ -100,64 +100,45 @@ def _check_mpu(mpu: Any) -> None:
         )
 
 
+# Settings of a PipelineModule for which the configuration has another name.
+_KEYS = {"num_stages": "stages", "partition_method": "partition"}
+
+
 def _check_module(model: PipelineModule, config: Config) -> None:
     """Raise ConfigError where the module, which was built before this configuration was read, disagrees with it."""
     topology = model.topology()
     others = {a: topology.get_dim(a) for a in topology.get_axis_names() if a not in ("pipe", "data", "model")}
     if any(dim > 1 for dim in others.values()):
         raise ConfigError(f"the topology has axes {others} besides pipe, data and model; give them 1 rank")
-    _check_tensor_parallel(model, config)
-    own = model.settings
-    pairs = {
-        "stages": (config.pipeline.stages, own.num_stages),
-        "num_chunks": (config.pipeline.num_chunks, own.num_chunks),
-        "placement": (config.pipeline.placement, own.placement),
-        "partition": (config.pipeline.partition, own.partition_method),
-        "max_stage_bytes": (config.pipeline.max_stage_bytes, own.max_stage_bytes),
-        "activation_checkpoint_interval": (
-            config.pipeline.activation_checkpoint_interval,
-            own.activation_checkpoint_interval,
-        ),
-        "checkpointable_layers": (config.pipeline.checkpointable_layers, own.checkpointable_layers),
-        "seed_layers": (config.pipeline.seed_layers, own.seed_layers),
-    }
-    what, remedy = "the PipelineModule was built with", "pass the same config= to PipelineModule"
-    if isinstance(model, SingleStageModule):
-        what, remedy = (
-            f"the model is a {_wrapped_name(model)}, for which it is",
-            "build a PipelineModule of its layers",
-        )
-    for key, (wanted, built) in pairs.items():
-        if wanted is not None and wanted != built:
-            raise ConfigError(f"pipeline.{key} is {wanted!r}, but {what} {built!r}; {remedy}, or drop the key")
-    if config.pipeline.schedule == "1f1b" and own.num_chunks > 1:
+    built = {"size": model.groups.model.size, **vars(model.settings)}
+    if built["size"] == 1:
+        del built["layout_independent"]  # one rank draws what the whole layer draws
+    for section in ("tensor_parallel", "rng", "pipeline"):
+        for setting, value in built.items():
+            key = _KEYS.get(setting, setting)
+            wanted = getattr(getattr(config, section), key, None)  # None also for a key of another section
+            if wanted is not None and wanted != value:
+                reason = _explain_built(model, section, value)
+                raise ConfigError(f"{section}.{key} is {wanted!r}, but {reason}, or drop the key")
+    chunks = model.settings.num_chunks
+    if config.pipeline.schedule == "1f1b" and chunks > 1:
         raise ConfigError(
-            f"the PipelineModule has {own.num_chunks} chunks a stage, which schedule '1f1b' can't run; set "
-            "pipeline.schedule to 'interleaved' or 'gpipe'"
+            f"the PipelineModule has {chunks} chunks a stage, which schedule '1f1b' can't run; set pipeline.schedule to "
+            "'interleaved' or 'gpipe'"
         )
 
 
-def _wrapped_name(model: SingleStageModule) -> str:
-    return type(model.layers["0"]).__name__
-
-
-def _check_tensor_parallel(model: PipelineModule, config: Config) -> None:
-    wanted, built, own = config.tensor_parallel, model.groups.model.size, model.settings
-    if wanted.size not in (None, built) or wanted.sequence_parallel != own.sequence_parallel:
-        if isinstance(model, SingleStageModule):
-            raise ConfigError(
-                f"tensor_parallel asks for size {wanted.size}, but the model is a {_wrapped_name(model)}, which is whole "
-                "on every rank; build a PipelineModule of tensor-parallel layers, as parallelize makes them, or drop the key"
-            )
-        raise ConfigError(
-            f"tensor_parallel asks for size {wanted.size} and sequence_parallel {wanted.sequence_parallel}, but the "
-            f"PipelineModule was built with {built} and {own.sequence_parallel}; pass the same config= to PipelineModule"
+def _explain_built(model: PipelineModule, section: str, value: object) -> str:
+    """Explain why a key of a section has this value for the module, and what to do."""
+    if not isinstance(model, SingleStageModule):
+        return f"the PipelineModule was built with {value!r}; pass the same config= to PipelineModule"
+    name = type(model.layers["0"]).__name__
+    if section == "tensor_parallel":
+        return (
+            f"the model is a {name}, which is whole on every rank; build a PipelineModule of tensor-parallel layers, as "
+            "parallelize makes them"
         )
-    if built > 1 and config.rng.layout_independent != own.layout_independent:
-        raise ConfigError(
-            f"rng.layout_independent is {config.rng.layout_independent}, but the PipelineModule was built with "
-            f"{own.layout_independent}; pass the same config= to PipelineModule"
-        )
+    return f"the model is a {name}, for which it is {value!r}; build a PipelineModule of its layers"
 
 
 def _trainable(parameters: Parameters) -> list[Any]:
@@ -213,14 +194,15 @@ def _make_loader(
                 f"{sizes.micro_batch_size}; make the two equal"
             )
         return data
-    return make_loader(
-        data,
+    if not isinstance(data, Sized):
+        raise DataError(f"training_data {type(data).__name__} has no length; pass your own iterator to train_batch")
+    sampler = MicroBatchSampler(
+        len(data),
         sizes.micro_batch_size,
-        replica=model.groups.coordinate("data"),
-        num_replicas=model.groups.data.size,
-        num_micro_batches=sizes.num_micro_batches,
+        model.groups.coordinate("data"),
+        model.groups.data.size,
+        sizes.num_micro_batches,
         seed=config.seed,
         drop_last=config.dataloader_drop_last,
-        collate_fn=collate_fn,
-        pin_memory=model.device.type == "cuda",
     )
+    return DataLoader(data, batch_sampler=sampler, collate_fn=collate_fn, pin_memory=model.device.type == "cuda")

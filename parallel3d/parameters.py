@@ -1,8 +1,8 @@
 """Parameters as parts of the whole model, whatever the layout; buckets, norm and checkpoints read only this.
 
-Under tensor slicing a parameter may say two more things, as attributes of its own: `slicing`, where it is a part of a
-tensor, and `partial_over`, the group over which its gradient is to be summed, where it is a copy of a whole one of whose
-gradient each rank computes a part. A parameter with neither is a copy whose gradient is whole on every rank.
+Under tensor parallelism a parameter may have two attributes more: `slicing`, where it is a part of a tensor, and
+`partial_over`, where it is a copy of a whole one and each rank computes a part of its gradient: the group over which the
+gradient is to be summed. A parameter with neither is a copy whose gradient is whole on every rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Range = tuple[int, int]
 class ParameterInfo:
     """One trainable parameter of this rank.
 
-    name: the same in every layout, "layers.<place in the list>.<name in the layer>"; owners: the chunks of the whole
-    model that hold a copy, one a rank where several chunks of a rank share it; more than one make a replica group.
+    - name: the same in every layout, "layers.<place in the list>.<name in the layer>".
+    - owners: the chunks of the whole model that hold a copy, one for each rank where several chunks of a rank share it. More
+      than one make a replica group.
     """
 
     name: str
@@ -36,10 +37,12 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class Slicing:
-    """Which part of a whole tensor a rank's parameter is: `ranges` of the whole along `dim`, one behind the other.
+    """Part of a whole tensor that a rank's parameter is: `ranges` of the whole along `dim`, one after the other.
 
-    size: of the whole along `dim`. Over the ranks of a tensor-slicing group the ranges cover 0 to size exactly once, and
-    there is no padding: the parts of two ranks may differ in size.
+    - size: of the whole along `dim`.
+
+    Over the ranks of a tensor-parallel group the ranges cover 0 to size exactly once. There is no padding: the parts of two
+    ranks may differ in size.
     """
 
     dim: int
@@ -48,31 +51,29 @@ class Slicing:
 
     @property
     def length(self) -> int:
-        """The length of the part along `dim`."""
+        """Length of the part along `dim`."""
         return sum(stop - start for start, stop in self.ranges)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The part, in memory of its own."""
+        """Return this rank's part of a whole tensor, in memory of its own."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
     def write(self, whole: Tensor, part: Tensor) -> None:
-        """Put a part where it belongs in a whole tensor: done with every rank's part, the inverse of `part_of`."""
-        places = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        for place, piece in zip(
-            places, part.split([stop - start for start, stop in self.ranges], self.dim), strict=True
-        ):
-            place.copy_(piece)
+        """Copy a part to where it belongs in a whole tensor: with the parts of all ranks, the inverse of `part_of`."""
+        lengths = [stop - start for start, stop in self.ranges]
+        for (start, _), length, values in zip(self.ranges, lengths, part.split(lengths, self.dim), strict=True):
+            whole.narrow(self.dim, start, length).copy_(values)
 
 
 def sliced(whole: Tensor, slicing: Slicing) -> nn.Parameter:
-    """A parameter of a rank's part of `whole`, which says so; trainable if that is."""
+    """Return a parameter with a rank's part of `whole`, marked by its slicing; trainable if `whole` is."""
     parameter = nn.Parameter(slicing.part_of(whole.detach()), whole.requires_grad)
     vars(parameter)["slicing"] = slicing
     return parameter
 
 
 def slicing_of(parameter: Tensor) -> Slicing | None:
-    """Which part of a whole tensor the parameter is; None where it is whole."""
+    """Return which part of a whole tensor the parameter is; None where it is whole."""
     slicing: Slicing | None = getattr(parameter, "slicing", None)
     return slicing
 

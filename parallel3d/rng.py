@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,11 +47,15 @@ def set_generator_states(states: Mapping[str, Any], device: torch.device) -> Non
     random.setstate((version, tuple(words.tolist()), gauss))
 
 
+def _forked(device: torch.device) -> AbstractContextManager[None]:
+    """Restore torch's generators (CPU, and `device` if it is CUDA) after the block."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators (CPU, and `device` if it is CUDA) for the block, and restore their states after it."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with _forked(device):
         torch.manual_seed(seed)
         yield
 
@@ -69,10 +73,8 @@ def stream_seed(*coordinates: int) -> int:
 
 def _generators(device: torch.device) -> list[torch.Generator]:
     """Return the CPU's generator, and the device's if it is CUDA."""
-    return [
-        torch.default_generator,
-        *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []),
-    ]
+    on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+    return [torch.default_generator, *on_device]
 
 
 class RandomStreams:
@@ -85,7 +87,7 @@ class RandomStreams:
     """
 
     def __init__(self, seed: tuple[int, ...], device: torch.device):
-        self._seed = seed
+        self._seed, self._device = seed, device
         self._generators = _generators(device)
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -105,15 +107,9 @@ class RandomStreams:
         for generator in self._generators:
             generator.manual_seed(seed)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """Restore the generators after the block: a script's own random numbers don't depend on the layout."""
-        states = [generator.get_state() for generator in self._generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+        return _forked(self._device)
 
 
 @contextmanager

@@ -29,9 +29,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Structure:
-    """A pytree without the contents of its tensors.
+    """A pytree without the contents of its tensors; leaves may be dataclasses with tensors as fields.
 
-    `leaves` holds a TensorSpec in place of each tensor, and all other leaves by value.
+    `leaves` holds a TensorSpec in place of each tensor, and all else by value.
     """
 
     tree: TreeSpec
@@ -47,18 +47,27 @@ class Structure:
     @cached_property
     def tensors(self) -> list[TensorSpec]:
         """All tensors, in order: they travel forward."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+        specs: list[TensorSpec] = []
+        for leaf in self.leaves:
+            specs += [leaf] if isinstance(leaf, TensorSpec) else _fields(leaf, TensorSpec).values()
+        return specs
 
     @cached_property
     def gradients(self) -> list[TensorSpec]:
         """The tensors that require a gradient, in order: their gradients travel back."""
-        return [leaf for leaf in self.tensors if leaf.requires_grad]
+        return [spec for spec in self.tensors if spec.requires_grad]
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Return the pytree with these tensors in place of their specs."""
         remaining = iter(tensors)
-        leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
-        return tree_unflatten(leaves, self.tree)
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, TensorSpec):
+                return next(remaining)
+            specs = _fields(leaf, TensorSpec)
+            return replace(leaf, **{name: next(remaining) for name in specs}) if specs else leaf
+
+        return tree_unflatten(map(filled, self.leaves), self.tree)
 
 
 def _from_skeleton(skeleton: Any) -> Structure:
@@ -66,65 +75,50 @@ def _from_skeleton(skeleton: Any) -> Structure:
     return Structure(tree, tuple(leaves))
 
 
+def _fields(leaf: Any, kind: type) -> dict[str, Any]:
+    """Return the fields of a dataclass that hold values of a kind, by name; none of any other leaf."""
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return {}
+    values = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
+    return {name: value for name, value in values.items() if isinstance(value, kind)}
+
+
 def describe(value: Any) -> tuple[Structure, list[Tensor]]:
     """Split a pytree into its structure and its tensors."""
     leaves, tree = tree_flatten(value)
     tensors: list[Tensor] = []
-    specs: list[Any] = []
-    for leaf in leaves:
+
+    def taken(tensor: Tensor) -> TensorSpec:
+        tensors.append(tensor)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-            specs.append(TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
-        else:
-            specs.append(leaf)
-    return Structure(tree, tuple(specs)), tensors
+            leaves[k] = taken(leaf)
+        elif found := _fields(leaf, Tensor):
+            leaves[k] = replace(leaf, **{name: taken(tensor) for name, tensor in found.items()})
+    return Structure(tree, tuple(leaves)), tensors
 
 
 @dataclass(frozen=True)
 class TensorTree:
-    """A pytree of tensors, to be made again with other tensors; its leaves may be dataclasses with tensors as fields.
+    """A pytree of tensors, to be made again with other tensors."""
 
-    - tensors: all tensors, in order.
-    - leaves: (leaf of the pytree, names of its fields that hold tensors). The class Tensor is in place of a tensor, None in
-      place of a field's.
-    """
-
+    structure: Structure
     tensors: list[Tensor]
-    tree: TreeSpec
-    leaves: list[tuple[Any, list[str]]]
 
     @classmethod
     def of(cls, value: Any) -> TensorTree:
         """Return the tree of a layer's output, or of a sample."""
-        found, tree = tree_flatten(value)
-        tensors: list[Tensor] = []
-        leaves: list[tuple[Any, list[str]]] = []
-        for leaf in found:
-            names: list[str] = []
-            if isinstance(leaf, Tensor):
-                tensors.append(leaf)
-                leaf = Tensor
-            elif is_dataclass(leaf) and not isinstance(leaf, type):
-                names = [f.name for f in fields(leaf) if isinstance(getattr(leaf, f.name), Tensor)]
-                tensors += [getattr(leaf, name) for name in names]
-                leaf = replace(leaf, **dict.fromkeys(names))
-            leaves.append((leaf, names))
-        return cls(tensors, tree, leaves)
+        return cls(*describe(value))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TensorTree:
         """Return the same tree with these tensors; it keeps none of its own alive."""
-        return TensorTree(list(tensors), self.tree, self.leaves)
+        return TensorTree(self.structure, list(tensors))
 
     def value(self) -> Any:
         """Return the pytree."""
-        remaining = iter(self.tensors)
-
-        def filled(leaf: Any, names: list[str]) -> Any:
-            if leaf is Tensor:
-                return next(remaining)
-            return replace(leaf, **{name: next(remaining) for name in names}) if names else leaf
-
-        return tree_unflatten([filled(*leaf) for leaf in self.leaves], self.tree)
+        return self.structure.rebuild(self.tensors)
 
     def empty_like(self, keep_requires_grad: bool = False) -> TensorTree:
         """Return the tree with new tensors of the same shapes and strides, which are leaves.
@@ -140,4 +134,4 @@ class TensorTree:
     def key(self) -> tuple[Any, ...]:
         """Structure, and shape, strides, dtype and requires_grad of each tensor: all that a traced layer can depend on."""
         kinds = tuple((tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in self.tensors)
-        return self.tree, kinds
+        return self.structure.tree, kinds

@@ -1,4 +1,4 @@
-"""A user's model, loss and data, as tools around a training take them."""
+"""A user's model, loss and data, from which `p3d check` and `p3d plan` start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from parallel3d.config import read_source
 from parallel3d.errors import ConfigError, nearest
@@ -28,10 +28,11 @@ from parallel3d.specs import Layer, LayerSpec, check_layers
 class Subject:
     """A model to check or to plan for.
 
-    layers: as PipelineModule takes them; a class whose constructor declares `context` gets one in a layout, and None in
-    plain PyTorch, where it must be plain. micro_batch(index) -> (inputs, labels), of the index alone. loss_fn: as
-    PipelineModule's; a LayerSpec is built without context in plain PyTorch. config: a path or mapping, to which a layout adds
-    its own keys; without an optimizer it is SGD with momentum.
+    - layers: as PipelineModule takes them. A class whose constructor declares `context` gets one in a layout, and None in
+      plain PyTorch, where it must be plain.
+    - micro_batch: micro_batch(index) -> (inputs, labels), which depend on the index alone.
+    - loss_fn: as PipelineModule's; a LayerSpec is built without context in plain PyTorch.
+    - config: a path or mapping, to which a layout adds its own keys; without an optimizer it is SGD with momentum.
     """
 
     layers: Sequence[Layer]
@@ -40,30 +41,30 @@ class Subject:
     config: str | Path | Mapping[str, Any] = field(default_factory=dict)
 
     def given(self) -> dict[str, Any]:
-        """The configuration's keys as they stand. Raises ConfigError for a file that can't be read."""
+        """Return the configuration's keys as they stand. Raises ConfigError for a file that can't be read."""
         return dict(read_source(self.config)[1])
 
     def batch(self, index: int, seed: int) -> tuple[Any, Any]:
-        """Micro-batch `index`, its floating-point numbers in the default dtype; what it draws depends on seed and index.
+        """Return micro-batch `index`, its floating-point numbers in the default dtype, drawn by seed and index alone.
 
-        Raises ConfigError for what is no (inputs, labels).
+        Raises ConfigError for anything but (inputs, labels).
         """
         with seeded(stream_seed(seed, index), torch.device("cpu")):
             made: Any = self.micro_batch(index)
         if not isinstance(made, (tuple, list)) or len(made) != 2:
             raise ConfigError(f"micro_batch({index}) returned a {type(made).__name__}; return (inputs, labels)")
-        return tree_map(_in_default_dtype, made[0]), tree_map(_in_default_dtype, made[1])
-
-
-def _in_default_dtype(leaf: Any) -> Any:
-    return leaf.to(torch.get_default_dtype()) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        dtype = torch.get_default_dtype()
+        inputs, labels = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tuple(made))
+        return inputs, labels
 
 
 def load_subject(target: str, seed: int) -> Subject:
-    """Call the function `script.py:name` or `package.module:name` with torch seeded, and again seed torch.
+    """Call the function `script.py:name` or `package.module:name` with torch seeded, and seed torch again.
 
-    target may also be a Hugging Face directory, or its config.json. Every call makes layers of its own. Raises ConfigError,
-    saying what is missing, where there is no such function or it returns neither a Subject nor a mapping with its fields.
+    - target: also a Hugging Face directory, or its config.json.
+
+    Every call makes layers of its own. Raises ConfigError, which says what is missing, where there is no such function or it
+    returns neither a Subject nor a mapping with its fields.
     """
     if Path(target).name == "config.json" or Path(target).is_dir():
         torch.manual_seed(seed)
@@ -90,7 +91,7 @@ def load_subject(target: str, seed: int) -> Subject:
 
 
 def _of_hugging_face(path: Path) -> Subject:
-    """The native decoder of a directory, with its weights, or fresh ones where it has none, on random tokens."""
+    """Return the native decoder of a directory, with its weights or new ones if it has none, on random tokens."""
     directory = path.parent if path.name == "config.json" else path
     layers = from_hf(directory, weights=any(directory.glob("*.safetensors")))
     decoder: DecoderConfig = layers[0].module_args[0]
@@ -105,7 +106,7 @@ def _of_hugging_face(path: Path) -> Subject:
 
 
 def describe(error: Exception) -> str:
-    """An exception of a user's code and where it was raised, on one line."""
+    """Return an exception of a user's code, and where it was raised, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
@@ -120,22 +121,18 @@ def _import(place: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)  # where python itself would look for what a script imports
     try:
-        return _import_file(path) if is_file else importlib.import_module(place)
+        if not is_file:
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(f"subject_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     except ModuleNotFoundError as error:
         raise ConfigError(f"{place}: {error}; give a path that ends in .py, or a module on PYTHONPATH") from error
     except Exception as error:
         raise ConfigError(f"importing {place}: {describe(error)}") from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    name = f"subject_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _as_subject(made: Any, target: str) -> Subject:

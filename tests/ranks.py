@@ -79,7 +79,7 @@ class RankPool:
         self._runs = 0
         self._folder = TemporaryDirectory(prefix="parallel3d_ranks_")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", "parallel3d.parity.worker", "pytest", "ranks"])
+        self._context.set_forkserver_preload(["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"])
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         while len(self._workers) < n:

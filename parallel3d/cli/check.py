@@ -67,10 +67,9 @@ def show(report: Report) -> None:
     title = escape(f"{report.layout}: {_verdict(report.passed)}")
     table = Table(*(Column(name, no_wrap=True) for name in names), title=title, title_justify="left", box=None)
     for k, step in enumerate(report.steps, 1):
-        numbers = ([f"{number:.7g}" for number in pair] for pair in (step.loss, step.norm))
-        shown = [*numbers, [f"{step.differences[-1]:.1e}"]]
-        verdicts = [_verdict(report.agrees(difference)) for difference in step.differences]
-        table.add_row(str(k), *(cell for pair in zip(shown, verdicts, strict=True) for cell in (*pair[0], pair[1])))
+        loss, norm = ([f"{number:.7g}" for number in pair] for pair in (step.loss, step.norm))
+        passed = [_verdict(report.agrees(difference)) for difference in step.differences]
+        table.add_row(str(k), *loss, passed[0], *norm, passed[1], f"{step.differences[2]:.1e}", passed[2])
     Console().print(table)
     print("".join(f"{line}\n" for line in findings(report)), end="")
 

@@ -23,6 +23,12 @@ from parallel3d.kernels.library import build, find_library, find_nvcc, open_libr
 from parallel3d.kernels.workspace import check_kernels, check_ranks
 
 _WIDTH = 140  # of the table where there is no terminal
+# Options that give a number -> what it counts, and the key that gives it first.
+_COUNTS = {
+    "slices": ("tensor-parallel ranks", "tensor_parallel.size, or "),
+    "stages": ("stages of a pipeline", "pipeline.stages, or "),
+    "replicas": ("replicas of a stage", ""),
+}
 
 
 @dataclass(frozen=True)
@@ -57,16 +63,8 @@ def add_command(commands: Any) -> None:
         "exit code is 1 where one is off that the configuration asks for.",
     )
     parser.add_argument("--config", metavar="FILE", help="the configuration that a training will have")
-    parser.add_argument(
-        "--slices",
-        type=int,
-        metavar="N",
-        help="tensor-parallel ranks (default: tensor_parallel.size, or this host's GPUs)",
-    )
-    parser.add_argument(
-        "--stages", type=int, metavar="N", help="stages of a pipeline (default: pipeline.stages, or this host's GPUs)"
-    )
-    parser.add_argument("--replicas", type=int, metavar="N", help="replicas of a stage (default: this host's GPUs)")
+    for name, (what, key) in _COUNTS.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: {key}this host's GPUs)")
     parser.set_defaults(run=_diagnose)
 
 
@@ -78,7 +76,7 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    for name in ("slices", "stages", "replicas"):
+    for name in _COUNTS:
         number = getattr(options, name)
         if number is not None and number < 1:
             raise ConfigError(f"--{name} is {number}; give a whole number >= 1")

@@ -4,16 +4,20 @@ from parallel3d.config.batch import BatchSizes, resolve_batch
 from parallel3d.config.layout import Layout, PartialLayout, parse_layout
 from parallel3d.config.load import load, load_sections, read, read_source, without_removed
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
-from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
-from parallel3d.config.schema import Config
-from parallel3d.config.training import (
+from parallel3d.config.schema import (
     ActivationCheckpointingConfig,
+    AmpConfig,
     AttentionConfig,
+    Bf16Config,
     CheckpointConfig,
     CompileConfig,
+    Config,
+    DataTypesConfig,
     FailuresConfig,
+    Fp16Config,
     KernelsConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TorchAutocastConfig,
+    ZeroConfig,
 )
-from parallel3d.config.zero import ZeroConfig

@@ -14,7 +14,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples a step over all ranks, samples a micro-batch, and micro-batches a step of each data-parallel replica."""
+    """Samples of a step over all ranks, samples of a micro-batch, and micro-batches of a step of each replica."""
 
     train_batch_size: int
     micro_batch_size: int
@@ -30,9 +30,9 @@ def resolve_batch(
     data: int,
     model: int,
 ) -> BatchSizes:
-    """Fills in the sizes that are None by DeepSpeed's rules, for `model` x `pipe` x `data` ranks.
+    """Fill in the sizes that are None by DeepSpeed's rules, for `model` x `pipe` x `data` ranks.
 
-    With the train batch or the micro-batch alone, accumulation is 1. Raises ConfigError, with sizes that would do, when
+    With the train batch or the micro-batch alone, accumulation is 1. Raises ConfigError, with sizes that fit, when
     neither of the two is given or the three don't multiply up.
     """
     sizes = {TRAIN: train_batch_size, MICRO: micro_batch, ACCUMULATION: accumulation}
@@ -65,7 +65,7 @@ def _missing(accumulation: int | None, data: int) -> str:
 
 
 def _mismatch(train: int, micro: int | None, accumulation: int | None, data: int) -> str:
-    """The equation that failed, with its numbers, and the changes of one size that would mend it."""
+    """Return the equation that failed, with its numbers, and the changes of one size that would mend it."""
     factors = [value for value in (micro, accumulation, data) if value is not None]
     unit = (micro or 1) * (accumulation or 1) * data
     product = " x ".join(map(str, factors)) + (f" = {unit}" if len(factors) > 1 else "")
@@ -92,5 +92,5 @@ def _fixes(train: int, micro: int | None, accumulation: int | None, data: int) -
 
 
 def _divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
+    """Return the largest divisor of `number` that is at most `limit`."""
     return next(size for size in range(min(limit, number), 0, -1) if number % size == 0)

@@ -21,7 +21,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 def read_mapping(path: Path) -> Mapping[str, Any]:
     """Return the contents of a .yaml or .yml file, or else of a JSON file. Raises ConfigError with file, line and remedy."""
     text = _read_text(path)
-    content = _parse_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else _parse_json(text, path)
+    content = parse_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else _parse_json(text, path)
     if not text.strip() or content is None:
         raise ConfigError(f"{path} is empty; write the configuration as one mapping of keys to values")
     if not isinstance(content, Mapping):
@@ -31,7 +31,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
 
 
 def decode(text: str) -> Mapping[str, Any] | None:
-    """The mapping whose JSON, in base64 of either alphabet, is `text`; None if it is no base64 of an object."""
+    """Return the mapping whose JSON, in base64 of either alphabet, is `text`; None if it is not base64 of an object."""
     plain = text.strip().rstrip("=").translate(str.maketrans("+/", "-_"))
     if not re.fullmatch(r"[\w-]+", plain, re.ASCII):
         return None
@@ -43,11 +43,6 @@ def decode(text: str) -> Mapping[str, Any] | None:
         return None  # a file's name may look like base64
     content = _parse_json(decoded, "configuration in base64")
     return content if isinstance(content, Mapping) else None
-
-
-def parse_value(text: str, name: str) -> Any:
-    """A value as YAML writes it: 1e-4, true, [0.9, 0.95], a word. Raises ConfigError, which begins with `name`."""
-    return _parse_yaml(text, name)
 
 
 def _read_text(path: Path) -> str:
@@ -105,11 +100,12 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _parse_yaml(text: str, path: Path | str) -> object:
+def parse_yaml(text: str, name: Path | str) -> Any:
+    """Return the value of a YAML text: 1e-4, true, [0.9, 0.95], a word. Raises ConfigError, which begins with `name`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}, line {line}: {error.problem}; check the indentation and quotes there") from None
+        raise ConfigError(f"{name}, line {line}: {error.problem}; check the indentation and quotes there") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}; correct it there") from None
+        raise ConfigError(f"{name} is not YAML: {error}; correct it there") from None

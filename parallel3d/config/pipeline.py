@@ -16,7 +16,7 @@ from parallel3d.config.section import (
     Section,
     dumped,
     key,
-    known,
+    keys_of,
     own_key,
     read_only,
     whole,
@@ -55,14 +55,7 @@ Partition = Annotated[
 class PipelineConfig(Section):
     """How layers become stages, and in which order the stages work; None: as PipelineModule says."""
 
-    known_keys = known(
-        without_effect={
-            "activations between stages are not partitioned over tensor-parallel ranks": "pipe_partitioned "
-            "grad_partitioned"
-        },
-        removed={"no training step became faster with it": "receive_in_place"},
-    )
-    auto_is_a_value = frozenset({"schedule"})
+    known_keys = keys_of("pipeline")
     unset_by_auto = frozenset({"stages"})
 
     stages: Positive | None = key(None, "a whole number of stages >= 1")
@@ -136,16 +129,7 @@ class PipelineConfig(Section):
 class TensorParallelConfig(Section):
     """The number of tensor-parallel ranks, and whether activations between their layers are shared along the sequence."""
 
-    known_keys = known(
-        refused={"give size, and layers that split themselves or tensor_parallel.parallelize": "autotp_size"},
-        same=(0, 1),
-    ) | known(
-        without_effect={
-            "layers say themselves how they are split": "dtype tp_overlap_comm vocab_parallel_lm_head "
-            "vocab_parallel_ce_backend tp tensor_parallel injection_policy_tuple partition_config preset_model "
-            "keep_module_on_host kernel_inject replace_with_kernel_inject"
-        }
-    )
+    known_keys = keys_of("tensor_parallel")
     unset_by_auto = frozenset({"size"})
 
     size: Positive | None = own_key(None, "a whole number of ranks >= 1")

@@ -3,32 +3,285 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from parallel3d.config.deepspeed_keys import TOP_LEVEL
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
-from parallel3d.config.precision import AmpConfig, Bf16Config, DataTypesConfig, Fp16Config, TorchAutocastConfig
-from parallel3d.config.section import Dtype, NonNegative, Positive, Section, key, own_key
-from parallel3d.config.training import (
-    ActivationCheckpointingConfig,
-    AttentionConfig,
-    CheckpointConfig,
-    CompileConfig,
-    ElasticConfig,
-    FailuresConfig,
-    KernelsConfig,
-    OptimizerConfig,
-    RngConfig,
-    RunRecordConfig,
-    SchedulerConfig,
+from parallel3d.config.section import (
+    Dtype,
+    HalfDtype,
+    LayerNames,
+    NonEmpty,
+    NonNegative,
+    Params,
+    Positive,
+    ReadOnlyMapping,
+    Section,
+    key,
+    keys_of,
+    own_key,
 )
-from parallel3d.config.zero import ZeroConfig
+
+STAGE_3_AS_2 = (
+    "trains as stage 2: the same numbers, but each rank holds the weights of its whole pipeline stage (2 bytes a parameter "
+    "in half precision, 4 in fp32); if they don't fit, split the model over more stages"
+)
+
+
+class ZeroConfig(Section):
+    """Partitioning over the data-parallel ranks, and the buckets of gradients."""
+
+    known_keys = keys_of("zero_optimization")
+    unset_by_auto = frozenset({"reduce_bucket_size", "allgather_bucket_size"})
+
+    stage: NonNegative = key(0, "0, 1, 2 or 3", differs="stage 3 trains as stage 2, with a warning", le=3)
+    reduce_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
+    allgather_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
+    reduce_per_micro_batch: bool | Literal["auto"] = own_key("auto", 'true, false or "auto"')
+
+    @property
+    def effective_stage(self) -> int:
+        """The stage that runs: 3 trains as 2."""
+        return min(self.stage, 2)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ZeroConfig:
+        if self.reduce_per_micro_batch is True and self.stage < 2:
+            raise ValueError(
+                f"reduce_per_micro_batch needs partitioned gradients, but stage is {self.stage}; set stage to 2, or "
+                'reduce_per_micro_batch to "auto"'
+            )
+        return self
+
+
+class Fp16Config(Section):
+    """Training in float16 with fp32 masters, the loss scaled; loss_scale 0 is a scale that adapts (arXiv:1710.03740).
+
+    The first scale is 2**initial_scale_power. It doubles after loss_scale_window steps without an overflow, and halves, not
+    below min_loss_scale, at the hysteresis-th overflow; consecutive_hysteresis: a step without one restores the count.
+    """
+
+    known_keys = keys_of("fp16")
+
+    enabled: bool = False
+    auto_cast: bool = key(
+        True,
+        "true or false",
+        differs="true by default: floating-point inputs are cast to fp16; false leaves them as they are",
+    )
+    loss_scale: float = key(0.0, "a number >= 0, where 0 lets the scale adapt", ge=0)
+    initial_scale_power: NonNegative = key(16, "a whole number of powers of two from 0 to 127", le=127)
+    loss_scale_window: Positive = key(1000, "a whole number of steps >= 1")
+    hysteresis: Positive = key(2, "a whole number of overflows >= 1")
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = key(1.0, "a number > 0, such as 1", gt=0)
+
+
+class Bf16Config(Section):
+    """Training in bfloat16 with fp32 masters; check_grad_overflow skips a step whose gradients are not finite."""
+
+    known_keys = keys_of("bf16")
+
+    enabled: bool = False
+    check_grad_overflow: bool = key(
+        False,
+        "true or false",
+        differs="false by default: the check makes the host wait for the device in every step",
+    )
+
+
+class TorchAutocastConfig(Section):
+    """Layers and loss run under torch.autocast; with float16 the loss is scaled by the other keys of `fp16`."""
+
+    known_keys = keys_of("torch_autocast")
+
+    enabled: bool = False
+    dtype: HalfDtype = key("bf16", '"bfloat16" or "float16"')
+
+
+class AmpConfig(Section):
+    """The opt levels of NVIDIA's apex, on torch.autocast: O0 fp32, O1 autocast, O2 fp16 with fp32 masters, O3 fp16."""
+
+    known_keys = keys_of("amp")
+
+    enabled: bool = False
+    opt_level: Literal["O0", "O1", "O2", "O3"] = key(
+        "O1",
+        '"O0", "O1", "O2" or "O3"',
+        differs="runs on torch.autocast, without apex",
+    )
+
+
+class DataTypesConfig(Section):
+    """Dtypes that are chosen apart from the weights'."""
+
+    known_keys = keys_of("data_types")
+
+    grad_accum_dtype: Dtype | None = key(
+        None,
+        '"fp32", "bf16" or "fp16"',
+        differs="fp32 by default, or the weights' dtype where that is wider",
+    )
+
+
+class OptimizerConfig(Section):
+    """The optimizer by name, and the arguments of its constructor."""
+
+    known_keys = keys_of("optimizer")
+
+    type: NonEmpty = Field(description='the name of an optimizer, such as "AdamW"')
+    params: Params = Field(
+        default_factory=ReadOnlyMapping, description='a mapping of the optimizer\'s arguments, such as {"lr": 1e-3}'
+    )
+
+    @field_validator("params")
+    @classmethod
+    def _no_clipping(cls, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "max_grad_norm" in params:
+            raise ValueError(
+                f"max_grad_norm is no argument of an optimizer; set gradient_clipping to {params['max_grad_norm']!r} at the "
+                "top level instead"
+            )
+        return params
+
+
+class SchedulerConfig(Section):
+    """The learning-rate schedule by name, and the arguments of its constructor."""
+
+    type: NonEmpty = Field(description='the name of a schedule, such as "WarmupLR"')
+    params: Params = Field(
+        default_factory=ReadOnlyMapping,
+        description='a mapping of the schedule\'s arguments, such as {"warmup_num_steps": 100}',
+    )
+
+
+class CompileConfig(Section):
+    """torch.compile, layer by layer."""
+
+    known_keys = keys_of("compile")
+
+    enabled: bool = own_key(False, "true or false")
+    backend: str = own_key("inductor", "a backend of torch.compile")
+    mode: str | None = own_key(None, "a mode of torch.compile, or null")
+    dynamic: bool | None = own_key(None, "true or false, whether shapes are expected to change, or null to find out")
+    layers: LayerNames = own_key(None, "class names, or a regular expression that is searched in them; null for all")
+
+
+AttentionBackend = Literal["cudnn", "flash", "efficient", "math"]
+_QUOTED_BACKENDS = ", ".join(f'"{name}"' for name in get_args(AttentionBackend))
+
+
+def _read_backends(value: object) -> object:
+    names = [value] if isinstance(value, str) else value
+    return tuple(dict.fromkeys(names)) if isinstance(names, (list, tuple)) else value
+
+
+class AttentionConfig(Section):
+    """Which of PyTorch's kernels compute scaled_dot_product_attention."""
+
+    unset_by_auto = frozenset({"backend"})
+
+    backend: Annotated[
+        tuple[AttentionBackend, ...] | None,
+        Field(min_length=1),
+        BeforeValidator(_read_backends, json_schema_input_type=AttentionBackend | tuple[AttentionBackend, ...] | None),
+    ] = own_key(None, f'"auto" for PyTorch\'s choice, or {_QUOTED_BACKENDS} or a list of them, the first choice first')
+
+
+def _kernel(choice: str) -> Any:
+    """Define the field of a kernel. choice: the meaning of true and false."""
+    return own_key(False, f'{choice}, or "auto" for the default')
+
+
+class KernelsConfig(Section):
+    """The CUDA kernels of this package to use, where the hardware has what they need; `p3d doctor` shows where.
+
+    All are off by default: among whole steps, only those of two replicas became faster, with optimizer_step (docs/kernels.md).
+    """
+
+    known_keys = keys_of("kernels")
+    unset_by_auto = frozenset({"all_reduce", "reduce_scatter", "optimizer_step"})
+
+    all_reduce: bool = _kernel(
+        "true to all-reduce among tensor-parallel ranks of one host by a kernel over NVLink, false for NCCL"
+    )
+    reduce_scatter: bool = _kernel(
+        "true to reduce-scatter gradients among replicas of one host by a kernel over NVLink, false for NCCL"
+    )
+    optimizer_step: bool = _kernel(
+        "true to run Adam and AdamW as one kernel that also writes the weights of all replicas of one host, false for torch's"
+    )
+
+
+class ElasticConfig(Section):
+    """Whether a restart may have another number of replicas: the train batch stays, by another number of micro-batches."""
+
+    enabled: bool = own_key(False, "true or false")
+    min_replicas: Positive = own_key(
+        1, "a whole number >= 1 of data-parallel replicas, with fewer of which training stops"
+    )
+
+
+class RngConfig(Section):
+    """Dependence of random numbers on the layout."""
+
+    layout_independent: bool = own_key(
+        False,
+        "true or false, whether what tensor-parallel ranks drop is part of what one process would drop, for the price of "
+        "drawing all of it, and of attention that holds its probabilities",
+    )
+
+
+class ActivationCheckpointingConfig(Section):
+    """How layers that are recomputed keep their inputs; which layers: pipeline.activation_checkpoint_interval."""
+
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    cpu_checkpointing: bool = False
+    number_checkpoints: Positive | None = key(None, "a whole number of checkpoints >= 1, or null")
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+def _capitalized(value: object) -> object:
+    return value.capitalize() if isinstance(value, str) else value
+
+
+TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized, json_schema_input_type=str)]
+
+
+class CheckpointConfig(Section):
+    """How engine.save_checkpoint saves."""
+
+    known_keys = keys_of("checkpoint")
+
+    tag_validation: TagValidation = key(
+        "Warn",
+        '"Ignore", "Warn" or "Fail", when ranks give different tags',
+        differs="rank 0's is used, unless it is Fail",
+    )
+    keep_last: Positive | None = own_key(None, "a whole number of checkpoints >= 1 to keep, or null for all")
+    async_save: bool = own_key(False, "true, to write while training goes on, or false")
+    timeout_s: float = own_key(1800.0, "a number of seconds > 0 that ranks wait for each other", gt=0)
+
+
+class RunRecordConfig(Section):
+    """Whether the training writes what it measured, for the planner to learn from."""
+
+    directory: NonEmpty | None = own_key(None, "a folder for run_record.json, or null for none")
+    after_steps: Positive = own_key(10, "a whole number of steps >= 1, after which 4 are recorded")
+
+
+class FailuresConfig(Section):
+    """Detection and reports of failures. timeout_s: how long ranks may wait for one that doesn't move; 0: forever."""
+
+    timeout_s: float = own_key(60.0, "seconds >= 0 after which a rank that holds up others is late, 0 for never", ge=0)
+    directory: NonEmpty = own_key(".", "the folder for failure-RANK.json")
 
 
 def _read_zero(value: object) -> object:
-    """DeepSpeed's oldest form: true is stage 1, false is stage 0."""
+    """Read DeepSpeed's oldest form: true is stage 1, false is stage 0."""
     return {"stage": int(value)} if isinstance(value, bool) else value
 
 
@@ -38,7 +291,7 @@ _SAMPLES = "a whole number >= 1, or leave the key out to have it derived"
 class Config(Section):
     """The whole configuration; the keys keep DeepSpeed's names."""
 
-    known_keys = TOP_LEVEL
+    known_keys = keys_of("top level")
     renamed: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
     unset_by_auto = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"})
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -24,56 +26,71 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticUndefined
 
 
-class Support(str, Enum):
-    """How a key that no field holds is handled."""
+class Support(Enum):
+    """How a key is handled, and the heading of such keys in the table of all."""
 
-    SUPPORTED = "supported"
-    DIFFERENT = "supported, with a difference"
-    LATER = "not yet supported"  # one warning each: the numbers don't depend on it
-    REFUSED = "refused"  # an error: without it the results would differ
-    WITHOUT_EFFECT = "without effect"  # one warning that lists them
-    REMOVED = "removed"  # an error, whatever the value: a key of an earlier version of this package
+    SUPPORTED = "supported", "Supported"
+    DIFFERENT = "different", "Supported, with a difference"
+    OWN = "own", "Keys that DeepSpeed doesn't have"
+    OLD_NAME = "old name", "Old names"
+    # Known keys, which no field holds.
+    LATER = "not yet supported", "Not yet supported: left out, with a warning each"
+    REFUSED = "refused", "Not yet supported: an error, since the results would differ"
+    WITHOUT_EFFECT = (
+        "without effect",
+        "Without effect: named in one warning, if they ask for something else than is done anyway",
+    )
+    REMOVED = "removed", "Removed: an error"  # whatever the value: keys of earlier versions of this package
+
+    heading: str
+
+    def __new__(cls, name: str, heading: str = "") -> Support:
+        """Make the kind of a name."""
+        support = object.__new__(cls)
+        support._value_, support.heading = name, heading
+        return support
 
 
 @dataclass(frozen=True)
 class KnownKey:
-    """A key of DeepSpeed, or of an earlier version, that no field holds. reason: shown to the user.
+    """A key that no field holds.
 
-    same: values that hold here anyway. keys: those of a section, where a typing error is to be found. switch: the key of a
-    section that turns it on, with the values that leave it off; a section without its switch is off.
+    - reason: shown to the user.
+    - same: values that hold here anyway.
+    - inner: the keys of a section, among which a misspelled one is found.
+    - switch: the inner key that turns a section on; a section without it is off. off_values: those that leave it off.
     """
 
     support: Support
     reason: str
-    same: tuple[object, ...] = ()
-    keys: tuple[str, ...] = ()
-    switch: tuple[str, tuple[object, ...]] = ("enabled", (False, None))
+    same: Sequence[object] = ()
+    inner: Sequence[str] = ()
+    switch: str = "enabled"
+    off_values: Sequence[object] = (False, None)
 
     def asks_nothing(self, value: object) -> bool:
-        """Whether this value leaves everything as it is here."""
+        """Return whether this value leaves everything as it is here."""
         # Where true holds anyway, false asks for something.
         if value in self.same or (not value and (value is not False or True not in self.same)):
             return True
-        name, off = self.switch
-        if isinstance(value, Mapping) and (name in self.keys or name in value):
-            return value.get(name, off[0]) in off
+        if isinstance(value, Mapping) and (self.switch in self.inner or self.switch in value):
+            return value.get(self.switch, self.off_values[0]) in self.off_values
         return False
 
 
-def known(
-    *, same: tuple[object, ...] = (), keys: str = "", switch: Any = KnownKey.switch, **reasons_of: Mapping[str, str]
-) -> dict[str, KnownKey]:
-    """Return keys that no field holds, by name.
+@cache
+def _table() -> Any:
+    return yaml.safe_load(Path(__file__).with_name("known_keys.yaml").read_text(encoding="utf-8"))
 
-    - reasons_of: member of Support in lower case -> reason -> names of keys, which spaces separate.
-    - same, keys, switch: as in KnownKey, of all of them.
-    """
-    return {
-        name: KnownKey(Support[support.upper()], reason, same, tuple(keys.split()), switch)
-        for support, reasons in reasons_of.items()
-        for reason, names in reasons.items()
-        for name in names.split()
-    }
+
+def keys_of(section: str) -> dict[str, KnownKey]:
+    """Return the keys of a section, or of the top level, that no field holds."""
+    found = {}
+    for support, entries in _table()[section].items():
+        for entry in entries:
+            about = {name: value for name, value in entry.items() if name != "keys"}
+            found.update(dict.fromkeys(entry["keys"], KnownKey(Support(support), **about)))
+    return found
 
 
 class ReadOnlyMapping(Mapping[str, Any]):
@@ -117,16 +134,14 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_DTYPE_NAMES = {
-    "fp32": ("float32", "float", "torch.float32"),
-    "bf16": ("bfloat16", "torch.bfloat16"),
-    "fp16": ("float16", "half", "torch.float16"),
-}
-_SHORT_NAMES = {name: short for short, names in _DTYPE_NAMES.items() for name in (short, *names)}
+_DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def _read_dtype(value: object) -> object:
-    return _SHORT_NAMES.get(value.lower(), value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    name = value.lower().removeprefix("torch.")
+    return _DTYPES.get(name, name)
 
 
 Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
@@ -166,14 +181,12 @@ class Section(BaseModel):
     known_keys: ClassVar[Mapping[str, KnownKey]] = {}
     # Old names of fields, to the present ones.
     renamed: ClassVar[Mapping[str, str]] = {}
-    # Keys for which "auto" is a value of their own, where nothing fills it in.
-    auto_is_a_value: ClassVar[frozenset[str]] = frozenset()
     # Keys for which "auto" means: not given.
     unset_by_auto: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """pydantic's schema of the section, and the keys that no field holds; a value may always be "auto"."""
+        """Return pydantic's schema of the section, with the keys that no field holds; a value may always be "auto"."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
         for name, info in cls.model_fields.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -56,9 +57,7 @@ class Accelerator:
         return True
 
 
-_ACCELERATOR = Accelerator()
-
-
+@cache
 def get_accelerator() -> Accelerator:
     """Return the device that this process trains on."""
-    return _ACCELERATOR
+    return Accelerator()

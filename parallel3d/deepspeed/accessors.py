@@ -53,7 +53,7 @@ class DeepSpeedEngine(Engine):
         self.data.use_iterator(RepeatingLoader(loader))
 
     def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
-        """Make (inputs, labels) by function(item) from each item that an iterator yields."""
+        """Make (inputs, labels) of each item that an iterator yields by function(item)."""
         self.data.use_batch_fn(function)
 
     def gradient_clipping(self) -> float:
@@ -128,10 +128,7 @@ class DeepSpeedEngine(Engine):
         """Process groups of this rank, with DeepSpeed's names."""
         return PipelineParallelGrid(self._groups)
 
-    @property
-    def mpu(self) -> PipelineParallelGrid:
-        """The same as `grid`."""
-        return self.grid
+    mpu = grid  # DeepSpeed's other name
 
     @property
     def world_size(self) -> int:

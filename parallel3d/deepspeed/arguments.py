@@ -41,7 +41,13 @@ def find_config(
 
     Raises ConfigError when there is none, when two differ, or when args.local_rank is not this process's.
     """
-    _check_local_rank(getattr(args, "local_rank", None))
+    local_rank = getattr(args, "local_rank", None)
+    # -1 is the default that scripts declare.
+    if isinstance(local_rank, int) and local_rank >= 0 and local_rank != get_local_rank():
+        raise ConfigError(
+            f"args.local_rank is {local_rank}, but the launcher's LOCAL_RANK is {get_local_rank()}; drop --local_rank, or "
+            "start the script by parallel3d, torchrun or srun"
+        )
     if getattr(args, _OLD_FLAG, None) is not None:
         warnings.warn(f"--{_OLD_FLAG} is the old name of --{_FLAG}; use that", stacklevel=3)
     sources = {
@@ -79,15 +85,6 @@ def known_values(optimizer: object, training_data: object) -> dict[str, Any]:
     if isinstance(training_data, DataLoader) and training_data.batch_size is not None:
         values["train_micro_batch_size_per_gpu"] = training_data.batch_size
     return values
-
-
-def _check_local_rank(local_rank: object) -> None:
-    """Raise ConfigError where local_rank differs from the launcher's; -1, the default that scripts declare, is ignored."""
-    if isinstance(local_rank, int) and local_rank >= 0 and local_rank != get_local_rank():
-        raise ConfigError(
-            f"args.local_rank is {local_rank}, but the launcher's LOCAL_RANK is {get_local_rank()}; drop --local_rank, or "
-            "start the script by parallel3d, torchrun or srun"
-        )
 
 
 def _content(source: object) -> object:

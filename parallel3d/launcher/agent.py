@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import cast
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -56,7 +56,7 @@ class LaunchOptions:
 
     num_workers: int
     uses_gpus: bool
-    command: tuple[str, ...]
+    command: Sequence[str]
     is_module: bool = False
     master_port: int = 0
     log_dir: str | None = None
@@ -130,12 +130,8 @@ class WorkerAgent(LocalElasticAgent):
         most = worker_group.spec.max_restarts
         print(f"parallel3d: restart {most - self._remaining_restarts} of {most}", file=sys.stderr, flush=True)
         end_leftovers(self._spare)
+        self._grace_s = GRACE_S  # of the workers to be started
         super()._restart_workers(worker_group)
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._grace_s = GRACE_S
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
 
     def store(self) -> Store:
         """Return the store by which ranks tell each other, and this agent, of failures."""

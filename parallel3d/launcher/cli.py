@@ -49,7 +49,7 @@ def parse(argv: Sequence[str], num_devices: int) -> LaunchOptions:
         parser.error(f"unknown option {unknown[0]}.{hint} The script's own options go after the script.")
     if not known.command:
         parser.error("nothing to run: name a script, or a module after -m")
-    if not known.m and not os.path.exists(known.command[0]):
+    if not known.is_module and not os.path.exists(known.command[0]):
         parser.error(f"there is no script {known.command[0]!r} in {os.getcwd()}")
     if known.num_gpus is not None and known.num_gpus > num_devices:
         parser.error(
@@ -57,15 +57,9 @@ def parse(argv: Sequence[str], num_devices: int) -> LaunchOptions:
             f"(CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
             f"Ask for no more, or for CPU processes with --num_procs {known.num_gpus}."
         )
-    return LaunchOptions(
-        num_workers=known.num_procs or known.num_gpus or num_devices or 1,
-        uses_gpus=known.num_procs is None and num_devices > 0,
-        command=tuple(known.command),
-        is_module=known.m,
-        master_port=known.master_port,
-        log_dir=known.log_dir,
-        max_restarts=known.max_restarts,
-    )
+    options = vars(known)
+    num_gpus, num_procs = options.pop("num_gpus"), options.pop("num_procs")
+    return LaunchOptions(num_procs or num_gpus or num_devices or 1, num_procs is None and num_devices > 0, **options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="start all ranks again, up to N times, when one has failed; the script continues by engine.resume (default: 0)",
     )
-    parser.add_argument("-m", action="store_true", help="what follows is a module, as in python -m")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="what follows is a module, as in python -m")
     # One positional for everything after the options: argparse would drop a "--" between two positionals.
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -5,16 +5,15 @@ No engine, executor, schedule, bucket or partition: layers are built one after t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
@@ -24,22 +23,28 @@ from parallel3d.rng import layer_seed, stream_seed
 from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
 from parallel3d.user_model import Subject, describe, load_subject
 
+# Tensors on the CPU: whole ones by name, or a rank's parts of them.
+Tensors = TypeVar("Tensors")
+
 
 @dataclass(frozen=True)
-class Step:
-    """Results of one step: the mean loss, the gradient norm before clipping, and the weights after it, on the CPU."""
+class Step(Generic[Tensors]):
+    """Results of one step: the mean loss, the gradient norm before clipping, and the weights after it."""
 
     loss: float
     norm: float
-    weights: dict[str, Tensor]
+    weights: Tensors
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Results of one process: its steps, and the gradients of the first."""
+class Trained(Generic[Tensors]):
+    """Results of one process or rank: its steps, and the gradients of the first, before clipping."""
 
-    steps: Sequence[Step]
-    gradients: dict[str, Tensor]
+    steps: Sequence[Step[Tensors]]
+    gradients: Tensors
+
+
+Whole = dict[str, Tensor]
 
 
 class Reference:
@@ -51,13 +56,13 @@ class Reference:
     def __init__(self, subject: Subject, config: Config, seed: int, dtype: torch.dtype, device: torch.device):
         self._subject, self._config, self._seed, self._dtype, self._device = subject, config, seed, dtype, device
         self._steps = 0
-        self._calls, modules = _build(subject.layers, seed, device)
+        self._modules = _build(subject.layers, seed, device)
         loss_fn = subject.loss_fn
         self._loss_fn = loss_fn.build() if isinstance(loss_fn, LayerSpec) else loss_fn
-        self._computing = _name_parameters(subject.layers, modules)
+        self._computing = _name_parameters(subject.layers, self._modules)
         # As mixed precision has it, half-precision weights are rounded from the masters that the optimizer updates.
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self._computing.items()}
-        for module in modules:
+        for module in self._modules:
             if module is not None and dtype == torch.bfloat16:
                 module.to(dtype)
         optimizer = config.optimizer
@@ -68,7 +73,7 @@ class Reference:
         self._schedule = build_scheduler(schedule.type, self._optimizer, schedule.params) if schedule else None
         self.gradients: dict[str, Tensor] = {}
 
-    def step(self, num_micro_batches: int) -> Step:
+    def step(self, num_micro_batches: int) -> Step[Whole]:
         """Train on the next `num_micro_batches` micro-batches of the world, in their global order."""
         sums: dict[str, Tensor] = {}
         total, count = 0.0, 0.0
@@ -95,19 +100,18 @@ class Reference:
     def _loss(self, index: int, number: int) -> tuple[Tensor, float]:
         """Return the loss, or the sum of losses, of micro-batch `index` of the step, the `number`-th of all; and its count."""
         inputs, labels = self._subject.batch(number, self._seed)
-        x, y = tree_map(self._to_device, inputs), tree_map(self._to_device, labels)
+        x, y = tree_map_only(Tensor, lambda t: t.to(self._device), (inputs, labels))
         if self._dtype == torch.bfloat16:
-            x = tree_map(lambda leaf: leaf.to(self._dtype) if _is_float(leaf) else leaf, x)
+            x = tree_map_only(Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t, x)
         # Other kernels of attention draw their dropout in an order of their own.
         with sdpa_kernel(SDPBackend.MATH) if self._config.rng.layout_independent else nullcontext():
-            for k, call in enumerate(self._calls):
+            for k, (layer, module) in enumerate(zip(self._subject.layers, self._modules, strict=True)):
                 torch.manual_seed(stream_seed(self._config.seed, self._seed, self._steps, index, k))
-                x = call(x)
+                function: Any = layer if module is None else module
+                forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+                x = function(x) if forward_fn is None else forward_fn(function, x)
         loss = x if self._loss_fn is None else self._loss_fn(x, y)
         return (loss[0], float(loss[1])) if isinstance(loss, (tuple, list)) else (loss, 1.0)
-
-    def _to_device(self, leaf: Any) -> Any:
-        return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -123,7 +127,7 @@ class Reference:
 
 def train_reference(
     target: str, config: Config, settings: Settings, per_step: int, uses_gpu: bool
-) -> tuple[Trained, Trained]:
+) -> tuple[Trained[Whole], Trained[Whole]]:
     """Train the model of `target` on one process, in `per_step` micro-batches a step.
 
     Returns the results in the dtype of the settings, and those in the dtype that layers are made in: the same but for half
@@ -147,15 +151,8 @@ def train_reference(
     return trained[0], trained[-1]
 
 
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _build(
-    layers: Sequence[Layer], seed: int, device: torch.device
-) -> tuple[list[Callable[[Any], Any]], list[nn.Module | None]]:
-    """Return the function to call for each layer, and its module or None."""
-    calls: list[Callable[[Any], Any]] = []
+def _build(layers: Sequence[Layer], seed: int, device: torch.device) -> list[nn.Module | None]:
+    """Return the module of each layer, None for a function. Tied layers share a module, or the weights that they name."""
     modules: list[nn.Module | None] = []
     for k, layer in enumerate(layers):
         module = layer if isinstance(layer, nn.Module) else None
@@ -168,13 +165,8 @@ def _build(
                     module = layer.build()
                 for j, first in list(tie.items())[:1]:
                     _share_weights(first, modules[j], layer, module)
-        if module is not None:
-            module.to(device).train()
-        modules.append(module)
-        forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
-        function: Any = layer if module is None else module
-        calls.append(function if forward_fn is None else partial(forward_fn, function))
-    return calls, modules
+        modules.append(None if module is None else module.to(device).train())
+    return modules
 
 
 def _tie_of(layers: Sequence[Layer], layer: Layer) -> dict[int, TiedLayerSpec]:

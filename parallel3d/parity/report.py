@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel3d.parity.reference import Trained
-from parallel3d.parity.worker import HeldPart, RankResult
+from parallel3d.checkpoint.parts import Part
+from parallel3d.parity.reference import Trained, Whole
 
 # A tensor whose norm is less than this share of the model's is compared on that scale: below, where the true value is
 # zero, as for the bias of attention's keys, there is nothing but rounding.
@@ -62,9 +62,9 @@ class Report:
 
 def make_report(
     layout: str,
-    ranks: Sequence[RankResult],
-    wanted: Trained,
-    exact: Trained,
+    ranks: Sequence[Trained[list[Part]]],
+    wanted: Trained[Whole],
+    exact: Trained[Whole],
     tolerance: float,
     classes: tuple[str, ...],
 ) -> Report:
@@ -78,9 +78,9 @@ def make_report(
     steps, weights = [], {}
     for k, step in enumerate(wanted.steps):
         scales = _scales(step.weights, exact.steps[k].weights, tolerance, by_size=True)
-        weights = differences((rank.weights[k] for rank in ranks), step.weights, scales)
-        loss = _farthest((rank.losses[k] for rank in ranks), step.loss)
-        norm = _farthest((rank.norms[k] for rank in ranks), step.norm)
+        weights = differences((rank.steps[k].weights for rank in ranks), step.weights, scales)
+        loss = _farthest((rank.steps[k].loss for rank in ranks), step.loss)
+        norm = _farthest((rank.steps[k].norm for rank in ranks), step.norm)
         off = _relative(loss, step.loss), _relative(norm, step.norm), _farthest(weights.values(), 0.0)
         steps.append(StepReport((loss, step.loss), (norm, step.norm), off))
     return Report(layout, tuple(steps), gradients, weights, tolerance, classes)
@@ -109,7 +109,7 @@ def _scales(
 
 
 def differences(
-    ranks: Iterable[Sequence[HeldPart]], wanted: Mapping[str, Tensor], scales: Mapping[str, float]
+    ranks: Iterable[Sequence[Part]], wanted: Mapping[str, Tensor], scales: Mapping[str, float]
 ) -> dict[str, float]:
     """Return name -> ‖got - wanted‖ / its scale, each element by the copy that is farthest off.
 
@@ -119,26 +119,15 @@ def differences(
     unknown = {}
     for part in (part for own in ranks for part in own):
         if part.name in errors:
-            _raise_errors(errors[part.name], part, wanted[part.name])
+            where = part.box.slices([0] * len(part.shape))
+            error = errors[part.name][where]
+            error.copy_(torch.maximum(error, (part.values - wanted[part.name][where]).abs()))
         else:
             unknown[part.name] = math.inf
     for error in errors.values():
         if bool((error < 0).any()):
             error.fill_(math.inf)
     return {name: _norm(error) / max(scales[name], 1e-30) for name, error in errors.items()} | unknown
-
-
-def _raise_errors(error: Tensor, part: HeldPart, wanted: Tensor) -> None:
-    """Raise the error of the elements of a part to their distance from the wanted ones."""
-    slicing = part.slicing
-    own, so_far = (t.clone() if slicing is None else slicing.part_of(t) for t in (wanted, error))
-    where = slice(part.start, part.start + part.values.numel())
-    flat = so_far.view(-1)
-    flat[where] = torch.maximum(flat[where], (part.values - own.flatten()[where]).abs())
-    if slicing is None:
-        error.copy_(so_far)
-    else:
-        slicing.write(error, so_far)
 
 
 def _farthest(numbers: Iterable[float], wanted: float) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Sampler
 
 from parallel3d.errors import DataError
 
@@ -169,24 +169,3 @@ class MicroBatchSampler(Sampler[list[int]]):
             )
         self._seed, self._epoch, self._dealt = state["seed"], state["epoch"], state["samples"] // step
         self.epoch, self._loaded = self._epoch, True
-
-
-def make_loader(
-    dataset: Dataset[Any],
-    micro_batch_size: int,
-    replica: int,
-    num_replicas: int,
-    num_micro_batches: int,
-    seed: int,
-    drop_last: bool,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    pin_memory: bool,
-) -> DataLoader[Any]:
-    """Make the loader of `initialize(training_data=dataset)`: this replica's micro-batches, shuffled in each epoch."""
-    if not isinstance(dataset, Sized):
-        raise DataError(f"training_data {type(dataset).__name__} has no length; pass your own iterator to train_batch")
-    size = len(cast(Sized, dataset))
-    sampler = MicroBatchSampler(
-        size, micro_batch_size, replica, num_replicas, num_micro_batches, seed=seed, drop_last=drop_last
-    )
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn, pin_memory=pin_memory)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel3d.utils import RepeatingLoader as FromUtils
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import parallel3d
 from parallel3d.errors import DataError
 from parallel3d.pipe.batch import MicroBatchSource
-from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader, make_loader
+from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None)
@@ -130,19 +133,29 @@ def test_shuffling_leaves_torchs_own_generator_alone():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-# make_loader
+# The loader of initialize
+
+
+def made_loader(data: Any, **options: Any) -> DataLoader:
+    """The loader that `initialize` makes on one process, in micro-batches of two samples."""
+    model, config = nn.Linear(1, 1), {"train_micro_batch_size_per_gpu": 2, "seed": 3}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    *_, loader, _ = parallel3d.initialize(
+        model=model, optimizer=optimizer, training_data=data, config=config, **options
+    )
+    return loader
 
 
 def test_a_loader_collates_the_samples_of_its_sampler():
     data = TensorDataset(torch.arange(8.0), torch.arange(8))
-    loader = make_loader(data, 2, 1, 2, 1, seed=3, drop_last=False, collate_fn=None, pin_memory=False)
+    loader = made_loader(data)
     assert isinstance(loader, DataLoader)
-    assert len(loader) == 2
-    sampler = MicroBatchSampler(8, 2, 1, 2, seed=3)
+    assert len(loader) == 4
+    sampler = MicroBatchSampler(8, 2, 0, 1, seed=3)
     for _ in range(2):  # epochs
         assert [labels.tolist() for _, labels in loader] == list(sampler)
-    own = make_loader(data, 2, 1, 2, 1, 3, False, lambda samples: [int(label) for _, label in samples], False)
-    assert list(own) == list(MicroBatchSampler(8, 2, 1, 2, seed=3))
+    own = made_loader(data, collate_fn=lambda samples: [int(label) for _, label in samples])
+    assert list(own) == list(MicroBatchSampler(8, 2, 0, 1, seed=3))
 
 
 def test_data_without_a_length_are_refused():
@@ -151,7 +164,7 @@ def test_data_without_a_length_are_refused():
             return iter(range(10))
 
     with pytest.raises(DataError, match="Endless has no length; pass your own iterator"):
-        make_loader(Endless(), 1, 0, 1, 1, 0, False, None, False)
+        made_loader(Endless())
 
 
 # MicroBatchSource

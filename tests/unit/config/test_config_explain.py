@@ -8,8 +8,8 @@ import pytest
 from user_configs import AUTO, FOLDER
 
 from parallel3d.cli import main
+from parallel3d.cli.config import explain, keys_as_markdown
 from parallel3d.config import Config, load, read
-from parallel3d.config.explain import explain, keys_as_markdown
 from parallel3d.errors import ConfigError
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.clock import HostClock
+from parallel3d.clock import Clock
 from parallel3d.comm.collectives import Awaited, Group
 from parallel3d.monitor.records import StepRecord, StepRecorder, traffic_times
 from parallel3d.schedule.instructions import Instruction, Op
@@ -64,7 +64,7 @@ class Told:
 
 @pytest.mark.parametrize(("ended", "recorded"), [(2, ["AG0@0#0", "AG0@0#1"]), (1, [])])
 def test_gathers_are_recorded_apart_and_all_or_none_of_them(ended: int, recorded: list[str]):
-    recorder, works = StepRecorder(0, HostClock()), [Told(), Told(), Told()]
+    recorder, works = StepRecorder(0, Clock()), [Told(), Told(), Told()]
     for text, work in zip(("RED0@0#0", "AG", "AG"), works, strict=True):
         bucket = works.index(work) - 1
         i = Instruction(Op.GATHER_PARAMS, 0, 0, bucket) if text == "AG" else Instruction.parse(text)

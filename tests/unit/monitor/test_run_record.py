@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from records import make_record
 
-from parallel3d.clock import HostClock
+from parallel3d.clock import Clock
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
 from parallel3d.config import Config, without_removed
 from parallel3d.errors import ConfigError
@@ -82,7 +82,7 @@ class _OnHost:
 def test_reductions_are_recorded_where_the_backend_tells_when_they_are_done():
     future = _Future()
     works: list[Work] = [*(Awaited(_OnHost(f), Group((0,), None).waiting("")) for f in (future, None)), DONE]
-    recorder = StepRecorder(0, HostClock())
+    recorder = StepRecorder(0, Clock())
     before = time.monotonic()
     for bucket, work in enumerate(works):
         recorder.launched(Instruction.parse(f"RED0@0#{bucket}"), work)

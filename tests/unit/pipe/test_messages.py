@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,6 +27,14 @@ Point = namedtuple("Point", ["x", "y"])
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Marked:
+    """A tensor and something about it."""
+
+    tensor: Tensor
+    mark: str
+
+
 # Random pytrees
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
@@ -41,7 +50,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 values = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False)
 keys = st.text(max_size=3) | st.integers(0, 9)
 trees = st.recursive(
-    tensors() | values,
+    tensors() | values | st.builds(Marked, tensors(), st.text(max_size=3)),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
@@ -63,6 +72,8 @@ def same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Marked):
+        return a.mark == b.mark and same(a.tensor, b.tensor)
     return a == b
 
 
