@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from parallel3d.errors import ConfigError
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding (arXiv:2104.09864) and how its frequencies are scaled for longer contexts.
 
-    linear: all by 1 / factor; dynamic: theta grows with a sequence longer than the decoder's max_positions; llama3: only
-    the long wavelengths; yarn: by a ramp over the dimensions, with a temperature (arXiv:2309.00071).
-    original_max_positions: of the model before its context was extended, which llama3 and yarn start from.
+    Aliases are the keys of Hugging Face's rope_parameters.
+
+    - kind: linear scales all frequencies by 1 / factor; dynamic lets theta grow with a sequence longer than the decoder's
+      max_positions; llama3 scales only the long wavelengths; yarn scales by a ramp over the dimensions, with a temperature
+      (arXiv:2309.00071).
+    - original_max_positions: of the model before its context was extended, from which llama3 and yarn start.
     """
 
-    theta: float = 10000.0
-    kind: RopeKind = "default"
+    theta: Annotated[float, Field(alias="rope_theta")] = 10000.0
+    kind: Annotated[Literal["default", "linear", "dynamic", "llama3", "yarn"], Field(alias="rope_type")] = "default"
     factor: float = 1.0
-    original_max_positions: int | None = None
+    original_max_positions: Annotated[int | None, Field(alias="original_max_position_embeddings")] = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -56,7 +61,7 @@ class DecoderConfig:
     max_positions: int = 2048
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Activation = "silu"
     gated: bool = True
     rope: Rope | None = field(default_factory=Rope)
     qkv_bias: bool = False

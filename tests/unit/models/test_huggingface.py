@@ -40,7 +40,7 @@ def write_config(path: Path, **changes: Any) -> Path:
     [
         ({"architectures": ["PhiForCausalLM"]}, "'PhiForCausalLM' is not known .* give from_hf the model itself"),
         ({"architectures": None, "model_type": "t5"}, "'t5'"),
-        ({"hidden_act": "geglu"}, "hidden_act 'geglu'.*'gelu'"),
+        ({"hidden_act": "geglu"}, "hidden_act = 'geglu'.*'gelu'"),
         ({"attention_chunk": 128}, "'attention_chunk' = 128"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, r"rope_scaling.rope_type = 'longrope'"),
