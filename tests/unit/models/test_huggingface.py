@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from parallel3d.checkpoint.export import Section, Stored
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models import from_hf, save_hf
-from parallel3d.models.huggingface.weights import StateDict, load_layer
+from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.parameters import Slicing
 from parallel3d.pipe import PipelineModule
 
@@ -146,7 +146,7 @@ def test_the_head_can_be_untied_but_not_lost(tmp_path):
         from_hf(tmp_path, tied=True)
 
 
-class Recording(StateDict):
+class Recording(Weights):
     """Notes what is read."""
 
     def __init__(self, tensors: dict[str, Tensor]):
