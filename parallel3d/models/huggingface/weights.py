@@ -50,7 +50,7 @@ def open_directory(directory: Path, base: str) -> Weights:
     tensors: dict[str, Any] = {}
     for path in _files_of(directory):
         file = open_safetensors(path)
-        tensors |= {name: file.get_slice(name) for name in file.keys()}
+        tensors |= {name: file.get_slice(name) for name in list(file.keys())}
     if not any(name.startswith(base) for name in tensors):
         tensors = {name if name == HEAD else base + name: tensor for name, tensor in tensors.items()}
     return Weights(tensors)
