@@ -15,7 +15,7 @@ from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.models.huggingface.config import family_of, parse
-from parallel3d.models.huggingface.names import EMBEDDING, names_of, pieces_of
+from parallel3d.models.huggingface.names import all_stored, names_of
 from parallel3d.models.huggingface.weights import HEAD, Weights, check_weights, open_directory
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.specs import LayerSpec
@@ -54,8 +54,7 @@ def from_hf(
         where = str(source)
     config = replace(_tie(config, tied, stored, where), huggingface=raw)
     if stored is not None:
-        wanted = [tensors for piece in pieces_of(config) for tensors in names_of(config, piece).values()]
-        check_weights(stored, wanted, config.tied, where)
+        check_weights(stored, all_stored(config), config.tied, where)
     return decoder(config, _dtype(raw) if dtype == "auto" else dtype, stored, units)
 
 
@@ -91,7 +90,7 @@ def _tie(config: DecoderConfig, tied: bool | None, weights: Weights | None, wher
     if tied and weights is not None and HEAD in weights.shapes():
         raise ConfigError(f"{where} has a head of its own, {HEAD}, which tied=True would drop; leave tied out")
     if weights is not None:
-        (embedding,) = names_of(config, EMBEDDING)["tokens.weight"].sections
+        (embedding,) = names_of(config, "embedding")["tokens.weight"].sections
         weights.alias(HEAD, embedding.name)
     return replace(config, tied=tied)
 

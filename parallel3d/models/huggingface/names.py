@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from parallel3d.checkpoint.export import LayerNames, Section, Stored
 from parallel3d.models.config import DecoderConfig
 
+# The smallest parts of a decoder that can be layers.
+Part = Literal["embedding", "attention", "feed_forward", "final_norm", "head"]
 
-class Piece(NamedTuple):
-    """Smallest part of a decoder that can be a layer. layer: index of the attention or feed-forward network."""
-
-    kind: Literal["embedding", "attention", "feed_forward", "final_norm", "head"]
-    layer: int = 0
-
-
-EMBEDDING, FINAL_NORM, HEAD = Piece("embedding"), Piece("final_norm"), Piece("head")
-
-# Module of each kind of piece -> its name in checkpoints with rotary positions, and in GPT-2's. {0} is the layer's index.
+# Module of each part -> its name in checkpoints with rotary positions, and in GPT-2's. {0} is the block's index.
 # A module with two names is their concatenation; one without a name isn't there.
-_MODULES: dict[str, dict[str, tuple[str, str]]] = {
+_MODULES: dict[Part, dict[str, tuple[str, str]]] = {
     "embedding": {"tokens": ("model.embed_tokens", "transformer.wte"), "positions": ("", "transformer.wpe")},
     "attention": {
         "attention_norm": ("model.layers.{0}.input_layernorm", "transformer.h.{0}.ln_1"),
@@ -41,18 +34,17 @@ _MODULES: dict[str, dict[str, tuple[str, str]]] = {
 _FUSED = ("query", "key", "value")
 
 
-def pieces_of(config: DecoderConfig) -> Iterator[Piece]:
-    """Yield all pieces of a decoder in order."""
-    yield EMBEDDING
-    for layer in range(config.num_layers):
-        yield Piece("attention", layer)
-        yield Piece("feed_forward", layer)
-    yield FINAL_NORM
-    yield HEAD
+def all_stored(config: DecoderConfig) -> Iterator[Stored]:
+    """Yield how each parameter of the whole decoder is stored, in order."""
+    blocks: list[tuple[Part, int]] = []
+    for block in range(config.num_layers):
+        blocks += [("attention", block), ("feed_forward", block)]
+    for part, block in (("embedding", 0), *blocks, ("final_norm", 0), ("head", 0)):
+        yield from names_of(config, part, block).values()
 
 
-def names_of(config: DecoderConfig, piece: Piece) -> LayerNames:
-    """Return how a piece's parameters are stored. A tied head is stored as the embedding."""
+def names_of(config: DecoderConfig, part: Part, block: int = 0) -> LayerNames:
+    """Return how the parameters of a part are stored. A tied head is stored as the embedding."""
     hidden, vocab, ffn = config.hidden_size, config.vocab_size, config.ffn_size
     heads, kv_heads = config.num_heads * config.dim_of_head, config.kv_heads * config.dim_of_head
     is_gpt2 = config.rope is None
@@ -72,10 +64,10 @@ def names_of(config: DecoderConfig, piece: Piece) -> LayerNames:
         **dict.fromkeys(("attention_norm", "mlp_norm", "norm"), config.norm == "layer"),
     }
     names: dict[str, Stored] = {}
-    for ours, stored_names in _MODULES[piece.kind].items():
+    for ours, stored_names in _MODULES[part].items():
         if ours == "logits" and config.tied:
             stored_names = _MODULES["embedding"]["tokens"]
-        theirs = stored_names[is_gpt2].format(piece.layer).split()
+        theirs = stored_names[is_gpt2].format(block).split()
         if not theirs:
             continue
         rows, *columns = linears.get(ours) or embeddings.get(ours) or (hidden,)
