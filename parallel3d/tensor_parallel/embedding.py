@@ -10,8 +10,9 @@ from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.linear import SlicedLayer
-from parallel3d.tensor_parallel.regions import Context, boundary, reduce_scatter_sequence, slicing_group
+from parallel3d.tensor_parallel.regions import boundary, reduce_scatter_sequence, slicing_group
 from parallel3d.tensor_parallel.slicing import cut
 
 
@@ -32,7 +33,7 @@ class VocabParallelEmbedding(SlicedLayer):
         padding_idx: int | None = None,
         sequence_parallel: bool = False,
         group: Group | None = None,
-        context: Context | None = None,
+        context: BuildContext | None = None,
     ):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim

@@ -28,8 +28,8 @@ from parallel3d.autograd.split_backward import (
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.regions import (
-    Context,
     boundary,
     gather_features,
     scatter_features,
@@ -86,7 +86,7 @@ class ColumnParallelLinear(SlicedLayer):
         in_region: bool = False,
         segments: Segments | None = None,
         group: Group | None = None,
-        context: Context | None = None,
+        context: BuildContext | None = None,
     ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -165,7 +165,7 @@ class RowParallelLinear(SlicedLayer):
         sequence_parallel: bool = False,
         segments: Segments | None = None,
         group: Group | None = None,
-        context: Context | None = None,
+        context: BuildContext | None = None,
     ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,30 +23,15 @@ from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import Started
 from parallel3d.comm.environment import get_rank
 from parallel3d.errors import CommunicationError, PartitionError
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.shard_products import ShardProducts
 from parallel3d.tensor_parallel.slicing import Cut
 
 SEQUENCE_DIM = -2
 
 
-class HasModelGroup(Protocol):
-    """Process groups with one of tensor slices."""
-
-    @property
-    def model(self) -> Group:
-        """The ranks that slice one layer."""
-
-
-class Context(Protocol):
-    """The part of LayerSpec.build's context that a tensor-parallel layer needs."""
-
-    @property
-    def groups(self) -> Any:
-        """HasModelGroup."""
-
-
-def slicing_group(group: Group | None, context: Context | None) -> Group:
-    """The group that slices a layer: the one given, else the context's, else this rank alone.
+def slicing_group(group: Group | None, context: BuildContext | None) -> Group:
+    """Return the group over which a layer is sharded: the one given, else the context's, else this rank alone.
 
     Raises PartitionError for a group of another kind, such as torch's.
     """
@@ -58,10 +42,7 @@ def slicing_group(group: Group | None, context: Context | None) -> Group:
                 "passes to a class that declares it: context.groups.model"
             )
         return group
-    if context is not None:
-        groups: HasModelGroup = context.groups
-        return groups.model
-    return Group((get_rank(),), None)
+    return Group((get_rank(),), None) if context is None else context.groups.model
 
 
 def sum_gradients_over(parameters: Iterable[Tensor], group: Group) -> None:
