@@ -71,11 +71,9 @@ class VocabParallelEmbedding(SlicedLayer):
     @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, indices: Tensor) -> Tensor:
         """Look up the embeddings of indices."""
-        here = (indices >= self.start) & (indices < self.stop)
-        check_indices(indices, self.num_embeddings)
-        padded = self.padding_idx is not None and self.start <= self.padding_idx < self.stop
-        padding = self.padding_idx - self.start if padded and self.padding_idx is not None else -1
-        rows = embedding(self.sink, (indices - self.start).where(here, 0), self.weight, padding)
+        here, own = own_rows(indices, self.num_embeddings, self.start, self.stop)
+        padding = own_padding(self.padding_idx, self.start, self.stop)
+        rows = embedding(self.sink, own, self.weight, -1 if padding is None else padding)
         y = rows.masked_fill(~here.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_sequence(y, self.group)
@@ -103,3 +101,15 @@ def check_indices(indices: Tensor, size: int, valid: Tensor | None = None) -> No
     """
     right = (indices >= 0) & (indices < size)
     torch._assert_async((right if valid is None else right | ~valid).all(), f"an index is not in [0, {size})")
+
+
+def own_rows(indices: Tensor, size: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return which indices lie in [start, stop), and these relative to start, the others 0. Checks indices against `size`."""
+    check_indices(indices, size)
+    here = (indices >= start) & (indices < stop)
+    return here, (indices - start).where(here, 0)
+
+
+def own_padding(padding_idx: int | None, start: int, stop: int) -> int | None:
+    """Return the padding index relative to start, or None if it isn't in [start, stop)."""
+    return padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None

@@ -57,17 +57,17 @@ class ShardProducts:
 
         return finish
 
-    def gather_products(self, x: Tensor, pairs: Sequence[Pair]) -> list[Tensor]:
-        """F.linear of what is gathered, by each weight and bias: [..., shard, in] -> [..., seq, out] of each."""
-        return self._gather(x, pairs, None)
-
     def gather_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gathered x [..., seq, in], and its product [..., seq, out] with weight [in, out]. x: [..., shard, in]."""
         kept = self._whole(x, x.shape[-1])
-        (product,) = self._gather(x, [(weight.t(), None)], kept)
+        (product,) = self.gather_products(x, [(weight.t(), None)], kept)
         return kept, product
 
-    def _gather(self, x: Tensor, pairs: Sequence[Pair], kept: Tensor | None) -> list[Tensor]:
+    def gather_products(self, x: Tensor, pairs: Sequence[Pair], kept: Tensor | None = None) -> list[Tensor]:
+        """Return F.linear of the gathered x by each weight and bias: [..., shard, in] -> [..., seq, out] of each.
+
+        kept: [..., seq, in], the tensor to which the gathered x is written, if it is needed.
+        """
         size, index = self.group.size, self.group.index
         shard, rows = x.shape[-2], self._message_rows(x)
         shards = _blocks(x.contiguous(), shard, rows)

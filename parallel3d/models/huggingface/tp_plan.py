@@ -17,7 +17,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.tp_regions import UnknownRegion, regions_of
 from parallel3d.parameters import sliced
 from parallel3d.specs import BuildContext
-from parallel3d.tensor_parallel.embedding import check_indices
+from parallel3d.tensor_parallel.embedding import own_padding, own_rows
 from parallel3d.tensor_parallel.parallelize import STYLES, Column, Row, Style, Vocabulary, Whole, parallelize
 from parallel3d.tensor_parallel.regions import slicing_group
 from parallel3d.tensor_parallel.slicing import cut
@@ -151,14 +151,12 @@ def _slice_lookup(embedding: nn.Embedding, group: Group) -> None:
     look_up = type(embedding).forward
     whole = cut(embedding.num_embeddings, None, group.size)
     ((start, stop),) = whole.ranges[group.index]
-    padding = embedding.padding_idx
-    embedding.padding_idx = padding - start if padding is not None and start <= padding < stop else None
+    embedding.padding_idx = own_padding(embedding.padding_idx, start, stop)
     embedding.weight = sliced(embedding.weight, whole.slicing(0, group.index))
 
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:
-        check_indices(input, self.num_embeddings)
-        here = (input >= start) & (input < stop)
-        rows: Tensor = look_up(self, (input - start).where(here, 0))
+        here, own = own_rows(input, self.num_embeddings, start, stop)
+        rows: Tensor = look_up(self, own)
         return differentiable.reduce_from_region(rows.masked_fill(~here.unsqueeze(-1), 0), group)
 
     vars(embedding)["forward"] = MethodType(forward, embedding)  # a copy of the module has a bound copy
