@@ -13,12 +13,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.parameters import slicing_of, whole_shape
 from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.dropout import SequenceDropout
-from parallel3d.tensor_parallel.regions import (
-    gather_features,
-    scatter_sequence,
-    slicing_group,
-    sum_gradients_over,
-)
+from parallel3d.tensor_parallel.regions import gather_features, scatter_sequence, slicing_group, sum_gradients_over
 from parallel3d.tensor_parallel.slicing import cut
 
 

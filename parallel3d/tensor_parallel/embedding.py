@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +19,11 @@ from parallel3d.tensor_parallel.slicing import cut
 
 
 class VocabParallelEmbedding(SlicedLayer):
-    """Row r of the table lies on the rank whose part of the vocabulary has r: indices [...] -> [..., dim], replicated.
+    """Embedding whose rows are sharded by the vocabulary: indices [...] -> [..., dim], replicated.
 
-    y = sum_r E_r[i - start_r], a rank adding zeros for the words that it doesn't have: an all-reduce, or, with
+    y = sum_r E_r[i - start_r], where a rank adds zeros for words of other ranks: an all-reduce, or, with
     sequence_parallel, a reduce-scatter to [..., ceil(seq / tp), dim]. The table is the one that nn.Embedding would have
-    drawn. Raises PartitionError where there are fewer words than ranks; an index outside of the vocabulary is an error as
+    drawn. Raises PartitionError if there are fewer words than ranks; an index outside of the vocabulary is an error as
     in nn.Embedding, found on the device.
     """
 
@@ -50,16 +52,10 @@ class VocabParallelEmbedding(SlicedLayer):
         self.take(whole.weight)
 
     @classmethod
-    def from_embedding(cls, whole: nn.Embedding, *, sequence_parallel: bool, group: Group) -> VocabParallelEmbedding:
-        """The layer that holds this rank's part of `whole`'s table."""
+    def from_embedding(cls, whole: nn.Embedding, **options: Any) -> VocabParallelEmbedding:
+        """Return a layer that holds this rank's part of `whole`'s table. options: those of the class."""
         with torch.device("meta"):
-            layer = cls(
-                whole.num_embeddings,
-                whole.embedding_dim,
-                padding_idx=whole.padding_idx,
-                sequence_parallel=sequence_parallel,
-                group=group,
-            )
+            layer = cls(whole.num_embeddings, whole.embedding_dim, padding_idx=whole.padding_idx, **options)
         layer.take(whole.weight)
         return layer.train(whole.training)
 
@@ -88,7 +84,7 @@ class VocabParallelEmbedding(SlicedLayer):
         return linear(self.sink, x, self.weight, None, boundary(self.group, self.sequence_parallel, length))
 
     def extra_repr(self) -> str:
-        """As nn.Embedding's, and the slice."""
+        """Return nn.Embedding's text, and the rank's index."""
         sequence = ", sequence_parallel" if self.sequence_parallel else ""
         slice_ = f"slice {self.group.index} of {self.group.size}"
         return f"{self.num_embeddings}, {self.embedding_dim}{sequence}, {slice_}"

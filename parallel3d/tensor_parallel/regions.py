@@ -148,15 +148,15 @@ def in_halves(factors: Factors, group: Group) -> bool:
 
 
 def halves(size: int) -> tuple[slice, slice]:
-    """The two of so many rows."""
+    """Return the two halves of a number of rows."""
     return slice(0, size // 2), slice(size // 2, size)
 
 
 @dataclass(frozen=True)
 class ReplicatedBoundary(RegionBoundary):
-    """copy_to_region before a column layer: the input's gradient is all-reduced behind the weight's product.
+    """copy_to_region before a column layer: the input's gradient is all-reduced during the weight's product.
 
-    Behind a row layer, the other way round: its outputs are all-reduced, in halves where they are large.
+    After a row layer it is the other way round: the outputs are all-reduced, in halves if they are large.
     """
 
     group: Group
@@ -167,11 +167,8 @@ class ReplicatedBoundary(RegionBoundary):
             x = differentiable.copy_to_region(x, self.group)
         return lambda: x
 
-    def leave(self, gradient: Tensor) -> Started:
-        """[..., hidden], partial -> the sum."""
-        return self._leave(gradient, hidden=True)
-
-    def _leave(self, gradient: Tensor, hidden: bool) -> Started:
+    def leave(self, gradient: Tensor, hidden: bool = True) -> Started:
+        """[..., hidden], partial -> the sum. hidden: a matrix product runs at the same time."""
         if torch.is_grad_enabled():
             total = differentiable.reduce_from_region(gradient, self.group)
             return lambda: total
@@ -180,7 +177,7 @@ class ReplicatedBoundary(RegionBoundary):
     def leave_products(self, factors: Factors, hidden: bool = False) -> Started:
         """Multiply and all-reduce; large outputs in two halves, of which one is reduced while the other is multiplied."""
         if hidden or not in_halves(factors, self.group):
-            return self._leave(multiply(factors), hidden)
+            return self.leave(multiply(factors), hidden)
         *_, features = shape = _shape(factors)
         operands = [(rows_of(left), right) for left, right in factors]
         total = operands[0][0].new_empty(len(operands[0][0]), features)
@@ -199,10 +196,10 @@ class ReplicatedBoundary(RegionBoundary):
 
 @dataclass(frozen=True)
 class SequenceBoundary(RegionBoundary):
-    """all_gather before a column layer. The layer keeps the shard; its backward gathers it again, while the input's
-    gradient is multiplied, and reduce-scatters that one behind the weight's product.
+    """all_gather before a column layer. The layer keeps the shard; its backward gathers it again, during the product for
+    the input's gradient, and reduce-scatters that gradient during the weight's product.
 
-    Behind a row layer, the other way round: its outputs are reduce-scattered, in halves where they are large, and their
+    After a row layer it is the other way round: the outputs are reduce-scattered, in halves if they are large, and their
     gradients gathered. length: of the whole sequence; by default the padding stays.
     """
 

@@ -1,4 +1,4 @@
-"""A wrapped Hugging Face model under tensor slicing: its own plan (base_model_tp_plan of its config), put into effect."""
+"""Tensor parallelism of a wrapped Hugging Face model by its own plan, base_model_tp_plan of its config."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ from parallel3d.tensor_parallel.slicing import cut
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is sliced. words: name in the model, with * for a number -> a word of base_model_tp_plan.
+    """How a model is sharded over tensor-parallel ranks.
 
-    model: its class's name, for errors; base: the prefix of its base model; names_layers: whether the plan has any of them.
+    - model: name of its class, for errors.
+    - base: the prefix of its base model.
+    - words: name in the model, with * for a number -> a word of base_model_tp_plan.
+    - names_layers: whether the plan names any of the layers.
     """
 
     model: str
@@ -47,7 +50,7 @@ class TensorPlan:
         return cls(type(model).__name__, f"{prefix}.", words, any(key.startswith(own) for key in words))
 
     def whole_where_tied(self, ties: Iterable[tuple[str, str]]) -> TensorPlan:
-        """The plan that slices tied weights alike or not at all. ties: names of both in the model."""
+        """Return the plan that shards tied weights alike or not at all. ties: names of both in the model."""
         whole = set()
         for tied in ties:
             below, above = (name.rpartition(".")[0] for name in tied)
@@ -57,9 +60,9 @@ class TensorPlan:
         return replace(self, words={key: word for key, word in self.words.items() if key not in whole})
 
     def layer(self, layer: nn.Module, prefix: str, context: BuildContext | None) -> nn.Module:
-        """A layer with this rank's part of its weights, `layer` left as it is; without a group to slice it over, itself.
+        """Return a copy of a layer with this rank's part of its weights; on a single rank, the layer itself.
 
-        prefix: the layer's name in the model. Raises ConfigError for what can't be sliced.
+        prefix: the layer's name in the model. Raises ConfigError for modules that can't be sharded.
         """
         group = self._group(context)
         if group.size == 1:
@@ -137,7 +140,7 @@ class TensorPlan:
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
-    """Other modules and parameters, on the same memory: what is done to them, and said of them, isn't to the model's."""
+    """Return copies of modules and parameters that share the model's memory; changes of their attributes don't reach it."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters() if type(p) is nn.Parameter
     }
@@ -147,7 +150,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
 
 
 def _slice_lookup(embedding: nn.Embedding, group: Group) -> None:
-    """Slice by the vocabulary, in place, an embedding that goes on computing with the rows it has looked up."""
+    """Shard an embedding by the vocabulary, in place; its own forward still computes with the rows that it looks up."""
     look_up = type(embedding).forward
     whole = cut(embedding.num_embeddings, None, group.size)
     ((start, stop),) = whole.ranges[group.index]
@@ -163,5 +166,5 @@ def _slice_lookup(embedding: nn.Embedding, group: Group) -> None:
 
 
 def _generic(name: str) -> str:
-    """A dotted name with * for each number."""
+    """Return a dotted name with * for each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -221,7 +221,9 @@ def wrap(model: nn.Module) -> list[LayerSpec]:
         )
     order = list(stages)
     after = order[order.index(lists[0]) + 1 :]
-    _check_model(model, name)
+    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    if buffers := sorted(set(model.state_dict()) - parameters):
+        raise ConfigError(f"{name} has persistent buffers, which no export would hold: {', '.join(buffers[:5])}")
     inside = f"{prefix}."
     plan = TensorPlan.of(model, prefix, lists[0])
     middle = [
@@ -241,13 +243,6 @@ def wrap(model: nn.Module) -> list[LayerSpec]:
         *middle,
         TiedLayerSpec("embedding", Exit, *exit_args, plan, tied_weight_attr=above),
     ]
-
-
-def _check_model(model: nn.Module, name: str) -> None:
-    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = sorted(set(model.state_dict()) - parameters)
-    if buffers:
-        raise ConfigError(f"{name} has persistent buffers, which no export would hold: {', '.join(buffers[:5])}")
 
 
 def _ties(entry: nn.Module, middle: Sequence[nn.Module], exit: nn.Module, name: str) -> list[tuple[str, str]]:
