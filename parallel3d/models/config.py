@@ -1,4 +1,4 @@
-"""The switches of a decoder: what Llama, Qwen2, Mistral and GPT-2 differ in."""
+"""Configuration of a decoder: sizes, and the switches in which Llama, Qwen2, Mistral and GPT-2 differ."""
 
 from __future__ import annotations
 
@@ -41,14 +41,19 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder-only transformer with pre-normalization, [batch, seq] token ids in, logits out.
+    """Decoder-only transformer with pre-normalization: token ids [batch, seq] -> logits.
 
-    num_kv_heads None: num_heads, otherwise grouped queries; head_dim None: hidden_size / num_heads. norm "rms" (arXiv:
-    1910.07467) or "layer". gated: down(act(gate(x)) * up(x)) (arXiv:2002.05202), else down(act(up(x))). rope None: learned
-    positions, max_positions of them. windows: for each layer, how many positions back, its own included, a position
-    attends to, None for all; empty for all layers. tied: the head's weight is the embedding's. Dropouts act in training.
-    depth_scaled_init: projections back into the residual stream start smaller by sqrt(2 * num_layers), as GPT-2's.
-    huggingface: the config.json it came from. Raises ConfigError for sizes that don't fit each other.
+    - num_kv_heads: by default num_heads; with fewer, queries are grouped. head_dim: by default hidden_size / num_heads.
+    - norm: "rms" (arXiv:1910.07467) or "layer".
+    - gated: down(act(gate(x)) * up(x)) (arXiv:2002.05202), else down(act(up(x))).
+    - rope: None for max_positions learned positions.
+    - windows: for each layer, the number of positions, its own included, to which a position attends, or None for all;
+      empty if all layers attend to all.
+    - tied: the head's weight is the embedding's. Dropouts act in training only.
+    - depth_scaled_init: projections into the residual stream start smaller by sqrt(2 * num_layers), as GPT-2's.
+    - huggingface: the config.json from which it was read.
+
+    Raises ConfigError for sizes that don't fit each other.
     """
 
     vocab_size: int

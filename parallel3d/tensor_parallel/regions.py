@@ -1,9 +1,9 @@
-"""The boundaries of sliced regions: features split over ranks, and sequences split over ranks.
+"""Boundaries of tensor-parallel regions: features sharded over ranks, and sequences sharded over ranks.
 
 Sequence parallelism (arXiv:2205.05198): between a row layer and the next column layer, activations are shards of the
 sequence, [batch, ceil(seq / tp), hidden]: dim -2 is the sequence. A sequence that tp does not divide is padded at its
-end; whoever gathers it again gives its length. Norms and dropout work on the shard; what they give at padded places
-goes nowhere, and the gradient that comes from there is zero.
+end; the caller that gathers it again gives its length. Norms and dropout work on the shard; their outputs at padded
+positions are not used, and the gradient there is zero.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _shape(factors: Factors) -> tuple[int, ...]:
 
 
 def in_halves(factors: Factors, group: Group) -> bool:
-    """Whether a product is communicated in two halves; the same on every rank."""
+    """Return whether a product is communicated in two halves; the same on every rank."""
     num_bytes = math.prod(_shape(factors)) * factors[0][0].element_size()
     return group.size > 1 and num_bytes >= HALVES_FROM * group.size and not torch.is_grad_enabled()
 

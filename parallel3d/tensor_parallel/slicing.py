@@ -1,4 +1,4 @@
-"""Which rank holds which part of a dim: even parts, fused segments, attention heads. Pure arithmetic.
+"""Partition of a dim over ranks: even parts, fused segments, attention heads. Pure arithmetic.
 
 Sizes that the number of parts does not divide give parts that differ by one unit. Nothing is padded in a weight, so no
 padding can show in a loss, a norm, an optimizer or a checkpoint; the collectives pad what they send.
@@ -22,11 +22,11 @@ def even_part(size: int, parts: int, index: int) -> Range:
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of an attention layer, num_heads / num_kv_heads query heads to each key and value head.
+    """Heads of an attention layer, with num_heads / num_kv_heads query heads for each key and value head.
 
     With at least as many kv heads as ranks, each rank has some of them, and their query heads. With fewer, several ranks
-    share a kv head and divide its query heads. So on every rank equally many query heads go to each kv head, as
-    scaled_dot_product_attention(enable_gqa=True) wants. Raises PartitionError where the numbers don't fit.
+    share a kv head and divide its query heads. So on every rank each kv head serves the same number of query heads, as
+    scaled_dot_product_attention(enable_gqa=True) requires. Raises PartitionError if the numbers don't fit.
     """
 
     num_heads: int

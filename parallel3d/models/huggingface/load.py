@@ -84,7 +84,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tie(config: DecoderConfig, tied: bool | None, weights: Weights | None, where: str) -> DecoderConfig:
-    """The decoder, tied or not as the user asks."""
+    """Return the decoder, tied or not as the user asks."""
     if tied is None or tied == config.tied:
         return config
     if tied and weights is not None and HEAD in weights.shapes():

@@ -108,8 +108,8 @@ class TensorPlan:
         group = slicing_group(None, context)
         if group.size > 1 and not self.names_layers:
             raise ConfigError(
-                f"{self.model} has no tensor slices: nothing in the base_model_tp_plan of its config names its layers; set "
-                "tensor_parallel.size to 1, or give a plan as model.config.base_model_tp_plan = "
+                f"{self.model} has no plan for tensor parallelism: nothing in the base_model_tp_plan of its config names its "
+                "layers; set tensor_parallel.size to 1, or give a plan as model.config.base_model_tp_plan = "
                 '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}'
             )
         if group.size > 1 and context is not None and context.sequence_parallel:

@@ -146,7 +146,7 @@ class _Entry:
         return (self._inside, *args[1:])
 
     def leave(self, row: nn.Module, args: tuple[Any, ...]) -> None:
-        """The next call is another."""
+        """Forget the input: the next call has another."""
         self._outside = self._inside = None
 
 
