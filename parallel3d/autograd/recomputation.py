@@ -23,7 +23,7 @@ from parallel3d.clock import Clock, clock_of
 from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_sections
 from parallel3d.errors import ExecutionError
 
-# Marks kept before they are read: with `profile` and nobody who asks, the device is waited for once in so many regions.
+# Marks kept before they are read: with `profile`, if `times` is never called, the host waits once per this number of regions.
 _MOST_MARKS = 4096
 
 
@@ -176,7 +176,7 @@ class Transfers:
 
 
 class _Region:
-    """The tensors parked by one region, which they keep alive, and the region before it: the backward's next."""
+    """Tensors parked by one region, which they keep alive, and the region before it, the next one in the backward."""
 
     def __init__(self) -> None:
         self.parked: list[weakref.ref[_Parked]] = []
@@ -185,7 +185,7 @@ class _Region:
 
 @dataclass(eq=False)
 class _Parked:
-    """A tensor on the host; `back` from when its return has started until it is used."""
+    """Tensor on the host. back: the copy to the device, from its start until it is used."""
 
     host: Copy
     device: torch.device
@@ -215,7 +215,7 @@ class HostOffload:
             if tensor._version != version:
                 raise ExecutionError(
                     f"a recomputed region changed its argument of shape {list(tensor.shape)} in place, which it would read "
-                    "again; use an operation that makes a new tensor, or begin the region behind it"
+                    "again; use an operation that makes a new tensor, or begin the region after it"
                 )
 
     @torch.no_grad()
@@ -296,7 +296,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return _process.is_configured
 
 

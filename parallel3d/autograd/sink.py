@@ -317,7 +317,7 @@ class GradientSink:
         return parameter
 
     def takes(self, parameter: Tensor) -> bool:
-        """Whether gradients of `parameter` come here."""
+        """Return whether gradients of `parameter` come here."""
         return parameter in self._ledger
 
     def route(self, parameter: nn.Parameter | None, edge: Any, gradient: Recipe) -> Tensor | None:
@@ -338,7 +338,7 @@ class GradientSink:
 
 
 def _accumulates(node: Any) -> bool:
-    """Whether the backward under way writes the `.grad` of this node's leaf: torch.autograd.grad does not."""
+    """Return whether the backward under way writes the `.grad` of this node's leaf: torch.autograd.grad does not."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad with respect to this very leaf

@@ -26,7 +26,7 @@ Pair = tuple[Tensor, "Tensor | None"]
 
 
 def multiply(factors: Factors, out: Tensor | None = None) -> Tensor:
-    """The sum of left @ right, [..., n], in one buffer. out: [rows, n], that buffer; not differentiable then."""
+    """Return the sum of left @ right, [..., n], in one buffer. out: [rows, n], that buffer; then it is not differentiable."""
     (left, right), *others = factors
     total = rows_of(left).mm(right) if out is None else torch.mm(rows_of(left), right, out=out)
     for other, weight in others:
@@ -64,7 +64,7 @@ class RegionBoundary:
         return entered, multiply([(entered, weight)])
 
     def leave(self, gradient: Tensor) -> Callable[[], Tensor]:
-        """The transpose of `enter`: the gradient of what is multiplied, which may be overwritten -> of what came."""
+        """Apply the transpose of `enter` to the gradient of the multiplied input, which may be overwritten."""
         return lambda: gradient
 
     def leave_products(self, factors: Factors, hidden: bool = False) -> Callable[[], Tensor]:
@@ -267,7 +267,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def _splits(layer: nn.Module, x: Tensor) -> bool:
-    """Whether this call can be split, as far as torch.compile can follow the question."""
+    """Return whether this call can be split, as far as torch.compile can follow the question."""
     # Not `layer.weight`: of a parametrized layer, that computes the weight.
     weight = layer._parameters.get("weight")
     return (
@@ -284,12 +284,12 @@ def _splits(layer: nn.Module, x: Tensor) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody is to be told when the module is called."""
+    """Return whether the module has hooks, which must see its calls."""
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def is_split(layer: nn.Module) -> bool:
-    """Whether the whole of a layer's backward is split: there is nothing in it to compile."""
+    """Return whether a layer's whole backward is split: there is nothing in it to compile."""
     return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), _SplitForward)
 
 

@@ -1,11 +1,12 @@
-"""The blocks of a decoder, as one layer each or as two: attention and feed-forward, between which a stage may end."""
+"""Blocks of a decoder, each as one layer or as two, attention and feed-forward, between which a stage may end."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from parallel3d.kernels.rotary import rotate
 from parallel3d.kernels.swiglu import swiglu
 from parallel3d.models.config import DecoderConfig
-from parallel3d.models.huggingface.names import Piece
-from parallel3d.models.huggingface.weights import Weights
+from parallel3d.models.huggingface.names import Part
 from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, normalized, open_stream
-from parallel3d.models.sliced import Slices
-from parallel3d.models.tables import Tables, combined
-from parallel3d.specs import BuildContext
-from parallel3d.tensor_parallel.linear import column_outputs
+from parallel3d.models.tables import combined
+from parallel3d.rng import own_stream
+from parallel3d.tensor_parallel.dropout import SlicedDropout
+from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_outputs
+from parallel3d.tensor_parallel.slicing import AttentionHeads
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -31,7 +32,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _Mixing(nn.Module):
-    """Rotary positions, where there are any, and attention of one layer: what lies between its linears."""
+    """Operators between the linears of attention: rotary positions, if there are any, and the attention itself."""
 
     def __init__(self, head_dim: int):
         super().__init__()
@@ -45,9 +46,9 @@ class _Mixing(nn.Module):
         attention_mask: Tensor | None,
         mix: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     ) -> Tensor:
-        """Query, key and value as [batch, seq, a rank's heads * head_dim] -> as the queries, mixed by `mix`.
+        """Apply `mix` to query, key and value, each [batch, seq, a rank's heads * head_dim] -> the shape of the queries.
 
-        rotation, causal: of Tables, whose growth compiled code would have to watch.
+        rotation, causal: of Tables; passed in because compiled code would have to watch the tables' growth.
         """
         # [batch, seq, heads, head_dim]
         query, key, value = (y.unflatten(-1, (-1, self._head_dim)) for y in projected)
@@ -67,7 +68,7 @@ class _Activation(nn.Module):
         self._is_swiglu = config.gated and config.activation == "silu"
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """As nn.Module's, if there is more than one kernel to fuse."""
+        """Compile as nn.Module does, if there is more than one kernel to fuse."""
         if self._gated and not self._is_swiglu:
             super().compile(*args, **options)
 
@@ -84,10 +85,8 @@ class _Activation(nn.Module):
 class _Residual(DecoderLayer):
     """A layer that adds to the hidden states [batch, seq, hidden] of what travels."""
 
-    def __init__(self, config: DecoderConfig, context: BuildContext | None, *pieces: Piece):
-        super().__init__(config, *pieces)
-        self._slices = Slices(context)
-        self.dropout = self._slices.dropout(config.residual_dropout)
+    def _make(self) -> None:
+        self.dropout = self._sharding.dropout(self.config.residual_dropout)
 
     @staticmethod
     def cost_key(config: DecoderConfig, layer: int, *others: object, **options: object) -> object:
@@ -95,7 +94,7 @@ class _Residual(DecoderLayer):
         return config, config.window(layer), options.get("dtype")
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """As nn.Module's; where nothing fuses around the linears, only of what lies between two of them.
+        """Compile as nn.Module does; if nothing fuses around the linears, compile only what lies between two of them.
 
         The whole layer's graph would break at each linear, which costs the host nearly what the plain layer does.
         """
@@ -112,22 +111,44 @@ class _Residual(DecoderLayer):
         return hidden + self.dropout(change, length)
 
 
-class _Attends(_Residual):
-    """The attention of one layer; its parameters have the same names in a block as in a layer of their own."""
+class Attention(_Residual):
+    """x + attention(norm(x)), on the hidden states [batch, seq, hidden] of what travels: the first half of a block."""
 
-    def _make_attention(self, layer: int, tables: Tables) -> None:
-        config = self.config
-        self.attention_norm = self._slices.norm(make_norm(config))
-        # Three layers and not one: where ranks share a key and value head, they don't share queries.
-        self.query, self.key, self.value, self.attention_out = self._slices.attention(config)
-        self._tables, self._window = tables, config.window(layer)
+    parts: ClassVar[tuple[Part, ...]] = ("attention",)
+
+    def _make(self) -> None:
+        config, sharding = self.config, self._sharding
+        heads = AttentionHeads(config.num_heads, config.kv_heads, config.dim_of_head)
+        hidden, options = config.hidden_size, sharding.of_linears
+        self.attention_norm = sharding.norm(make_norm(config))
+        # Three layers and not one: ranks that share a key and value head don't share queries.
+        self.query, self.key, self.value = (
+            ColumnParallelLinear(hidden, part.size, config.qkv_bias, segments=[part], **options)
+            for part in (heads.query, heads.key_value, heads.key_value)
+        )
+        self.attention_out = RowParallelLinear(
+            heads.query.size, hidden, config.attention_out_bias, segments=[heads.query], **options
+        )
         self.mixing = _Mixing(config.dim_of_head)
-        self.attention_dropout = self._slices.attention_dropout(config)
+        # Of probabilities [batch, a rank's heads, query, key].
+        whole_heads = [replace(heads, head_dim=1).query]
+        self.attention_dropout = SlicedDropout(
+            config.attention_dropout, config.num_heads, dim=-3, segments=whole_heads, **sharding.of_dropout
+        )
+        self._window = config.window(self._layer)
+        super()._make()
+
+    def forward(self, x: Travels) -> Travels:
+        """Add attention to the hidden states."""
+        hidden, attention_mask, position_ids, length = open_stream(x)
+        mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
+        hidden = self._add(hidden, self.attention_out(mixed), length)
+        return close_stream(Stream(hidden, attention_mask, position_ids, length))
 
     def _mixed(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, length: int | None
     ) -> tuple[Tensor, Tensor]:
-        """(what is mixed of a rank's heads, what is added to)."""
+        """Return the output of a rank's heads, and the hidden states to which its projection is added."""
         normed, hidden = normalized(self.attention_norm, hidden)
         projected = column_outputs((self.query, self.key, self.value), normed, length)
         rotation = self._tables.rotary(projected[0], position_ids) if self.config.rope is not None else None
@@ -137,95 +158,27 @@ class _Attends(_Residual):
         return self.mixing(projected, rotation, causal, attention_mask, mix), hidden
 
     def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        if self._slices.layout_independent:
+        if self._sharding.layout_independent:
             return attend(query, key, value, mask, self.attention_dropout)
-        with self._slices.own_numbers(query.device):
+        group = self._sharding.group
+        with own_stream(group.index, group.size, query.device):  # each rank draws for its own heads
             return _mix(query, key, value, mask, self.config.attention_dropout)
 
 
-class _FeedsForward(_Residual):
-    """The feed-forward network of one layer; names: as for attention."""
-
-    def _make_feed_forward(self) -> None:
-        config = self.config
-        hidden, ffn = config.hidden_size, config.ffn_size
-        self.mlp_norm = self._slices.norm(make_norm(config))
-        self.up = self._slices.column(hidden, (ffn, ffn) if config.gated else (ffn,), config.mlp_bias)
-        self.activation = _Activation(config)
-        self.down = self._slices.row(ffn, hidden, config.mlp_bias)
-
-    def _feed_forward(self, normed: Tensor, hidden: Tensor, length: int | None) -> Tensor:
-        return self._add(hidden, self.down(self.activation(self.up(normed, length))), length)
-
-
-class Block(_Attends, _FeedsForward):
-    """x + attention(norm(x)), then x + mlp(norm(x)), on the hidden states [batch, seq, hidden] of what travels."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        tables: Tables,
-        weights: Weights | None = None,
-        dtype: torch.dtype | None = None,
-        context: BuildContext | None = None,
-    ):
-        super().__init__(config, context, Piece("attention", layer), Piece("feed_forward", layer))
-        self._make_attention(layer, tables)
-        self._make_feed_forward()
-        self._finish(weights, dtype)
-
-    def forward(self, x: Travels) -> Travels:
-        """Run attention and feed-forward with their residuals."""
-        hidden, attention_mask, position_ids, length = open_stream(x)
-        mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
-        normed, hidden = self._added_and_normed(mixed, hidden, length)
-        hidden = self._feed_forward(normed, hidden, length)
-        return close_stream(Stream(hidden, attention_mask, position_ids, length))
-
-    def _added_and_normed(self, mixed: Tensor, hidden: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
-        """(the feed-forward's norm of the hidden states with what attention adds, these)."""
-        return normalized(self.mlp_norm, self._add(hidden, self.attention_out(mixed), length))
-
-
-class Attention(_Attends):
-    """x + attention(norm(x)), on the hidden states [batch, seq, hidden] of what travels: the first half of a block."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        tables: Tables,
-        weights: Weights | None = None,
-        dtype: torch.dtype | None = None,
-        context: BuildContext | None = None,
-    ):
-        super().__init__(config, context, Piece("attention", layer))
-        self._make_attention(layer, tables)
-        self._finish(weights, dtype)
-
-    def forward(self, x: Travels) -> Travels:
-        """Add attention to the hidden states."""
-        hidden, attention_mask, position_ids, length = open_stream(x)
-        mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
-        hidden = self._add(hidden, self.attention_out(mixed), length)
-        return close_stream(Stream(hidden, attention_mask, position_ids, length))
-
-
-class FeedForward(_FeedsForward):
+class FeedForward(_Residual):
     """x + mlp(norm(x)), on the hidden states [batch, seq, hidden] of what travels: the second half of a block."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        weights: Weights | None = None,
-        dtype: torch.dtype | None = None,
-        context: BuildContext | None = None,
-    ):
-        super().__init__(config, context, Piece("feed_forward", layer))
-        self._make_feed_forward()
-        self._finish(weights, dtype)
+    parts: ClassVar[tuple[Part, ...]] = ("feed_forward",)
+
+    def _make(self) -> None:
+        config, options = self.config, self._sharding.of_linears
+        hidden, ffn = config.hidden_size, config.ffn_size
+        ups = (ffn, ffn) if config.gated else (ffn,)
+        self.mlp_norm = self._sharding.norm(make_norm(config))
+        self.up = ColumnParallelLinear(hidden, sum(ups), config.mlp_bias, segments=ups, **options)
+        self.activation = _Activation(config)
+        self.down = RowParallelLinear(ffn, hidden, config.mlp_bias, **options)
+        super()._make()
 
     def forward(self, x: Travels) -> Travels:
         """Add the feed-forward network to the hidden states."""
@@ -233,9 +186,26 @@ class FeedForward(_FeedsForward):
         hidden = self._feed_forward(*normalized(self.mlp_norm, hidden), length)
         return close_stream(Stream(hidden, attention_mask, position_ids, length))
 
+    def _feed_forward(self, normed: Tensor, hidden: Tensor, length: int | None) -> Tensor:
+        return self._add(hidden, self.down(self.activation(self.up(normed, length))), length)
+
+
+class Block(Attention, FeedForward):
+    """x + attention(norm(x)), then x + mlp(norm(x)), on the hidden states [batch, seq, hidden] of what travels."""
+
+    parts = ("attention", "feed_forward")
+
+    def forward(self, x: Travels) -> Travels:
+        """Run attention and feed-forward with their residuals."""
+        hidden, attention_mask, position_ids, length = open_stream(x)
+        mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
+        normed, hidden = normalized(self.mlp_norm, self._add(hidden, self.attention_out(mixed), length))
+        hidden = self._feed_forward(normed, hidden, length)
+        return close_stream(Stream(hidden, attention_mask, position_ids, length))
+
 
 def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
-    """The fastest attention that there is; shapes and mask: see `attend`."""
+    """Compute attention by PyTorch's fastest implementation; shapes and mask as for `attend`."""
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -250,10 +220,11 @@ def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Attention whose dropout is given, and which therefore holds all its probabilities, [batch, heads, seq, seq].
+    """Compute attention with the given dropout, which needs all probabilities [batch, heads, seq, seq] in memory.
 
-    query: [batch, heads, seq, head_dim]; key, value: as many or fewer heads, each for heads in a row; mask: True
-    where there is attention, causal for None.
+    - query: [batch, heads, seq, head_dim].
+    - key, value: with as many heads, or fewer, each for several consecutive query heads.
+    - mask: True where a position attends; None for causal attention.
     """
     shared = query.shape[1] // key.shape[1]
     key, value = (heads.repeat_interleave(shared, dim=1) for heads in (key, value))

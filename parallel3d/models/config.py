@@ -1,29 +1,34 @@
-"""The switches of a decoder: what Llama, Qwen2, Mistral and GPT-2 differ in."""
+"""Configuration of a decoder: sizes, and the switches in which Llama, Qwen2, Mistral and GPT-2 differ."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from parallel3d.errors import ConfigError
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding (arXiv:2104.09864) and how its frequencies are scaled for longer contexts.
 
-    linear: all by 1 / factor; dynamic: theta grows with a sequence longer than the decoder's max_positions; llama3: only
-    the long wavelengths; yarn: by a ramp over the dimensions, with a temperature (arXiv:2309.00071).
-    original_max_positions: of the model before its context was extended, which llama3 and yarn start from.
+    Aliases are the keys of Hugging Face's rope_parameters.
+
+    - kind: linear scales all frequencies by 1 / factor; dynamic lets theta grow with a sequence longer than the decoder's
+      max_positions; llama3 scales only the long wavelengths; yarn scales by a ramp over the dimensions, with a temperature
+      (arXiv:2309.00071).
+    - original_max_positions: of the model before its context was extended, from which llama3 and yarn start.
     """
 
-    theta: float = 10000.0
-    kind: RopeKind = "default"
+    theta: Annotated[float, Field(alias="rope_theta")] = 10000.0
+    kind: Annotated[Literal["default", "linear", "dynamic", "llama3", "yarn"], Field(alias="rope_type")] = "default"
     factor: float = 1.0
-    original_max_positions: int | None = None
+    original_max_positions: Annotated[int | None, Field(alias="original_max_position_embeddings")] = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -36,14 +41,19 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder-only transformer with pre-normalization, [batch, seq] token ids in, logits out.
+    """Decoder-only transformer with pre-normalization: token ids [batch, seq] -> logits.
 
-    num_kv_heads None: num_heads, otherwise grouped queries; head_dim None: hidden_size / num_heads. norm "rms" (arXiv:
-    1910.07467) or "layer". gated: down(act(gate(x)) * up(x)) (arXiv:2002.05202), else down(act(up(x))). rope None: learned
-    positions, max_positions of them. windows: for each layer, how many positions back, its own included, a position
-    attends to, None for all; empty for all layers. tied: the head's weight is the embedding's. Dropouts act in training.
-    depth_scaled_init: projections back into the residual stream start smaller by sqrt(2 * num_layers), as GPT-2's.
-    huggingface: the config.json it came from. Raises ConfigError for sizes that don't fit each other.
+    - num_kv_heads: by default num_heads; with fewer, queries are grouped. head_dim: by default hidden_size / num_heads.
+    - norm: "rms" (arXiv:1910.07467) or "layer".
+    - gated: down(act(gate(x)) * up(x)) (arXiv:2002.05202), else down(act(up(x))).
+    - rope: None for max_positions learned positions.
+    - windows: for each layer, the number of positions, its own included, to which a position attends, or None for all;
+      empty if all layers attend to all.
+    - tied: the head's weight is the embedding's. Dropouts act in training only.
+    - depth_scaled_init: projections into the residual stream start smaller by sqrt(2 * num_layers), as GPT-2's.
+    - huggingface: the config.json from which it was read.
+
+    Raises ConfigError for sizes that don't fit each other.
     """
 
     vocab_size: int
@@ -56,7 +66,7 @@ class DecoderConfig:
     max_positions: int = 2048
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Activation = "silu"
     gated: bool = True
     rope: Rope | None = field(default_factory=Rope)
     qkv_bias: bool = False

@@ -10,7 +10,7 @@ from parallel3d.errors import ConfigError, nearest
 from parallel3d.models.blocks import Attention, Block, FeedForward
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.weights import Weights
-from parallel3d.models.layers import FinalNorm, Head, TokenEmbedding
+from parallel3d.models.layers import DecoderLayer, FinalNorm, Head, TokenEmbedding
 from parallel3d.models.tables import Tables
 from parallel3d.specs import LayerSpec, TiedLayerSpec
 
@@ -31,12 +31,8 @@ def decoder(
         raise ConfigError(f'units is {units!r}; give "block" or "half".{nearest(str(units), ("block", "half"))}')
     tables = Tables(config)
     given: dict[str, Any] = {"weights": weights, "dtype": dtype}
-    blocks = []
-    for k in range(config.num_layers):
-        if units == "block":
-            blocks.append(LayerSpec(Block, config, k, tables, **given))
-        else:
-            blocks += [LayerSpec(Attention, config, k, tables, **given), LayerSpec(FeedForward, config, k, **given)]
+    kinds: tuple[type[DecoderLayer], ...] = (Block,) if units == "block" else (Attention, FeedForward)
+    blocks = [LayerSpec(kind, config, k, tables, **given) for k in range(config.num_layers) for kind in kinds]
     norm = LayerSpec(FinalNorm, config, **given)
     if not config.tied:
         return [LayerSpec(TokenEmbedding, config, **given), *blocks, norm, LayerSpec(Head, config, **given)]

@@ -1,10 +1,10 @@
-"""Base of the layers of a decoder, and those at its ends: embedding, final norm, head. Blocks: see blocks.py."""
+"""Base class of a decoder's layers, and the layers at its ends: embedding, final norm, head. Blocks are in blocks.py."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,22 @@ from parallel3d.errors import DataError
 from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.config import config_json
-from parallel3d.models.huggingface.names import EMBEDDING, FINAL_NORM, HEAD, Piece, names_of
+from parallel3d.models.huggingface.names import Part, names_of
 from parallel3d.models.huggingface.weights import Weights, load_layer
-from parallel3d.models.sliced import SlicedLogits, Slices, fill_whole
+from parallel3d.models.sliced import Sharding, SlicedLogits, fill_whole
+from parallel3d.models.tables import Tables
 from parallel3d.specs import BuildContext
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
+from parallel3d.tensor_parallel.linear import ColumnParallelLinear
 
 
 class Stream(NamedTuple):
     """The values that travel between layers if the input has more than token ids.
 
-    hidden: [batch, seq, hidden]; attention_mask: see Tables.mask; position_ids: [batch or 1, seq]; length: of the sequence,
-    where hidden is a rank's shard of it.
+    - hidden: [batch, seq, hidden], or a rank's shard of the sequence.
+    - attention_mask: as for `tables.combined`.
+    - position_ids: [batch or 1, seq].
+    - length: of the whole sequence, if hidden is a shard of it.
     """
 
     hidden: Tensor
@@ -34,7 +39,7 @@ class Stream(NamedTuple):
     length: int | None = None
 
 
-# The hidden states alone where there is nothing else.
+# Hidden states alone if nothing else travels.
 Travels = Tensor | Stream
 
 
@@ -44,28 +49,35 @@ def open_stream(x: Travels) -> Stream:
 
 
 def close_stream(x: Stream) -> Travels:
-    """As it travels."""
+    """Return a Stream in the form that travels."""
     return x.hidden if all(other is None for other in x[1:]) else x
 
 
 class DecoderLayer(nn.Module):
-    """A layer of a decoder, which knows how Hugging Face stores its parameters. pieces: what it is made of."""
+    """A layer of a decoder, which knows how Hugging Face stores its parameters.
 
-    def __init__(self, config: DecoderConfig, *pieces: Piece):
+    A subclass makes its modules in `_make`. Its weights are then read or drawn; on the meta device, neither.
+
+    - layer, tables: of a block, its index, counted from 0, and the tables that all blocks of the model share.
+    - weights: read instead of drawn. dtype: of the parameters, torch's default one for None.
+    """
+
+    parts: ClassVar[tuple[Part, ...]]
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int = 0,
+        tables: Tables | None = None,
+        weights: Weights | None = None,
+        dtype: torch.dtype | None = None,
+        context: BuildContext | None = None,
+    ):
         super().__init__()
-        self.config = config
-        self._pieces = pieces
-
-    def stored(self) -> LayerNames:
-        """How each parameter is stored in a Hugging Face checkpoint."""
-        return {name: stored for piece in self._pieces for name, stored in names_of(self.config, piece).items()}
-
-    def config_json(self) -> dict[str, Any]:
-        """The whole model's config.json. Raises ConfigError where Hugging Face has no such architecture."""
-        return config_json(self.config)
-
-    def _finish(self, weights: Weights | None, dtype: torch.dtype | None) -> None:
-        """Last in a constructor: the weights are read, or drawn anew; counted on the meta device, neither."""
+        self.config, self._layer = config, layer
+        self._tables = Tables(config) if tables is None else tables
+        self._sharding = Sharding(context)
+        self._make()
         if dtype is not None:
             self.to(dtype)
         if any(parameter.is_meta for parameter in self.parameters()):
@@ -75,9 +87,22 @@ class DecoderLayer(nn.Module):
         else:
             self._draw()
 
+    def _make(self) -> None:
+        """Make the modules of the layer."""
+        raise NotImplementedError
+
+    def stored(self) -> LayerNames:
+        """Return how each parameter is stored in a Hugging Face checkpoint."""
+        names = [names_of(self.config, part, self._layer) for part in self.parts]
+        return {name: stored for of_part in names for name, stored in of_part.items()}
+
+    def config_json(self) -> dict[str, Any]:
+        """Return the whole model's config.json. Raises ConfigError if Hugging Face has no such architecture."""
+        return config_json(self.config)
+
     @torch.no_grad()
     def _draw(self) -> None:
-        """Matrices are normal with init_std, biases zero, the weights of norms one."""
+        """Draw new weights: matrices normal with init_std, biases zero, weights of norms one."""
         config = self.config
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -97,7 +122,7 @@ def make_norm(config: DecoderConfig) -> nn.Module:
 
 
 def normalized(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm of hidden, hidden as what follows shall take it)."""
+    """Return the norm of the hidden states, and the hidden states to be used from here on."""
     if type(norm) is nn.RMSNorm and norm.eps is not None and not has_hooks(norm):
         return rms_norm(hidden, norm.weight, norm.eps)
     return norm(hidden), hidden
@@ -106,20 +131,20 @@ def normalized(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
 class TokenEmbedding(DecoderLayer):
     """Token ids [batch, seq], or {"input_ids", "attention_mask", "position_ids"} -> hidden states, a Stream with the others."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights | None = None,
-        dtype: torch.dtype | None = None,
-        context: BuildContext | None = None,
-    ):
-        super().__init__(config, EMBEDDING)
-        self._slices = Slices(context)
+    parts = ("embedding",)
+
+    def _make(self) -> None:
+        config, sharding = self.config, self._sharding
         learned = config.rope is None
-        self.tokens = self._slices.embedding(config.vocab_size, config.hidden_size, scatters=not learned)
+        # Learned positions are added to replicated hidden states.
+        self.tokens = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            sequence_parallel=sharding.sequence_parallel and not learned,
+            group=sharding.group,
+        )
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if learned else None
-        self.dropout = self._slices.dropout(config.embedding_dropout)
-        self._finish(weights, dtype)
+        self.dropout = sharding.dropout(config.embedding_dropout)
 
     def forward(self, inputs: Tensor | dict[str, Tensor | None]) -> Travels:
         """Embed tokens. Raises DataError for unknown keys, and for more positions than there are learned ones."""
@@ -135,24 +160,18 @@ class TokenEmbedding(DecoderLayer):
             if ids.shape[1] > self.config.max_positions:
                 raise DataError(f"{ids.shape[1]} tokens in a row, but max_positions is {self.config.max_positions}")
             where = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
-            hidden, positions = self._slices.scatter(hidden + self.positions(where)), None
-        length = self._slices.length(ids.shape[1])
+            hidden, positions = self._sharding.scatter(hidden + self.positions(where)), None
+        length = self._sharding.length(ids.shape[1])
         return close_stream(Stream(self.dropout(hidden, length), mask, positions, length))
 
 
 class FinalNorm(DecoderLayer):
-    """The last norm; from here on hidden states travel alone, but for the length of a sequence of which they are a shard."""
+    """The last norm. After it only the hidden states travel, and the sequence's length if they are a shard of it."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights | None = None,
-        dtype: torch.dtype | None = None,
-        context: BuildContext | None = None,
-    ):
-        super().__init__(config, FINAL_NORM)
-        self.norm = Slices(context).norm(make_norm(config))
-        self._finish(weights, dtype)
+    parts = ("final_norm",)
+
+    def _make(self) -> None:
+        self.norm = self._sharding.norm(make_norm(self.config))
 
     def forward(self, x: Travels) -> Travels:
         """Normalize the hidden states."""
@@ -161,22 +180,16 @@ class FinalNorm(DecoderLayer):
 
 
 class Head(DecoderLayer):
-    """Hidden states -> logits [batch, seq, vocab]; under tensor slicing a rank's SlicedLogits, which CausalLMLoss takes too."""
+    """Hidden states -> logits [batch, seq, vocab]; SlicedLogits if the vocabulary is sharded."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights | None = None,
-        dtype: torch.dtype | None = None,
-        context: BuildContext | None = None,
-    ):
-        super().__init__(config, HEAD)
-        self._group = Slices(context).group
-        self.logits = Slices(context).column(config.hidden_size, (config.vocab_size,), False)
-        self._finish(weights, dtype)
+    parts = ("head",)
+
+    def _make(self) -> None:
+        hidden, vocab = self.config.hidden_size, self.config.vocab_size
+        self.logits = ColumnParallelLinear(hidden, vocab, False, **self._sharding.of_linears)
 
     def forward(self, x: Travels) -> Tensor | SlicedLogits:
         """Return the logits."""
         stream = open_stream(x)
-        logits = self.logits(stream.hidden, stream.length)
-        return logits if self._group.size == 1 else SlicedLogits(logits, self._group, self.config.vocab_size)
+        logits, group = self.logits(stream.hidden, stream.length), self._sharding.group
+        return logits if group.size == 1 else SlicedLogits(logits, group, self.config.vocab_size)

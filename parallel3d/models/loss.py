@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from parallel3d.tensor_parallel.regions import slicing_group
 class CausalLMLoss:
     """loss_fn(logits [batch, seq, vocab], labels [batch, seq]): cross entropy of each position's label, at least in fp32.
 
-    Computed `chunk` positions at a time, so that no copy of all logits in fp32 exists; of SlicedLogits, each rank its own
-    words. Labels that are ignore_index don't count. shift: labels are the token ids themselves, as in transformers: each
-    position predicts the one after it. per_token: return (sum, number of labels that count), for a mean over all tokens of a
-    batch; otherwise the mean over this call's. z_loss: weight of logsumexp^2 (arXiv:2204.02311). Raises DataError.
+    It is computed `chunk` positions at a time, so that no copy of all logits in fp32 exists. With SlicedLogits each rank
+    computes its part of the vocabulary. Raises DataError for labels of another shape.
+
+    - shift: labels are the token ids themselves, as in transformers: each position predicts the token after it.
+    - per_token: return (sum, number of labels that count), for a mean over all tokens of a batch; otherwise the mean of a call.
+    - z_loss: weight of logsumexp^2 (arXiv:2204.02311).
+    - ignore_index: labels with this value don't count.
     """
 
     shift: bool = False
@@ -34,11 +38,11 @@ class CausalLMLoss:
     passes: Passes = field(default=EAGER, repr=False)
 
     def in_one(self) -> CausalLMLoss:
-        """The same, of all positions at once."""
+        """Return this loss, computed for all positions at once."""
         return replace(self, chunk=sys.maxsize)
 
     def compiled(self, **options: Any) -> CausalLMLoss:
-        """The same, by torch.compile with these options between its collectives: of all positions at once, without copies."""
+        """Return this loss for all positions at once, compiled with these options between its collectives, without copies."""
         return replace(self.in_one(), passes=Passes.compiled(**options))
 
     def __call__(self, logits: Tensor | SlicedLogits, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -54,21 +58,17 @@ class CausalLMLoss:
         # Not slices: the backward of each would make a gradient of all logits' size.
         chunk = min(self.chunk, max(1, labels.shape[1]))
         chunks = zip(local.split(chunk, dim=1), labels.split(chunk, dim=1), strict=True)
-        sums = [self._losses(part, logits, wanted).sum() for part, wanted in chunks]
-        total = torch.stack(sums).sum()
-        return (total, count) if self.per_token else total / count.clamp(min=1)
-
-    def _losses(self, chunk: Tensor, logits: SlicedLogits, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(
-            chunk,
-            labels,
-            logits.group,
-            logits.vocab_size,
+        losses = partial(
+            vocab_parallel_cross_entropy,
+            group=logits.group,
+            vocab_size=logits.vocab_size,
             label_smoothing=self.label_smoothing,
             ignore_index=self.ignore_index,
             z_loss=self.z_loss,
             passes=self.passes,
         )
+        total = torch.stack([losses(part, wanted).sum() for part, wanted in chunks]).sum()
+        return (total, count) if self.per_token else total / count.clamp(min=1)
 
 
 causal_lm_loss = CausalLMLoss()

@@ -1,51 +1,37 @@
-"""Where the decoder meets tensor slicing: which of its layers are sliced over the ranks of a group, and their borders."""
+"""Sharding of the decoder's layers over tensor-parallel ranks, and logits that are sharded by the vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.autograd.split_backward import has_hooks
 from parallel3d.comm.collectives import Group
-from parallel3d.models.config import DecoderConfig
 from parallel3d.parameters import slicing_of, whole_shape
-from parallel3d.rng import own_stream
 from parallel3d.specs import BuildContext
-from parallel3d.tensor_parallel.dropout import SequenceDropout, SlicedDropout
-from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
-from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel3d.tensor_parallel.regions import (
-    gather_features,
-    scatter_sequence,
-    slicing_group,
-    sum_gradients_over,
-)
-from parallel3d.tensor_parallel.slicing import AttentionHeads, cut
+from parallel3d.tensor_parallel.dropout import SequenceDropout
+from parallel3d.tensor_parallel.regions import gather_features, scatter_sequence, slicing_group, sum_gradients_over
+from parallel3d.tensor_parallel.slicing import cut
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout of replicated hidden states, which needs no length of theirs."""
+    """nn.Dropout of replicated hidden states, called like SequenceDropout."""
 
     def forward(self, input: Tensor, length: int | None = None) -> Tensor:
-        """As nn.Dropout's."""
+        """Run nn.Dropout; the length isn't needed."""
         return super().forward(input)
 
 
-def is_identity(dropout: nn.Module) -> bool:
-    """Whether a dropout of Slices drops nothing, and nobody is to be told."""
-    return type(dropout) is Dropout and not (dropout.training and dropout.p) and not has_hooks(dropout)
+class Sharding:
+    """How the layers that a rank builds are sharded over its tensor-parallel group.
 
+    With sequence parallelism hidden states between regions are shards [batch, ceil(seq / tp), hidden], and the layers at the
+    boundary of a region are given the length of the whole sequence.
 
-class Slices:
-    """A rank's slices of the layers that it builds: makes them, and stands at the borders of their regions.
-
-    context: of the build; without one, a group of this rank alone. With sequence parallelism hidden states between regions
-    are shards [batch, ceil(seq / tp), hidden], and what is behind a boundary is given the whole sequence's length.
+    - context: of the build; without one, the group is this rank alone.
     """
 
     def __init__(self, context: BuildContext | None):
@@ -53,88 +39,28 @@ class Slices:
         self.sequence_parallel = context is not None and context.sequence_parallel and self.group.size > 1
         self.layout_independent = context is not None and context.layout_independent
 
+    @property
+    def of_linears(self) -> dict[str, Any]:
+        """Arguments of tensor-parallel layers at the boundary of a region."""
+        return {"sequence_parallel": self.sequence_parallel, "group": self.group}
+
+    @property
+    def of_dropout(self) -> dict[str, Any]:
+        """Arguments of dropout of sharded tensors."""
+        return {"layout_independent": self.layout_independent, "group": self.group}
+
     def dropout(self, rate: float) -> nn.Module:
         """Return dropout between regions; called with its input and the length of the whole sequence."""
-        if not self.sequence_parallel:
-            return Dropout(rate)
-        return SequenceDropout(rate, layout_independent=self.layout_independent, group=self.group)
-
-    def attention_dropout(self, config: DecoderConfig) -> SlicedDropout:
-        """Return dropout of attention probabilities, [batch, a rank's heads, query, key]."""
-        heads = AttentionHeads(config.num_heads, config.kv_heads, head_dim=1)
-        return SlicedDropout(
-            config.attention_dropout,
-            config.num_heads,
-            dim=-3,
-            segments=[heads.query],
-            layout_independent=self.layout_independent,
-            group=self.group,
-        )
-
-    def own_numbers(self, device: torch.device) -> AbstractContextManager[None]:
-        """For dropout inside a region: each rank draws for its own heads."""
-        return own_stream(self.group.index, self.group.size, device)
-
-    def embedding(self, vocab_size: int, size: int, scatters: bool) -> VocabParallelEmbedding:
-        """[batch, seq] token ids -> hidden states; scatters: those between regions, else replicated ones."""
-        return VocabParallelEmbedding(
-            vocab_size, size, sequence_parallel=scatters and self.sequence_parallel, group=self.group
-        )
-
-    def attention(
-        self, config: DecoderConfig
-    ) -> tuple[ColumnParallelLinear, ColumnParallelLinear, ColumnParallelLinear, RowParallelLinear]:
-        """Query, key and value, (hidden states, length) -> [..., a rank's heads], and the way back from the heads."""
-        hidden, query, key = (
-            config.hidden_size,
-            config.num_heads * config.dim_of_head,
-            config.kv_heads * config.dim_of_head,
-        )
-        heads = AttentionHeads(config.num_heads, config.kv_heads, config.dim_of_head)
-        inwards = [
-            ColumnParallelLinear(
-                hidden,
-                size,
-                config.qkv_bias,
-                sequence_parallel=self.sequence_parallel,
-                segments=[segment],
-                group=self.group,
-            )
-            for size, segment in ((query, heads.query), (key, heads.key_value), (key, heads.key_value))
-        ]
-        out = RowParallelLinear(
-            query,
-            hidden,
-            config.attention_out_bias,
-            sequence_parallel=self.sequence_parallel,
-            segments=[heads.query],
-            group=self.group,
-        )
-        return inwards[0], inwards[1], inwards[2], out
-
-    def column(self, size: int, segments: Sequence[int], bias: bool) -> ColumnParallelLinear:
-        """(hidden states between regions, length) -> [..., a rank's part of each segment]."""
-        return ColumnParallelLinear(
-            size,
-            sum(segments),
-            bias,
-            sequence_parallel=self.sequence_parallel,
-            segments=tuple(segments),
-            group=self.group,
-        )
-
-    def row(self, size: int, out: int, bias: bool) -> RowParallelLinear:
-        """[..., a rank's part of size] -> hidden states between regions."""
-        return RowParallelLinear(size, out, bias, sequence_parallel=self.sequence_parallel, group=self.group)
+        return SequenceDropout(rate, **self.of_dropout) if self.sequence_parallel else Dropout(rate)
 
     def norm(self, norm: nn.Module) -> nn.Module:
-        """A norm of hidden states between regions."""
+        """Return a norm, which now normalizes hidden states between regions."""
         if self.sequence_parallel:
             sum_gradients_over(norm.parameters(), self.group)
         return norm
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Replicated hidden states -> those between regions."""
+        """Return replicated hidden states as those between regions."""
         return scatter_sequence(x, self.group) if self.sequence_parallel else x
 
     def length(self, seq: int) -> int | None:
@@ -144,7 +70,7 @@ class Slices:
 
 @dataclass(frozen=True)
 class SlicedLogits:
-    """One rank's part, [batch, seq, its words], of the logits over a vocabulary that the ranks of `group` share."""
+    """One rank's part, [batch, seq, its words], of logits that are sharded by the vocabulary over the ranks of `group`."""
 
     local: Tensor
     group: Group
@@ -165,7 +91,7 @@ class SlicedLogits:
 
 
 def fill_whole(parameter: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
-    """parameter = its part of what `fill` makes of the whole tensor, so that random weights don't depend on the slicing."""
+    """Set a parameter to its part of the whole tensor that `fill` fills: random weights don't depend on the sharding."""
     slicing = slicing_of(parameter)
     if slicing is None:
         fill(parameter)

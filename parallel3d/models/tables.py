@@ -111,20 +111,17 @@ class Tables:
         return angles.cos() * scale, angles.sin() * scale
 
     def causal(self, x: Tensor, window: int | None, attention_mask: Tensor | None) -> Tensor | None:
-        """The table that `combined` needs beside an attention mask, [seq, seq]; None for none. x: [batch, seq, ...]."""
+        """Return the mask [seq, seq] that `combined` needs besides an attention mask, or None. x: [batch, seq, ...]."""
         seq = x.shape[1]
         window = None if window is None or window >= seq else window
         if window is None and (attention_mask is None or attention_mask.dim() != 2):
             return None
-        return self._causal(seq, window, x.device)
-
-    def _causal(self, seq: int, window: int | None, device: torch.device) -> Tensor:
-        known = self._masks.get((device, window))
+        known = self._masks.get((x.device, window))
         if known is None or known.shape[0] < seq:
             with torch.inference_mode(False):
-                back = torch.arange(seq, device=device)[:, None] - torch.arange(seq, device=device)
+                back = torch.arange(seq, device=x.device)[:, None] - torch.arange(seq, device=x.device)
                 known = (back >= 0) & (back < (seq if window is None else window))
-            self._masks[device, window] = known
+            self._masks[x.device, window] = known
         return known[:seq, :seq]
 
 

@@ -32,7 +32,7 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def _sums(logits: Tensor, largest: Tensor, places: Tensor, here: Tensor, terms: _Terms) -> Tensor:
-    """[2 or 3, ...], over this rank's words: of the label's logit less the largest, of all (if need be), of exponentials."""
+    """Return sums [2 or 3, ...] over this rank's words: the label's logit less the largest, all (if smoothed), exponentials."""
     wide = logits.to(largest.dtype)
     label = wide.gather(-1, places).squeeze(-1).sub(largest).where(here, 0)
     # In place where it is a copy. Not `wide is logits`: torch.compile can't tell.
@@ -75,7 +75,7 @@ def _gradient(gradient: Tensor, logits: Tensor, log_z: Tensor, places: Tensor, h
 
 @dataclass(frozen=True)
 class Passes:
-    """The computations of a cross entropy between its collectives: several passes over the logits each, or one if compiled."""
+    """Computations of a cross entropy between its collectives: each in several passes over the logits, or in one, compiled."""
 
     largest: Callable[..., Tensor] = _largest
     sums: Callable[..., Tensor] = _sums
@@ -84,7 +84,7 @@ class Passes:
 
     @classmethod
     def compiled(cls, **options: Any) -> Passes:
-        """By torch.compile; options: its own."""
+        """Return the computations compiled by torch.compile with its options."""
         compiled: Any = partial(torch.compile, **options)
         return cls(compiled(_largest), compiled(_sums), compiled(_losses), compiled(_gradient))
 

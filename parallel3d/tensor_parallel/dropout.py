@@ -1,40 +1,33 @@
-"""Dropout of what ranks hold parts of: each draws for its own part, or all draw the whole mask and take their parts.
+"""Dropout of tensors of which each rank holds a part: it draws for its part alone, or draws the whole mask and uses its part.
 
-With numbers of its own a rank's mask depends on the number of slices. With layout_independent it is the rank's part of the
-mask that one process would draw for the whole tensor, for the price of drawing all of that on every rank.
+If each rank draws for its own part, the mask depends on the number of ranks. With layout_independent it is the rank's part
+of the mask that one process would draw for the whole tensor, which every rank then has to draw.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.rng import own_stream
-from parallel3d.tensor_parallel.regions import SEQUENCE_DIM, Context, scatter_sequence, slicing_group
+from parallel3d.specs import BuildContext
+from parallel3d.tensor_parallel.regions import SEQUENCE_DIM, scatter_sequence, slicing_group
 from parallel3d.tensor_parallel.slicing import Segments, cut
 
 
-class DropoutContext(Context, Protocol):
-    """The part of LayerSpec.build's context that dropout needs."""
-
-    @property
-    def layout_independent(self) -> bool:
-        """Whether all ranks draw the whole mask."""
-
-
 class _PartDropout(nn.Dropout):
-    """group, layout_independent: the context's if not given."""
+    """Dropout of a rank's part of a tensor. group, layout_independent: those of the context if not given."""
 
     def __init__(
         self,
         p: float,
-        layout_independent: bool | None,
-        group: Group | None,
-        context: DropoutContext | None,
+        *,
+        layout_independent: bool | None = None,
+        group: Group | None = None,
+        context: BuildContext | None = None,
     ):
         super().__init__(p)
         self._group = slicing_group(group, context)
@@ -68,9 +61,9 @@ class SlicedDropout(_PartDropout):
         segments: Segments | None = None,
         layout_independent: bool | None = None,
         group: Group | None = None,
-        context: DropoutContext | None = None,
+        context: BuildContext | None = None,
     ):
-        super().__init__(p, layout_independent, group, context)
+        super().__init__(p, layout_independent=layout_independent, group=group, context=context)
         self._size, self._dim = size, dim
         self._slicing = cut(size, segments, self._group.size).slicing(dim, self._group.index)
 
@@ -82,17 +75,7 @@ class SlicedDropout(_PartDropout):
 
 
 class SequenceDropout(_PartDropout):
-    """Dropout of a rank's shard of a sequence, as it lies between regions with sequence parallelism."""
-
-    def __init__(
-        self,
-        p: float,
-        *,
-        layout_independent: bool | None = None,
-        group: Group | None = None,
-        context: DropoutContext | None = None,
-    ):
-        super().__init__(p, layout_independent, group, context)
+    """Dropout of a rank's shard of a sequence, the form of activations between regions with sequence parallelism."""
 
     def forward(self, input: Tensor, length: int | None = None) -> Tensor:
         """[..., ceil(length / tp), hidden] -> as it is; length: of the whole sequence, by default without padding."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,17 +12,18 @@ from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.linear import SlicedLayer
-from parallel3d.tensor_parallel.regions import Context, boundary, reduce_scatter_sequence, slicing_group
+from parallel3d.tensor_parallel.regions import boundary, reduce_scatter_sequence, slicing_group
 from parallel3d.tensor_parallel.slicing import cut
 
 
 class VocabParallelEmbedding(SlicedLayer):
-    """Row r of the table lies on the rank whose part of the vocabulary has r: indices [...] -> [..., dim], replicated.
+    """Embedding whose rows are sharded by the vocabulary: indices [...] -> [..., dim], replicated.
 
-    y = sum_r E_r[i - start_r], a rank adding zeros for the words that it doesn't have: an all-reduce, or, with
+    y = sum_r E_r[i - start_r], where a rank adds zeros for words of other ranks: an all-reduce, or, with
     sequence_parallel, a reduce-scatter to [..., ceil(seq / tp), dim]. The table is the one that nn.Embedding would have
-    drawn. Raises PartitionError where there are fewer words than ranks; an index outside of the vocabulary is an error as
+    drawn. Raises PartitionError if there are fewer words than ranks; an index outside of the vocabulary is an error as
     in nn.Embedding, found on the device.
     """
 
@@ -32,7 +35,7 @@ class VocabParallelEmbedding(SlicedLayer):
         padding_idx: int | None = None,
         sequence_parallel: bool = False,
         group: Group | None = None,
-        context: Context | None = None,
+        context: BuildContext | None = None,
     ):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -49,16 +52,10 @@ class VocabParallelEmbedding(SlicedLayer):
         self.take(whole.weight)
 
     @classmethod
-    def from_embedding(cls, whole: nn.Embedding, *, sequence_parallel: bool, group: Group) -> VocabParallelEmbedding:
-        """The layer that holds this rank's part of `whole`'s table."""
+    def from_embedding(cls, whole: nn.Embedding, **options: Any) -> VocabParallelEmbedding:
+        """Return a layer that holds this rank's part of `whole`'s table. options: those of the class."""
         with torch.device("meta"):
-            layer = cls(
-                whole.num_embeddings,
-                whole.embedding_dim,
-                padding_idx=whole.padding_idx,
-                sequence_parallel=sequence_parallel,
-                group=group,
-            )
+            layer = cls(whole.num_embeddings, whole.embedding_dim, padding_idx=whole.padding_idx, **options)
         layer.take(whole.weight)
         return layer.train(whole.training)
 
@@ -70,11 +67,9 @@ class VocabParallelEmbedding(SlicedLayer):
     @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, indices: Tensor) -> Tensor:
         """Look up the embeddings of indices."""
-        here = (indices >= self.start) & (indices < self.stop)
-        check_indices(indices, self.num_embeddings)
-        padded = self.padding_idx is not None and self.start <= self.padding_idx < self.stop
-        padding = self.padding_idx - self.start if padded and self.padding_idx is not None else -1
-        rows = embedding(self.sink, (indices - self.start).where(here, 0), self.weight, padding)
+        here, own = own_rows(indices, self.num_embeddings, self.start, self.stop)
+        padding = own_padding(self.padding_idx, self.start, self.stop)
+        rows = embedding(self.sink, own, self.weight, -1 if padding is None else padding)
         y = rows.masked_fill(~here.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_sequence(y, self.group)
@@ -89,7 +84,7 @@ class VocabParallelEmbedding(SlicedLayer):
         return linear(self.sink, x, self.weight, None, boundary(self.group, self.sequence_parallel, length))
 
     def extra_repr(self) -> str:
-        """As nn.Embedding's, and the slice."""
+        """Return nn.Embedding's text, and the rank's index."""
         sequence = ", sequence_parallel" if self.sequence_parallel else ""
         slice_ = f"slice {self.group.index} of {self.group.size}"
         return f"{self.num_embeddings}, {self.embedding_dim}{sequence}, {slice_}"
@@ -102,3 +97,15 @@ def check_indices(indices: Tensor, size: int, valid: Tensor | None = None) -> No
     """
     right = (indices >= 0) & (indices < size)
     torch._assert_async((right if valid is None else right | ~valid).all(), f"an index is not in [0, {size})")
+
+
+def own_rows(indices: Tensor, size: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Return which indices lie in [start, stop), and these relative to start, the others 0. Checks indices against `size`."""
+    check_indices(indices, size)
+    here = (indices >= start) & (indices < stop)
+    return here, (indices - start).where(here, 0)
+
+
+def own_padding(padding_idx: int | None, start: int, stop: int) -> int | None:
+    """Return the padding index relative to start, or None if it isn't in [start, stop)."""
+    return padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None

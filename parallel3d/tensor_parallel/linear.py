@@ -28,8 +28,8 @@ from parallel3d.autograd.split_backward import (
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.regions import (
-    Context,
     boundary,
     gather_features,
     scatter_features,
@@ -41,7 +41,7 @@ from parallel3d.tensor_parallel.slicing import Segments, cut
 
 
 class SlicedLayer(SplittableLayer, ABC):
-    """A layer of which each rank of `group` holds a part; its parameters say so by their attributes."""
+    """Layer of which each rank of `group` holds a part, which attributes of its parameters describe."""
 
     group: Group
     weight: nn.Parameter
@@ -56,7 +56,7 @@ class SlicedLayer(SplittableLayer, ABC):
         self.register_parameter("bias", cast("nn.Parameter | None", bias))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SlicedLayer:
-        """As nn.Module's, for `to`, `cuda`, `to_empty`; what parameters say of themselves outlasts their replacement."""
+        """Do the same as nn.Module, for `to`, `cuda`, `to_empty`, and keep the parameters' attributes if it replaces them."""
         said = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
         super()._apply(fn, recurse)
         for name, attributes in said.items():
@@ -86,7 +86,7 @@ class ColumnParallelLinear(SlicedLayer):
         in_region: bool = False,
         segments: Segments | None = None,
         group: Group | None = None,
-        context: Context | None = None,
+        context: BuildContext | None = None,
     ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -126,7 +126,7 @@ class ColumnParallelLinear(SlicedLayer):
         return gather_features(y, self.cut, self.group) if self.gather_output else y
 
     def extra_repr(self) -> str:
-        """As nn.Linear's, and the slice."""
+        """Return nn.Linear's text, and the rank's index."""
         return _repr(self, ", gather_output" if self.gather_output else "")
 
 
@@ -165,7 +165,7 @@ class RowParallelLinear(SlicedLayer):
         sequence_parallel: bool = False,
         segments: Segments | None = None,
         group: Group | None = None,
-        context: Context | None = None,
+        context: BuildContext | None = None,
     ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -195,7 +195,7 @@ class RowParallelLinear(SlicedLayer):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        """As nn.Linear's, and the slice."""
+        """Return nn.Linear's text, and the rank's index."""
         return _repr(self, "" if self.input_is_parallel else ", input_is_parallel=False")
 
 
@@ -203,7 +203,7 @@ L = TypeVar("L", ColumnParallelLinear, RowParallelLinear)
 
 
 def from_linear(cls: type[L], whole: nn.Linear, **options: Any) -> L:
-    """A sliced layer that holds this rank's part of `whole`'s weights. options: those of the class."""
+    """Return a layer that holds this rank's part of `whole`'s weights. options: those of the class."""
     with torch.device("meta"):
         layer = cls(whole.in_features, whole.out_features, whole.bias is not None, **options)
     layer.take(whole.weight, whole.bias)

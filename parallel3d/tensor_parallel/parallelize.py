@@ -1,10 +1,11 @@
-"""Tensor slicing for a module that knows nothing of it: its layers are replaced by sliced ones, after a plan."""
+"""Tensor parallelism for a module that is not written for it: a plan says which layers are replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -119,7 +120,7 @@ def parallelize(
 
 
 def _match(module: nn.Module, plan: Mapping[str, str | Style]) -> dict[nn.Module, tuple[str, Style]]:
-    """Which module is to become what, and by what name."""
+    """Return the name and style of each module that the plan names."""
     found: dict[nn.Module, tuple[str, Style]] = {}
     modules = list(module.named_modules(remove_duplicate=False))
     for pattern, word in plan.items():
@@ -153,33 +154,22 @@ def _style(pattern: str, word: str | Style) -> Style:
 
 
 def _replace(name: str, layer: nn.Module, style: Style, group: Group, sequence_parallel: bool) -> SlicedLayer:
-    """The sliced layer, or PartitionError where there is none like it."""
+    """Return the tensor-parallel layer. Raises PartitionError if there is none for this layer and style."""
     forward = type(layer).forward
     why = _unsuitable(layer)
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "group": group}
     if why is None and isinstance(layer, nn.Linear) and forward is nn.Linear.forward:
         if isinstance(style, Column):
             fused = [layer.out_features // style.fused] * style.fused if style.fused > 1 else None
-            return from_linear(
-                ColumnParallelLinear,
-                layer,
-                gather_output=style.gather_output,
-                segments=style.segments or fused,
-                sequence_parallel=sequence_parallel,
-                group=group,
-            )
+            options |= {"gather_output": style.gather_output, "segments": style.segments or fused}
+            return from_linear(ColumnParallelLinear, layer, **options)
         if isinstance(style, Row):
-            return from_linear(
-                RowParallelLinear,
-                layer,
-                input_is_parallel=style.input_is_parallel,
-                segments=style.segments,
-                sequence_parallel=sequence_parallel,
-                group=group,
-            )
+            options |= {"input_is_parallel": style.input_is_parallel, "segments": style.segments}
+            return from_linear(RowParallelLinear, layer, **options)
         why = "is a linear layer"
     elif why is None and isinstance(layer, nn.Embedding) and forward is nn.Embedding.forward:
         if isinstance(style, (Row, Vocabulary)):
-            return VocabParallelEmbedding.from_embedding(layer, sequence_parallel=sequence_parallel, group=group)
+            return VocabParallelEmbedding.from_embedding(layer, **options)
         why = "is an embedding"
     raise PartitionError(
         f"{name or type(layer).__name__} can't be sliced as {style}: it {why or 'is a ' + type(layer).__name__}; columns and "
@@ -199,7 +189,7 @@ def _unsuitable(layer: nn.Module) -> str | None:
 
 
 def _keep_ties(module: nn.Module, replacements: Mapping[nn.Module, SlicedLayer]) -> None:
-    """Make one again of the slices of one parameter. Raises PartitionError where its layers are not sliced alike."""
+    """Share the parts of a parameter that layers share. Raises PartitionError if those layers are not sharded alike."""
     uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for path, layer in module.named_modules():
         for name, parameter in layer._parameters.items():

@@ -1,9 +1,9 @@
-"""The boundaries of sliced regions: features split over ranks, and sequences split over ranks.
+"""Boundaries of tensor-parallel regions: features sharded over ranks, and sequences sharded over ranks.
 
 Sequence parallelism (arXiv:2205.05198): between a row layer and the next column layer, activations are shards of the
 sequence, [batch, ceil(seq / tp), hidden]: dim -2 is the sequence. A sequence that tp does not divide is padded at its
-end; whoever gathers it again gives its length. Norms and dropout work on the shard; what they give at padded places
-goes nowhere, and the gradient that comes from there is zero.
+end; the caller that gathers it again gives its length. Norms and dropout work on the shard; their outputs at padded
+positions are not used, and the gradient there is zero.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,30 +23,15 @@ from parallel3d.comm.collectives import Group
 from parallel3d.comm.differentiable import Started
 from parallel3d.comm.environment import get_rank
 from parallel3d.errors import CommunicationError, PartitionError
+from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.shard_products import ShardProducts
 from parallel3d.tensor_parallel.slicing import Cut
 
 SEQUENCE_DIM = -2
 
 
-class HasModelGroup(Protocol):
-    """Process groups with one of tensor slices."""
-
-    @property
-    def model(self) -> Group:
-        """The ranks that slice one layer."""
-
-
-class Context(Protocol):
-    """The part of LayerSpec.build's context that a tensor-parallel layer needs."""
-
-    @property
-    def groups(self) -> Any:
-        """HasModelGroup."""
-
-
-def slicing_group(group: Group | None, context: Context | None) -> Group:
-    """The group that slices a layer: the one given, else the context's, else this rank alone.
+def slicing_group(group: Group | None, context: BuildContext | None) -> Group:
+    """Return the group over which a layer is sharded: the one given, else the context's, else this rank alone.
 
     Raises PartitionError for a group of another kind, such as torch's.
     """
@@ -58,10 +42,7 @@ def slicing_group(group: Group | None, context: Context | None) -> Group:
                 "passes to a class that declares it: context.groups.model"
             )
         return group
-    if context is not None:
-        groups: HasModelGroup = context.groups
-        return groups.model
-    return Group((get_rank(),), None)
+    return Group((get_rank(),), None) if context is None else context.groups.model
 
 
 def sum_gradients_over(parameters: Iterable[Tensor], group: Group) -> None:
@@ -161,21 +142,21 @@ def _shape(factors: Factors) -> tuple[int, ...]:
 
 
 def in_halves(factors: Factors, group: Group) -> bool:
-    """Whether a product is communicated in two halves; the same on every rank."""
+    """Return whether a product is communicated in two halves; the same on every rank."""
     num_bytes = math.prod(_shape(factors)) * factors[0][0].element_size()
     return group.size > 1 and num_bytes >= HALVES_FROM * group.size and not torch.is_grad_enabled()
 
 
 def halves(size: int) -> tuple[slice, slice]:
-    """The two of so many rows."""
+    """Return the two halves of a number of rows."""
     return slice(0, size // 2), slice(size // 2, size)
 
 
 @dataclass(frozen=True)
 class ReplicatedBoundary(RegionBoundary):
-    """copy_to_region before a column layer: the input's gradient is all-reduced behind the weight's product.
+    """copy_to_region before a column layer: the input's gradient is all-reduced during the weight's product.
 
-    Behind a row layer, the other way round: its outputs are all-reduced, in halves where they are large.
+    After a row layer it is the other way round: the outputs are all-reduced, in halves if they are large.
     """
 
     group: Group
@@ -186,11 +167,8 @@ class ReplicatedBoundary(RegionBoundary):
             x = differentiable.copy_to_region(x, self.group)
         return lambda: x
 
-    def leave(self, gradient: Tensor) -> Started:
-        """[..., hidden], partial -> the sum."""
-        return self._leave(gradient, hidden=True)
-
-    def _leave(self, gradient: Tensor, hidden: bool) -> Started:
+    def leave(self, gradient: Tensor, hidden: bool = True) -> Started:
+        """[..., hidden], partial -> the sum. hidden: a matrix product runs at the same time."""
         if torch.is_grad_enabled():
             total = differentiable.reduce_from_region(gradient, self.group)
             return lambda: total
@@ -199,7 +177,7 @@ class ReplicatedBoundary(RegionBoundary):
     def leave_products(self, factors: Factors, hidden: bool = False) -> Started:
         """Multiply and all-reduce; large outputs in two halves, of which one is reduced while the other is multiplied."""
         if hidden or not in_halves(factors, self.group):
-            return self._leave(multiply(factors), hidden)
+            return self.leave(multiply(factors), hidden)
         *_, features = shape = _shape(factors)
         operands = [(rows_of(left), right) for left, right in factors]
         total = operands[0][0].new_empty(len(operands[0][0]), features)
@@ -218,10 +196,10 @@ class ReplicatedBoundary(RegionBoundary):
 
 @dataclass(frozen=True)
 class SequenceBoundary(RegionBoundary):
-    """all_gather before a column layer. The layer keeps the shard; its backward gathers it again, while the input's
-    gradient is multiplied, and reduce-scatters that one behind the weight's product.
+    """all_gather before a column layer. The layer keeps the shard; its backward gathers it again, during the product for
+    the input's gradient, and reduce-scatters that gradient during the weight's product.
 
-    Behind a row layer, the other way round: its outputs are reduce-scattered, in halves where they are large, and their
+    After a row layer it is the other way round: the outputs are reduce-scattered, in halves if they are large, and their
     gradients gathered. length: of the whole sequence; by default the padding stays.
     """
 

@@ -1,8 +1,8 @@
 """Products of matrices whose rows are sharded over the ranks, multiplied while the shards travel.
 
-An all-gather before a product, and a reduce-scatter behind one (arXiv:2205.05198), can each be hidden by that very product: a
-rank multiplies what it has while the others' rows come, and what it must send first (doi:10.1145/3567955.3567959). Messages
-go by comm/shard_copies.py, which takes no multiprocessor.
+An all-gather before a product, and a reduce-scatter after one (arXiv:2205.05198), can each be hidden by that very product: a
+rank multiplies its own rows while those of the others arrive, and computes first the rows that it must send
+(doi:10.1145/3567955.3567959). ShardMessages send them without occupying a multiprocessor.
 
 Rows are a sequence's: [..., shard, features] on each rank, [..., shard * size, features] in all.
 """
@@ -57,17 +57,17 @@ class ShardProducts:
 
         return finish
 
-    def gather_products(self, x: Tensor, pairs: Sequence[Pair]) -> list[Tensor]:
-        """F.linear of what is gathered, by each weight and bias: [..., shard, in] -> [..., seq, out] of each."""
-        return self._gather(x, pairs, None)
-
     def gather_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gathered x [..., seq, in], and its product [..., seq, out] with weight [in, out]. x: [..., shard, in]."""
         kept = self._whole(x, x.shape[-1])
-        (product,) = self._gather(x, [(weight.t(), None)], kept)
+        (product,) = self.gather_products(x, [(weight.t(), None)], kept)
         return kept, product
 
-    def _gather(self, x: Tensor, pairs: Sequence[Pair], kept: Tensor | None) -> list[Tensor]:
+    def gather_products(self, x: Tensor, pairs: Sequence[Pair], kept: Tensor | None = None) -> list[Tensor]:
+        """Return F.linear of the gathered x by each weight and bias: [..., shard, in] -> [..., seq, out] of each.
+
+        kept: [..., seq, in], the tensor to which the gathered x is written, if it is needed.
+        """
         size, index = self.group.size, self.group.index
         shard, rows = x.shape[-2], self._message_rows(x)
         shards = _blocks(x.contiguous(), shard, rows)
@@ -97,9 +97,9 @@ class ShardProducts:
         return outputs
 
     def scatter_products(self, factors: Factors) -> Tensor:
-        """This rank's shard of the sum over ranks of the sum of products, [..., seq, k] each -> [..., shard, features].
+        """Return this rank's shard of the sum of products over ranks: [..., seq, k] each -> [..., shard, features].
 
-        Summed in fp32, rounded once after the ranks' products were.
+        The ranks' products are rounded, summed in fp32, and rounded once more.
         """
         size, index = self.group.size, self.group.index
         (left, right), *_ = factors
@@ -132,12 +132,12 @@ class ShardProducts:
             out.copy_(wide)
 
     def _targets(self) -> list[int]:
-        """The other ranks, each rank with another one first."""
+        """Return the other ranks in the order of sending: each rank begins with a different one."""
         size, index = self.group.size, self.group.index
         return [(index + distance) % size for distance in range(1, size)]
 
     def _sources(self) -> list[int]:
-        """The other ranks, as their messages come."""
+        """Return the other ranks in the order in which their messages arrive."""
         size, index = self.group.size, self.group.index
         return [(index - distance) % size for distance in range(1, size)]
 
@@ -163,7 +163,7 @@ def rows_of_message(rows: int, row_bytes: int, most_bytes: int) -> int:
 
 
 def _blocks(x: Tensor, shard: int, rows: int) -> Blocks:
-    """[..., a multiple of shard, features] in shards, and those in messages of so many rows, the last maybe of fewer."""
+    """Split [..., a multiple of shard, features] into shards, and each into messages of `rows` rows or, the last, fewer."""
     if shard % rows:
         return [block.split(rows) for block in rows_of(x).split(shard)]
     # Of views that cost the host the least.

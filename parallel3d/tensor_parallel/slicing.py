@@ -1,4 +1,4 @@
-"""Which rank holds which part of a dim: even parts, fused segments, attention heads. Pure arithmetic.
+"""Partition of a dim over ranks: even parts, fused segments, attention heads. Pure arithmetic.
 
 Sizes that the number of parts does not divide give parts that differ by one unit. Nothing is padded in a weight, so no
 padding can show in a loss, a norm, an optimizer or a checkpoint; the collectives pad what they send.
@@ -8,48 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import Range, Slicing
 
 
 def even_part(size: int, parts: int, index: int) -> Range:
-    """(start, stop) of part `index` of `size` things in a row: the first size % parts parts are one longer."""
+    """Return (start, stop) of part `index` of `size` rows; the first size % parts parts are one row longer."""
     quotient, remainder = divmod(size, parts)
     start = index * quotient + min(index, remainder)
     return start, start + quotient + (index < remainder)
 
 
-class Segment(Protocol):
-    """A run of rows that is sliced by itself."""
-
-    @property
-    def size(self) -> int:
-        """Rows in the whole."""
-
-    def part(self, parts: int, index: int) -> Range:
-        """Those of one rank."""
-
-
-@dataclass(frozen=True)
-class Even:
-    """`size` rows in even parts."""
-
-    size: int
-
-    def part(self, parts: int, index: int) -> Range:
-        """Those of one rank."""
-        return even_part(self.size, parts, index)
-
-
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of an attention layer, num_heads / num_kv_heads query heads to each key and value head.
+    """Heads of an attention layer, with num_heads / num_kv_heads query heads for each key and value head.
 
     With at least as many kv heads as ranks, each rank has some of them, and their query heads. With fewer, several ranks
-    share a kv head and divide its query heads. So on every rank equally many query heads go to each kv head, as
-    scaled_dot_product_attention(enable_gqa=True) wants. Raises PartitionError where the numbers don't fit.
+    share a kv head and divide its query heads. So on every rank each kv head serves the same number of query heads, as
+    scaled_dot_product_attention(enable_gqa=True) requires. Raises PartitionError if the numbers don't fit.
     """
 
     num_heads: int
@@ -65,24 +42,28 @@ class AttentionHeads:
 
     @property
     def query(self) -> Segment:
-        """The rows of the query projection, which are the columns of the output projection."""
-        return _Heads(self, of_queries=True)
+        """Rows of the query projection, which are the columns of the output projection."""
+        return Segment(self, of_queries=True)
 
     @property
     def key_value(self) -> Segment:
-        """The rows of the key projection, or of the value projection."""
-        return _Heads(self, of_queries=False)
+        """Rows of the key projection, or of the value projection."""
+        return Segment(self, of_queries=False)
 
     def kv_heads(self, parts: int, index: int) -> Range:
-        """The kv heads that a rank uses; those of two ranks overlap where there are fewer heads than ranks."""
-        self._check(parts)
+        """Return the kv heads that a rank uses; those of two ranks overlap if there are fewer heads than ranks."""
+        if parts > self.num_heads:
+            raise PartitionError(
+                f"{self.num_heads} attention heads can't be split over {parts} ranks; set tensor_parallel.size to "
+                f"{self.num_heads} or less"
+            )
         if self.num_kv_heads >= parts:
             return even_part(self.num_kv_heads, parts, index)
         head, _, _ = self._sharers(parts, index)
         return head, head + 1
 
     def query_heads(self, parts: int, index: int) -> Range:
-        """The query heads of a rank."""
+        """Return the query heads of a rank."""
         ratio = self.num_heads // self.num_kv_heads
         start, stop = self.kv_heads(parts, index)
         if self.num_kv_heads >= parts:
@@ -92,38 +73,35 @@ class AttentionHeads:
         return head * ratio + first, head * ratio + last
 
     def _sharers(self, parts: int, index: int) -> tuple[int, int, int]:
-        """The kv head of a rank, how many ranks share it, and the rank's place among them."""
+        """Return the kv head of a rank, the number of ranks that share it, and the rank's position among them."""
         for head in range(self.num_kv_heads):
             start, stop = even_part(parts, self.num_kv_heads, head)
             if start <= index < stop:
                 return head, stop - start, index - start
         raise AssertionError(f"no part {index} of {parts}")
 
-    def _check(self, parts: int) -> None:
-        if parts > self.num_heads:
-            raise PartitionError(
-                f"{self.num_heads} attention heads can't be split over {parts} ranks; set tensor_parallel.size to "
-                f"{self.num_heads} or less"
-            )
-
 
 @dataclass(frozen=True)
-class _Heads:
+class Segment:
+    """Rows of attention heads, which are sliced by whole heads."""
+
     heads: AttentionHeads
     of_queries: bool
 
     @property
     def size(self) -> int:
+        """Number of rows in the whole."""
         return self.heads.head_dim * (self.heads.num_heads if self.of_queries else self.heads.num_kv_heads)
 
     def part(self, parts: int, index: int) -> Range:
+        """Return the rows of one rank."""
         start, stop = (self.heads.query_heads if self.of_queries else self.heads.kv_heads)(parts, index)
         return start * self.heads.head_dim, stop * self.heads.head_dim
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of `size` in parts: `ranges[r]` are rank r's, which it holds one behind the other."""
+    """Partition of a dim of `size`: rank r holds `ranges[r]`, one after the other."""
 
     size: int
     ranges: tuple[tuple[Range, ...], ...]
@@ -140,15 +118,15 @@ class Cut:
 
     @property
     def plain(self) -> bool:
-        """Whether the parts, equally long, one behind the other are the whole."""
+        """Whether the parts are equally long and their concatenation is the whole."""
         return len(set(self.lengths)) == 1 and not self.shared and all(len(ranges) == 1 for ranges in self.ranges)
 
     def slicing(self, dim: int, index: int) -> Slicing:
-        """Rank `index`'s part of a tensor that is cut along `dim`."""
+        """Return rank `index`'s part of a tensor that is cut along `dim`."""
         return Slicing(dim, self.size, self.ranges[index])
 
     def sources(self) -> list[tuple[int, int, int]]:
-        """Where the whole is found, in its order: (rank, start in the rank's part, length), each range once."""
+        """Return where each range of the whole is found, in order: (rank, start in the rank's part, length)."""
         found: dict[int, tuple[int, int, int]] = {}
         for rank, ranges in enumerate(self.ranges):
             place = 0
@@ -159,25 +137,30 @@ class Cut:
         return [source for _, source in sorted(found.items())]
 
 
-Segments = Sequence["int | Segment"]
+# Sizes, each sliced evenly, or Segments.
+Segments = Sequence[int | Segment]
 
 
 def cut(size: int, segments: Segments | None, parts: int) -> Cut:
-    """`size` rows over `parts` ranks: evenly, or each of the segments by itself.
+    """Cut `size` rows for `parts` ranks: evenly, or each of the segments by itself.
 
     segments: sizes, or Segments such as AttentionHeads(...).query. Raises PartitionError unless they add up to `size`.
     """
-    pieces = [Even(s) if isinstance(s, int) else s for s in ([size] if segments is None else segments)]
-    sizes = [piece.size for piece in pieces]
+    segments = [size] if segments is None else segments
+    sizes = [segment if isinstance(segment, int) else segment.size for segment in segments]
     if sum(sizes) != size:
         raise PartitionError(
             f"segments of {' + '.join(map(str, sizes))} = {sum(sizes)} rows don't make up {size}; give the size of each fused "
             "part, in order"
         )
-    offsets = [sum(sizes[:k]) for k in range(len(sizes))]
-
-    def ranges(index: int) -> tuple[Range, ...]:
-        parts_of = [(offset, piece.part(parts, index)) for offset, piece in zip(offsets, pieces, strict=True)]
-        return tuple((offset + start, offset + stop) for offset, (start, stop) in parts_of)
-
-    return Cut(size, tuple(ranges(index) for index in range(parts)))
+    ranges: list[list[Range]] = [[] for _ in range(parts)]
+    offset = 0
+    for segment, length in zip(segments, sizes, strict=True):
+        for index, own in enumerate(ranges):
+            if isinstance(segment, int):
+                start, stop = even_part(segment, parts, index)
+            else:
+                start, stop = segment.part(parts, index)
+            own.append((offset + start, offset + stop))
+        offset += length
+    return Cut(size, tuple(map(tuple, ranges)))

@@ -1,17 +1,16 @@
-"""config.json of the architectures that the native decoder knows, to the decoder's switches and back."""
+"""Conversion between the native decoder's configuration and the config.json of the architectures that it knows."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from dataclasses import fields, replace
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.models.config import DecoderConfig, Rope
-from parallel3d.models.huggingface.rope import Json, RopeJson, refuse, rope_section
+from parallel3d.models.config import Activation, DecoderConfig, Rope
+from parallel3d.models.huggingface.rope import refuse, rope_json, rope_section
 
 # Keys that don't change what is computed, or only in generation.
 _NEUTRAL = frozenset(
@@ -23,7 +22,7 @@ _NEUTRAL = frozenset(
     no_repeat_ngram_size chunk_size_feed_forward _commit_hash is_decoder unsloth_version
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout""".split()
 )
-_ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -33,83 +32,88 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
 }
 
 
-class Family(Json):
-    """Keys of config.json that every architecture has; `decoder` returns its DecoderConfig."""
+def _activation(name: Any) -> Activation:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"the native decoder has {', '.join(_ACTIVATIONS)}.{nearest(str(name), _ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
 
+
+_KnownActivation = Annotated[Activation, BeforeValidator(_activation)]
+_Rate = Annotated[float, BeforeValidator(lambda rate: 0.0 if rate is None else rate)]
+_FIELDS = {field.name for field in fields(DecoderConfig)}
+
+
+class Family(BaseModel):
+    """Keys of an architecture's config.json. A field named as one of DecoderConfig's is that one, its alias the key.
+
+    - base: prefix of the names that a checkpoint without the head leaves out.
+    - constant: fields of DecoderConfig that are the same in all models of the architecture.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     base: ClassVar[str] = "model."
+    constant: ClassVar[Mapping[str, Any]] = {}
 
     vocab_size: int
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-
-    @abstractmethod
-    def decoder(self) -> DecoderConfig:
-        """Its switches."""
+    init_std: float = Field(0.02, alias="initializer_range")
+    tied: bool = Field(False, alias="tie_word_embeddings")
 
     @classmethod
-    @abstractmethod
-    def of(cls, config: DecoderConfig) -> dict[str, Any]:
-        """The keys for a decoder, as well as this architecture can have it."""
+    def keys(cls) -> dict[str, str]:
+        """Return the keys of config.json by the names of their fields."""
+        return {name: field.alias or name for name, field in cls.model_fields.items()}
+
+    def decoder(self) -> DecoderConfig:
+        """Return the decoder of this configuration."""
+        same = {name: getattr(self, name) for name in _FIELDS.intersection(self.keys())}
+        return DecoderConfig(**same, **self.constant, **self.switches())
+
+    @classmethod
+    def json_of(cls, config: DecoderConfig) -> dict[str, Any]:
+        """Return config.json of a decoder, as well as this architecture can describe it."""
+        resolved = replace(config, num_kv_heads=config.kv_heads, head_dim=config.dim_of_head)
+        same = {key: getattr(resolved, name) for name, key in cls.keys().items() if name in _FIELDS}
+        own = {"architectures": [cls.architecture], "model_type": cls.model_type}
+        return {**own, **same, **cls.other_keys(resolved)}
+
+    def switches(self) -> dict[str, Any]:
+        """Return the fields of DecoderConfig that no single key gives."""
+        return {}
+
+    @classmethod
+    def other_keys(cls, config: DecoderConfig) -> dict[str, Any]:
+        """Return the keys that are not the value of a single field, the inverse of `switches`."""
+        return {}
 
 
 class _Rotary(Family):
     hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
+    ffn_size: int = Field(alias="intermediate_size")
+    num_layers: int = Field(alias="num_hidden_layers")
+    num_heads: int = Field(alias="num_attention_heads")
+    num_kv_heads: int | None = Field(None, alias="num_key_value_heads")
     head_dim: int | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
+    activation: _KnownActivation = Field("silu", alias="hidden_act")
+    max_positions: int = Field(2048, alias="max_position_embeddings")
+    norm_eps: float = Field(1e-6, alias="rms_norm_eps")
+    attention_dropout: _Rate = 0.0
     rope_theta: float = 10000.0
-    rope_scaling: RopeJson | None = None
-    rope_parameters: RopeJson | None = None
-    attention_dropout: float | None = 0.0
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
 
-    def _decoder(self, **switches: Any) -> DecoderConfig:
-        scaling = self.rope_parameters or self.rope_scaling or RopeJson()
-        return DecoderConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            ffn_size=self.intermediate_size,
-            num_layers=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            max_positions=self.max_position_embeddings,
-            norm_eps=self.rms_norm_eps,
-            activation=_activation("hidden_act", self.hidden_act),
-            rope=scaling.rope(self.rope_theta),
-            tied=self.tie_word_embeddings,
-            attention_dropout=self.attention_dropout or 0.0,
-            init_std=self.initializer_range,
-            **switches,
-        )
+    def switches(self) -> dict[str, Any]:
+        return {"rope": self.rope_parameters or self.rope_scaling or Rope(theta=self.rope_theta)}
 
     @classmethod
-    def _keys(cls, config: DecoderConfig) -> dict[str, Any]:
-        rope = RopeJson.of(config.rope or Rope())
-        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    def other_keys(cls, config: DecoderConfig) -> dict[str, Any]:
+        scaling = rope_json(config.rope or Rope())
         return {
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.ffn_size,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.kv_heads,
-            "head_dim": config.dim_of_head,
             "hidden_act": {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.activation, config.activation),
-            "max_position_embeddings": config.max_positions,
-            "rms_norm_eps": config.norm_eps,
             # As transformers 4 and 5 both read it.
-            "rope_theta": rope["rope_theta"],
-            "rope_scaling": None if config.rope is None or config.rope.kind == "default" else scaling,
-            "attention_dropout": config.attention_dropout,
-            "initializer_range": config.init_std,
-            "tie_word_embeddings": config.tied,
+            "rope_theta": scaling.pop("rope_theta"),
+            "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         }
 
 
@@ -118,18 +122,12 @@ class Llama(_Rotary):
 
     architecture = "LlamaForCausalLM"
     model_type = "llama"
-    attention_bias: bool = False
+    qkv_bias: bool = Field(False, alias="attention_bias")
     mlp_bias: bool = False
 
-    def decoder(self) -> DecoderConfig:
-        """Return the decoder of this configuration."""
-        biases = {"qkv_bias": self.attention_bias, "attention_out_bias": self.attention_bias, "mlp_bias": self.mlp_bias}
-        return self._decoder(**biases)
-
-    @classmethod
-    def of(cls, config: DecoderConfig) -> dict[str, Any]:
-        """Return the keys of config.json for a decoder."""
-        return {**cls._keys(config), "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    def switches(self) -> dict[str, Any]:
+        """Return the fields of DecoderConfig that no single key gives."""
+        return {**super().switches(), "attention_out_bias": self.qkv_bias}
 
 
 class Qwen2(_Rotary):
@@ -137,32 +135,29 @@ class Qwen2(_Rotary):
 
     architecture = "Qwen2ForCausalLM"
     model_type = "qwen2"
-    max_position_embeddings: int = 32768
+    constant = {"qkv_bias": True}
+    max_positions: int = Field(32768, alias="max_position_embeddings")
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 28
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
 
-    def decoder(self) -> DecoderConfig:
-        """Return the decoder of this configuration."""
+    def switches(self) -> dict[str, Any]:
+        """Return the fields of DecoderConfig that no single key gives."""
         window = self.sliding_window if self.use_sliding_window else None
-        slides = [k >= self.max_window_layers for k in range(self.num_hidden_layers)]
+        slides = [k >= self.max_window_layers for k in range(self.num_layers)]
         if self.layer_types is not None:
             slides = [kind == "sliding_attention" for kind in self.layer_types]
         windows = tuple(window if there else None for there in slides)
-        return self._decoder(qkv_bias=True, windows=windows if any(windows) else ())
+        return {**super().switches(), "windows": windows if any(windows) else ()}
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> dict[str, Any]:
-        """Return the keys of config.json for a decoder."""
+    def other_keys(cls, config: DecoderConfig) -> dict[str, Any]:
+        """Return the keys that are not the value of a single field."""
         first = next((k for k, window in enumerate(config.windows) if window is not None), config.num_layers)
         window = config.windows[first] if first < config.num_layers else None
-        return {
-            **cls._keys(config),
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "max_window_layers": first,
-        }
+        sliding = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": first}
+        return {**super().other_keys(config), **sliding}
 
 
 class Mistral(_Rotary):
@@ -170,18 +165,19 @@ class Mistral(_Rotary):
 
     architecture = "MistralForCausalLM"
     model_type = "mistral"
-    max_position_embeddings: int = 131072
-    num_key_value_heads: int | None = 8
+    max_positions: int = Field(131072, alias="max_position_embeddings")
+    num_kv_heads: int | None = Field(8, alias="num_key_value_heads")
     sliding_window: int | None = 4096
 
-    def decoder(self) -> DecoderConfig:
-        """Return the decoder of this configuration."""
-        return self._decoder(windows=(self.sliding_window,) * self.num_hidden_layers if self.sliding_window else ())
+    def switches(self) -> dict[str, Any]:
+        """Return the fields of DecoderConfig that no single key gives."""
+        windows = (self.sliding_window,) * self.num_layers if self.sliding_window else ()
+        return {**super().switches(), "windows": windows}
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> dict[str, Any]:
-        """Return the keys of config.json for a decoder."""
-        return {**cls._keys(config), "sliding_window": config.windows[0] if config.windows else None}
+    def other_keys(cls, config: DecoderConfig) -> dict[str, Any]:
+        """Return the keys that are not the value of a single field."""
+        return {**super().other_keys(config), "sliding_window": config.windows[0] if config.windows else None}
 
 
 class Gpt2(Family):
@@ -190,82 +186,41 @@ class Gpt2(Family):
     architecture = "GPT2LMHeadModel"
     model_type = "gpt2"
     base = "transformer."
-    n_embd: int = 768
-    n_layer: int = 12
-    n_head: int = 12
-    n_positions: int = 1024
+    constant = {"norm": "layer", "gated": False, "rope": None, "depth_scaled_init": True} | dict.fromkeys(
+        ("qkv_bias", "attention_out_bias", "mlp_bias"), True
+    )
+    hidden_size: int = Field(768, alias="n_embd")
+    num_layers: int = Field(12, alias="n_layer")
+    num_heads: int = Field(12, alias="n_head")
+    max_positions: int = Field(1024, alias="n_positions")
     n_inner: int | None = None
-    activation_function: str = "gelu_new"
-    layer_norm_epsilon: float = 1e-5
-    resid_pdrop: float = 0.1
-    embd_pdrop: float = 0.1
-    attn_pdrop: float = 0.1
-    tie_word_embeddings: bool = True
+    activation: _KnownActivation = Field("gelu_tanh", alias="activation_function")
+    norm_eps: float = Field(1e-5, alias="layer_norm_epsilon")
+    residual_dropout: float = Field(0.1, alias="resid_pdrop")
+    embedding_dropout: float = Field(0.1, alias="embd_pdrop")
+    attention_dropout: float = Field(0.1, alias="attn_pdrop")
+    tied: bool = Field(True, alias="tie_word_embeddings")
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     reorder_and_upcast_attn: Literal[False] = False
     add_cross_attention: Literal[False] = False
 
-    def decoder(self) -> DecoderConfig:
-        """Return the decoder of this configuration."""
-        return DecoderConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.n_embd,
-            ffn_size=4 * self.n_embd if self.n_inner is None else self.n_inner,
-            num_layers=self.n_layer,
-            num_heads=self.n_head,
-            num_kv_heads=self.n_head,
-            head_dim=self.n_embd // self.n_head,
-            max_positions=self.n_positions,
-            norm="layer",
-            norm_eps=self.layer_norm_epsilon,
-            activation=_activation("activation_function", self.activation_function),
-            gated=False,
-            rope=None,
-            qkv_bias=True,
-            attention_out_bias=True,
-            mlp_bias=True,
-            tied=self.tie_word_embeddings,
-            embedding_dropout=self.embd_pdrop,
-            attention_dropout=self.attn_pdrop,
-            residual_dropout=self.resid_pdrop,
-            init_std=self.initializer_range,
-            depth_scaled_init=True,
-        )
+    def switches(self) -> dict[str, Any]:
+        """Return the fields of DecoderConfig that no single key gives."""
+        return {"ffn_size": 4 * self.hidden_size if self.n_inner is None else self.n_inner}
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> dict[str, Any]:
-        """Return the keys of config.json for a decoder."""
-        return {
-            "vocab_size": config.vocab_size,
-            "n_embd": config.hidden_size,
-            "n_layer": config.num_layers,
-            "n_head": config.num_heads,
-            "n_positions": config.max_positions,
-            "n_inner": config.ffn_size,
-            "activation_function": {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation),
-            "layer_norm_epsilon": config.norm_eps,
-            "resid_pdrop": config.residual_dropout,
-            "embd_pdrop": config.embedding_dropout,
-            "attn_pdrop": config.attention_dropout,
-            "initializer_range": config.init_std,
-            "tie_word_embeddings": config.tied,
-        }
+    def other_keys(cls, config: DecoderConfig) -> dict[str, Any]:
+        """Return the keys that are not the value of a single field."""
+        activation = {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation)
+        return {"n_inner": config.ffn_size, "activation_function": activation}
 
 
 FAMILIES: tuple[type[Family], ...] = (Llama, Mistral, Qwen2, Gpt2)
 
 
-def _activation(key: str, name: str) -> Literal["silu", "gelu", "gelu_tanh", "relu"]:
-    if name not in _ACTIVATIONS:
-        raise ConfigError(
-            f"{key} {name!r} is not known to the native decoder;{nearest(name, _ACTIVATIONS)} it has {', '.join(_ACTIVATIONS)}"
-        )
-    return _ACTIVATIONS[name]
-
-
 def family_of(raw: Mapping[str, Any]) -> type[Family] | None:
-    """The architecture that a config.json names, where the native decoder knows it."""
+    """Return the architecture that a config.json names, or None if the native decoder does not know it."""
     named = raw.get("architectures")
     if named:
         return next((family for family in FAMILIES if family.architecture == named[0]), None)
@@ -273,7 +228,7 @@ def family_of(raw: Mapping[str, Any]) -> type[Family] | None:
 
 
 def parse(raw: Mapping[str, Any], ignore: Collection[str] = ()) -> tuple[type[Family], DecoderConfig]:
-    """The architecture of a config.json and its switches. ignore: keys that may be there although nobody knows them.
+    """Return the architecture of a config.json, and its decoder. ignore: unknown keys that are accepted.
 
     Raises ConfigError, naming the key, for an unknown architecture, key, or value.
     """
@@ -284,44 +239,39 @@ def parse(raw: Mapping[str, Any], ignore: Collection[str] = ()) -> tuple[type[Fa
             f"architecture {name!r} is not known to the native decoder, which has "
             f"{', '.join(f.architecture for f in FAMILIES)}; load the model with transformers and give from_hf the model itself"
         )
-    unknown = [key for key in raw if key not in family.model_fields and key not in _NEUTRAL and key not in ignore]
-    refuse(f"of a {family.architecture}", {key: raw[key] for key in unknown}, family.model_fields)
-    given = dict(raw)
+    known = family.keys().values()
+    accepted = {*known, *_NEUTRAL, *ignore}
+    refuse(f"of a {family.architecture}", {key: raw[key] for key in raw if key not in accepted}, known)
+    given = {key: raw[key] for key in known if key in raw}
     for section in ("rope_scaling", "rope_parameters"):
-        if section in family.model_fields and isinstance(raw.get(section), Mapping):
-            given[section] = rope_section(section, raw[section])
+        if isinstance(given.get(section), Mapping):
+            given[section] = rope_section(section, given[section], given.get("rope_theta"))
     try:
-        parsed = family.model_validate({key: value for key, value in given.items() if key in family.model_fields})
+        return family, family.model_validate(given).decoder()
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key, why = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
         raise ConfigError(
-            f"{key} = {first['input']!r} in the config.json of a {family.architecture} is not supported: {first['msg']}"
+            f"{key} = {first['input']!r} in the config.json of a {family.architecture} is not supported: {why}"
         ) from error
-    config = parsed.decoder()
-    return family, config
 
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:
-    """config.json of a decoder: the one it came from, or that of an architecture that has all its switches.
+    """Return config.json of a decoder: the one it came from, or that of an architecture that has all its switches.
 
-    Raises ConfigError where none has.
+    Raises ConfigError if no architecture has them all.
     """
     if config.huggingface:
         return {**config.huggingface, "tie_word_embeddings": config.tied}
     for family in FAMILIES:
-        keys = {"architectures": [family.architecture], "model_type": family.model_type, **family.of(config)}
-        if _same_model(parse(keys)[1], config):
+        keys = family.json_of(config)
+        if _computed(parse(keys)[1]) == _computed(config):
             return keys
     raise ConfigError(
         f"no Hugging Face architecture among {', '.join(f.architecture for f in FAMILIES)} has all the switches of {config}"
     )
 
 
-def _same_model(a: DecoderConfig, b: DecoderConfig) -> bool:
-    """Whether both compute the same, however they were initialized."""
-
-    def shown(config: DecoderConfig) -> DecoderConfig:
-        return replace(config, num_kv_heads=config.kv_heads, head_dim=config.dim_of_head, depth_scaled_init=False)
-
-    return shown(a) == shown(b)
+def _computed(config: DecoderConfig) -> DecoderConfig:
+    """Return the configuration in one form for all that compute the same, however they are initialized."""
+    return replace(config, num_kv_heads=config.kv_heads, head_dim=config.dim_of_head, depth_scaled_init=False)

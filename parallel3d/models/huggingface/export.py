@@ -1,9 +1,9 @@
-"""`save_hf`: what `from_pretrained` reads, from any layout."""
+"""`save_hf`: writes a trained model, from any layout, as a directory that `from_pretrained` reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,21 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.activity import Phase
-from parallel3d.checkpoint.export import MAX_FILE_BYTES, LayerNames, Stored, check_empty, write_weights
+from parallel3d.checkpoint.export import MAX_FILE_BYTES, HuggingFaceLayer, Stored, check_empty, write_weights
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CheckpointError
-from parallel3d.models.huggingface.wrap import WrappedPart
-from parallel3d.models.layers import DecoderLayer
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
 from parallel3d.pipe.module import PipelineModule
-
-
-class Update(Protocol):
-    """The part of an engine that holds the masters."""
-
-    def master_weights(self) -> Mapping[nn.Parameter, Tensor]:
-        """Return the whole masters, on the host of the first replica's ranks. Collective."""
 
 
 class Trained(Protocol):
@@ -34,8 +25,12 @@ class Trained(Protocol):
     module: nn.Module
 
     @property
-    def update(self) -> Update:
-        """The part that holds the masters."""
+    def update(self) -> Any:
+        """The object whose master_weights() returns the whole masters on the first replica's ranks."""
+
+
+# A parameter's place in the whole model: index of the layer, name in the layer.
+Key = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -56,12 +51,14 @@ def save_hf(
     masters: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write config.json and safetensors, which transformers' from_pretrained and `from_hf` read, of a model of `models`.
+    """Write config.json and safetensors of a model of `models`, which from_pretrained and `from_hf` read.
 
-    directory: must not exist, or be empty; it appears whole, by one rename. masters: the values that the optimizer updates,
-    in fp32, instead of the weights rounded to what the layers compute with. dtype: what the values are converted to. Files
-    hold up to max_file_bytes, or one tensor. Rank 0 writes, holding one file's tensors at a time. Collective over all
-    ranks; raises CheckpointError on all.
+    Rank 0 writes, and holds the tensors of one file at a time. Collective over all ranks; raises CheckpointError on all.
+
+    - directory: must not exist, or be empty; it appears complete, by one rename.
+    - masters: write the values that the optimizer updates, in fp32, instead of the rounded weights of the layers.
+    - dtype: to which values are converted.
+    - max_file_bytes: size of a file, which may hold a single larger tensor.
     """
     module = engine if isinstance(engine, PipelineModule) else engine.module
     if not isinstance(module, PipelineModule):
@@ -69,138 +66,114 @@ def save_hf(
             f"a {type(module).__name__} is no PipelineModule of from_hf's layers; save it by its own save_pretrained"
         )
     with module.groups.activity.untimed(Phase.SAVING):
-        _save(engine, module, Path(directory), dtype, masters, max_file_bytes)
+        values: Mapping[nn.Parameter, Tensor] = {}
+        if masters and not isinstance(engine, PipelineModule):
+            values = engine.update.master_weights()
+        module.wait_for_weights(module)
+        _save(module, values, Path(directory), dtype, max_file_bytes)
 
 
 def _save(
-    engine: Trained | PipelineModule,
     module: PipelineModule,
+    masters: Mapping[nn.Parameter, Tensor],
     directory: Path,
     dtype: torch.dtype | None,
-    masters: bool,
     max_file_bytes: int,
 ) -> None:
-    values: Mapping[nn.Parameter, Tensor] = {}
-    if masters and not isinstance(engine, PipelineModule):
-        values = engine.update.master_weights()
-    module.wait_for_weights(module)
-    own = _own_pieces(module, values) if module.groups.coordinate("data") == 0 else _Own()
-    if module.groups.rank == 0:
-        own.error = own.error or check_empty(directory)
-    everyone = all_gather_object((own.pieces, own.config, own.error), module.groups.control)
+    """Gather the pieces of all ranks on rank 0, which writes them. masters: written instead of their parameters."""
+    groups = module.groups
+    layers = {int(place): layer for place, layer in module.layers.items() if next(layer.parameters(), None) is not None}
+    known = {place: layer for place, layer in layers.items() if isinstance(layer, HuggingFaceLayer)}
+    error = next((_unknown(place, layer) for place, layer in layers.items() if place not in known), None)
+    if error is None and groups.rank == 0:
+        error = check_empty(directory)
+    config = next((layer.config_json() for layer in known.values()), None)
+    values: dict[Key, Tensor] = {}
+    pieces: dict[Key, Piece] = {}
+    contributing = known if groups.coordinate("data") == 0 else {}
+    for place, layer in contributing.items():
+        names = layer.stored()
+        for name, parameter in layers[place].named_parameters():
+            value = masters.get(parameter, parameter)
+            values[place, name] = value
+            pieces[place, name] = Piece(
+                names[name], tuple(value.shape), whole_shape(parameter), value.dtype, slicing_of(parameter)
+            )
+    everyone = all_gather_object((pieces, config, error), groups.control)
     _raise_first([error for _, _, error in everyone])
-    config = next(config for _, config, _ in everyone if config)
-    plan = _Plan([pieces for pieces, _, _ in everyone])
-    error = None
-    if module.groups.rank == 0:
-        error = _write(plan, _Gathering(own.values, module.groups), directory, config, dtype, max_file_bytes)
+    holders = _holders([pieces for pieces, _, _ in everyone])
+    if groups.rank == 0:
+        config = next(config for _, config, _ in everyone if config)
+        error = _write(holders, values, groups, directory, config, dtype, max_file_bytes)
     else:
-        for key, held in plan.tensors.items():
-            if module.groups.rank in held:
-                send_bytes(own.values[key], 0, module.groups.control)
-    _raise_first(all_gather_object(error, module.groups.control))
+        for key, held in holders.items():
+            if groups.rank in held:
+                send_bytes(values[key], 0, groups.control)
+    _raise_first(all_gather_object(error, groups.control))
+
+
+def _unknown(place: int, layer: nn.Module) -> str:
+    kind = type(layer).__name__
+    return f"layer {place}, a {kind}, is none of from_hf's or decoder's: Hugging Face has no name for its weights"
 
 
 def _raise_first(errors: Sequence[str | None]) -> None:
-    """On all ranks, what one of them has met."""
+    """Raise the first rank's error, on all ranks."""
     found = next((error for error in errors if error is not None), None)
     if found is not None:
         raise CheckpointError(found)
 
 
-# A parameter's place in the whole model: layer and name.
-Key = tuple[int, str]
+def _holders(everyone: Sequence[Mapping[Key, Piece]]) -> dict[Key, dict[int, Piece]]:
+    """Return which ranks hold a piece of each tensor, in the order of the layers; a tied tensor at its first place only."""
+    holders: dict[Key, dict[int, Piece]] = {}
+    written: set[Stored] = set()
+    for key in sorted({key for pieces in everyone for key in pieces}):
+        held: dict[int, Piece] = {}
+        for rank, pieces in enumerate(everyone):
+            # If several ranks hold the same piece, the first is enough.
+            if key in pieces and all(pieces[key].slicing != piece.slicing for piece in held.values()):
+                held[rank] = pieces[key]
+        stored = next(iter(held.values())).stored
+        if stored not in written:
+            written.add(stored)
+            holders[key] = held
+    return holders
 
 
-@dataclass
-class _Own:
-    """A rank's contribution, or why it has none."""
-
-    pieces: dict[Key, Piece] = field(default_factory=dict)
-    values: dict[Key, Tensor] = field(default_factory=dict)
-    config: dict[str, Any] | None = None
-    error: str | None = None
-
-
-def _own_pieces(module: PipelineModule, values: Mapping[nn.Parameter, Tensor]) -> _Own:
-    """values: of the parameters that are not to be written as they are."""
-    own = _Own()
-    for place, layer in module.layers.items():
-        if isinstance(layer, (DecoderLayer, WrappedPart)):
-            own.config = layer.config_json()
-        elif next(layer.parameters(), None) is not None:
-            kind = type(layer).__name__
-            own.error = (
-                f"layer {place}, a {kind}, is none of from_hf's or decoder's: Hugging Face has no name for its weights"
-            )
-            return own
+def _whole(key: Key, held: Mapping[int, Piece], own: Mapping[Key, Tensor], groups: ProcessGroups) -> Tensor:
+    """Return a whole tensor, on the host of rank 0. The other ranks send their pieces in the order of `_holders`."""
+    first = next(iter(held.values()))
+    whole = torch.empty(first.whole, dtype=first.dtype, device="cpu")
+    for rank, piece in held.items():
+        if rank == groups.rank:
+            value = own[key].detach()
         else:
-            continue
-        names: LayerNames = layer.stored()
-        for name, parameter in layer.named_parameters():
-            value = values.get(parameter, parameter)
-            piece = Piece(names[name], tuple(value.shape), whole_shape(parameter), value.dtype, slicing_of(parameter))
-            own.pieces[int(place), name], own.values[int(place), name] = piece, value
-    return own
-
-
-class _Plan:
-    """Which ranks hold a piece of each tensor, in the order of the layers; of a tied one, of its first place."""
-
-    def __init__(self, everyone: Sequence[Mapping[Key, Piece]]):
-        self.tensors: dict[Key, dict[int, Piece]] = {}
-        written: dict[Stored, Key] = {}
-        for key in sorted({key for pieces in everyone for key in pieces}):
-            held: dict[int, Piece] = {}
-            for rank, pieces in enumerate(everyone):
-                # Of ranks that hold the same, the first is enough.
-                if key in pieces and all(pieces[key].slicing != piece.slicing for piece in held.values()):
-                    held[rank] = pieces[key]
-            if written.setdefault(next(iter(held.values())).stored, key) == key:
-                self.tensors[key] = held
-
-    def pieces(self) -> dict[Key, Piece]:
-        """One of each tensor."""
-        return {key: next(iter(held.values())) for key, held in self.tensors.items()}
-
-
-class _Gathering:
-    """Rank 0's side: whole tensors, from the ranks that hold their pieces."""
-
-    def __init__(self, own: Mapping[Key, Tensor], groups: ProcessGroups):
-        self._own, self._groups = own, groups
-
-    def whole(self, key: Key, held: Mapping[int, Piece]) -> Tensor:
-        """One tensor, on the host. The other ranks send in the plan's order."""
-        first = next(iter(held.values()))
-        whole = torch.empty(first.whole, dtype=first.dtype, device="cpu")
-        for rank, piece in held.items():
-            if rank == self._groups.rank:
-                value = self._own[key].detach()
-            else:
-                value = receive_bytes(piece.shape, piece.dtype, rank, self._groups.control)
-            if piece.slicing is None:
-                return value.cpu()
-            piece.slicing.write(whole, value)
-        return whole
+            value = receive_bytes(piece.shape, piece.dtype, rank, groups.control)
+        if piece.slicing is None:
+            return value.cpu()
+        piece.slicing.write(whole, value)
+    return whole
 
 
 def _write(
-    plan: _Plan,
-    gathering: _Gathering,
+    holders: Mapping[Key, Mapping[int, Piece]],
+    own: Mapping[Key, Tensor],
+    groups: ProcessGroups,
     directory: Path,
     config: Mapping[str, Any],
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> str | None:
-    """Write all on rank 0; returns what went wrong, once all other ranks have been received from."""
-    tensors = ((key, gathering.whole(key, held)) for key, held in plan.tensors.items())
+    """Write all tensors on rank 0, and return the error, if any, once all pieces of other ranks have been received."""
+    tensors = ((key, _whole(key, held, own, groups)) for key, held in holders.items())
     error = None
     try:
-        targets = {key: (piece.stored, piece.dtype) for key, piece in plan.pieces().items()}
+        first = {key: next(iter(held.values())) for key, held in holders.items()}
+        targets = {key: (piece.stored, piece.dtype) for key, piece in first.items()}
         write_weights(directory, targets, tensors, config, dtype, max_file_bytes)
     except CheckpointError as raised:
         error = str(raised)
-    for _ in tensors:  # what the other ranks still send
+    for _ in tensors:  # receives what the other ranks still send
         pass
     return error

@@ -15,8 +15,8 @@ from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.models.huggingface.config import family_of, parse
-from parallel3d.models.huggingface.names import EMBEDDING, names_of, pieces_of
-from parallel3d.models.huggingface.weights import Safetensors, StateDict, Weights, check_weights
+from parallel3d.models.huggingface.names import all_stored, names_of
+from parallel3d.models.huggingface.weights import HEAD, Weights, check_weights, open_directory
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.specs import LayerSpec
 
@@ -45,17 +45,16 @@ def from_hf(
             _refuse_for_wrapping(dtype, tied, weights, ignore, units)
             return wrap(source)
         family, config = parse(raw, ignore)
-        stored: Weights | None = StateDict(source.state_dict()) if weights else None
+        stored = Weights(source.state_dict()) if weights else None
         where = type(source).__name__
     else:
         raw = _read_json(Path(source) / "config.json")
         family, config = parse(raw, ignore)
-        stored = Safetensors(Path(source), family.base) if weights else None
+        stored = open_directory(Path(source), family.base) if weights else None
         where = str(source)
     config = replace(_tie(config, tied, stored, where), huggingface=raw)
     if stored is not None:
-        wanted = [tensors for piece in pieces_of(config) for tensors in names_of(config, piece).values()]
-        check_weights(stored, wanted, config.tied, where)
+        check_weights(stored, all_stored(config), config.tied, where)
     return decoder(config, _dtype(raw) if dtype == "auto" else dtype, stored, units)
 
 
@@ -85,15 +84,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tie(config: DecoderConfig, tied: bool | None, weights: Weights | None, where: str) -> DecoderConfig:
-    """The decoder, tied or not as the user asks."""
-    head = "lm_head.weight"
+    """Return the decoder, tied or not as the user asks."""
     if tied is None or tied == config.tied:
         return config
-    if tied and weights is not None and head in weights.shapes():
-        raise ConfigError(f"{where} has a head of its own, {head}, which tied=True would drop; leave tied out")
+    if tied and weights is not None and HEAD in weights.shapes():
+        raise ConfigError(f"{where} has a head of its own, {HEAD}, which tied=True would drop; leave tied out")
     if weights is not None:
-        (embedding,) = names_of(config, EMBEDDING)["tokens.weight"].sections
-        weights.alias(head, embedding.name)
+        (embedding,) = names_of(config, "embedding")["tokens.weight"].sections
+        weights.alias(HEAD, embedding.name)
     return replace(config, tied=tied)
 
 

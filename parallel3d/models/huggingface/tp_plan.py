@@ -1,4 +1,4 @@
-"""A wrapped Hugging Face model under tensor slicing: its own plan (base_model_tp_plan of its config), put into effect."""
+"""Tensor parallelism of a wrapped Hugging Face model by its own plan, base_model_tp_plan of its config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.tp_regions import UnknownRegion, regions_of
 from parallel3d.parameters import sliced
 from parallel3d.specs import BuildContext
-from parallel3d.tensor_parallel.embedding import check_indices
+from parallel3d.tensor_parallel.embedding import own_padding, own_rows
 from parallel3d.tensor_parallel.parallelize import STYLES, Column, Row, Style, Vocabulary, Whole, parallelize
 from parallel3d.tensor_parallel.regions import slicing_group
 from parallel3d.tensor_parallel.slicing import cut
@@ -25,9 +25,12 @@ from parallel3d.tensor_parallel.slicing import cut
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is sliced. words: name in the model, with * for a number -> a word of base_model_tp_plan.
+    """How a model is sharded over tensor-parallel ranks.
 
-    model: its class's name, for errors; base: the prefix of its base model; names_layers: whether the plan has any of them.
+    - model: name of its class, for errors.
+    - base: the prefix of its base model.
+    - words: name in the model, with * for a number -> a word of base_model_tp_plan.
+    - names_layers: whether the plan names any of the layers.
     """
 
     model: str
@@ -47,7 +50,7 @@ class TensorPlan:
         return cls(type(model).__name__, f"{prefix}.", words, any(key.startswith(own) for key in words))
 
     def whole_where_tied(self, ties: Iterable[tuple[str, str]]) -> TensorPlan:
-        """The plan that slices tied weights alike or not at all. ties: names of both in the model."""
+        """Return the plan that shards tied weights alike or not at all. ties: names of both in the model."""
         whole = set()
         for tied in ties:
             below, above = (name.rpartition(".")[0] for name in tied)
@@ -57,9 +60,9 @@ class TensorPlan:
         return replace(self, words={key: word for key, word in self.words.items() if key not in whole})
 
     def layer(self, layer: nn.Module, prefix: str, context: BuildContext | None) -> nn.Module:
-        """A layer with this rank's part of its weights, `layer` left as it is; without a group to slice it over, itself.
+        """Return a copy of a layer with this rank's part of its weights; on a single rank, the layer itself.
 
-        prefix: the layer's name in the model. Raises ConfigError for what can't be sliced.
+        prefix: the layer's name in the model. Raises ConfigError for modules that can't be sharded.
         """
         group = self._group(context)
         if group.size == 1:
@@ -105,8 +108,8 @@ class TensorPlan:
         group = slicing_group(None, context)
         if group.size > 1 and not self.names_layers:
             raise ConfigError(
-                f"{self.model} has no tensor slices: nothing in the base_model_tp_plan of its config names its layers; set "
-                "tensor_parallel.size to 1, or give a plan as model.config.base_model_tp_plan = "
+                f"{self.model} has no plan for tensor parallelism: nothing in the base_model_tp_plan of its config names its "
+                "layers; set tensor_parallel.size to 1, or give a plan as model.config.base_model_tp_plan = "
                 '{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", ...}'
             )
         if group.size > 1 and context is not None and context.sequence_parallel:
@@ -137,7 +140,7 @@ class TensorPlan:
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
-    """Other modules and parameters, on the same memory: what is done to them, and said of them, isn't to the model's."""
+    """Return copies of modules and parameters that share the model's memory; changes of their attributes don't reach it."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters() if type(p) is nn.Parameter
     }
@@ -147,23 +150,21 @@ def _copy_of(module: nn.Module) -> nn.Module:
 
 
 def _slice_lookup(embedding: nn.Embedding, group: Group) -> None:
-    """Slice by the vocabulary, in place, an embedding that goes on computing with the rows it has looked up."""
+    """Shard an embedding by the vocabulary, in place; its own forward still computes with the rows that it looks up."""
     look_up = type(embedding).forward
     whole = cut(embedding.num_embeddings, None, group.size)
     ((start, stop),) = whole.ranges[group.index]
-    padding = embedding.padding_idx
-    embedding.padding_idx = padding - start if padding is not None and start <= padding < stop else None
+    embedding.padding_idx = own_padding(embedding.padding_idx, start, stop)
     embedding.weight = sliced(embedding.weight, whole.slicing(0, group.index))
 
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:
-        check_indices(input, self.num_embeddings)
-        here = (input >= start) & (input < stop)
-        rows: Tensor = look_up(self, (input - start).where(here, 0))
+        here, own = own_rows(input, self.num_embeddings, start, stop)
+        rows: Tensor = look_up(self, own)
         return differentiable.reduce_from_region(rows.masked_fill(~here.unsqueeze(-1), 0), group)
 
     vars(embedding)["forward"] = MethodType(forward, embedding)  # a copy of the module has a bound copy
 
 
 def _generic(name: str) -> str:
-    """A dotted name with * for each number."""
+    """Return a dotted name with * for each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -1,7 +1,7 @@
-"""Sliced regions inside a layer that knows nothing of slices: from column layers to the row layer that adds up.
+"""Tensor-parallel regions inside a layer not written for them: from column layers to the row layer that adds up.
 
-In between the layer's own code runs on this rank's part. That is right for a feed-forward network, which works on each
-number by itself, and for attention by whole heads whose module is told how many it has. Else it isn't known to be right.
+In between, the layer's own code runs on this rank's part. That is correct for a feed-forward network, which works on each
+feature by itself, and for attention by whole heads, once the module has the number of its heads. Others are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_HEADS = (*_HEAD_SIZES, *_QUERY_COUNTS, *_KEY_COUNTS, "num_key_value_groups")
 
 
 class UnknownRegion(Exception):
-    """Something of which it isn't known what it computes from a part of its input. The text goes on from its name."""
+    """Raised for a module that may compute a wrong result from a part of its input. The text follows the module's name."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Region:
     rows: tuple[str, ...]
 
     def prepare(self, group: Group) -> dict[str, Style]:
-        """The styles, by names in the layer, of all inside that has weights; an attention module is told its heads.
+        """Return the styles of all modules with weights inside, by names in the layer; set an attention module's heads.
 
         Raises UnknownRegion, or PartitionError for fewer heads than ranks.
         """
@@ -62,7 +62,7 @@ class Region:
         return {inside + name: style for name, style in styles.items()}
 
     def connect(self, group: Group) -> None:
-        """Once the layers are sliced: column layers of one input enter the region together, and dropout is each rank's own."""
+        """Let column layers of one input enter the region together, and each rank drop out its own; once layers are sharded."""
         columns: list[Any] = [self.module.get_submodule(name) for name in self.columns]
         row = self.module.get_submodule(self.rows[0])
         if len(columns) > 1:
@@ -146,12 +146,12 @@ class _Entry:
         return (self._inside, *args[1:])
 
     def leave(self, row: nn.Module, args: tuple[Any, ...]) -> None:
-        """The next call is another."""
+        """Forget the input: the next call has another."""
         self._outside = self._inside = None
 
 
 def regions_of(layer: nn.Module, styles: Mapping[str, Style]) -> list[Region]:
-    """Where, in a layer, these styles of its modules leave something sliced."""
+    """Return the modules of a layer inside which these styles leave activations sharded."""
     columns: dict[str, dict[str, Column]] = {}
     rows: dict[str, list[str]] = {}
     for path, style in styles.items():
@@ -167,7 +167,7 @@ def regions_of(layer: nn.Module, styles: Mapping[str, Style]) -> list[Region]:
 
 
 def _tell_heads(attention: Any, heads: AttentionHeads, group: Group) -> None:
-    """Set what an attention module has noted of the numbers of its heads to those of this rank."""
+    """Set the attributes of an attention module that count heads to this rank's numbers."""
     (first, last), (start, stop) = (part(group.size, group.index) for part in (heads.query_heads, heads.kv_heads))
     here = {
         **dict.fromkeys(_QUERY_COUNTS, last - first),

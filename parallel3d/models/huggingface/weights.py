@@ -1,11 +1,11 @@
-"""Tensors of a Hugging Face checkpoint, read slice by slice."""
+"""Weights of a Hugging Face checkpoint, of which a rank reads only its part."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,81 +15,45 @@ from parallel3d.checkpoint.read import differences, open_safetensors
 from parallel3d.errors import CheckpointError
 from parallel3d.parameters import slicing_of
 
-# What old checkpoints hold besides weights: buffers that are computed.
+HEAD = "lm_head.weight"
+# Buffers in old checkpoints, which are computed.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
-class Weights(Protocol):
-    """Named tensors to read from."""
+class Weights:
+    """Named tensors, each a torch tensor or a safetensors slice, which is read from its file when it is asked for."""
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of all tensors."""
-
-    def alias(self, name: str, other: str) -> None:
-        """Let the tensor `other` be there as `name` too, unless there is one of that name."""
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Elements start to stop along dim 0 or 1 of a tensor, on the CPU; of the others nothing is read."""
-
-
-class StateDict:
-    """Weights in memory: of a model that is there already."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]):
+    def __init__(self, tensors: Mapping[str, Any]):
         self._tensors = dict(tensors)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        return {name: tuple(t.shape if isinstance(t, Tensor) else t.get_shape()) for name, t in self._tensors.items()}
 
     def alias(self, name: str, other: str) -> None:
-        """Give a tensor a second name, if that isn't taken."""
+        """Give the tensor `other` the second name `name`, unless there is a tensor of that name."""
         self._tensors.setdefault(name, self._tensors[other])
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a tensor along `dim`."""
-        return self._tensors[name].detach().narrow(dim, start, stop - start)
+        """Return elements [start, stop) of a tensor along dim 0 or 1; nothing else is read from a file."""
+        tensor = self._tensors[name]
+        part: Tensor = tensor[start:stop] if dim == 0 else tensor[:, start:stop]
+        return part
 
 
-class Safetensors:
-    """Weights in a directory: one file, or several with an index. Raises CheckpointError where there are none.
+def open_directory(directory: Path, base: str) -> Weights:
+    """Return the weights in a directory, which holds one file, or several with an index.
 
     base: prefix of the names that a checkpoint of the model without its head leaves out, such as "transformer.".
+    Raises CheckpointError if there are no weights.
     """
-
-    def __init__(self, directory: Path, base: str):
-        self._files: dict[str, Any] = {}
-        self._place: dict[str, tuple[Path, str]] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        found = {name: path for path in _files_of(directory) for name in self._names(path)}
-        bare = not any(name.startswith(base) for name in found)
-        for stored, path in found.items():
-            name = base + stored if bare and stored != "lm_head.weight" else stored
-            self._place[name] = (path, stored)
-            self._shapes[name] = tuple(self._open(path).get_slice(stored).get_shape())
-
-    def _open(self, path: Path) -> Any:
-        if str(path) not in self._files:
-            self._files[str(path)] = open_safetensors(path)
-        return self._files[str(path)]
-
-    def _names(self, path: Path) -> list[str]:
-        return list(self._open(path).keys())
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors."""
-        return self._shapes
-
-    def alias(self, name: str, other: str) -> None:
-        """Give a tensor a second name, if that isn't taken."""
-        self._place.setdefault(name, self._place[other])
-        self._shapes.setdefault(name, self._shapes[other])
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a tensor along `dim`."""
-        path, stored = self._place[name]
-        there = self._open(path).get_slice(stored)
-        return there[start:stop] if dim == 0 else there[:, start:stop]
+    tensors: dict[str, Any] = {}
+    for path in _files_of(directory):
+        file = open_safetensors(path)
+        tensors |= {name: file.get_slice(name) for name in list(file.keys())}
+    if not any(name.startswith(base) for name in tensors):
+        tensors = {name if name == HEAD else base + name: tensor for name, tensor in tensors.items()}
+    return Weights(tensors)
 
 
 def _files_of(directory: Path) -> list[Path]:
@@ -113,7 +77,7 @@ def check_weights(weights: Weights, wanted: Iterable[Stored], tied: bool, where:
     expected = {name: shape for stored in wanted for name, shape in stored.shapes.items()}
     # Hugging Face writes a tied head's weight or not; what is there is the embedding's.
     extra = [n for n in shapes if n not in expected and not n.endswith(_COMPUTED)]
-    unknown = [n for n in extra if not (tied and n == "lm_head.weight")]
+    unknown = [n for n in extra if not (tied and n == HEAD)]
     misshapen = {name: (s, shapes[name]) for name, s in expected.items() if shapes.get(name, s) != s}
     if faults := differences(set(expected) - set(shapes), unknown, misshapen):
         raise CheckpointError(f"the tensors of {where} don't fit its config.json; {faults}")

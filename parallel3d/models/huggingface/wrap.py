@@ -1,7 +1,7 @@
-"""A Hugging Face model that the native decoder doesn't know: its own layers, along its pipeline plan, by its tensor plan.
+"""Hugging Face models that the native decoder doesn't know: their own layers, split by their pipeline and tensor plans.
 
-What the model computes around its layers (masks, rotary embeddings, scaled embeddings, capped logits) is not written down
-again: its own forward runs, before the layers with recorders in their place, behind them with their result.
+What a model computes around its layers (masks, rotary embeddings, scaled embeddings, capped logits) remains its own code:
+its forward runs once before the layers, with recorders in their place, and once after them, with their result.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from parallel3d.tensor_parallel.linear import ColumnParallelLinear
 
 
 class _Shared(int):
-    """In the arguments of a layer, the place of a tensor among those that all layers share."""
+    """Stands for a tensor in the arguments of a layer: its index among the tensors that all layers share."""
 
 
 class WrappedPart(nn.Module):
-    """A part of a wrapped model. Its parameters are those of the model, by their names there behind `prefix`."""
+    """A part of a wrapped model. Its parameters are the model's; their names there are `prefix` and the name in the part."""
 
     def __init__(self, config: Any, prefix: str):
         super().__init__()
         self._config, self._prefix = config, prefix
 
     def stored(self) -> dict[str, Stored]:
-        """How each parameter is stored: under its own name in the model."""
+        """Return how each parameter is stored: under its own name in the model."""
         return {
             name: all_of(self.name_in_model(name), *whole_shape(parameter))
             for name, parameter in self.named_parameters()
@@ -45,12 +45,12 @@ class WrappedPart(nn.Module):
         return self._prefix + name.partition(".")[2]
 
     def config_json(self) -> dict[str, Any]:
-        """The model's config.json."""
+        """Return the model's config.json."""
         return dict(self._config.to_dict())
 
 
 class _Recorder(nn.Module):
-    """Stands in for a layer: notes what it is called with, and hands the hidden states on."""
+    """Replacement of a layer that records its arguments and returns the hidden states."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -66,7 +66,7 @@ class _Recorder(nn.Module):
 
 
 class _Output:
-    """The output of a base model, as far as a head reads it."""
+    """Output of a base model, with the fields that a head reads."""
 
     past_key_values = hidden_states = attentions = router_logits = None
 
@@ -78,7 +78,7 @@ class _Output:
 
 
 class _Result(nn.Module):
-    """Stands in for the base model: returns the hidden states it was last given."""
+    """Replacement of the base model that returns the hidden states it was given last."""
 
     hidden: Tensor | None = None
 
@@ -98,14 +98,14 @@ class Entry(WrappedPart):
         self,
         config: Any,
         prefix: str,
-        plan: TensorPlan,
         base: nn.Module,
         layers: str,
-        behind: Sequence[str],
+        after: Sequence[str],
+        plan: TensorPlan,
         context: BuildContext | None = None,
     ):
         super().__init__(config, prefix)
-        before = _with_modules(base, {name: nn.Identity() for name in (layers, *behind)})
+        before = _with_modules(base, {name: nn.Identity() for name in (layers, *after)})
         self._recorders = [_Recorder(layer) for layer in base.get_submodule(layers).children()]
         self.model = _with_modules(plan.around(before, prefix, context), {layers: nn.ModuleList(self._recorders)})
 
@@ -132,7 +132,7 @@ class Entry(WrappedPart):
 
 
 class Layer(WrappedPart):
-    """One layer of the model, the `place`-th, called as its own model calls it."""
+    """Layer `place` of the model, called as its own model calls it."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Layer(WrappedPart):
 
 
 class Behind(WrappedPart):
-    """The modules that the plan names after the layers, such as a last norm. From here on only hidden states travel."""
+    """Modules that the plan names after the layers, such as a last norm. After them only hidden states travel."""
 
     def __init__(self, config: Any, prefix: str, modules: Mapping[str, nn.Module]):
         super().__init__(config, prefix)
@@ -174,12 +174,12 @@ class Behind(WrappedPart):
 
 
 class Exit(WrappedPart):
-    """The causal language model above its base: hidden states [batch, seq, hidden] -> logits [batch, seq, vocab].
+    """Head of the causal language model: hidden states [batch, seq, hidden] -> logits [batch, seq, vocab].
 
-    SlicedLogits where the plan slices the head without gathering what it gives.
+    The logits are SlicedLogits if the plan shards the head without gathering its output.
     """
 
-    def __init__(self, config: Any, plan: TensorPlan, model: nn.Module, base: str, context: BuildContext | None = None):
+    def __init__(self, config: Any, model: nn.Module, base: str, plan: TensorPlan, context: BuildContext | None = None):
         super().__init__(config, "")
         self._result = _Result()
         above = plan.around(_with_modules(model, {base: nn.Identity()}), "", context)
@@ -195,19 +195,19 @@ class Exit(WrappedPart):
 
 
 def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
-    """The module with other children by these names; all else is shared with it."""
+    """Return the module with other children of these names, which shares everything else with it."""
     clone = copy.copy(module)
     clone._modules = {**module._modules, **replaced}
     return clone
 
 
 def wrap(model: nn.Module) -> list[LayerSpec]:
-    """Layers for a PipelineModule from a Hugging Face causal language model: its own, which become the pipeline's.
+    """Return a Hugging Face causal language model as layers for a PipelineModule: its own layers, not copies of them.
 
-    Token ids, or a dict of what the base model takes, -> logits. Raises ConfigError for a model without a pipeline plan
+    Token ids, or a dict of the base model's arguments, -> logits. Raises ConfigError for a model without a pipeline plan
     (base_model_pp_plan of its config), with persistent buffers, or with weights shared other than by embedding and head.
-    Where the context has a group to slice over, layers are built from copies, sliced by the config's base_model_tp_plan;
-    the build then raises ConfigError for what can't be sliced, and for sequence parallelism.
+    With several tensor-parallel ranks, layers are built from copies and sharded by the config's base_model_tp_plan; the
+    build then raises ConfigError for modules that can't be sharded, and for sequence parallelism.
     """
     hf: Any = model
     name, config = type(model).__name__, hf.config
@@ -220,41 +220,33 @@ def wrap(model: nn.Module) -> list[LayerSpec]:
             "wrap it by; write its layers as LayerSpecs"
         )
     order = list(stages)
-    behind = order[order.index(lists[0]) + 1 :]
-    layers = base.get_submodule(lists[0])
-    _check_model(model, name)
+    after = order[order.index(lists[0]) + 1 :]
+    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    if buffers := sorted(set(model.state_dict()) - parameters):
+        raise ConfigError(f"{name} has persistent buffers, which no export would hold: {', '.join(buffers[:5])}")
     inside = f"{prefix}."
     plan = TensorPlan.of(model, prefix, lists[0])
     middle = [
         LayerSpec(Layer, config, f"{inside}{lists[0]}.{k}.", plan, layer, k)
-        for k, layer in enumerate(layers.children())
+        for k, layer in enumerate(base.get_submodule(lists[0]).children())
     ]
-    tail = LayerSpec(Behind, config, inside, {key: base.get_submodule(key) for key in behind})
-    entry, exit = Entry(config, inside, plan, base, lists[0], behind), Exit(config, plan, model, prefix)
-    ties = _ties(entry, [spec.build() for spec in (*middle, tail)], exit, name)
-    plan = plan.whole_where_tied([(entry.name_in_model(below), exit.name_in_model(above)) for below, above in ties])
-    entry_args = (config, inside, plan, base, lists[0], behind)
-    exit_args = (config, plan, model, prefix)
+    middle.append(LayerSpec(Behind, config, inside, {key: base.get_submodule(key) for key in after}))
+    entry_args, exit_args = (config, inside, base, lists[0], after), (config, model, prefix)
+    entry, exit = Entry(*entry_args, plan), Exit(*exit_args, plan)
+    ties = _ties(entry, [spec.build() for spec in middle], exit, name)
     if not ties:
-        return [LayerSpec(Entry, *entry_args), *middle, tail, LayerSpec(Exit, *exit_args)]
+        return [LayerSpec(Entry, *entry_args, plan), *middle, LayerSpec(Exit, *exit_args, plan)]
+    plan = plan.whole_where_tied([(entry.name_in_model(below), exit.name_in_model(above)) for below, above in ties])
     below, above = zip(*ties, strict=True)
     return [
-        TiedLayerSpec("embedding", Entry, *entry_args, tied_weight_attr=below),
+        TiedLayerSpec("embedding", Entry, *entry_args, plan, tied_weight_attr=below),
         *middle,
-        tail,
-        TiedLayerSpec("embedding", Exit, *exit_args, tied_weight_attr=above),
+        TiedLayerSpec("embedding", Exit, *exit_args, plan, tied_weight_attr=above),
     ]
-
-
-def _check_model(model: nn.Module, name: str) -> None:
-    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = sorted(set(model.state_dict()) - parameters)
-    if buffers:
-        raise ConfigError(f"{name} has persistent buffers, which no export would hold: {', '.join(buffers[:5])}")
 
 
 def _ties(entry: nn.Module, middle: Sequence[nn.Module], exit: nn.Module, name: str) -> list[tuple[str, str]]:
-    """(name in the entry, name in the exit) of what both share; ConfigError for other shared weights."""
+    """Return (name in the entry, name in the exit) of each shared weight. Raises ConfigError for other shared weights."""
     holder: dict[nn.Parameter, str] = {p: n for n, p in entry.named_parameters()}
     ties = [(holder[p], n) for n, p in exit.named_parameters() if p in holder]
     seen = set(holder) | set(exit.parameters())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models import CausalLMLoss, DecoderConfig, Rope, decoder, from_hf, save_hf
-from parallel3d.models.huggingface.weights import StateDict, load_layer
+from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 NATIVE = ["llama", "llama-tied", "mistral", "qwen2", "qwen2-sliding", "gpt2"]
@@ -68,7 +68,7 @@ def test_halves_compute_what_blocks_and_transformers_do(tmp_path, name: str):
     wanted.loss.backward()
     torch.testing.assert_close(logits[mask.bool()], wanted.logits[mask.bool()], rtol=1e-5, atol=1e-5)
     # Transformers' gradients, read as if they were weights, at the same places.
-    stored = StateDict({name: p.grad for name, p in model.named_parameters()})
+    stored = Weights({name: p.grad for name, p in model.named_parameters()})
     for layer in module.layers.values():
         found = {name: p.grad.clone() for name, p in layer.named_parameters()}
         load_layer(layer, layer.stored(), stored)

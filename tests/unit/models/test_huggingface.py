@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from parallel3d.checkpoint.export import Section, Stored
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models import from_hf, save_hf
-from parallel3d.models.huggingface.weights import StateDict, load_layer
+from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.parameters import Slicing
 from parallel3d.pipe import PipelineModule
 
@@ -40,7 +40,7 @@ def write_config(path: Path, **changes: Any) -> Path:
     [
         ({"architectures": ["PhiForCausalLM"]}, "'PhiForCausalLM' is not known .* give from_hf the model itself"),
         ({"architectures": None, "model_type": "t5"}, "'t5'"),
-        ({"hidden_act": "geglu"}, "hidden_act 'geglu'.*'gelu'"),
+        ({"hidden_act": "geglu"}, "hidden_act = 'geglu'.*'gelu'"),
         ({"attention_chunk": 128}, "'attention_chunk' = 128"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, r"rope_scaling.rope_type = 'longrope'"),
@@ -146,7 +146,7 @@ def test_the_head_can_be_untied_but_not_lost(tmp_path):
         from_hf(tmp_path, tied=True)
 
 
-class Recording(StateDict):
+class Recording(Weights):
     """Notes what is read."""
 
     def __init__(self, tensors: dict[str, Tensor]):
