@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import Group, all_gather_into
-from parallel3d.kernels.all_reduce import all_reduce_ref
+from parallel3d.kernels.all_reduce import all_reduce_ref, register
 from parallel3d.kernels.reduce_scatter import reduce_scatter_ref
-from parallel3d.kernels.workspace import register
 
 
 class GatheredSums:
@@ -29,7 +28,6 @@ class GatheredReductions:
 
     def __init__(self, group: Group):
         self._group = group
-        self.number = register(self)
 
     def reduce_into(
         self, output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None

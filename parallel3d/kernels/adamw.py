@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +14,6 @@ from parallel3d.kernels.workspace import VECTOR_BYTES
 
 MAX_BLOCKS = 128
 MAX_GROUPS = 32  # of parameters; csrc/adamw.cuh
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a parameter group, as in torch.optim.AdamW."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decoupled: bool
-
-    def numbers(self) -> tuple[float, ...]:
-        """Return the settings in the order of the launcher."""
-        return self.lr, *self.betas, self.eps, self.weight_decay, self.decoupled
 
 
 @dataclass(frozen=True)
@@ -49,20 +34,24 @@ class Part:
     group: int
 
 
-def adamw_ref(part: Part, settings: Settings, divisor: Tensor | None, weight_dtype: torch.dtype) -> Tensor:
-    """Update a part's master and moments and return the weights. divisor: of the gradient, a scalar. arXiv:1711.05101."""
-    beta1, beta2 = settings.betas
+def adamw_ref(part: Part, settings: Mapping[str, Any], divisor: Tensor | None, weight_dtype: torch.dtype) -> Tensor:
+    """Update a part's master and moments and return the weights. arXiv:1711.05101.
+
+    - settings: the parameter group of torch's optimizer.
+    - divisor: of the gradient, a scalar.
+    """
+    (beta1, beta2), rate, decay = settings["betas"], settings["lr"], settings["weight_decay"]
     step = part.step.item()
     gradient = part.gradient.float()
     gradient = gradient if divisor is None else gradient / divisor.float()
-    if settings.decoupled:
-        part.master.mul_(1 - settings.lr * settings.weight_decay)
+    if settings["decoupled_weight_decay"]:
+        part.master.mul_(1 - rate * decay)
     else:
-        gradient = gradient + settings.weight_decay * part.master
+        gradient = gradient + decay * part.master
     part.average.mul_(beta1).add_(gradient, alpha=1 - beta1)
     part.square_average.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    root = (part.square_average.sqrt() / (1 - beta2**step) ** 0.5).add_(settings.eps)
-    part.master.addcdiv_(part.average, root, value=-settings.lr / (1 - beta1**step))
+    root = (part.square_average.sqrt() / (1 - beta2**step) ** 0.5).add_(settings["eps"])
+    part.master.addcdiv_(part.average, root, value=-rate / (1 - beta1**step))
     return part.master.to(weight_dtype)
 
 
@@ -80,7 +69,9 @@ def table(parts: Sequence[Part], weight_bytes: int) -> tuple[Tensor, int]:
     return torch.tensor(rows, dtype=torch.int64), end
 
 
-def numbers(groups: Sequence[Settings]) -> Any:
-    """Return the settings of all groups as an array for C."""
-    flat = [number for settings in groups for number in settings.numbers()]
+def settings_array(groups: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the settings of torch's parameter groups as an array for C, in the order of csrc/adamw.cuh."""
+    flat: list[float] = []
+    for group in groups:
+        flat += [group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["decoupled_weight_decay"]]
     return (ctypes.c_double * len(flat))(*flat)

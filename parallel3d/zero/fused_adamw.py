@@ -13,8 +13,7 @@ from parallel3d.comm.peer.symmetric import Unavailable
 from parallel3d.errors import ConfigError
 from parallel3d.kernels import adamw
 from parallel3d.kernels.library import addresses, check, load_library
-from parallel3d.kernels.shared_weights import SharedWeights
-from parallel3d.kernels.workspace import DTYPES
+from parallel3d.kernels.workspace import DTYPES, SymmetricWorkspace
 from parallel3d.zero.buckets import Bucket, ParameterShard
 
 
@@ -31,27 +30,30 @@ class _Laid:
 class FusedAdamW:
     """Steps the pieces of buckets as torch's fused Adam or AdamW would, whose state it keeps.
 
-    shared: the weights of these buckets, by their places in it, which are then written on every replica; None to write this
-    rank's alone. Raises KernelError.
+    - workspace: has the weights that are written on every replica; None to write this rank's alone.
+    - shared: bucket -> addresses of its weights on every replica.
+
+    Raises KernelError.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        shared: SharedWeights | None = None,
-        places: Mapping[Bucket, int] | None = None,
+        workspace: SymmetricWorkspace | None = None,
+        shared: Mapping[Bucket, Sequence[int]] | None = None,
     ):
         library = load_library()
         assert library is not None, "checked before by check_kernels"
         self._library, self._optimizer, self._device = library, optimizer, device
-        self._shared, self._places = shared, places or {}
+        self._workspace = workspace
+        self._shared = {bucket: addresses(places) for bucket, places in (shared or {}).items()}
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._laid: dict[Bucket, _Laid] = {}
 
     def writes_peers(self, bucket: Bucket) -> bool:
         """Whether the bucket, once stepped, need not be gathered."""
-        return self._shared is not None and bucket in self._places
+        return bucket in self._shared
 
     def takes(self, bucket: Bucket) -> bool:
         """Whether it steps the bucket: its weights are rounded from fp32 masters, and its gradients are fp32 or as these."""
@@ -82,7 +84,7 @@ class FusedAdamW:
         if steps:
             torch._foreach_add_(steps, 1 if skip is None else (~skip).float())
         divisor = None if divisor is None else divisor.double()
-        settings = adamw.numbers([_settings(group) for group in self._optimizer.param_groups])
+        settings = adamw.settings_array(self._optimizer.param_groups)
         common = [bucket for bucket in buckets if self.writes_peers(bucket)]
         for bucket, its in laid:
             meets = bool(common) and bucket is common[0], bool(common) and bucket is common[-1]
@@ -98,15 +100,13 @@ class FusedAdamW:
         meets: tuple[bool, bool],
     ) -> None:
         assert bucket.weights is not None
-        shared = self._shared
-        if shared is None or bucket not in self._places:
+        workspace, weights = self._workspace, self._shared.get(bucket)
+        if workspace is None or weights is None:
             world, index, weights = 1, 0, addresses([bucket.weights.data_ptr()])
             peers: tuple[Any, ...] = (None, None, None, 0)
             stream = torch.cuda.current_stream(self._device).cuda_stream
         else:
-            workspace, place = shared.workspace, self._places[bucket]
             world, index = workspace.group.size, workspace.group.index
-            weights = addresses([shared.address(place, rank) for rank in range(world)])
             peers = workspace.pads, workspace.state, workspace.report, workspace.limit_ns
             stream = workspace.follow()
         status = self._library.p3d_adamw(
@@ -174,10 +174,3 @@ def check_adam(optimizer: torch.optim.Optimizer) -> Unavailable | None:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return Unavailable(f"{name} has step hooks, which would see no gradients", "remove them")
     return None
-
-
-def _settings(group: Mapping[str, Any]) -> adamw.Settings:
-    beta1, beta2 = group["betas"]
-    return adamw.Settings(
-        group["lr"], (beta1, beta2), group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
-    )

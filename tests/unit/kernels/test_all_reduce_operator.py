@@ -14,9 +14,8 @@ from parallel3d.comm.environment import get_rank
 from parallel3d.kernels.all_reduce import (
     HALF_BYTES,
     MAX_BLOCKS,
+    AllReduce,
     all_reduce_ref,
-    calls,
-    staging_bytes,
 )
 from parallel3d.kernels.workspace import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
 
@@ -83,14 +82,14 @@ def test_ranks_sum_over_gloo_with_the_same_bits(run_ranks) -> None:
 @given(st.integers(1, 5 * HALF_BYTES // 2), st.sampled_from([2, 4]), st.sampled_from(WORLD_SIZES), st.integers(-2, 2))
 def test_calls_cover_a_message_within_the_staging_buffer(size: int, width: int, world: int, extra: int) -> None:
     size = max(1, size + extra)
-    cut = list(calls(size, width, world, THREADS))
+    cut = list(AllReduce.calls(size, width, world, THREADS))
     assert [call.start for call in cut] == [sum(p.size for p in cut[:k]) for k in range(len(cut))]
     assert sum(call.size for call in cut) == size
     for call in cut:
         assert 0 < call.size * width <= HALF_BYTES
         assert call.start * width % 16 == 0, "as aligned as the message"
         assert 1 <= call.blocks <= MAX_BLOCKS
-    assert staging_bytes() >= 2 * HALF_BYTES + PAD_BYTES
+    assert AllReduce.staging_bytes() >= 2 * HALF_BYTES + PAD_BYTES
     assert MAX_BLOCKS <= MOST_BLOCKS
     assert 8 * MOST_BLOCKS * world <= PAD_BYTES
 
@@ -113,5 +112,5 @@ def test_calls_cover_a_message_within_the_staging_buffer(size: int, width: int, 
 def test_small_messages_are_read_whole_and_large_ones_in_slices(
     num_bytes: int, world: int, two_shot: bool, blocks: int
 ) -> None:
-    (call,) = calls(num_bytes // 2, 2, world, THREADS)
+    (call,) = AllReduce.calls(num_bytes // 2, 2, world, THREADS)
     assert (call.two_shot, call.blocks) == (two_shot, blocks)

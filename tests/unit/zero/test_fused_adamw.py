@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group
 from parallel3d.errors import ConfigError
-from parallel3d.kernels.adamw import Part, Settings, adamw_ref
+from parallel3d.kernels.adamw import Part, adamw_ref
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero import fused_adamw
 from parallel3d.zero.buckets import Bucket, make_buckets
@@ -44,7 +44,8 @@ class Reference:
             master, gradient, average, square_average = (at(address, size, torch.float32) for address in tensors)
             part = Part(master, gradient, average, square_average, at(step, 1, torch.float32), place, group)
             rate, beta1, beta2, epsilon, decay, decoupled = groups[6 * group : 6 * group + 6]
-            settings = Settings(rate, (beta1, beta2), epsilon, decay, bool(decoupled))
+            settings = {"lr": rate, "betas": (beta1, beta2), "eps": epsilon}
+            settings |= {"weight_decay": decay, "decoupled_weight_decay": bool(decoupled)}
             scale = None if divisor is None else at(divisor, 1, torch.float64)
             at(weights[0] + 2 * place, size, torch.bfloat16).copy_(adamw_ref(part, settings, scale, torch.bfloat16))
             if clear:
