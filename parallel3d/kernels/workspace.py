@@ -24,7 +24,6 @@ from parallel3d.comm.peer.symmetric import (
     check_axis,
     check_device,
     check_hosts,
-    check_symmetric_memory,
     map_memory,
 )
 from parallel3d.errors import CommunicationError, KernelError
@@ -58,7 +57,7 @@ def check_kernels(device: torch.device | None = None) -> Unavailable | None:
         return Unavailable(
             f"the device has compute capability {capability[0]}.{capability[1]}", "use an A100, an H100 or a later GPU"
         )
-    return check_symmetric_memory() or _check_library()
+    return _check_library()
 
 
 def _check_library() -> Unavailable | None:
