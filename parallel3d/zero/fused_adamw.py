@@ -133,7 +133,7 @@ class FusedAdamW:
     def _lay_out(self, bucket: Bucket, untouched: Set[nn.Parameter]) -> _Laid:
         """Made anew where a tensor has moved, as when a checkpoint is loaded."""
         stepped = [piece for piece in bucket.pieces if piece.master in self._group_of]
-        parts = [self._part(bucket, piece) for piece in stepped if piece.info.parameter not in untouched]
+        parts = [self._part(piece) for piece in stepped if piece.info.parameter not in untouched]
         known = [t.data_ptr() for p in parts for t in (p.master, p.gradient, p.average, p.square_average, p.step)]
         laid = self._laid.get(bucket)
         if laid is None or laid.known != known:
@@ -143,14 +143,13 @@ class FusedAdamW:
             laid = self._laid[bucket] = _Laid(known, on_device, vectors, [part.step for part in parts])
         return laid
 
-    def _part(self, bucket: Bucket, piece: ParameterShard) -> adamw.Part:
+    def _part(self, piece: ParameterShard) -> adamw.Part:
         state, master = self._optimizer.state[piece.master], piece.master
         if not state:  # as torch's fused optimizer begins
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-        place = bucket.place_of(piece)
-        group = self._group_of[master]
-        return adamw.Part(master, piece.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], place, group)
+        moments, group = (state["exp_avg"], state["exp_avg_sq"]), self._group_of[master]
+        return adamw.Part(master, piece.gradient, *moments, state["step"], piece.place, group)
 
 
 def check_adam(optimizer: torch.optim.Optimizer) -> Unavailable | None:

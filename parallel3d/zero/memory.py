@@ -62,20 +62,17 @@ def predict_state(
     """
     total = StateBytes()
     passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
-    shards = policy.num_shards(data_size)
     for layout in _layouts(parameters, policy, data_size):
-        built, padded, shard = layout.kind.dtype, layout.numel, layout.numel // shards
-        weight, master = policy.weight_dtype or built, policy.master_dtype(built)
-        accumulator, transient = policy.accumulator_dtype(built), layout.is_transient(policy, shards)
-        in_place = shards == 1 and weight == master
+        padded, shard = layout.numel, layout.shard_numel
+        weight, master, accumulator = layout.weight_dtype, layout.master_dtype, layout.gradient_dtype
         total += StateBytes(
-            weights=(sum(layout.sizes) if in_place else padded) * weight.itemsize,
-            gradients=(shard if transient else padded) * accumulator.itemsize,
+            weights=(sum(layout.sizes) if layout.is_in_place else padded) * weight.itemsize,
+            gradients=(shard if layout.is_transient else padded) * accumulator.itemsize,
             masters=shard * master.itemsize if weight != master else 0,
             optimizer=moments * shard * master.itemsize,
             update=shard * master.itemsize if accumulator != master else 0,
         )
-        if transient:
+        if layout.is_transient:
             is_early = any(info.parameter in early for info in layout.infos)
             passing.setdefault(accumulator, []).append((padded, is_early))
     return total + StateBytes(transient=sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items()))
@@ -101,11 +98,10 @@ def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data
     """
     total = 0
     for layout in _layouts(parameters, policy, data_size):
-        built = layout.kind.dtype
-        weight, master = policy.weight_dtype or built, policy.master_dtype(built)
-        each = 3 * policy.accumulator_dtype(built).itemsize + 2 * (1 + moments) * master.itemsize
+        weight, master = layout.weight_dtype, layout.master_dtype
+        each = 3 * layout.gradient_dtype.itemsize + 2 * (1 + moments) * master.itemsize
         each += weight.itemsize if weight != master else 0
-        total += each * layout.numel // policy.num_shards(data_size)
+        total += each * layout.shard_numel
     return total
 
 
@@ -115,7 +111,7 @@ def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, 
     if sent is None:
         return 0
     layouts = _layouts(parameters, policy, data_size)
-    return sent.itemsize * sum(a.numel for a in layouts if sent != policy.accumulator_dtype(a.kind.dtype))
+    return sent.itemsize * sum(a.numel for a in layouts if sent != a.gradient_dtype)
 
 
 def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> tuple[int, int]:
@@ -125,10 +121,9 @@ def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_si
     """
     total = largest = 0
     for layout in _layouts(parameters, policy, data_size):
-        shard = layout.numel // policy.num_shards(data_size)
-        total += shard
+        total += layout.shard_numel
         for start, size in zip(layout.offsets, layout.sizes, strict=True):
-            largest = max(largest, _largest_part(start, start + size, shard))
+            largest = max(largest, _largest_part(start, start + size, layout.shard_numel))
     return total, largest
 
 

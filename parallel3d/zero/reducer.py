@@ -21,9 +21,6 @@ from parallel3d.zero.buckets import Bucket, by_owners, make_buckets
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy
 
-AllReduce = Callable[[Tensor, Group], Work]
-ReduceScatter = Callable[[Tensor, Tensor, Group], Work]
-
 
 @dataclass
 class _Reduction:
@@ -103,13 +100,10 @@ class GradientReducer:
         is_first_slice: bool = True,
         on_launch: Callable[[Instruction, Work], None] | None = None,
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
-        all_reduce: AllReduce = all_reduce,
-        reduce_scatter: ReduceScatter = reduce_scatter_into,
     ):
         self._policy = policy
         self._data_group = data_group
         self._replica_groups = replica_groups
-        self._all_reduce, self._reduce_scatter = all_reduce, reduce_scatter
         self._partition = data_group if policy.stage > 0 else Group((rank,), None)
         self._is_first_slice = is_first_slice
         self._is_first_replica = data_group.ranks[0] == rank
@@ -260,15 +254,15 @@ class GradientReducer:
 
     def _sum(self, shard: Tensor, whole: Tensor) -> Work:
         if self._partition.size == 1:
-            return self._all_reduce(whole, self._data_group)
-        return self._reduce_scatter(shard, whole, self._data_group)
+            return all_reduce(whole, self._data_group)
+        return reduce_scatter_into(shard, whole, self._data_group)
 
     def reduce_replicas(self, owners: tuple[int, ...], index: int) -> None:
         """Sum a replica bucket over data parallelism, then over its owners, so that all copies get the same bits."""
         bucket = self.buckets[owners][index]
         self._launch(bucket)
         self._reductions.pop(bucket).wait()
-        self._reductions[bucket] = _Reduction(self._all_reduce(bucket.gradient_shard, self._replica_groups[owners]))
+        self._reductions[bucket] = _Reduction(all_reduce(bucket.gradient_shard, self._replica_groups[owners]))
 
     def finish_step(self) -> None:
         """Wait for every reduction launched: the shards hold the gradient of the global batch.
@@ -278,11 +272,13 @@ class GradientReducer:
         for reduction in self._reductions.values():
             reduction.wait()
         self._reductions.clear()
-        partial = [b for b in self.all_buckets() if b.kind.partial_over is not None]
-        for work in [self._all_reduce(b.gradient_shard, b.kind.partial_over) for b in partial if b.kind.partial_over]:
+        works = []
+        for bucket in self.all_buckets():
+            if bucket.kind.partial_over is not None:
+                works.append(all_reduce(bucket.gradient_shard, bucket.kind.partial_over))
+                bucket.is_cleared = False  # of a batch that failed, other slices may have reduced something
+        for work in works:
             work.wait()
-        for bucket in partial:
-            bucket.is_cleared = False  # of a batch that failed, other slices may have reduced something
 
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool], device: torch.device) -> Tensor:
         """Squared 2-norm of the gradients this rank answers for, in float64, shape []: all ranks' add up to the model's.

@@ -15,6 +15,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.kernels.adamw import Part, adamw_ref
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero import fused_adamw
+from parallel3d.zero import reducer as reducer_module
 from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.fused_adamw import FusedAdamW
 from parallel3d.zero.optimizer import ShardedOptimizer
@@ -114,7 +115,7 @@ def test_masters_in_float64_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -
         assert fused.takes(bucket) == (dtype == torch.float32)
 
 
-def test_what_other_slices_left_of_a_batch_that_failed_is_no_part_of_the_next() -> None:
+def test_what_other_slices_left_of_a_batch_that_failed_is_no_part_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a reduction was through; here nothing had begun since a step that cleared."""
     parameter = nn.Parameter(torch.ones(5))
     vars(parameter)["partial_over"] = Group((0, 2), None)
@@ -125,7 +126,8 @@ def test_what_other_slices_left_of_a_batch_that_failed_is_no_part_of_the_next() 
         return DONE
 
     infos = [ParameterInfo("layers.0.weight", parameter, (0,))]
-    reducer = GradientReducer(infos, POLICY, 0, PAIR, {}, all_reduce=all_reduce)
+    monkeypatch.setattr(reducer_module, "all_reduce", all_reduce)
+    reducer = GradientReducer(infos, POLICY, 0, PAIR, {})
     (bucket,) = reducer.all_buckets()
     bucket.is_cleared = True
     reducer.start_step()
