@@ -166,15 +166,23 @@ class SymmetricWorkspace:
 
 
 def open_workspace(
-    groups: ProcessGroups, axis: str, device: torch.device, key: str, num_bytes: int, limit_s: float = LIMIT_S
-) -> SymmetricWorkspace | None:
+    groups: ProcessGroups,
+    axis: str,
+    device: torch.device,
+    noun: str,
+    key: str,
+    num_bytes: int,
+    limit_s: float = LIMIT_S,
+) -> SymmetricWorkspace | Unavailable:
     """Open a workspace of num_bytes staging bytes, not cleared, for this rank's group along an axis of the topology.
 
-    Returns None on every rank if any rank can't have it. Collective over the world.
+    Returns a reason on every rank if any rank can't have it. noun: what each rank of a group holds. Collective over the world.
     """
+    if (reason := check_axis(groups, axis, device, noun, check_kernels, check_ranks)) is not None:
+        return reason
     # Nobody signals to a pad that is not cleared yet.
     shared = map_memory(groups, axis, device, PAD_BYTES + num_bytes, cleared=PAD_BYTES)
-    return None if shared is None else SymmetricWorkspace(shared, getattr(groups, axis), device, key, limit_s)
+    return UNMAPPED if shared is None else SymmetricWorkspace(shared, getattr(groups, axis), device, key, limit_s)
 
 
 def buffer_bytes(lengths: Sequence[int]) -> int:
@@ -240,21 +248,18 @@ class PeerKernel:
         """
         if getattr(groups, cls.axis).size == 1:
             return None
-        workspace = None
-        reason = check_axis(groups, cls.axis, device, cls.noun, check_kernels, check_ranks)
-        if reason is None:
-            workspace = open_workspace(groups, cls.axis, device, cls.key, 2 * cls.half_bytes, _TRIAL_LIMIT_S)
-        if workspace is not None:
-            kernel = cls(workspace)
+        opened = open_workspace(groups, cls.axis, device, cls.noun, cls.key, 2 * cls.half_bytes, _TRIAL_LIMIT_S)
+        if isinstance(opened, SymmetricWorkspace):
+            kernel = cls(opened)
             try:
                 works = kernel.try_out()
             except (CommunicationError, KernelError):
                 works = False
             if everywhere(works, groups.control):
-                workspace.limit_s = limit_s
+                opened.limit_s = limit_s
                 return kernel
-            reason = Unavailable("results came out wrong, or not at all, when it was tried", "see what p3d doctor says")
-        warn_unavailable(groups, cls.key, reason or UNMAPPED, f"{groups.backend} {cls.instead}")
+            opened = Unavailable("results came out wrong, or not at all, when it was tried", "see what p3d doctor says")
+        warn_unavailable(groups, cls.key, opened, f"{groups.backend} {cls.instead}")
         return None
 
     def try_out(self) -> bool:

@@ -21,7 +21,7 @@ from parallel3d.kernels.reduce_scatter import HALF_BYTES, ReduceScatter, reduce_
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import Bucket, make_buckets
-from parallel3d.zero.kernels import open_update_kernels
+from parallel3d.zero.fused_adamw import open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
 
