@@ -93,10 +93,10 @@ class SymmetricWorkspace:
     - state, report: addresses of the kernel's counters, and of where it tells the host of a failure.
     """
 
-    def __init__(self, shared: Mapped, group: Group, device: torch.device, key: str, limit_s: float):
+    def __init__(self, shared: Mapped, group: Group, device: torch.device, key: str):
         library = load_library()
         assert library is not None, "checked before by check_kernels"
-        self.library, self.group, self.device, self.limit_s = library, group, device, limit_s
+        self.library, self.group, self.device, self.limit_s = library, group, device, LIMIT_S
         self._key, self._shared = key, shared
         bases = shared.buffers()
         self.pads, self.staging = addresses(bases), addresses([base + PAD_BYTES for base in bases])
@@ -166,13 +166,7 @@ class SymmetricWorkspace:
 
 
 def open_workspace(
-    groups: ProcessGroups,
-    axis: str,
-    device: torch.device,
-    noun: str,
-    key: str,
-    num_bytes: int,
-    limit_s: float = LIMIT_S,
+    groups: ProcessGroups, axis: str, device: torch.device, noun: str, key: str, num_bytes: int
 ) -> SymmetricWorkspace | Unavailable:
     """Open a workspace of num_bytes staging bytes, not cleared, for this rank's group along an axis of the topology.
 
@@ -182,7 +176,7 @@ def open_workspace(
         return reason
     # Nobody signals to a pad that is not cleared yet.
     shared = map_memory(groups, axis, device, PAD_BYTES + num_bytes, cleared=PAD_BYTES)
-    return UNMAPPED if shared is None else SymmetricWorkspace(shared, getattr(groups, axis), device, key, limit_s)
+    return UNMAPPED if shared is None else SymmetricWorkspace(shared, getattr(groups, axis), device, key)
 
 
 def buffer_bytes(lengths: Sequence[int]) -> int:
@@ -248,9 +242,9 @@ class PeerKernel:
         """
         if getattr(groups, cls.axis).size == 1:
             return None
-        opened = open_workspace(groups, cls.axis, device, cls.noun, cls.key, 2 * cls.half_bytes, _TRIAL_LIMIT_S)
+        opened = open_workspace(groups, cls.axis, device, cls.noun, cls.key, 2 * cls.half_bytes)
         if isinstance(opened, SymmetricWorkspace):
-            kernel = cls(opened)
+            kernel, opened.limit_s = cls(opened), _TRIAL_LIMIT_S
             try:
                 works = kernel.try_out()
             except (CommunicationError, KernelError):
