@@ -124,16 +124,14 @@ class DistributedTransport:
         """Post tensors to `stage`; never blocks."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
-        group, tag = self._channels.get((self._stage, stage), self._groups.pipe.handle), 0
         target = self._groups.pipe.ranks[stage]
-        if self._by_host:
-            group, tag = self._groups.control.handle, _HOST_TAG
         message = [_bytes(tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
         works: Sequence[Work | None]
         if self._copies is not None and not self._by_host:
             works = self._copies.send(message, stage)
         else:
             message = [data.cpu() for data in message] if self._by_host else message
+            group, tag = self._channel(self._stage, stage)
             works = [dist.isend(data, target, group=group, tag=tag) for data in message]
         for work, data in zip(works, message, strict=True):
             self._keep(work, data, target)
@@ -150,16 +148,18 @@ class DistributedTransport:
         return [Awaited(next(inbound), waiting) if kind.nbytes else _Buffered(DONE, kind.empty()) for kind in kinds]
 
     def _receive_by_backend(self, kind: TensorKind, stage: int) -> _Buffered:
-        source, buffer = self._groups.pipe.ranks[stage], kind.empty()
-        if self._by_host:
-            staging = torch.empty(kind.nbytes, dtype=torch.uint8)
-            work = dist.irecv(staging, source, group=self._groups.control.handle, tag=_HOST_TAG)
-            assert work is not None
-            return _Buffered(work, buffer, staging)
-        group = self._channels.get((stage, self._stage), self._groups.pipe.handle)
-        work = dist.irecv(_bytes(buffer), source, group=group)
+        buffer, (group, tag) = kind.empty(), self._channel(stage, self._stage)
+        staging = torch.empty(kind.nbytes, dtype=torch.uint8) if self._by_host else None
+        data = _bytes(buffer) if staging is None else staging
+        work = dist.irecv(data, self._groups.pipe.ranks[stage], group=group, tag=tag)
         assert work is not None
-        return _Buffered(work, buffer)
+        return _Buffered(work, buffer, staging)
+
+    def _channel(self, source: int, target: int) -> tuple[dist.ProcessGroup | None, int]:
+        """Return the group and the tag of messages between two stages."""
+        if self._by_host:
+            return self._groups.control.handle, _HOST_TAG
+        return self._channels.get((source, target), self._groups.pipe.handle), 0
 
     def use_host(self, use: bool) -> None:
         """Send tensors through host memory from now on, or no longer."""

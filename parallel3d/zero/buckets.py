@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +23,6 @@ _PARTS = 16
 _SMALLEST, _SMALLEST_SHARD = 1 << 20, 1 << 17
 
 Owners = tuple[int, ...]  # the chunks of the model that hold a copy
-
-
-class Cut(NamedTuple):
-    """Places of consecutive parameters in one flat buffer of `numel` elements: parameter `first + k` starts at `offsets[k]`."""
-
-    first: int
-    offsets: tuple[int, ...]
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -108,28 +99,6 @@ class BucketLayout:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def cut_buckets(sizes: Sequence[int], bucket_size: int, num_shards: int = 1) -> list[Cut]:
-    """Cut parameters of these numbers of elements, in order, into buckets of at most `bucket_size` elements.
-
-    A bucket holds no more than 1/16 of a shard of all, so that buffers of a bucket's size don't count, though 2^20 elements,
-    and 2^17 of each shard, in any case. A parameter is never cut: one that is larger than a bucket has its own. Parameters
-    are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
-    """
-    smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
-    limit = min(bucket_size, max(smallest, -(-sum(sizes) // (_PARTS * num_shards))))
-    cuts: list[Cut] = []
-    first, offsets, end = 0, [0] * 0, 0
-    for k, size in enumerate(sizes):
-        if offsets and end + size > limit:
-            cuts.append(Cut(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
-            first, offsets, end = k, [], 0
-        offsets.append(end)
-        end += _round_up(size, ALIGNMENT)
-    if offsets:
-        cuts.append(Cut(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
-    return cuts
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,19 +299,43 @@ def by_owners(parameters: Sequence[ParameterInfo]) -> dict[Owners, list[Paramete
 
 
 def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> list[BucketLayout]:
-    """Cut parameters of the same owners, in the order given, into buckets of one kind each."""
+    """Cut parameters of the same owners, in the order given, into buckets of one kind each.
+
+    A bucket has at most policy.bucket_size elements, and no more than 1/16 of a shard of its kind, so that buffers of a
+    bucket's size don't count, though 2^20 elements, and 2^17 of each shard, in any case. A parameter is never cut: one that is
+    larger than a bucket has its own. Parameters are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
+    """
     kinds: dict[Kind, list[ParameterInfo]] = {}
     for info in infos:
         parameter = info.parameter
         partial_over = getattr(parameter, "partial_over", None)
         kind = Kind(parameter.dtype, slicing_of(parameter) is not None, partial_over)
         kinds.setdefault(kind, []).append(info)
-    layouts = []
-    for kind, alike in kinds.items():
-        for first, offsets, numel in cut_buckets([i.parameter.numel() for i in alike], policy.bucket_size, num_shards):
-            held = tuple(alike[first : first + len(offsets)])
-            layouts.append(BucketLayout(kind, held, offsets, numel, policy, num_shards))
-    return layouts
+    return [layout for kind, alike in kinds.items() for layout in _cut(kind, alike, policy, num_shards)]
+
+
+def _cut(kind: Kind, infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> Iterator[BucketLayout]:
+    total = sum(info.parameter.numel() for info in infos)
+    smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
+    limit = min(policy.bucket_size, max(smallest, -(-total // (_PARTS * num_shards))))
+    held: list[ParameterInfo] = []
+    offsets: list[int] = []
+    end = 0
+
+    def bucket() -> BucketLayout:
+        numel = _round_up(end, num_shards * ALIGNMENT)
+        return BucketLayout(kind, tuple(held), tuple(offsets), numel, policy, num_shards)
+
+    for info in infos:
+        size = info.parameter.numel()
+        if held and end + size > limit:
+            yield bucket()
+            held, offsets, end = [], [], 0
+        held.append(info)
+        offsets.append(end)
+        end += _round_up(size, ALIGNMENT)
+    if held:
+        yield bucket()
 
 
 def make_buckets(infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int) -> list[Bucket]:

@@ -32,7 +32,7 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
 )
 # Norms of tensors, sums over rows and columns, products of matrices: of a shard they are others.
-_WHOLE_TENSOR = tuple(cls for cls in (getattr(torch.optim, name, None) for name in ("Adafactor", "Muon")) if cls)
+_WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
 # Those whose fused kernels divide the gradients and look at a flag (torch's protocol with its GradScaler). Not SGD: when
 # its first step is skipped, the momentum is never initialized.
 _SCALING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -97,13 +97,15 @@ class ShardedOptimizer:
             factor = divisor.reciprocal()
         if overflow is not None:
             optimizer.found_inf = overflow.float()
-        self._wait_for_gathers()
+        for work in self._gathers.values():  # of weights that were not used since
+            work.wait()
+        self._gathers.clear()
         fused = self._fused
         ours = [bucket for bucket in self.buckets if fused is not None and fused.takes(bucket)]
         others = [bucket for bucket in self.buckets if bucket not in ours]
         for bucket in self.buckets:
             bucket.check_place()
-            bucket.follow_weights()
+        self.follow_weights()
         for bucket in others:
             bucket.assign_gradients(untouched, factor)
         optimizer.step()  # of what has gradients
@@ -139,12 +141,6 @@ class ShardedOptimizer:
                 work = self._gathers[bucket] = bucket.gather()
                 if self._on_gather is not None:
                     self._on_gather(bucket.owners, number, work)
-
-    def _wait_for_gathers(self) -> None:
-        """Wait for gathers of weights that were not used since."""
-        for work in self._gathers.values():
-            work.wait()
-        self._gathers.clear()
 
     def wait_for_module(self, module: nn.Module) -> None:
         """Return (CUDA: let the stream go on) when the weights of the module are gathered."""
