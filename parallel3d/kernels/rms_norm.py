@@ -20,7 +20,7 @@ NORM = "parallel3d's RMSNorm is one function with the residual path; compile wit
 
 _LONGEST = 16384  # elements of a row that a program holds
 _PROGRAMS_A_MULTIPROCESSOR = 4
-_ASSUMED_MULTIPROCESSORS = 132  # of an H100 or H200, where there is none to ask
+_ASSUMED = 132  # multiprocessors, of an H100 or H200, where there is none to ask
 
 # Shown to traces on fake tensors instead of a kernel: what it reads and writes.
 library.define("parallel3d::rms_norm_pass", "(Tensor[] read, Tensor(a!)[] written) -> ()")
@@ -70,12 +70,14 @@ class _RMSNorm(torch.autograd.Function):
             return handed_on, None, None
         x, weight, scale = ctx.saved_tensors
         rows, size = scale.numel(), x.shape[-1]
-        programs = min(rows, _PROGRAMS_A_MULTIPROCESSOR * _multiprocessors(x))
+        on_device = has_memory(x)
+        number = torch.cuda.get_device_properties(x.device).multi_processor_count if on_device else _ASSUMED
+        programs = min(rows, _PROGRAMS_A_MULTIPROCESSOR * number)
         dx = torch.empty_like(x)
         partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
         other = gradient if handed_on is None else handed_on.contiguous()
         given = gradient.contiguous()
-        if not has_memory(x):
+        if not on_device:
             torch.ops.parallel3d.rms_norm_pass([given, other, x, weight, scale], [dx, partial])
         else:
             from parallel3d.kernels.rms_norm_triton import rms_norm_backward
@@ -94,12 +96,6 @@ class _RMSNorm(torch.autograd.Function):
                 BLOCK=_power_of_two(size),
             )
         return dx, partial.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
-
-
-def _multiprocessors(x: Tensor) -> int:
-    if not has_memory(x):
-        return _ASSUMED_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def _power_of_two(size: int) -> int:

@@ -27,7 +27,7 @@ from parallel3d.comm.peer.symmetric import (
     map_memory,
 )
 from parallel3d.errors import CommunicationError, KernelError
-from parallel3d.kernels.library import REMEDY, addresses, check, find_nvcc, load_library
+from parallel3d.kernels.library import addresses, check, load_library
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,19 +57,12 @@ def check_kernels(device: torch.device | None = None) -> Unavailable | None:
         return Unavailable(
             f"the device has compute capability {capability[0]}.{capability[1]}", "use an A100, an H100 or a later GPU"
         )
-    return _check_library()
-
-
-def _check_library() -> Unavailable | None:
     try:
-        if load_library() is not None:
-            return None
+        load_library()
     except KernelError as error:
         reason, _, remedy = str(error).rpartition("; ")
         return Unavailable(reason, remedy)
-    if find_nvcc() is None:
-        return Unavailable("not compiled, and there is no nvcc", REMEDY)
-    return Unavailable("not compiled", "run: p3d build-kernels")
+    return None
 
 
 def check_ranks(hosts: Sequence[str], noun: str) -> Unavailable | None:
@@ -94,9 +87,7 @@ class SymmetricWorkspace:
     """
 
     def __init__(self, shared: Mapped, group: Group, device: torch.device, key: str):
-        library = load_library()
-        assert library is not None, "checked before by check_kernels"
-        self.library, self.group, self.device, self.limit_s = library, group, device, LIMIT_S
+        self.library, self.group, self.device, self.limit_s = load_library(), group, device, LIMIT_S
         self._key, self._shared = key, shared
         bases = shared.buffers()
         self.pads, self.staging = addresses(bases), addresses([base + PAD_BYTES for base in bases])

@@ -57,9 +57,7 @@ class FusedAdamW:
         workspace: SymmetricWorkspace | None = None,
         shared: Mapping[Bucket, Sequence[int]] | None = None,
     ):
-        library = load_library()
-        assert library is not None, "checked before by check_kernels"
-        self._library, self._optimizer, self._device = library, optimizer, device
+        self._library, self._optimizer, self._device = load_library(), optimizer, device
         self._workspace = workspace
         self._shared = {bucket: addresses(places) for bucket, places in (shared or {}).items()}
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}

@@ -135,8 +135,8 @@ def _largest_part(start: int, stop: int, shard: int) -> int:
     return shard if first < last else max(first - start, stop - first)
 
 
-# Tensors of an element's own size that torch's optimizers keep for each; others depend on their settings.
-_MOMENTS = {
+# Elementwise optimizers, and the tensors of an element's own size that they keep for each, whatever their settings.
+MOMENTS = {
     "ASGD": 1,
     "Adadelta": 2,
     "Adagrad": 1,
@@ -146,18 +146,17 @@ _MOMENTS = {
     "Lion": 1,
     "NAdam": 2,
     "RAdam": 2,
+    "RMSprop": 1,
+    "Rprop": 2,
+    "SGD": 0,
 }
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int | None:
     """Elements of state that an optimizer keeps per element, by its class and its settings; None where that isn't known."""
-    name, settings = type(optimizer).__name__, optimizer.defaults
-    if name == "SGD":
-        return int(settings["momentum"] != 0)
-    if name == "RMSprop":
-        return 1 + bool(settings["centered"]) + bool(settings["momentum"])
-    known = _MOMENTS.get(name)
-    return None if known is None else known + bool(settings.get("amsgrad", False))
+    known = MOMENTS.get(type(optimizer).__name__)
+    more = sum(bool(optimizer.defaults.get(key)) for key in ("amsgrad", "centered", "momentum"))
+    return None if known is None else known + more
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -14,23 +14,11 @@ from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.fused_adamw import FusedAdamW
-from parallel3d.zero.memory import bytes_of
+from parallel3d.zero.memory import MOMENTS, bytes_of
 
 # An elementwise optimizer updates each element from that element's own history, so that a shard is as good as the whole.
 # Other classes say so by a class attribute `elementwise = True`.
-_ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+_ELEMENTWISE = tuple(getattr(torch.optim, name) for name in MOMENTS if hasattr(torch.optim, name))
 # Norms of tensors, sums over rows and columns, products of matrices: of a shard they are others.
 _WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
 # Those whose fused kernels divide the gradients and look at a flag (torch's protocol with its GradScaler). Not SGD: when

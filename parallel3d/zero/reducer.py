@@ -38,9 +38,6 @@ class _Reduction:
             if self.finish is not None:
                 self.finish()
 
-    def is_completed(self) -> bool:
-        return self.done
-
 
 class TransientBuffers:
     """Flat buffers that gradients pass through, reused as soon as the reduction that reads them is done.
@@ -51,30 +48,26 @@ class TransientBuffers:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
         self._numel, self._dtype, self._device = numel, dtype, device
-        self._free: list[Tensor] = []
-        self._leaving: deque[tuple[Tensor, Work]] = deque()
+        self._leaving: deque[tuple[Tensor, _Reduction]] = deque()
         self._filling = 0
 
     def acquire(self) -> Tensor:
         """Return a buffer to overwrite, [numel]; wait for the oldest reduction rather than allocate a third."""
-        if not self._free and self._leaving and len(self._leaving) + self._filling >= 2:
-            buffer, work = self._leaving.popleft()
-            work.wait()
-            self._free.append(buffer)
         self._filling += 1
-        if self._free:
-            return self._free.pop()
+        if self._leaving and len(self._leaving) + self._filling > 2:
+            buffer, reduction = self._leaving.popleft()
+            reduction.wait()
+            return buffer
         return torch.empty(self._numel, dtype=self._dtype, device=self._device)
 
-    def release(self, buffer: Tensor, work: Work) -> None:
-        """Give a buffer back that `work` still reads."""
+    def release(self, buffer: Tensor, reduction: _Reduction) -> None:
+        """Give a buffer back that a reduction still reads."""
         self._filling -= 1
-        self._leaving.append((buffer, work))
+        self._leaving.append((buffer, reduction))
 
     def nbytes(self) -> int:
         """Return the bytes held now, filling buffers included."""
-        count = len(self._free) + len(self._leaving) + self._filling
-        return count * self._numel * self._dtype.itemsize
+        return (len(self._leaving) + self._filling) * self._numel * self._dtype.itemsize
 
 
 class GradientReducer:
@@ -165,7 +158,7 @@ class GradientReducer:
         # Before anything is cleared: what a reduction under way writes into belongs to it until it is waited for.
         self.finish_step()
         for bucket, flat in self._filling.items():  # left by a batch that failed
-            self._transient[bucket.gradient_dtype].release(flat, DONE)
+            self._transient[bucket.gradient_dtype].release(flat, _Reduction(DONE))
         self._filling.clear()
         for bucket in self.all_buckets():
             if bucket.gradients is None:

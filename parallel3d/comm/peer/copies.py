@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -119,9 +119,8 @@ class ShardCopies:
         self._receivers = {
             peer: Receiver(channels.ring(peer, index, memory_of), second, self._streams) for peer in peers
         }
-        self._memory = memory_of(index)
         # Slots as tensors: the same ones again and again.
-        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._view = lru_cache(_MOST_VIEWS)(partial(_view, memory_of(index)))
 
     def takes(self, x: Tensor) -> bool:
         """Return whether tensors like `x` can be sent; the same on every rank."""
@@ -143,20 +142,16 @@ class ShardCopies:
         finally:
             slot.release(stream)
 
-    def _view(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        view = self._views.get((slot, shape, dtype))
-        if view is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            start = slot - self._memory.data_ptr()
-            data = self._memory[start : start + math.prod(shape) * dtype.itemsize]
-            view = self._views[slot, shape, dtype] = data.view(dtype).view(shape)
-        return view
-
     def receive(self, out: Tensor, peer: int) -> Work:
         """Post the receipt of a peer's next message into `out`, contiguous."""
         rank = self._group.ranks[peer]
         return Awaited(self._receivers[peer].expect(out), self._group.waiting(f"a shard of rank {rank}", (rank,)))
+
+
+def _view(memory: Tensor, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor in memory, whose bytes begin at the address of a slot."""
+    start = slot - memory.data_ptr()
+    return memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def shard_channels(size: int) -> Channels:
