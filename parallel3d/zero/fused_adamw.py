@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -17,25 +18,35 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.symmetric import Unavailable, first_unavailable
 from parallel3d.config import KernelsConfig
 from parallel3d.errors import ConfigError
-from parallel3d.kernels import adamw
 from parallel3d.kernels.library import addresses, check, load_library
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import (
     DTYPES,
+    VECTOR_BYTES,
     SymmetricWorkspace,
     buffer_bytes,
     check_kernels,
     open_workspace,
     warn_unavailable,
 )
-from parallel3d.zero.buckets import Bucket, ParameterShard
+from parallel3d.zero.buckets import Bucket
+
+_MAX_BLOCKS = 128
+MAX_GROUPS = 32  # of parameters; csrc/adamw.cuh
 
 
 @dataclass
 class _Laid:
-    """Where a bucket's pieces are, in device memory. known: what it was made of, as addresses."""
+    """Where the parts of a bucket that are stepped lie, one for each piece.
 
-    known: list[int]
+    - rows: for each part the numbers of csrc/adamw.cuh's Part: addresses of the master, the gradient, its averages and the
+      number of the step; its size, its place in the bucket's weights, the vectors of all parts up to it, its parameter group.
+    - table: the rows on the device, int64 [parts, 9].
+    - vectors: of all parts; each has 16 bytes of weights.
+    - steps: the number of the step of each part, fp32, on the device.
+    """
+
+    rows: list[list[int]]
     table: Tensor
     vectors: int
     steps: list[Tensor]
@@ -96,7 +107,7 @@ class FusedAdamW:
         if steps:
             torch._foreach_add_(steps, 1 if skip is None else (~skip).float())
         divisor = None if divisor is None else divisor.double()
-        settings = adamw.settings_array(self._optimizer.param_groups)
+        settings = settings_array(self._optimizer.param_groups)
         common = [bucket for bucket in buckets if self.writes_peers(bucket)]
         for bucket, its in laid:
             meets = bool(common) and bucket is common[0], bool(common) and bucket is common[-1]
@@ -136,32 +147,45 @@ class FusedAdamW:
             weights,
             *meets,
             *peers,
-            adamw.MAX_BLOCKS,
+            _MAX_BLOCKS,
             self._device.index,
             stream,
         )
         check(self._library, "p3d_adamw", status)
 
     def _lay_out(self, bucket: Bucket, untouched: Set[nn.Parameter]) -> _Laid:
-        """Made anew where a tensor has moved, as when a checkpoint is loaded."""
-        stepped = [piece for piece in bucket.pieces if piece.master in self._group_of]
-        parts = [self._part(piece) for piece in stepped if piece.info.parameter not in untouched]
-        known = [t.data_ptr() for p in parts for t in (p.master, p.gradient, p.average, p.square_average, p.step)]
+        """Return where the parts to step are; made anew where a tensor has moved, as when a checkpoint is loaded."""
+        assert bucket.weights is not None
+        rows, steps, end = [], [], 0
+        for piece in bucket.pieces:
+            master = piece.master
+            if master not in self._group_of or piece.info.parameter in untouched:
+                continue
+            state = self._state_of(master)
+            tensors = (master, piece.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"])
+            end += -(-master.numel() * bucket.weights.itemsize // VECTOR_BYTES)
+            rows.append([*(t.data_ptr() for t in tensors), master.numel(), piece.place, end, self._group_of[master]])
+            steps.append(state["step"])
         laid = self._laid.get(bucket)
-        if laid is None or laid.known != known:
-            assert bucket.weights is not None
-            table, vectors = adamw.table(parts, bucket.weights.itemsize)
-            on_device = table.pin_memory().to(self._device, non_blocking=True)
-            laid = self._laid[bucket] = _Laid(known, on_device, vectors, [part.step for part in parts])
+        if laid is None or laid.rows != rows:
+            table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+            laid = self._laid[bucket] = _Laid(rows, table, end, steps)
         return laid
 
-    def _part(self, piece: ParameterShard) -> adamw.Part:
-        state, master = self._optimizer.state[piece.master], piece.master
+    def _state_of(self, master: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._optimizer.state[master]
         if not state:  # as torch's fused optimizer begins
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-        moments, group = (state["exp_avg"], state["exp_avg_sq"]), self._group_of[master]
-        return adamw.Part(master, piece.gradient, *moments, state["step"], piece.place, group)
+        return state
+
+
+def settings_array(groups: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the settings of torch's parameter groups as an array for C, in the order of csrc/adamw.cuh."""
+    flat: list[float] = []
+    for group in groups:
+        flat += [group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["decoupled_weight_decay"]]
+    return (ctypes.c_double * len(flat))(*flat)
 
 
 def check_adam(optimizer: torch.optim.Optimizer) -> Unavailable | None:
@@ -179,9 +203,8 @@ def check_adam(optimizer: torch.optim.Optimizer) -> Unavailable | None:
                 return Unavailable(f"{name} has {key}=True", f"drop {key}")
         if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
             return Unavailable(f"{name} has lr or betas in tensors", "give numbers")
-    most = adamw.MAX_GROUPS
-    if len(optimizer.param_groups) > most:
-        return Unavailable(f"{name} has {len(optimizer.param_groups)} parameter groups", f"use at most {most}")
+    if (number := len(optimizer.param_groups)) > MAX_GROUPS:
+        return Unavailable(f"{name} has {number} parameter groups", f"use at most {MAX_GROUPS}")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return Unavailable(f"{name} has step hooks, which would see no gradients", "remove them")
     return None

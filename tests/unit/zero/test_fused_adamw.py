@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_stand_ins import Part, adamw_ref
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group
 from parallel3d.errors import ConfigError
-from parallel3d.kernels.adamw import Part, adamw_ref
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero import fused_adamw
 from parallel3d.zero import reducer as reducer_module
@@ -41,7 +41,9 @@ class Reference:
         assert (world, skip) == (1, None)
         taken = 0
         while taken < vectors:
-            *tensors, step, size, place, taken, group = at(parts, 9, torch.int64).tolist()
+            *tensors, step, size, place, end, group = at(parts, 9, torch.int64).tolist()
+            assert end == taken + -(-size // 8), "vectors of 16 bytes, one part after the other"
+            taken = end
             master, gradient, average, square_average = (at(address, size, torch.float32) for address in tensors)
             part = Part(master, gradient, average, square_average, at(step, 1, torch.float32), place, group)
             rate, beta1, beta2, epsilon, decay, decoupled = groups[6 * group : 6 * group + 6]
@@ -52,6 +54,7 @@ class Reference:
             if clear:
                 gradient.zero_()
             parts += 72
+        assert taken == vectors
         return 0
 
 
