@@ -271,11 +271,11 @@ def send_bytes(tensor: Tensor, rank: int, group: Group) -> None:
         dist.send(data, rank, group=group.handle)
 
 
-def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Group) -> Tensor:
-    """Return a tensor, on the host, whose bytes a global rank sends over a CPU group."""
+def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Group, tag: int = 0) -> Tensor:
+    """Return a tensor, on the host, whose bytes a global rank sends over a CPU group under a tag."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     with group.waiting(f"a message of rank {rank}", (rank,)):
-        dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle)
+        dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle, tag=tag)
     return tensor
 
 

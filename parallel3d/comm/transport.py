@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm.collectives import DONE, Awaited, Work
+from parallel3d.comm.collectives import DONE, Awaited, Work, receive_bytes
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind, open_peer_copies
@@ -169,7 +169,7 @@ class DistributedTransport:
         """Send a picklable value on the host; never blocks."""
         payload = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
         target = self._groups.pipe.ranks[stage]
-        for data in (torch.tensor([payload.numel()]), payload):
+        for data in (_bytes(torch.tensor([payload.numel()])), payload):
             self._keep(dist.isend(data, target, group=self._groups.control.handle, tag=_HEADER_TAG), data, target)
 
     def _keep(self, work: Work | None, data: Tensor, target: int) -> None:
@@ -181,11 +181,8 @@ class DistributedTransport:
     def receive_header(self, stage: int) -> Any:
         """Return the next value that `stage` sent by send_header; blocks the host."""
         source, group = self._groups.pipe.ranks[stage], self._groups.control
-        size = torch.zeros(1, dtype=torch.int64)
-        with group.waiting(f"a message of rank {source}", (source,)):
-            dist.recv(size, source, group=group.handle, tag=_HEADER_TAG)
-            payload = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(payload, source, group=group.handle, tag=_HEADER_TAG)
+        size = receive_bytes((1,), torch.int64, source, group, _HEADER_TAG)
+        payload = receive_bytes((int(size),), torch.uint8, source, group, _HEADER_TAG)
         return pickle.loads(payload.numpy().tobytes())
 
     def finish(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -211,21 +213,15 @@ class StepAgreement:
     """
 
     def __init__(self, infos: Sequence[ParameterInfo], everyone: Sequence[Sequence[str]], control: Group):
-        self._infos = list(infos)
         self._control = control
-        place = {info.name: k for k, info in enumerate(infos)}
-        # For each rank, its parameters that this rank holds too: (bit there, place here).
-        self._shared = [[(bit, place[n]) for bit, n in enumerate(names) if n in place] for names in everyone]
-        self._words = max(1, *((len(names) + 62) // 63 for names in everyone))
+        bits = {name: bit for bit, name in enumerate(sorted({name for names in everyone for name in names}))}
+        self._bits = {info.parameter: bits[info.name] for info in infos}
+        self._words = max(1, -(-len(bits) // 63))
 
     def reach(self, touched: Set[nn.Parameter], flag: bool) -> tuple[set[nn.Parameter], bool]:
         """This rank's parameters that no rank has touched, and whether any rank set the flag. Collective over `control`."""
-        bits = sum(1 << k for k, info in enumerate(self._infos) if info.parameter in touched)
-        words = [bits >> (63 * w) & (1 << 63) - 1 for w in range(self._words)]
-        anywhere: set[int] = set()
-        rows = all_gather_integers([int(flag), *words], self._control)
-        for (_, *row), shared in zip(rows, self._shared, strict=True):
-            bits = sum(word << (63 * w) for w, word in enumerate(row))
-            anywhere |= {here for bit, here in shared if bits >> bit & 1}
-        untouched = {info.parameter for k, info in enumerate(self._infos) if k not in anywhere}
-        return untouched, any(row[0] for row in rows)
+        mask = sum(1 << bit for parameter, bit in self._bits.items() if parameter in touched)
+        words = [mask >> (63 * w) & (1 << 63) - 1 for w in range(self._words)]
+        flags, *columns = zip(*all_gather_integers([int(flag), *words], self._control), strict=True)
+        anywhere = sum(reduce(or_, column) << (63 * w) for w, column in enumerate(columns))
+        return {parameter for parameter, bit in self._bits.items() if not anywhere >> bit & 1}, any(flags)

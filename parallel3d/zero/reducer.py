@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.sink import Accumulator, GradientSink
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, reduce_scatter_into
 from parallel3d.errors import ConfigError
@@ -48,26 +48,36 @@ class TransientBuffers:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
         self._numel, self._dtype, self._device = numel, dtype, device
+        self._filling: dict[Bucket, Tensor] = {}
         self._leaving: deque[tuple[Tensor, _Reduction]] = deque()
-        self._filling = 0
 
-    def acquire(self) -> Tensor:
-        """Return a buffer to overwrite, [numel]; wait for the oldest reduction rather than allocate a third."""
-        self._filling += 1
-        if self._leaving and len(self._leaving) + self._filling > 2:
+    def buffer_of(self, bucket: Bucket) -> Tensor:
+        """Return the buffer that the bucket's gradients go to now, [numel], to be overwritten at first.
+
+        Where all are in use, it waits for the oldest reduction rather than allocate a third.
+        """
+        if (buffer := self._filling.get(bucket)) is not None:
+            return buffer
+        if self._leaving and len(self._leaving) + len(self._filling) >= 2:
             buffer, reduction = self._leaving.popleft()
             reduction.wait()
-            return buffer
-        return torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        else:
+            buffer = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        self._filling[bucket] = buffer
+        return buffer
 
-    def release(self, buffer: Tensor, reduction: _Reduction) -> None:
-        """Give a buffer back that a reduction still reads."""
-        self._filling -= 1
-        self._leaving.append((buffer, reduction))
+    def release(self, bucket: Bucket, reduction: _Reduction) -> None:
+        """Give the bucket's buffer back, which a reduction still reads."""
+        self._leaving.append((self._filling.pop(bucket), reduction))
+
+    def release_all(self) -> None:
+        """Give back what a batch that failed has left."""
+        for bucket in list(self._filling):
+            self.release(bucket, _Reduction(DONE))
 
     def nbytes(self) -> int:
         """Return the bytes held now, filling buffers included."""
-        return (len(self._leaving) + self._filling) * self._numel * self._dtype.itemsize
+        return (len(self._leaving) + len(self._filling)) * self._numel * self._dtype.itemsize
 
 
 class GradientReducer:
@@ -104,8 +114,6 @@ class GradientReducer:
         self.sink = GradientSink(self._launch_instruction, on_value)
         self.buckets = {o: make_buckets(i, policy, self._partition, rank) for o, i in by_owners(parameters).items()}
         self._transient: dict[torch.dtype, TransientBuffers] = {}
-        # The transient buffers of the buckets whose gradients are not reduced yet.
-        self._filling: dict[Bucket, Tensor] = {}
         self._attach()
         self._reductions: dict[Bucket, _Reduction] = {}
         # Partial sums of a shard's squares, where the reduction computes them on its way.
@@ -123,22 +131,13 @@ class GradientReducer:
             self._transient[dtype] = TransientBuffers(numel, dtype, transient[0].device)
         for bucket in self.all_buckets():
             for k, info in enumerate(bucket.infos):
-                if bucket.gradients is None:
-                    self.sink.attach(info.parameter, partial(self._transient_view, bucket, k), True, info.name)
-                else:
-                    view = bucket.view(bucket.gradients, k)
-                    self.sink.attach(info.parameter, view, not bucket.autograd_adds, info.name)
+                accumulator: Accumulator = partial(self._transient_view, bucket, k)
+                if bucket.gradients is not None:
+                    accumulator = bucket.view(bucket.gradients, k)
+                self.sink.attach(info.parameter, accumulator, not bucket.autograd_adds, info.name)
 
     def _transient_view(self, bucket: Bucket, k: int) -> Tensor:
-        return bucket.view(self._buffer(bucket), k)
-
-    def _buffer(self, bucket: Bucket) -> Tensor:
-        """Return the flat buffer, [numel] or more, that the bucket's gradients are added to now."""
-        if bucket.gradients is not None:
-            return bucket.gradients
-        if bucket not in self._filling:
-            self._filling[bucket] = self._transient[bucket.gradient_dtype].acquire()
-        return self._filling[bucket]
+        return bucket.view(self._transient[bucket.gradient_dtype].buffer_of(bucket), k)
 
     def all_buckets(self) -> Iterator[Bucket]:
         """Iterate over every bucket of this rank, those of the last layers first."""
@@ -157,9 +156,8 @@ class GradientReducer:
         """Empty the accumulators for the next batch, also after a batch that failed."""
         # Before anything is cleared: what a reduction under way writes into belongs to it until it is waited for.
         self.finish_step()
-        for bucket, flat in self._filling.items():  # left by a batch that failed
-            self._transient[bucket.gradient_dtype].release(flat, _Reduction(DONE))
-        self._filling.clear()
+        for buffers in self._transient.values():
+            buffers.release_all()
         for bucket in self.all_buckets():
             if bucket.gradients is None:
                 if not bucket.is_cleared:
@@ -207,16 +205,14 @@ class GradientReducer:
         before = self._reductions.pop(bucket, None)
         if before is not None:
             before.wait()
-        flat, transient = self._buffer(bucket), bucket.gradients is None
+        flat, transient = bucket.gradients, bucket.gradients is None
+        if flat is None:
+            flat = self._transient[bucket.gradient_dtype].buffer_of(bucket)[: bucket.numel]
         if not bucket.autograd_adds:
             bucket.clear_all_but(flat, self.sink.collect(bucket.parameters, keep=not transient))
-        if not transient:
-            self._reductions[bucket] = self._reduce(bucket, flat, accumulate=False)
-            return
-        del self._filling[bucket]
-        reduction = self._reduce(bucket, flat[: bucket.numel], accumulate=True)
-        self._transient[bucket.gradient_dtype].release(flat, reduction)
-        self._reductions[bucket] = reduction
+        reduction = self._reductions[bucket] = self._reduce(bucket, flat, accumulate=transient)
+        if transient:
+            self._transient[bucket.gradient_dtype].release(bucket, reduction)
 
     def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:
         """Sum `flat` over data parallelism into the bucket's shard, onto what is there if `accumulate`."""
