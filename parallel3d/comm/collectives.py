@@ -21,10 +21,11 @@ COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgrap
 class AllReduceKernel(Protocol):
     """Implementation of the all-reduce of a group by a kernel of this package."""
 
-    number: int  # names the kernel to torch's operators, see kernels/workspace.py
-
     def takes(self, x: Tensor) -> bool:
         """Return whether it sums tensors like `x`; the same on every rank."""
+
+    def sum_into(self, out: Tensor, x: Tensor) -> None:
+        """Write the sum of every rank's x to `out` on the current stream; both are contiguous and may be the same."""
 
     def start(self, x: Tensor) -> Work:
         """Start to sum `x`, contiguous, in place, on another stream than the current one."""

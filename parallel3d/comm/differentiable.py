@@ -111,7 +111,9 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     if kernel is None or not kernel.takes(x):
         # A copy: a gradient that arrives here may be another consumer's too.
         return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group)()
-    total: Tensor = torch.ops.parallel3d.all_reduce(x, kernel.number)
+    given = x.contiguous()
+    total = torch.empty_like(given, memory_format=torch.contiguous_format)
+    kernel.sum_into(total, given)
     return total
 
 
@@ -119,7 +121,7 @@ def _sum_in_place(x: Tensor, group: Group) -> Tensor:
     kernel = group.all_reduce_kernel
     if kernel is None or not kernel.takes(x):
         return start_all_reduce(x, group)()
-    torch.ops.parallel3d.all_reduce_(x, kernel.number)
+    kernel.sum_into(x, x)
     return x
 
 

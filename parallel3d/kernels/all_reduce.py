@@ -1,21 +1,19 @@
-"""All-reduce over NVLink (csrc/all_reduce.cu): the kernel, its operators, and its reference in torch."""
+"""All-reduce over NVLink (csrc/all_reduce.cu): the kernel and its reference in torch."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import open_shard_copies
 from parallel3d.config import Config
-from parallel3d.kernels.workspace import DTYPES, VECTOR_BYTES, Call, PeerKernel, SymmetricWorkspace
+from parallel3d.kernels.workspace import DTYPES, VECTOR_BYTES, Call, PeerKernel
 
 # Half of the staging buffer: what one call takes, 4096 tokens x 4096 features in bf16.
 HALF_BYTES = 32 * 2**20
@@ -37,63 +35,12 @@ def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-# The kernels that the operators find by number for as long as they live: schemas take numbers, not objects.
-_registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = itertools.count(1)
-
-
-def register(kernel: object) -> int:
-    """Return a number by which torch's operators find an object with AllReduce's `sum_into`."""
-    number = next(_numbers)
-    _registered[number] = kernel
-    return number
-
-
-library.define("parallel3d::all_reduce", "(Tensor x, int group) -> Tensor")
-library.define("parallel3d::all_reduce_", "(Tensor(a!) x, int group) -> ()")
-
-
-def _all_reduce(x: Tensor, group: int) -> Tensor:
-    given = x.contiguous()
-    out = torch.empty_like(given, memory_format=torch.contiguous_format)
-    _registered[group].sum_into(out, given)
-    return out
-
-
-def _all_reduce_(x: Tensor, group: int) -> None:
-    if x.is_contiguous():
-        _registered[group].sum_into(x, x)
-    else:
-        x.copy_(_all_reduce(x, group))
-
-
-library.impl("parallel3d::all_reduce", ("cpu", "cuda"), _all_reduce)
-library.impl("parallel3d::all_reduce_", ("cpu", "cuda"), _all_reduce_)
-
-
-@library.register_fake("parallel3d::all_reduce")
-def _(x: Tensor, group: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@library.register_fake("parallel3d::all_reduce_")
-def _(x: Tensor, group: int) -> None:
-    return None
-
-
 class AllReduce(PeerKernel):
-    """Sums tensors over one group in rank order in fp32: bitwise the same on all ranks and every time. See AllReduceKernel.
-
-    number: for the operators parallel3d::all_reduce and all_reduce_.
-    """
+    """Sums tensors over one group in rank order in fp32: bitwise the same on all ranks and every time. See AllReduceKernel."""
 
     key, axis, noun = "all_reduce", "model", "tensor-parallel ranks"
     half_bytes = HALF_BYTES
     instead = "sums over tensor-parallel ranks"
-
-    def __init__(self, workspace: SymmetricWorkspace):
-        super().__init__(workspace)
-        self.number = register(self)
 
     @staticmethod
     def calls(size: int, element_bytes: int, world_size: int, threads: int) -> list[Call]:
