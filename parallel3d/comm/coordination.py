@@ -112,8 +112,11 @@ class CollectiveDecision:
         finally:
             self._remove(own)
         self._number += 1
+        if "lost" in answer:
+            raise PeerError(answer["error"], answer["lost"])
         if "error" in answer:
-            raise _error_of(answer)
+            kinds = {kind.__name__: kind for kind in Parallel3DError.__subclasses__()}
+            raise kinds.get(answer["kind"], CommunicationError)(answer["error"])
         self._check(0, answer["purpose"])
         return answer["item"]
 
@@ -225,13 +228,6 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-def _error_of(answer: dict[str, Any]) -> Parallel3DError:
-    if "lost" in answer:
-        return PeerError(answer["error"], answer["lost"])
-    kinds = {kind.__name__: kind for kind in Parallel3DError.__subclasses__()}
-    return kinds.get(answer["kind"], CommunicationError)(answer["error"])
 
 
 # A machine that vanishes closes no connection. The kernel probes it after 8 s, three times every 4 s: 20 s.

@@ -35,28 +35,6 @@ class Incoming(Work, Protocol):
         """Return the tensor, for what the current stream does from now on; to be called once."""
 
 
-class Transport(Protocol):
-    """Point-to-point communication as the executor uses it."""
-
-    def send(self, tensors: Sequence[Tensor], stage: int) -> None:
-        """Post tensors to `stage`; never blocks. The transport keeps them alive until they are sent."""
-
-    def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
-        """Post the receive of the next message of the channel from `stage`, of tensors of these kinds."""
-
-    def send_header(self, header: Any, stage: int) -> None:
-        """Send a picklable value on the host; never blocks."""
-
-    def receive_header(self, stage: int) -> Any:
-        """Return the next value that `stage` sent by send_header; blocks the host."""
-
-    def use_host(self, use: bool) -> None:
-        """Send tensors through host memory from now on, or no longer; the same on both ends of every message."""
-
-    def finish(self) -> None:
-        """Return when all that was posted here is sent."""
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -79,8 +57,8 @@ class _Buffered:
         return self.work.is_completed()
 
 
-class DistributedTransport:
-    """Transport over gloo or NCCL.
+class Transport:
+    """Point-to-point communication over gloo or NCCL, as the executor uses it.
 
     Under NCCL each channel has its own communicator, so that directions don't wait for each other.
 
@@ -121,7 +99,7 @@ class DistributedTransport:
             torch.cuda.synchronize()
 
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
-        """Post tensors to `stage`; never blocks."""
+        """Post tensors to `stage`; never blocks. They are kept alive here until they are sent."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         target = self._groups.pipe.ranks[stage]
@@ -137,7 +115,7 @@ class DistributedTransport:
             self._keep(work, data, target)
 
     def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
-        """Post the receive of the next message from `stage`, tensors of these kinds."""
+        """Post the receive of the next message of the channel from `stage`, of tensors of these kinds."""
         source = self._groups.pipe.ranks[stage]
         waiting = self._groups.pipe.waiting(f"a message of rank {source}", (source,))
         full = [kind for kind in kinds if kind.nbytes]
@@ -162,7 +140,7 @@ class DistributedTransport:
         return self._channels.get((source, target), self._groups.pipe.handle), 0
 
     def use_host(self, use: bool) -> None:
-        """Send tensors through host memory from now on, or no longer."""
+        """Send tensors through host memory from now on, or no longer; the same on both ends of every message."""
         self._by_host = use
 
     def send_header(self, header: Any, stage: int) -> None:

@@ -44,7 +44,7 @@ class AllReduce(PeerKernel):
 
     @staticmethod
     def calls(size: int, element_bytes: int, world_size: int, threads: int) -> list[Call]:
-        """Return the calls that sum a message of `size` elements, see `PeerKernel.calls`."""
+        """Return the calls that sum a message of `size` elements, see PeerKernel."""
         most, result = HALF_BYTES // element_bytes, []
         for start in range(0, size, most):
             length = min(most, size - start)

@@ -40,7 +40,7 @@ class ReduceScatter(PeerKernel):
     def calls(
         size: int, element_bytes: int, world_size: int, threads: int, most_blocks: int = MAX_BLOCKS
     ) -> list[Call]:
-        """Return the calls that reduce shards of `size` elements, see `PeerKernel.calls`."""
+        """Return the calls that reduce shards of `size` elements, see PeerKernel."""
         slot = HALF_BYTES // world_size // VECTOR_BYTES * VECTOR_BYTES
         most, per_vector = slot // element_bytes, VECTOR_BYTES // element_bytes
         result = []

@@ -100,11 +100,6 @@ class SymmetricWorkspace:
         self._last: torch.cuda.Stream | None = None
         self._side = torch.cuda.Stream(device, priority=-1)
 
-    @property
-    def memory(self) -> Tensor:
-        """This rank's staging bytes."""
-        return self._shared.memory[PAD_BYTES:]
-
     def buffers(self, lengths: Sequence[int]) -> list[tuple[Tensor, list[int]]]:
         """Cut the staging bytes into buffers of these lengths in bytes, the same on every rank.
 
@@ -112,16 +107,11 @@ class SymmetricWorkspace:
         buffer_bytes(lengths) staging bytes or more.
         """
         starts = accumulate(map(_aligned, lengths), initial=0)
-        memory, bases = self.memory, list(self.staging)
+        memory, bases = self._shared.memory[PAD_BYTES:], list(self.staging)
         return [
             (memory[start : start + length], [base + start for base in bases])
             for start, length in zip(starts, lengths, strict=False)
         ]
-
-    @property
-    def limit_ns(self) -> int:
-        """Limit to a call's wait for a peer, in nanoseconds."""
-        return int(self.limit_s * 1e9)
 
     def follow(self) -> int:
         """Let the current stream wait for the earlier calls, and return its handle.
@@ -201,6 +191,8 @@ class PeerKernel:
     - axis: of the topology, along which ranks call it; noun: what each of them holds.
     - half_bytes: half of the staging buffer: what one call takes.
     - instead: what the backend does without the kernel.
+    - calls: (size, element_bytes, world_size, threads) -> the calls for work on `size` elements, the same on every rank;
+      threads: of a block, a vector each.
     """
 
     key: ClassVar[str]
@@ -208,16 +200,12 @@ class PeerKernel:
     noun: ClassVar[str]
     half_bytes: ClassVar[int]
     instead: ClassVar[str]
+    calls: ClassVar[Callable[..., list[Call]]]
 
     def __init__(self, workspace: SymmetricWorkspace):
         self.workspace = workspace
         threads = int(workspace.library.p3d_all_reduce_threads())
         self._calls = lru_cache(1024)(partial(self.calls, world_size=workspace.group.size, threads=threads))
-
-    @staticmethod
-    def calls(size: int, element_bytes: int, world_size: int, threads: int) -> list[Call]:
-        """Return the calls for work on `size` elements, the same on every rank. threads: of a block, a vector each."""
-        raise NotImplementedError
 
     @classmethod
     def staging_bytes(cls) -> int:
@@ -261,18 +249,9 @@ class PeerKernel:
         arguments: of the launcher, before the workspace's.
         """
         workspace, name = self.workspace, f"p3d_{self.key}"
-        status = getattr(workspace.library, name)(
-            *arguments,
-            workspace.staging,
-            workspace.pads,
-            workspace.state,
-            workspace.report,
-            self.half_bytes,
-            workspace.limit_ns,
-            call.blocks,
-            workspace.device.index,
-            stream,
-        )
+        shared = (workspace.staging, workspace.pads, workspace.state, workspace.report)
+        limits, launch = (self.half_bytes, int(workspace.limit_s * 1e9)), (call.blocks, workspace.device.index, stream)
+        status = getattr(workspace.library, name)(*arguments, *shared, *limits, *launch)
         check(workspace.library, name, status)
 
 

@@ -170,8 +170,7 @@ class Bucket:
         for k, info in enumerate(self.infos):
             self.view(masters, k).copy_(info.parameter)
         weights = masters.to(layout.weight_dtype)
-        for k, info in enumerate(self.infos):
-            info.parameter.data = self.view(weights, k)
+        self._point_to(weights)
         master = masters[self.shard]
         return weights, master.clone() if weights is not masters else master
 
@@ -216,11 +215,6 @@ class Bucket:
                 gradient = piece.gradient.to(piece.master.dtype)
                 piece.master.grad = gradient if factor is None or in_place else gradient.mul_(factor)
 
-    def drop_gradients(self) -> None:
-        """Take the gradients back from the optimizer: in the masters' dtype, they may be copies."""
-        for piece in self.pieces:
-            piece.master.grad = None
-
     @torch.no_grad()
     def follow_weights(self) -> None:
         """Take over what others have written into the weights, as load_state_dict does: the next step would undo it."""
@@ -237,8 +231,12 @@ class Bucket:
         """Hold the weights in other memory, [numel] in their dtype; for masters of their own."""
         assert self.weights is not None
         self.weights = memory.copy_(self.weights)
-        for k, info in enumerate(self.infos):
-            info.parameter.data = self.view(self.weights, k)
+        self._point_to(self.weights)
+
+    def _point_to(self, weights: Tensor) -> None:
+        """Let the parameters be views of a flat buffer."""
+        for k, parameter in enumerate(self.parameters):
+            parameter.data = self.view(weights, k)
 
     def weights_of(self, piece: ParameterShard) -> Tensor:
         """Return the weights that the layers compute with, in the master's shape; the master itself if they are the same."""

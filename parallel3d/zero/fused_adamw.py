@@ -106,22 +106,21 @@ class FusedAdamW:
         steps = [step for _, its in laid for step in its.steps]
         if steps:
             torch._foreach_add_(steps, 1 if skip is None else (~skip).float())
+        groups = self._optimizer.param_groups
         divisor = None if divisor is None else divisor.double()
-        settings = settings_array(self._optimizer.param_groups)
+        scalars = [None if scalar is None else scalar.data_ptr() for scalar in (divisor, skip)]
+        rule = (settings_array(groups), len(groups), *scalars)
         common = [bucket for bucket in buckets if self.writes_peers(bucket)]
         for bucket, its in laid:
             meets = bool(common) and bucket is common[0], bool(common) and bucket is common[-1]
-            self._launch(bucket, its, settings, divisor, skip, meets)
+            self._launch(bucket, its, rule, meets)
 
-    def _launch(
-        self,
-        bucket: Bucket,
-        laid: _Laid,
-        settings: Any,
-        divisor: Tensor | None,
-        skip: Tensor | None,
-        meets: tuple[bool, bool],
-    ) -> None:
+    def _launch(self, bucket: Bucket, laid: _Laid, rule: tuple[Any, ...], meets: tuple[bool, bool]) -> None:
+        """Launch the step of one bucket.
+
+        - rule: settings of the groups, their number, addresses of divisor and skip.
+        - meets: whether the replicas meet before it and after it.
+        """
         assert bucket.weights is not None
         workspace, weights = self._workspace, self._shared.get(bucket)
         if workspace is None or weights is None:
@@ -130,7 +129,7 @@ class FusedAdamW:
             stream = torch.cuda.current_stream(self._device).cuda_stream
         else:
             world, index = workspace.group.size, workspace.group.index
-            peers = workspace.pads, workspace.state, workspace.report, workspace.limit_ns
+            peers = workspace.pads, workspace.state, workspace.report, int(workspace.limit_s * 1e9)
             stream = workspace.follow()
         status = self._library.p3d_adamw(
             DTYPES[bucket.weights.dtype],
@@ -139,10 +138,7 @@ class FusedAdamW:
             index,
             laid.table.data_ptr(),
             laid.vectors,
-            settings,
-            len(self._optimizer.param_groups),
-            None if divisor is None else divisor.data_ptr(),
-            None if skip is None else skip.data_ptr(),
+            *rule,
             bucket.gradients is None,
             weights,
             *meets,

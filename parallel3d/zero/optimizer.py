@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -58,7 +58,13 @@ class ShardedOptimizer:
                 masters[piece.info.parameter].append(piece.master)
             _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
-            group["params"] = [master for p in group["params"] for master in _masters_of(p, masters)]
+            for parameter in group["params"]:
+                if parameter not in masters:
+                    raise ConfigError(
+                        f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's; make it "
+                        "from model.parameters()"
+                    )
+            group["params"] = [master for parameter in group["params"] for master in masters[parameter]]
         self._fused = open_kernel(self.buckets) if open_kernel is not None else None
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
@@ -102,7 +108,8 @@ class ShardedOptimizer:
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
         for bucket in others:
-            bucket.drop_gradients()
+            for piece in bucket.pieces:
+                piece.master.grad = None  # in the masters' dtype, it may be a copy
             bucket.write_back()
         if fused is not None and ours:
             fused.step(ours, untouched, divisor, overflow)
@@ -144,26 +151,16 @@ class ShardedOptimizer:
                 work.wait()
 
 
-def _masters_of(parameter: Any, masters: Mapping[nn.Parameter, list[nn.Parameter]]) -> list[nn.Parameter]:
-    if parameter not in masters:
-        raise ConfigError(
-            f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's; make it from "
-            "model.parameters()"
-        )
-    return masters[parameter]
-
-
 def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
     """Cut what the optimizer holds of the parameters already, as Adagrad does from the start, into that of their pieces."""
-    parameters = [info.parameter for info in bucket.infos]
-    whole = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
     for piece in bucket.pieces:
         parameter, master = piece.info.parameter, piece.master
-        if parameter in whole:
-            state = {
-                key: _state_of(key, value, parameter, master, piece.start) for key, value in whole[parameter].items()
-            }
-            optimizer.state[master] = whole[parameter] if master is parameter else state
+        if master is not parameter and parameter in optimizer.state:
+            whole = optimizer.state[parameter].items()
+            optimizer.state[master] = {k: _state_of(k, value, parameter, master, piece.start) for k, value in whole}
+    if bucket.master is not None:
+        for parameter in bucket.parameters:
+            optimizer.state.pop(parameter, None)
 
 
 def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: int) -> Any:
