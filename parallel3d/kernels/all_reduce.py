@@ -69,18 +69,10 @@ class AllReduce(PeerKernel):
         """
         group, stream = self.workspace.group, self.workspace.follow()
         width, source, target = x.element_size(), x.data_ptr(), out.data_ptr()
+        kind = (DTYPES[x.dtype], group.size, group.index)
         for call in self._calls(x.numel(), width):
-            self._launch(
-                call,
-                stream,
-                call.two_shot,
-                DTYPES[x.dtype],
-                group.size,
-                group.index,
-                source + call.start * width,
-                target + call.start * width,
-                call.size,
-            )
+            offset = call.start * width
+            self._launch(call, stream, call.two_shot, *kind, source + offset, target + offset, call.size)
 
     def try_out(self) -> bool:
         """Return whether it sums right, in every dtype and way."""

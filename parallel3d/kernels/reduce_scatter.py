@@ -84,21 +84,12 @@ class ReduceScatter(PeerKernel):
         if squares is not None:
             squares.zero_()  # a short call has fewer blocks
         source, target, width = whole.data_ptr(), output.data_ptr(), whole.itemsize
+        kind = (DTYPES[wire], whole.dtype != wire, group.size, group.index)
         for k, call in enumerate(self._calls(size, wire.itemsize, most_blocks=most_blocks)):
-            self._launch(
-                call,
-                stream,
-                DTYPES[wire],
-                whole.dtype != wire,
-                group.size,
-                group.index,
-                source + call.start * width,
-                target + call.start * width,
-                None if squares is None else squares.data_ptr() + k * MAX_BLOCKS * 8,
-                size,
-                call.size,
-                accumulate,
-            )
+            offset = call.start * width
+            own_squares = None if squares is None else squares.data_ptr() + k * MAX_BLOCKS * 8
+            memory = (source + offset, target + offset, own_squares)
+            self._launch(call, stream, *kind, *memory, size, call.size, accumulate)
 
     def try_out(self) -> bool:
         """Return whether it reduces right, in every pair of dtypes."""

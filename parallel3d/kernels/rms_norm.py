@@ -75,26 +75,15 @@ class _RMSNorm(torch.autograd.Function):
         programs = min(rows, _PROGRAMS_A_MULTIPROCESSOR * number)
         dx = torch.empty_like(x)
         partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+        adds, given = handed_on is not None, gradient.contiguous()
         other = gradient if handed_on is None else handed_on.contiguous()
-        given = gradient.contiguous()
         if not on_device:
             torch.ops.parallel3d.rms_norm_pass([given, other, x, weight, scale], [dx, partial])
         else:
             from parallel3d.kernels.rms_norm_triton import rms_norm_backward
 
-            rms_norm_backward[(programs,)](
-                given,
-                other,
-                x,
-                weight,
-                scale,
-                dx,
-                partial,
-                rows,
-                size,
-                ADDS=handed_on is not None,
-                BLOCK=_power_of_two(size),
-            )
+            launch = rms_norm_backward[(programs,)]
+            launch(given, other, x, weight, scale, dx, partial, rows, size, ADDS=adds, BLOCK=_power_of_two(size))
         return dx, partial.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
 
 

@@ -131,22 +131,12 @@ class FusedAdamW:
             world, index = workspace.group.size, workspace.group.index
             peers = workspace.pads, workspace.state, workspace.report, int(workspace.limit_s * 1e9)
             stream = workspace.follow()
-        status = self._library.p3d_adamw(
-            DTYPES[bucket.weights.dtype],
-            bucket.gradient_dtype != bucket.weights.dtype,
-            world,
-            index,
-            laid.table.data_ptr(),
-            laid.vectors,
-            *rule,
-            bucket.gradients is None,
-            weights,
-            *meets,
-            *peers,
-            _MAX_BLOCKS,
-            self._device.index,
-            stream,
-        )
+        # In the groups of kernels/library.py's comment.
+        kind = (DTYPES[bucket.weights.dtype], bucket.gradient_dtype != bucket.weights.dtype, world, index)
+        parts = (laid.table.data_ptr(), laid.vectors)
+        launch = (_MAX_BLOCKS, self._device.index, stream)
+        clear = bucket.gradients is None
+        status = self._library.p3d_adamw(*kind, *parts, *rule, clear, weights, *meets, *peers, *launch)
         check(self._library, "p3d_adamw", status)
 
     def _lay_out(self, bucket: Bucket, untouched: Set[nn.Parameter]) -> _Laid:
