@@ -145,7 +145,7 @@ class Bucket:
         self._versions = {piece: piece.info.parameter._version for piece in self.pieces}
 
     def view(self, flat: Tensor, k: int) -> Tensor:
-        """Parameter k's part of a flat buffer of the bucket, in its shape."""
+        """Return parameter k's part of a flat buffer of the bucket, in its shape."""
         parameter = self.infos[k].parameter
         return flat[self.offsets[k] : self.offsets[k] + self.sizes[k]].view(parameter.shape)
 

@@ -75,11 +75,11 @@ class FusedAdamW:
         self._laid: dict[Bucket, _Laid] = {}
 
     def writes_peers(self, bucket: Bucket) -> bool:
-        """Whether the bucket, once stepped, need not be gathered."""
+        """Return whether a step writes the bucket's weights on every replica, so that they need not be gathered."""
         return bucket in self._shared
 
     def takes(self, bucket: Bucket) -> bool:
-        """Whether it steps the bucket: its weights are rounded from fp32 masters, and its gradients are fp32 or as these."""
+        """Return whether it steps the bucket: weights rounded from fp32 masters, gradients in fp32 or the weights' dtype."""
         if not bucket.has_own_master or bucket.device.type != "cuda":
             return False
         assert bucket.weights is not None
@@ -88,7 +88,7 @@ class FusedAdamW:
         return bucket.master.dtype == torch.float32 and bucket.gradient_dtype in (torch.float32, bucket.weights.dtype)
 
     def clears(self, bucket: Bucket) -> bool:
-        """Whether a step leaves the gradient shard zero: it is one of its own, and the optimizer has all that is in it."""
+        """Return whether a step leaves the gradient shard zero: of its own memory, all of which the optimizer holds."""
         return bucket.gradients is None and all(piece.master in self._group_of for piece in bucket.pieces)
 
     @torch.no_grad()

@@ -54,7 +54,7 @@ def predict_state(
     moments: int = 2,
     early: Collection[nn.Parameter] = (),
 ) -> StateBytes:
-    """Model state of a rank with these parameters, as built, on `data_size` replicas (arXiv:1910.02054, section 3).
+    """Predict the model state of a rank with these parameters, as built, on `data_size` replicas (arXiv:1910.02054, section 3).
 
     moments: elements of optimizer state per element, 2 for Adam. With bf16 weights and fp32 accumulators, d replicas and
     P parameters that is 2P + 4P + 12P/d for stage 1, and 2P + 16P/d for stage 2 with a reduction per micro-batch.
@@ -84,14 +84,14 @@ def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size:
 
 
 def _buffers(buckets: Sequence[tuple[int, bool]]) -> int:
-    """Elements of the TransientBuffers that buckets of these sizes need: as many as fill at once, two at least."""
+    """Return the elements of the TransientBuffers that buckets of these sizes need: as many as fill at once, two at least."""
     early = sum(is_early for _, is_early in buckets)
     count = max(2, early + (early < len(buckets)))
     return count * max(numel for numel, _ in buckets)
 
 
 def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2) -> int:
-    """Bytes that a rank reads and writes from reduced gradients to updated weights, before these are gathered.
+    """Return the bytes that a rank reads and writes from reduced gradients to updated weights, before these are gathered.
 
     Gradients are read for the norm and for the step, which writes them back clipped, as torch's fused kernels do; masters
     and optimizer state are read and written; weights, where they are no masters themselves, are written.
@@ -106,7 +106,7 @@ def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data
 
 
 def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> int:
-    """Copies of gradients in the dtype that they are reduced in, which are kept until all reductions are waited for."""
+    """Return the bytes of gradients' copies in the dtype of reductions, which are kept until all reductions are done."""
     sent = policy.communication_dtype
     if sent is None:
         return 0
@@ -115,7 +115,7 @@ def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, 
 
 
 def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> tuple[int, int]:
-    """Elements that a rank's optimizer updates, and those of the largest tensor among them on any replica.
+    """Return how many elements a rank's optimizer updates, and how many the largest of its tensors has on any replica.
 
     Its tensors are parameters, or the parts of them that lie in one shard.
     """
@@ -128,7 +128,7 @@ def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_si
 
 
 def _largest_part(start: int, stop: int, shard: int) -> int:
-    """Elements of the largest part of [start, stop) that lies in one shard."""
+    """Return the size of the largest part of [start, stop) that lies in one shard."""
     first, last = (start // shard + 1) * shard, (stop - 1) // shard * shard
     if first >= stop:
         return stop - start
@@ -153,13 +153,13 @@ MOMENTS = {
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """Elements of state that an optimizer keeps per element, by its class and its settings; None where that isn't known."""
+    """Return how many elements of state an optimizer keeps per element; None where that isn't known."""
     known = MOMENTS.get(type(optimizer).__name__)
     more = sum(bool(optimizer.defaults.get(key)) for key in ("amsgrad", "centered", "momentum"))
     return None if known is None else known + more
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind these tensors, each counted once."""
+    """Return the bytes of these tensors' storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

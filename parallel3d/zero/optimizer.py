@@ -72,11 +72,11 @@ class ShardedOptimizer:
         self._bucket_of = {info.parameter: bucket for bucket in self.buckets for info in bucket.infos}
 
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state tensors on this rank."""
+        """Return the bytes of the optimizer's state tensors on this rank."""
         return bytes_of(t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
 
     def takes_scale(self) -> bool:
-        """Whether the optimizer's kernels themselves divide gradients and skip an overflow, in the pass they make anyway."""
+        """Return whether the optimizer's kernels divide gradients and skip an overflow, in the pass they make anyway."""
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         return fused and isinstance(self.optimizer, _SCALING) and hasattr(self.optimizer, "_step_supports_amp_scaling")
 
@@ -216,7 +216,7 @@ class StepAgreement:
         self._words = max(1, -(-len(bits) // 63))
 
     def reach(self, touched: Set[nn.Parameter], flag: bool) -> tuple[set[nn.Parameter], bool]:
-        """This rank's parameters that no rank has touched, and whether any rank set the flag. Collective over `control`."""
+        """Return this rank's parameters that no rank touched, and whether any set the flag. Collective over `control`."""
         mask = sum(1 << bit for parameter, bit in self._bits.items() if parameter in touched)
         words = [mask >> (63 * w) & (1 << 63) - 1 for w in range(self._words)]
         flags, *columns = zip(*all_gather_integers([int(flag), *words], self._control), strict=True)

@@ -234,7 +234,7 @@ class GradientReducer:
         return _Reduction(self._sum(shard, flat))
 
     def _squares_of(self, bucket: Bucket, size: int) -> Tensor | None:
-        """None where the shard is summed over other ranks besides."""
+        """Return where the kernel puts the shard's squares; None if the shard is summed over other ranks afterwards."""
         if len(bucket.owners) > 1 or bucket.kind.partial_over is not None:
             return None
         if bucket not in self._squares:
@@ -270,7 +270,7 @@ class GradientReducer:
             work.wait()
 
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool], device: torch.device) -> Tensor:
-        """Squared 2-norm of the gradients this rank answers for, in float64, shape []: all ranks' add up to the model's.
+        """Return the squared 2-norm of this rank's share of the gradients, in float64, shape []; all shares add up to the model's.
 
         counts: which owners' parameters this rank answers for. Unpartitioned ones are the first replica's, copies over
         tensor slices the first slice's.
@@ -295,7 +295,7 @@ class GradientReducer:
         )
 
     def non_finite(self) -> list[ParameterInfo]:
-        """The parameters in whose gradients, as far as this rank holds them, there is an inf or NaN: the last layers first."""
+        """Return the parameters with an inf or NaN in their gradients on this rank, the last layers first."""
         pieces = (piece for bucket in self.all_buckets() for piece in bucket.pieces)
         return [piece.info for piece in pieces if not torch.isfinite(piece.gradient).all()]
 
