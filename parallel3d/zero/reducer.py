@@ -270,7 +270,7 @@ class GradientReducer:
             work.wait()
 
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool], device: torch.device) -> Tensor:
-        """Return the squared 2-norm of this rank's share of the gradients, in float64, shape []; all shares add up to the model's.
+        """Return the squared 2-norm of this rank's share of the gradients, float64, shape []; all shares add up to the model's.
 
         counts: which owners' parameters this rank answers for. Unpartitioned ones are the first replica's, copies over
         tensor slices the first slice's.
