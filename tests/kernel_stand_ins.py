@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import Group, all_gather_into
 from parallel3d.kernels.all_reduce import all_reduce_ref
 from parallel3d.kernels.reduce_scatter import reduce_scatter_ref
-from parallel3d.kernels.workspace import register
 
 
 class GatheredSums:
@@ -16,7 +19,6 @@ class GatheredSums:
 
     def __init__(self, group: Group):
         self._group = group
-        self.number = register(self)
 
     def sum_into(self, out: Tensor, x: Tensor) -> None:
         parts = x.new_empty(self._group.size, x.numel())
@@ -29,7 +31,6 @@ class GatheredReductions:
 
     def __init__(self, group: Group):
         self._group = group
-        self.number = register(self)
 
     def reduce_into(
         self, output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None
@@ -41,3 +42,42 @@ class GatheredReductions:
         if squares is not None:
             squares.zero_()
             squares[0] = output.double().square().sum()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Updated part of one parameter: tensors of equal size in fp32, the gradient in fp32 or the weights' dtype.
+
+    - step: number of the step, fp32, on the device.
+    - place: index of the first element in the bucket's weights.
+    - group: index of its parameter group.
+    """
+
+    master: Tensor
+    gradient: Tensor
+    average: Tensor
+    square_average: Tensor
+    step: Tensor
+    place: int
+    group: int
+
+
+def adamw_ref(part: Part, settings: Mapping[str, Any], divisor: Tensor | None, weight_dtype: torch.dtype) -> Tensor:
+    """Update a part's master and moments and return the weights. arXiv:1711.05101.
+
+    - settings: the parameter group of torch's optimizer.
+    - divisor: of the gradient, a scalar.
+    """
+    (beta1, beta2), rate, decay = settings["betas"], settings["lr"], settings["weight_decay"]
+    step = part.step.item()
+    gradient = part.gradient.float()
+    gradient = gradient if divisor is None else gradient / divisor.float()
+    if settings["decoupled_weight_decay"]:
+        part.master.mul_(1 - rate * decay)
+    else:
+        gradient = gradient + decay * part.master
+    part.average.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    part.square_average.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = (part.square_average.sqrt() / (1 - beta2**step) ** 0.5).add_(settings["eps"])
+    part.master.addcdiv_(part.average, root, value=-rate / (1 - beta1**step))
+    return part.master.to(weight_dtype)

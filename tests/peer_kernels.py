@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.kernels.all_reduce import AllReduce, open_all_reduce
+from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.topology import ProcessTopology
 
 # Sums of at most 8 numbers in fp32 are rounded once.
@@ -24,7 +24,7 @@ def slices() -> ProcessGroups:
 
 def opened(limit_s: float = 60.0) -> tuple[AllReduce, ProcessGroups, torch.device]:
     groups, device = slices(), torch.device("cuda", torch.cuda.current_device())
-    kernel = open_all_reduce(groups, device, limit_s)
+    kernel = AllReduce.open(groups, device, limit_s)
     assert kernel is not None, "p3d doctor says why"
     return kernel, groups, device
 

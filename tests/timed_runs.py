@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.comm.collectives import Group, Work, all_gather_object, all_reduce
 from parallel3d.comm.peer.copies import TensorKind
-from parallel3d.comm.transport import DistributedTransport, Incoming
+from parallel3d.comm.transport import Incoming, Transport
 
 HIDDEN, MICRO_BATCHES = 4, 6
 LATENCY = 0.25  # of a message
@@ -77,7 +77,7 @@ class _Arrival:
         return self.last.is_completed() and self.stamp.is_completed()
 
 
-class TimedTransport(DistributedTransport):
+class TimedTransport(Transport):
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
         super().send([*tensors, torch.tensor([CLOCK.now], dtype=torch.float64)], stage)
 
@@ -101,7 +101,7 @@ def timed_engine(stack: ExitStack, costs: Sequence[float], schedule: str, **conf
     """One layer a stage, with these costs."""
     global CLOCK
     CLOCK = VirtualClock()
-    stack.enter_context(mock.patch("parallel3d.engine.step.DistributedTransport", TimedTransport))
+    stack.enter_context(mock.patch("parallel3d.engine.step.Transport", TimedTransport))
     stack.enter_context(mock.patch("parallel3d.engine.update.all_reduce", timed_all_reduce))
     stack.enter_context(mock.patch("parallel3d.monitor.steps.clock_of", return_value=CLOCK))
     pipeline = {"stages": len(costs), "schedule": schedule, "partition": "uniform"}

@@ -21,10 +21,11 @@ COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgrap
 class AllReduceKernel(Protocol):
     """Implementation of the all-reduce of a group by a kernel of this package."""
 
-    number: int  # names the kernel to torch's operators, see kernels/workspace.py
-
     def takes(self, x: Tensor) -> bool:
         """Return whether it sums tensors like `x`; the same on every rank."""
+
+    def sum_into(self, out: Tensor, x: Tensor) -> None:
+        """Write the sum of every rank's x to `out` on the current stream; both are contiguous and may be the same."""
 
     def start(self, x: Tensor) -> Work:
         """Start to sum `x`, contiguous, in place, on another stream than the current one."""
@@ -271,11 +272,11 @@ def send_bytes(tensor: Tensor, rank: int, group: Group) -> None:
         dist.send(data, rank, group=group.handle)
 
 
-def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Group) -> Tensor:
-    """Return a tensor, on the host, whose bytes a global rank sends over a CPU group."""
+def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Group, tag: int = 0) -> Tensor:
+    """Return a tensor, on the host, whose bytes a global rank sends over a CPU group under a tag."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     with group.waiting(f"a message of rank {rank}", (rank,)):
-        dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle)
+        dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle, tag=tag)
     return tensor
 
 

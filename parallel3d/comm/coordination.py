@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -111,8 +112,11 @@ class CollectiveDecision:
         finally:
             self._remove(own)
         self._number += 1
+        if "lost" in answer:
+            raise PeerError(answer["error"], answer["lost"])
         if "error" in answer:
-            raise _error_of(answer)
+            kinds = {kind.__name__: kind for kind in Parallel3DError.__subclasses__()}
+            raise kinds.get(answer["kind"], CommunicationError)(answer["error"])
         self._check(0, answer["purpose"])
         return answer["item"]
 
@@ -226,13 +230,6 @@ def _pauses() -> Iterator[float]:
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def _error_of(answer: dict[str, Any]) -> Parallel3DError:
-    if "lost" in answer:
-        return PeerError(answer["error"], answer["lost"])
-    kinds = {kind.__name__: kind for kind in Parallel3DError.__subclasses__()}
-    return kinds.get(answer["kind"], CommunicationError)(answer["error"])
-
-
 # A machine that vanishes closes no connection. The kernel probes it after 8 s, three times every 4 s: 20 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 8, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
 _INDEX_BYTES = 4
@@ -248,9 +245,9 @@ class PeerLiveness:
 
     def __init__(self, group: Group, connect_s: float):
         self._connections: dict[int, _Connection] = {}
-        weakref.finalize(self, _close, self._connections)
-        in_child = weakref.WeakMethod(self.close)
-        os.register_at_fork(after_in_child=lambda: method() if (method := in_child()) is not None else None)
+        close = partial(_close, self._connections)
+        weakref.finalize(self, close)
+        os.register_at_fork(after_in_child=close)
         with ExitStack() as stack:
             server = None
             if group.index == 0:
@@ -265,12 +262,8 @@ class PeerLiveness:
                 self._connect(offered, group.index, deadline)
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
-        """Return those ranks whose processes are known to have ended, or whose own PeerLiveness is closed."""
+        """Return those ranks whose processes are known to have ended, or whose own PeerLiveness is gone."""
         return [rank for rank in ranks if rank in self._connections and self._connections[rank].has_ended()]
-
-    def close(self) -> None:
-        """Close this end of each connection."""
-        _close(self._connections)
 
     def _accept(self, server: socket.socket, token: bytes, size: int, deadline: float) -> None:
         """Accept the connections of the other ranks, which greet with the token and their index, and answer with the token."""

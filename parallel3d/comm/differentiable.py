@@ -111,7 +111,9 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     if kernel is None or not kernel.takes(x):
         # A copy: a gradient that arrives here may be another consumer's too.
         return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group)()
-    total: Tensor = torch.ops.parallel3d.all_reduce(x, kernel.number)
+    given = x.contiguous()
+    total = torch.empty_like(given, memory_format=torch.contiguous_format)
+    kernel.sum_into(total, given)
     return total
 
 
@@ -119,7 +121,7 @@ def _sum_in_place(x: Tensor, group: Group) -> Tensor:
     kernel = group.all_reduce_kernel
     if kernel is None or not kernel.takes(x):
         return start_all_reduce(x, group)()
-    torch.ops.parallel3d.all_reduce_(x, kernel.number)
+    kernel.sum_into(x, x)
     return x
 
 
@@ -141,23 +143,13 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: _Function, dual: _Function, x: Tensor, group: Group, *dim: int) -> Tensor:
         ctx.dual, ctx.group, ctx.dim = dual, group, dim
+        if function is _sum_in_place:
+            ctx.mark_dirty(x)
         return function(x, group, *dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, ctx.dual(gradient, ctx.group, *ctx.dim), None, *(None for _ in ctx.dim)
-
-
-class _SumInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        ctx.mark_dirty(x)
-        return _sum_in_place(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return copy_to_region(gradient, ctx.group), None
 
 
 @torch.compiler.disable(reason=COMPILE_REASON)
@@ -187,7 +179,7 @@ def reduce_from_region_(x: Tensor, group: Group) -> Tensor:
 def _apply_in_place(x: Tensor, group: Group) -> Any:
     # Whether an operation returns a view is not specified; autograd forbids changing some views in place.
     if x.is_contiguous() and not x._is_view():
-        return _SumInPlace.apply(x, group)
+        return _Collective.apply(_sum_in_place, copy_to_region, x, group)
     return reduce_from_region(x, group)
 
 

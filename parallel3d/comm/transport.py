@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm.collectives import DONE, Awaited, Work
+from parallel3d.comm.collectives import DONE, Awaited, Work, receive_bytes
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind, open_peer_copies
@@ -33,28 +33,6 @@ class Incoming(Work, Protocol):
 
     def wait(self) -> Tensor:
         """Return the tensor, for what the current stream does from now on; to be called once."""
-
-
-class Transport(Protocol):
-    """Point-to-point communication as the executor uses it."""
-
-    def send(self, tensors: Sequence[Tensor], stage: int) -> None:
-        """Post tensors to `stage`; never blocks. The transport keeps them alive until they are sent."""
-
-    def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
-        """Post the receive of the next message of the channel from `stage`, of tensors of these kinds."""
-
-    def send_header(self, header: Any, stage: int) -> None:
-        """Send a picklable value on the host; never blocks."""
-
-    def receive_header(self, stage: int) -> Any:
-        """Return the next value that `stage` sent by send_header; blocks the host."""
-
-    def use_host(self, use: bool) -> None:
-        """Send tensors through host memory from now on, or no longer; the same on both ends of every message."""
-
-    def finish(self) -> None:
-        """Return when all that was posted here is sent."""
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -79,8 +57,8 @@ class _Buffered:
         return self.work.is_completed()
 
 
-class DistributedTransport:
-    """Transport over gloo or NCCL.
+class Transport:
+    """Point-to-point communication over gloo or NCCL, as the executor uses it.
 
     Under NCCL each channel has its own communicator, so that directions don't wait for each other.
 
@@ -121,25 +99,23 @@ class DistributedTransport:
             torch.cuda.synchronize()
 
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
-        """Post tensors to `stage`; never blocks."""
+        """Post tensors to `stage`; never blocks. They are kept alive here until they are sent."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
-        group, tag = self._channels.get((self._stage, stage), self._groups.pipe.handle), 0
         target = self._groups.pipe.ranks[stage]
-        if self._by_host:
-            group, tag = self._groups.control.handle, _HOST_TAG
         message = [_bytes(tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
         works: Sequence[Work | None]
         if self._copies is not None and not self._by_host:
             works = self._copies.send(message, stage)
         else:
             message = [data.cpu() for data in message] if self._by_host else message
+            group, tag = self._channel(self._stage, stage)
             works = [dist.isend(data, target, group=group, tag=tag) for data in message]
         for work, data in zip(works, message, strict=True):
             self._keep(work, data, target)
 
     def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
-        """Post the receive of the next message from `stage`, tensors of these kinds."""
+        """Post the receive of the next message of the channel from `stage`, of tensors of these kinds."""
         source = self._groups.pipe.ranks[stage]
         waiting = self._groups.pipe.waiting(f"a message of rank {source}", (source,))
         full = [kind for kind in kinds if kind.nbytes]
@@ -150,26 +126,28 @@ class DistributedTransport:
         return [Awaited(next(inbound), waiting) if kind.nbytes else _Buffered(DONE, kind.empty()) for kind in kinds]
 
     def _receive_by_backend(self, kind: TensorKind, stage: int) -> _Buffered:
-        source, buffer = self._groups.pipe.ranks[stage], kind.empty()
-        if self._by_host:
-            staging = torch.empty(kind.nbytes, dtype=torch.uint8)
-            work = dist.irecv(staging, source, group=self._groups.control.handle, tag=_HOST_TAG)
-            assert work is not None
-            return _Buffered(work, buffer, staging)
-        group = self._channels.get((stage, self._stage), self._groups.pipe.handle)
-        work = dist.irecv(_bytes(buffer), source, group=group)
+        buffer, (group, tag) = kind.empty(), self._channel(stage, self._stage)
+        staging = torch.empty(kind.nbytes, dtype=torch.uint8) if self._by_host else None
+        data = _bytes(buffer) if staging is None else staging
+        work = dist.irecv(data, self._groups.pipe.ranks[stage], group=group, tag=tag)
         assert work is not None
-        return _Buffered(work, buffer)
+        return _Buffered(work, buffer, staging)
+
+    def _channel(self, source: int, target: int) -> tuple[dist.ProcessGroup | None, int]:
+        """Return the group and the tag of messages between two stages."""
+        if self._by_host:
+            return self._groups.control.handle, _HOST_TAG
+        return self._channels.get((source, target), self._groups.pipe.handle), 0
 
     def use_host(self, use: bool) -> None:
-        """Send tensors through host memory from now on, or no longer."""
+        """Send tensors through host memory from now on, or no longer; the same on both ends of every message."""
         self._by_host = use
 
     def send_header(self, header: Any, stage: int) -> None:
         """Send a picklable value on the host; never blocks."""
         payload = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
         target = self._groups.pipe.ranks[stage]
-        for data in (torch.tensor([payload.numel()]), payload):
+        for data in (_bytes(torch.tensor([payload.numel()])), payload):
             self._keep(dist.isend(data, target, group=self._groups.control.handle, tag=_HEADER_TAG), data, target)
 
     def _keep(self, work: Work | None, data: Tensor, target: int) -> None:
@@ -181,11 +159,8 @@ class DistributedTransport:
     def receive_header(self, stage: int) -> Any:
         """Return the next value that `stage` sent by send_header; blocks the host."""
         source, group = self._groups.pipe.ranks[stage], self._groups.control
-        size = torch.zeros(1, dtype=torch.int64)
-        with group.waiting(f"a message of rank {source}", (source,)):
-            dist.recv(size, source, group=group.handle, tag=_HEADER_TAG)
-            payload = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(payload, source, group=group.handle, tag=_HEADER_TAG)
+        size = receive_bytes((1,), torch.int64, source, group, _HEADER_TAG)
+        payload = receive_bytes((int(size),), torch.uint8, source, group, _HEADER_TAG)
         return pickle.loads(payload.numpy().tobytes())
 
     def finish(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import all_gather_object, all_reduce
-from parallel3d.comm.transport import DistributedTransport, Transport
+from parallel3d.comm.transport import Transport
 from parallel3d.config import Config
 from parallel3d.engine.attention import attention_context
 from parallel3d.engine.calls import StepProgress
@@ -55,7 +55,7 @@ class BatchRunner:
         num_buckets = {owners: n for rank in model.groups.pipe.ranks for owners, n in everyone[rank][1].items()}
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
         self.programs = Programs(model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch)
-        transport = transport or DistributedTransport(model.groups, config.pipeline.peer_copies)
+        transport = transport or Transport(model.groups, config.pipeline.peer_copies)
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
         self._messages = Messages(transport, model.device, dynamic)
         self._executor = Executor(model, self._messages, update.reducer, update.sharded.gather, precision, on_loss)

@@ -16,7 +16,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.optim.precision import LossScaler, Precision
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.zero.kernels import open_update_kernels
+from parallel3d.zero.fused_adamw import open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision

@@ -1,29 +1,19 @@
-"""All-reduce over NVLink (csrc/all_reduce.cu): the kernel, its operators, and its reference in torch."""
+"""All-reduce over NVLink (csrc/all_reduce.cu): the kernel and its reference in torch."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import open_shard_copies
 from parallel3d.config import Config
-from parallel3d.kernels.workspace import (
-    DTYPES,
-    LIMIT_S,
-    PAD_BYTES,
-    VECTOR_BYTES,
-    SymmetricWorkspace,
-    open_kernel,
-    register,
-    registered,
-)
+from parallel3d.kernels.workspace import DTYPES, VECTOR_BYTES, Call, PeerKernel
 
 # Half of the staging buffer: what one call takes, 4096 tokens x 4096 features in bf16.
 HALF_BYTES = 32 * 2**20
@@ -45,77 +35,24 @@ def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of the kernel: elements [start, start + size) of a message."""
+class AllReduce(PeerKernel):
+    """Sums tensors over one group in rank order in fp32: bitwise the same on all ranks and every time. See AllReduceKernel."""
 
-    start: int
-    size: int
-    two_shot: bool
-    blocks: int
+    key, axis, noun = "all_reduce", "model", "tensor-parallel ranks"
+    half_bytes = HALF_BYTES
+    instead = "sums over tensor-parallel ranks"
 
-
-def calls(size: int, element_bytes: int, world_size: int, threads: int) -> list[Call]:
-    """Return the calls that sum a message of `size` elements, the same on every rank. threads: of a block, a vector each."""
-    most, result = HALF_BYTES // element_bytes, []
-    for start in range(0, size, most):
-        length = min(most, size - start)
-        two_shot = length * element_bytes > _ONE_SHOT_BYTES[world_size]  # ranks sum parts of the message for each other
-        vectors = -(-length * element_bytes // VECTOR_BYTES)
-        vectors = -(-vectors // world_size) if two_shot else vectors
-        result.append(Call(start, length, two_shot, min(MAX_BLOCKS, -(-vectors // threads))))
-    return result
-
-
-def staging_bytes() -> int:
-    """Return the bytes of device memory that one group's kernel takes on each rank, besides a few words."""
-    return PAD_BYTES + 2 * HALF_BYTES
-
-
-library.define("parallel3d::all_reduce", "(Tensor x, int group) -> Tensor")
-library.define("parallel3d::all_reduce_", "(Tensor(a!) x, int group) -> ()")
-
-
-def _all_reduce(x: Tensor, group: int) -> Tensor:
-    given = x.contiguous()
-    out = torch.empty_like(given, memory_format=torch.contiguous_format)
-    registered(group).sum_into(out, given)
-    return out
-
-
-def _all_reduce_(x: Tensor, group: int) -> None:
-    if x.is_contiguous():
-        registered(group).sum_into(x, x)
-    else:
-        x.copy_(_all_reduce(x, group))
-
-
-library.impl("parallel3d::all_reduce", ("cpu", "cuda"), _all_reduce)
-library.impl("parallel3d::all_reduce_", ("cpu", "cuda"), _all_reduce_)
-
-
-@library.register_fake("parallel3d::all_reduce")
-def _(x: Tensor, group: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@library.register_fake("parallel3d::all_reduce_")
-def _(x: Tensor, group: int) -> None:
-    return None
-
-
-class AllReduce:
-    """Sums tensors over one group in rank order in fp32: bitwise the same on all ranks and every time. See AllReduceKernel.
-
-    Every rank makes the same calls in the same order. If a peer is later than the workspace's limit, the result is NaN, and
-    the next call raises. number: for the operators parallel3d::all_reduce and all_reduce_. Made by open_all_reduce.
-    """
-
-    def __init__(self, workspace: SymmetricWorkspace):
-        self.workspace = workspace
-        self.number = register(self)
-        threads = int(workspace.library.p3d_all_reduce_threads())
-        self._calls = lru_cache(1024)(partial(calls, world_size=workspace.group.size, threads=threads))
+    @staticmethod
+    def calls(size: int, element_bytes: int, world_size: int, threads: int) -> list[Call]:
+        """Return the calls that sum a message of `size` elements, see PeerKernel."""
+        most, result = HALF_BYTES // element_bytes, []
+        for start in range(0, size, most):
+            length = min(most, size - start)
+            two_shot = length * element_bytes > _ONE_SHOT_BYTES[world_size]
+            vectors = -(-length * element_bytes // VECTOR_BYTES)
+            vectors = -(-vectors // world_size) if two_shot else vectors
+            result.append(Call(start, length, min(MAX_BLOCKS, -(-vectors // threads)), two_shot))
+        return result
 
     def takes(self, x: Tensor) -> bool:
         """Return whether the kernel sums tensors like `x`; the same on every rank."""
@@ -132,23 +69,13 @@ class AllReduce:
         """
         group, stream = self.workspace.group, self.workspace.follow()
         width, source, target = x.element_size(), x.data_ptr(), out.data_ptr()
+        kind = (DTYPES[x.dtype], group.size, group.index)
         for call in self._calls(x.numel(), width):
-            self.workspace.launch(
-                "p3d_all_reduce",
-                call.two_shot,
-                DTYPES[x.dtype],
-                group.size,
-                group.index,
-                source + call.start * width,
-                target + call.start * width,
-                call.size,
-                half_bytes=HALF_BYTES,
-                blocks=call.blocks,
-                stream=stream,
-            )
+            offset = call.start * width
+            self._launch(call, stream, call.two_shot, *kind, source + offset, target + offset, call.size)
 
     def try_out(self) -> bool:
-        """Return whether it sums right, in every dtype and way. See workspace.Kernel."""
+        """Return whether it sums right, in every dtype and way."""
         group, good = self.workspace.group, True
         for dtype, size in itertools.product(DTYPES, _TRIAL_SIZES):
             x = torch.full((size,), 1 + group.index, dtype=dtype, device=self.workspace.device)
@@ -157,14 +84,8 @@ class AllReduce:
         return good
 
 
-def open_all_reduce(groups: ProcessGroups, device: torch.device, limit_s: float = LIMIT_S) -> AllReduce | None:
-    """Open the kernel for this rank's tensor-parallel group, see `open_kernel`. Collective over the world."""
-    noun, instead = "tensor-parallel ranks", "sums over tensor-parallel ranks"
-    return open_kernel(groups, "model", device, "all_reduce", 2 * HALF_BYTES, AllReduce, limit_s, noun, instead)
-
-
 def open_tensor_parallel(groups: ProcessGroups, device: torch.device, config: Config) -> None:
     """Let tensor-parallel ranks sum by the kernel and exchange shards by copies, as configured. Collective over the world."""
     group = groups.model
-    group.use_all_reduce(open_all_reduce(groups, device) if config.kernels.all_reduce else None)
+    group.use_all_reduce(AllReduce.open(groups, device) if config.kernels.all_reduce else None)
     group.use_shard_messages(open_shard_copies(groups, device) if config.tensor_parallel.copies_shards else None)

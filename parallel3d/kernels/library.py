@@ -148,10 +148,16 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 @cache
-def load_library() -> ctypes.CDLL | None:
-    """Return the library of these sources, the same for the whole process; None if it isn't compiled. Raises KernelError."""
-    path = find_library()
-    return None if path is None else open_library(path)
+def load_library() -> ctypes.CDLL:
+    """Return the library of these sources, the same for the whole process.
+
+    Raises KernelError, a reason and a remedy, if it isn't compiled or can't be loaded.
+    """
+    if (path := find_library()) is not None:
+        return open_library(path)
+    if find_nvcc() is None:
+        raise KernelError(f"not compiled, and there is no nvcc; {REMEDY}")
+    raise KernelError("not compiled; run: p3d build-kernels")
 
 
 def check(library: ctypes.CDLL, name: str, status: int) -> None:

@@ -1,27 +1,16 @@
-"""Reduce-scatter of gradients over NVLink (csrc/reduce_scatter.cu): the kernel, its operator, and its reference in torch."""
+"""Reduce-scatter of gradients over NVLink (csrc/reduce_scatter.cu): the kernel and its reference in torch."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.groups import ProcessGroups
-from parallel3d.kernels.workspace import (
-    DTYPES,
-    LIMIT_S,
-    PAD_BYTES,
-    VECTOR_BYTES,
-    SymmetricWorkspace,
-    open_kernel,
-    register,
-    registered,
-)
+from parallel3d.kernels.workspace import DTYPES, VECTOR_BYTES, Call, PeerKernel
 
 # Half of the staging buffer, which one call takes: what all ranks send.
 HALF_BYTES = 64 * 2**20
@@ -40,63 +29,25 @@ def reduce_scatter_ref(parts: Sequence[Tensor], wire: torch.dtype) -> Tensor:
     return total
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of the kernel: elements [start, start + size) of each shard."""
+class ReduceScatter(PeerKernel):
+    """Sums gradients over one group, in fp32 and in rank order, whatever they travel in. See ReduceScatterKernel."""
 
-    start: int
-    size: int
-    blocks: int
+    key, axis, noun = "reduce_scatter", "data", "replicas"
+    half_bytes = HALF_BYTES
+    instead = "reduces gradients"
 
-
-def calls(size: int, wire_bytes: int, world_size: int, threads: int, most_blocks: int = MAX_BLOCKS) -> list[Call]:
-    """Return the calls that reduce shards of `size` elements, the same on every rank. threads: of a block, a vector each."""
-    slot = HALF_BYTES // world_size // VECTOR_BYTES * VECTOR_BYTES
-    most, per_vector = slot // wire_bytes, VECTOR_BYTES // wire_bytes
-    result = []
-    for start in range(0, size, most):
-        length = min(most, size - start)
-        result.append(Call(start, length, min(most_blocks, -(-length // (per_vector * threads)))))
-    return result
-
-
-def staging_bytes() -> int:
-    """Return the bytes of device memory that one group's kernel takes on each rank, besides a few words."""
-    return PAD_BYTES + 2 * HALF_BYTES
-
-
-library.define(
-    "parallel3d::reduce_scatter_",
-    "(Tensor(a!) output, Tensor whole, ScalarType wire, bool accumulate, Tensor(b!)? squares, int group) -> ()",
-)
-
-
-def _reduce_scatter_(
-    output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None, group: int
-) -> None:
-    registered(group).reduce_into(output, whole, wire, accumulate, squares)
-
-
-library.impl("parallel3d::reduce_scatter_", ("cpu", "cuda"), _reduce_scatter_)
-
-
-@library.register_fake("parallel3d::reduce_scatter_")
-def _(output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None, group: int) -> None:
-    return None
-
-
-class ReduceScatter:
-    """Sums gradients over one group, in fp32 and in rank order, whatever they travel in. See ReduceScatterKernel.
-
-    Every rank makes the same calls in the same order. If a peer is later than the workspace's limit, the result is NaN, and
-    the next call raises. number: for the operator parallel3d::reduce_scatter_. Made by open_reduce_scatter.
-    """
-
-    def __init__(self, workspace: SymmetricWorkspace):
-        self.workspace = workspace
-        self.number = register(self)
-        threads = int(workspace.library.p3d_all_reduce_threads())
-        self._calls = lru_cache(1024)(partial(calls, world_size=workspace.group.size, threads=threads))
+    @staticmethod
+    def calls(
+        size: int, element_bytes: int, world_size: int, threads: int, most_blocks: int = MAX_BLOCKS
+    ) -> list[Call]:
+        """Return the calls that reduce shards of `size` elements, see PeerKernel."""
+        slot = HALF_BYTES // world_size // VECTOR_BYTES * VECTOR_BYTES
+        most, per_vector = slot // element_bytes, VECTOR_BYTES // element_bytes
+        result = []
+        for start in range(0, size, most):
+            length = min(most, size - start)
+            result.append(Call(start, length, min(most_blocks, -(-length // (per_vector * threads)))))
+        return result
 
     def takes(self, whole: Tensor, output: Tensor, wire: torch.dtype) -> bool:
         """Return whether the kernel reduces tensors like these; the same on every rank."""
@@ -109,11 +60,17 @@ class ReduceScatter:
 
     def start(self, output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None) -> Work:
         """Start `reduce_into` on another stream than the current one."""
-        call = partial(self._reduce, output, whole, wire, accumulate, squares, SIDE_BLOCKS)
+        call = partial(self.reduce_into, output, whole, wire, accumulate, squares, SIDE_BLOCKS)
         return self.workspace.run_on_side_stream(call, whole, output)
 
     def reduce_into(
-        self, output: Tensor, whole: Tensor, wire: torch.dtype, accumulate: bool, squares: Tensor | None
+        self,
+        output: Tensor,
+        whole: Tensor,
+        wire: torch.dtype,
+        accumulate: bool,
+        squares: Tensor | None,
+        most_blocks: int = MAX_BLOCKS,
     ) -> None:
         """Compute output [n] (+)= the sum of every rank's part of whole [ranks * n], in rank order, on the current stream.
 
@@ -123,41 +80,19 @@ class ReduceScatter:
 
         Raises CommunicationError after a peer was late, KernelError.
         """
-        self._reduce(output, whole, wire, accumulate, squares, MAX_BLOCKS)
-
-    def _reduce(
-        self,
-        output: Tensor,
-        whole: Tensor,
-        wire: torch.dtype,
-        accumulate: bool,
-        squares: Tensor | None,
-        most_blocks: int,
-    ) -> None:
         group, size, stream = self.workspace.group, output.numel(), self.workspace.follow()
         if squares is not None:
             squares.zero_()  # a short call has fewer blocks
         source, target, width = whole.data_ptr(), output.data_ptr(), whole.itemsize
+        kind = (DTYPES[wire], whole.dtype != wire, group.size, group.index)
         for k, call in enumerate(self._calls(size, wire.itemsize, most_blocks=most_blocks)):
-            self.workspace.launch(
-                "p3d_reduce_scatter",
-                DTYPES[wire],
-                whole.dtype != wire,
-                group.size,
-                group.index,
-                source + call.start * width,
-                target + call.start * width,
-                None if squares is None else squares.data_ptr() + k * MAX_BLOCKS * 8,
-                size,
-                call.size,
-                accumulate,
-                half_bytes=HALF_BYTES,
-                blocks=call.blocks,
-                stream=stream,
-            )
+            offset = call.start * width
+            own_squares = None if squares is None else squares.data_ptr() + k * MAX_BLOCKS * 8
+            memory = (source + offset, target + offset, own_squares)
+            self._launch(call, stream, *kind, *memory, size, call.size, accumulate)
 
     def try_out(self) -> bool:
-        """Return whether it reduces right, in every pair of dtypes. See workspace.Kernel."""
+        """Return whether it reduces right, in every pair of dtypes."""
         group, device, good = self.workspace.group, self.workspace.device, True
         for wire, dtype, size in itertools.product(DTYPES, DTYPES, _TRIAL_SIZES):
             whole = torch.full((group.size * size,), 1 + group.index, dtype=dtype, device=device)
@@ -169,9 +104,3 @@ class ReduceScatter:
             total = 1 + group.size * (group.size + 1) // 2
             good = good and bool((output == total).all()) and float(squares.sum()) == size * total**2
         return good
-
-
-def open_reduce_scatter(groups: ProcessGroups, device: torch.device, limit_s: float = LIMIT_S) -> ReduceScatter | None:
-    """Open the kernel for this rank's data-parallel group, see `open_kernel`. Collective over the world."""
-    noun, instead = "replicas", "reduces gradients"
-    return open_kernel(groups, "data", device, "reduce_scatter", 2 * HALF_BYTES, ReduceScatter, limit_s, noun, instead)

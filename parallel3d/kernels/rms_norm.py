@@ -20,7 +20,7 @@ NORM = "parallel3d's RMSNorm is one function with the residual path; compile wit
 
 _LONGEST = 16384  # elements of a row that a program holds
 _PROGRAMS_A_MULTIPROCESSOR = 4
-_ASSUMED_MULTIPROCESSORS = 132  # of an H100 or H200, where there is none to ask
+_ASSUMED = 132  # multiprocessors, of an H100 or H200, where there is none to ask
 
 # Shown to traces on fake tensors instead of a kernel: what it reads and writes.
 library.define("parallel3d::rms_norm_pass", "(Tensor[] read, Tensor(a!)[] written) -> ()")
@@ -69,63 +69,22 @@ class _RMSNorm(torch.autograd.Function):
         if gradient is None:
             return handed_on, None, None
         x, weight, scale = ctx.saved_tensors
-        return *rms_norm_gradients(gradient, handed_on, x, weight, scale, ctx.needs_input_grad[1]), None
+        rows, size = scale.numel(), x.shape[-1]
+        on_device = has_memory(x)
+        number = torch.cuda.get_device_properties(x.device).multi_processor_count if on_device else _ASSUMED
+        programs = min(rows, _PROGRAMS_A_MULTIPROCESSOR * number)
+        dx = torch.empty_like(x)
+        partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+        adds, given = handed_on is not None, gradient.contiguous()
+        other = gradient if handed_on is None else handed_on.contiguous()
+        if not on_device:
+            torch.ops.parallel3d.rms_norm_pass([given, other, x, weight, scale], [dx, partial])
+        else:
+            from parallel3d.kernels.rms_norm_triton import rms_norm_backward
 
-
-def rms_norm_gradients(
-    gradient: Tensor, handed_on: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, needs_weight: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and, if needed, of weight.
-
-    - gradient: of the norm's result; handed_on: of the returned x, if it has one.
-    - x: [..., n], contiguous.
-    - scale: [rows], at least in fp32, 1 / sqrt(mean(x^2) + eps) of each.
-    """
-    if not _has_kernel(x, weight):
-        return rms_norm_gradients_ref(gradient, handed_on, x, weight, scale, needs_weight)
-    rows, size = scale.numel(), x.shape[-1]
-    programs = min(rows, _PROGRAMS_A_MULTIPROCESSOR * _multiprocessors(x))
-    dx = torch.empty_like(x)
-    partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
-    other = gradient if handed_on is None else handed_on.contiguous()
-    given = gradient.contiguous()
-    if not has_memory(x):
-        torch.ops.parallel3d.rms_norm_pass([given, other, x, weight, scale], [dx, partial])
-    else:
-        from parallel3d.kernels.rms_norm_triton import rms_norm_backward
-
-        rms_norm_backward[(programs,)](
-            given,
-            other,
-            x,
-            weight,
-            scale,
-            dx,
-            partial,
-            rows,
-            size,
-            ADDS=handed_on is not None,
-            BLOCK=_power_of_two(size),
-        )
-    return dx, partial.sum(0).to(weight.dtype) if needs_weight else None
-
-
-def rms_norm_gradients_ref(
-    gradient: Tensor, handed_on: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, needs_weight: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the same as `rms_norm_gradients`."""
-    factor, given = scale.view(*x.shape[:-1], 1), gradient.to(scale.dtype)
-    normed = x * factor
-    dweight = (given * normed).view(-1, x.shape[-1]).sum(0).to(weight.dtype) if needs_weight else None
-    given = given * weight
-    dx = factor * (given - normed * (given * normed).mean(-1, keepdim=True))
-    return (dx if handed_on is None else dx + handed_on).to(x.dtype), dweight
-
-
-def _multiprocessors(x: Tensor) -> int:
-    if not has_memory(x):
-        return _ASSUMED_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+            launch = rms_norm_backward[(programs,)]
+            launch(given, other, x, weight, scale, dx, partial, rows, size, ADDS=adds, BLOCK=_power_of_two(size))
+        return dx, partial.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
 
 
 def _power_of_two(size: int) -> int:

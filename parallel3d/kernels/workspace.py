@@ -1,13 +1,14 @@
-"""Workspace of kernels that the GPUs of one host call together (csrc/peers.cuh): the memory that all of them map."""
+"""Kernels that the GPUs of one host call together (csrc/peers.cuh), and their workspace: the memory that all of them map."""
 
 from __future__ import annotations
 
 import ctypes
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
-from typing import Any, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +24,13 @@ from parallel3d.comm.peer.symmetric import (
     check_axis,
     check_device,
     check_hosts,
-    check_symmetric_memory,
     map_memory,
 )
 from parallel3d.errors import CommunicationError, KernelError
-from parallel3d.kernels.library import REMEDY, addresses, check, find_nvcc, load_library
+from parallel3d.kernels.library import addresses, check, load_library
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Numbers of the dtypes in the launchers.
 DTYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -42,22 +45,7 @@ LIMIT_S = DEFAULT_TIMEOUT.total_seconds()
 _STATE_BYTES = 16  # csrc/peers.cuh: State
 _TRIAL_LIMIT_S = 60.0
 _LEAST_CAPABILITY = (8, 0)
-
-# What operators of torch.library communicate by: their schemas take numbers, not objects.
-_registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = count(1)
-
-
-def register(kernel: object) -> int:
-    """Return a number by which torch's operators find the kernel for as long as it lives."""
-    number = next(_numbers)
-    _registered[number] = kernel
-    return number
-
-
-def registered(number: int) -> Any:
-    """Return the kernel with this number. Raises KeyError."""
-    return _registered[number]
+_BUFFER_ALIGNMENT = 512
 
 
 def check_kernels(device: torch.device | None = None) -> Unavailable | None:
@@ -69,19 +57,12 @@ def check_kernels(device: torch.device | None = None) -> Unavailable | None:
         return Unavailable(
             f"the device has compute capability {capability[0]}.{capability[1]}", "use an A100, an H100 or a later GPU"
         )
-    return check_symmetric_memory() or _check_library()
-
-
-def _check_library() -> Unavailable | None:
     try:
-        if load_library() is not None:
-            return None
+        load_library()
     except KernelError as error:
         reason, _, remedy = str(error).rpartition("; ")
         return Unavailable(reason, remedy)
-    if find_nvcc() is None:
-        return Unavailable("not compiled, and there is no nvcc", REMEDY)
-    return Unavailable("not compiled", "run: p3d build-kernels")
+    return None
 
 
 def check_ranks(hosts: Sequence[str], noun: str) -> Unavailable | None:
@@ -105,10 +86,8 @@ class SymmetricWorkspace:
     - state, report: addresses of the kernel's counters, and of where it tells the host of a failure.
     """
 
-    def __init__(self, shared: Mapped, group: Group, device: torch.device, key: str, limit_s: float):
-        library = load_library()
-        assert library is not None, "checked before by check_kernels"
-        self.library, self.group, self.device, self.limit_s = library, group, device, limit_s
+    def __init__(self, shared: Mapped, group: Group, device: torch.device, key: str):
+        self.library, self.group, self.device, self.limit_s = load_library(), group, device, LIMIT_S
         self._key, self._shared = key, shared
         bases = shared.buffers()
         self.pads, self.staging = addresses(bases), addresses([base + PAD_BYTES for base in bases])
@@ -121,15 +100,18 @@ class SymmetricWorkspace:
         self._last: torch.cuda.Stream | None = None
         self._side = torch.cuda.Stream(device, priority=-1)
 
-    @property
-    def memory(self) -> Tensor:
-        """This rank's staging bytes."""
-        return self._shared.memory[PAD_BYTES:]
+    def buffers(self, lengths: Sequence[int]) -> list[tuple[Tensor, list[int]]]:
+        """Cut the staging bytes into buffers of these lengths in bytes, the same on every rank.
 
-    @property
-    def limit_ns(self) -> int:
-        """Limit to a call's wait for a peer, in nanoseconds."""
-        return int(self.limit_s * 1e9)
+        Returns this rank's bytes of each, and its addresses on every rank, as this process maps them. The workspace has
+        buffer_bytes(lengths) staging bytes or more.
+        """
+        starts = accumulate(map(_aligned, lengths), initial=0)
+        memory, bases = self._shared.memory[PAD_BYTES:], list(self.staging)
+        return [
+            (memory[start : start + length], [base + start for base in bases])
+            for start, length in zip(starts, lengths, strict=False)
+        ]
 
     def follow(self) -> int:
         """Let the current stream wait for the earlier calls, and return its handle.
@@ -145,22 +127,6 @@ class SymmetricWorkspace:
             self._last = stream
         return handle
 
-    def launch(self, name: str, *arguments: Any, half_bytes: int, blocks: int, stream: int) -> None:
-        """Call a launcher of the library with the arguments, the workspace, and how it is to run. Raises KernelError."""
-        status = getattr(self.library, name)(
-            *arguments,
-            self.staging,
-            self.pads,
-            self.state,
-            self.report,
-            half_bytes,
-            self.limit_ns,
-            blocks,
-            self.device.index,
-            stream,
-        )
-        self.check(name, status)
-
     def run_on_side_stream(self, call: Callable[[], object], *tensors: Tensor) -> Copied:
         """Run `call`, which uses the tensors, on a stream of its own after what the current stream has queued."""
         self._side.wait_stream(torch.cuda.current_stream(self.device))
@@ -170,10 +136,6 @@ class SymmetricWorkspace:
         for tensor in tensors:
             tensor.record_stream(self._side)
         return Copied(self._side.record_event(), tensors[0])
-
-    def check(self, name: str, status: int) -> None:
-        """Raise KernelError if a function of the library has returned a CUDA error."""
-        check(self.library, name, status)
 
     def raise_if_failed(self) -> None:
         """Raise CommunicationError if a peer was late in any call that has ended; waits for nothing."""
@@ -185,21 +147,93 @@ class SymmetricWorkspace:
 
 
 def open_workspace(
-    groups: ProcessGroups, axis: str, device: torch.device, key: str, num_bytes: int, limit_s: float = LIMIT_S
-) -> SymmetricWorkspace | None:
+    groups: ProcessGroups, axis: str, device: torch.device, noun: str, key: str, num_bytes: int
+) -> SymmetricWorkspace | Unavailable:
     """Open a workspace of num_bytes staging bytes, not cleared, for this rank's group along an axis of the topology.
 
-    Returns None on every rank if any rank can't have it. Collective over the world.
+    Returns a reason on every rank if any rank can't have it. noun: what each rank of a group holds. Collective over the world.
     """
+    if (reason := check_axis(groups, axis, device, noun, check_kernels, check_ranks)) is not None:
+        return reason
     # Nobody signals to a pad that is not cleared yet.
     shared = map_memory(groups, axis, device, PAD_BYTES + num_bytes, cleared=PAD_BYTES)
-    return None if shared is None else SymmetricWorkspace(shared, getattr(groups, axis), device, key, limit_s)
+    return UNMAPPED if shared is None else SymmetricWorkspace(shared, getattr(groups, axis), device, key)
 
 
-class Kernel(Protocol):
-    """A kernel of this package that the ranks of a group call together."""
+def buffer_bytes(lengths: Sequence[int]) -> int:
+    """Return the bytes of device memory that buffers of these lengths, in bytes, take on each rank."""
+    return sum(map(_aligned, lengths))
 
-    workspace: SymmetricWorkspace
+
+def _aligned(length: int) -> int:
+    return -(-length // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel: elements [start, start + size) of a message, or of each shard.
+
+    two_shot: ranks sum parts of the message for each other, instead of each the whole.
+    """
+
+    start: int
+    size: int
+    blocks: int
+    two_shot: bool = False
+
+
+class PeerKernel:
+    """Kernel that the ranks of a group call together; every rank makes the same calls in the same order.
+
+    If a peer is later than the workspace's limit, the result is NaN, and the next call raises. Made by `open`.
+
+    - key: of the kernel in the configuration's kernels; its launcher is p3d_{key}.
+    - axis: of the topology, along which ranks call it; noun: what each of them holds.
+    - half_bytes: half of the staging buffer: what one call takes.
+    - instead: what the backend does without the kernel.
+    - calls: (size, element_bytes, world_size, threads) -> the calls for work on `size` elements, the same on every rank;
+      threads: of a block, a vector each.
+    """
+
+    key: ClassVar[str]
+    axis: ClassVar[str]
+    noun: ClassVar[str]
+    half_bytes: ClassVar[int]
+    instead: ClassVar[str]
+    calls: ClassVar[Callable[..., list[Call]]]
+
+    def __init__(self, workspace: SymmetricWorkspace):
+        self.workspace = workspace
+        threads = int(workspace.library.p3d_all_reduce_threads())
+        self._calls = lru_cache(1024)(partial(self.calls, world_size=workspace.group.size, threads=threads))
+
+    @classmethod
+    def staging_bytes(cls) -> int:
+        """Return the bytes of device memory that one group's kernel takes on each rank, besides a few words."""
+        return PAD_BYTES + 2 * cls.half_bytes
+
+    @classmethod
+    def open(cls, groups: ProcessGroups, device: torch.device, limit_s: float = LIMIT_S) -> Self | None:
+        """Open the kernel for this rank's group and try it out. Collective over the world.
+
+        Returns None, with one warning that says why, unless every group of the world can have it.
+        limit_s: how long a call waits for a peer.
+        """
+        if getattr(groups, cls.axis).size == 1:
+            return None
+        opened = open_workspace(groups, cls.axis, device, cls.noun, cls.key, 2 * cls.half_bytes)
+        if isinstance(opened, SymmetricWorkspace):
+            kernel, opened.limit_s = cls(opened), _TRIAL_LIMIT_S
+            try:
+                works = kernel.try_out()
+            except (CommunicationError, KernelError):
+                works = False
+            if everywhere(works, groups.control):
+                opened.limit_s = limit_s
+                return kernel
+            opened = Unavailable("results came out wrong, or not at all, when it was tried", "see what p3d doctor says")
+        warn_unavailable(groups, cls.key, opened, f"{groups.backend} {cls.instead}")
+        return None
 
     def try_out(self) -> bool:
         """Return whether results of every kind are right; may raise CommunicationError and KernelError.
@@ -207,51 +241,21 @@ class Kernel(Protocol):
         Waits for the device, and loads all that is launched later: loading in a step, where a kernel may be waiting for another
         rank, could block for ever.
         """
+        raise NotImplementedError
+
+    def _launch(self, call: Call, stream: int, *arguments: Any) -> None:
+        """Launch one call on a stream that follows the earlier ones. Raises KernelError.
+
+        arguments: of the launcher, before the workspace's.
+        """
+        workspace, name = self.workspace, f"p3d_{self.key}"
+        shared = (workspace.staging, workspace.pads, workspace.state, workspace.report)
+        limits, launch = (self.half_bytes, int(workspace.limit_s * 1e9)), (call.blocks, workspace.device.index, stream)
+        status = getattr(workspace.library, name)(*arguments, *shared, *limits, *launch)
+        check(workspace.library, name, status)
 
 
-K = TypeVar("K", bound=Kernel)
-
-
-def open_kernel(
-    groups: ProcessGroups,
-    axis: str,
-    device: torch.device,
-    key: str,
-    num_bytes: int,
-    make: Callable[[SymmetricWorkspace], K],
-    limit_s: float,
-    noun: str,
-    instead: str,
-) -> K | None:
-    """Make the kernel of a key and try it out; None, with one warning that says why, unless every group of the world can
-    have it.
-
-    - axis: of the topology, along which ranks call it; noun: what each of them holds.
-    - limit_s: how long a call waits for a peer.
-    - instead: what the backend does without the kernel.
-
-    Collective over the world.
-    """
-    if getattr(groups, axis).size == 1:
-        return None
-    reason = check_axis(groups, axis, device, noun, check_kernels, check_ranks)
-    workspace = open_workspace(groups, axis, device, key, num_bytes, limit_s) if reason is None else None
-    if workspace is not None:
-        kernel = make(workspace)
-        if _works_everywhere(kernel, groups.control):
-            return kernel
-        reason = Unavailable("results came out wrong, or not at all, when it was tried", "see what p3d doctor says")
+def warn_unavailable(groups: ProcessGroups, key: str, reason: Unavailable, instead: str) -> None:
+    """Warn on the first rank that a kernel is off. instead: what is done without it, in words."""
     if groups.rank == 0:
-        warnings.warn(f"kernels.{key}: {reason or UNMAPPED}; {groups.backend} {instead} instead", stacklevel=3)
-    return None
-
-
-def _works_everywhere(kernel: Kernel, control: Group) -> bool:
-    """Return whether its results are right on every rank, none of which waits long for them. Collective over the world."""
-    limit_s, kernel.workspace.limit_s = kernel.workspace.limit_s, _TRIAL_LIMIT_S
-    try:
-        works = kernel.try_out()
-    except (CommunicationError, KernelError):
-        works = False
-    kernel.workspace.limit_s = limit_s
-    return everywhere(works, control)
+        warnings.warn(f"kernels.{key}: {reason}; {instead} instead", stacklevel=3)

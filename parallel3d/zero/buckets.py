@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,6 @@ _SMALLEST, _SMALLEST_SHARD = 1 << 20, 1 << 17
 Owners = tuple[int, ...]  # the chunks of the model that hold a copy
 
 
-class Cut(NamedTuple):
-    """Places of consecutive parameters in one flat buffer of `numel` elements: parameter `first + k` starts at `offsets[k]`."""
-
-    first: int
-    offsets: tuple[int, ...]
-    numel: int
-
-
 @dataclass(frozen=True)
 class Kind:
     """Properties that all parameters of a bucket share.
@@ -49,12 +41,17 @@ class Kind:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The parameters of one bucket, all of one kind and with the same owners, and where each starts in `numel` elements."""
+    """The parameters of one bucket, all of one kind and with the same owners, and where each starts in `numel` elements.
+
+    num_shards: the number of equal parts, each of which one rank updates.
+    """
 
     kind: Kind
     infos: tuple[ParameterInfo, ...]
     offsets: tuple[int, ...]
     numel: int
+    policy: ZeroPolicy
+    num_shards: int
 
     @property
     def owners(self) -> Owners:
@@ -66,52 +63,59 @@ class BucketLayout:
         """Number of elements of each parameter."""
         return tuple(info.parameter.numel() for info in self.infos)
 
-    def is_transient(self, policy: ZeroPolicy, num_shards: int) -> bool:
+    @property
+    def shard_numel(self) -> int:
+        """Number of elements that one rank updates, padding included."""
+        return self.numel // self.num_shards
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the weights that the layers compute with."""
+        return self.policy.weight_dtype or self.kind.dtype
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype of the weights that the optimizer updates."""
+        return self.policy.master_dtype(self.kind.dtype)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are accumulated."""
+        return self.policy.accumulator_dtype(self.kind.dtype)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the parameters keep their own storage, and are their own masters."""
+        return self.num_shards == 1 and self.weight_dtype == self.master_dtype
+
+    @property
+    def is_transient(self) -> bool:
         """Whether its gradients pass through a buffer of several buckets, and only a shard of them is kept.
 
         Not those of a shared parameter: they come from several chunks, and are reduced once, when all have run.
         """
-        return policy.reduce_per_micro_batch and num_shards > 1 and len(self.owners) == 1
+        return self.policy.reduce_per_micro_batch and self.num_shards > 1 and len(self.owners) == 1
 
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def cut_buckets(sizes: Sequence[int], bucket_size: int, num_shards: int = 1) -> list[Cut]:
-    """Cut parameters of these numbers of elements, in order, into buckets of at most `bucket_size` elements.
-
-    A bucket holds no more than 1/16 of a shard of all, so that buffers of a bucket's size don't count, though 2^20 elements,
-    and 2^17 of each shard, in any case. A parameter is never cut: one that is larger than a bucket has its own. Parameters
-    are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
-    """
-    smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
-    limit = min(bucket_size, max(smallest, -(-sum(sizes) // (_PARTS * num_shards))))
-    cuts: list[Cut] = []
-    first, offsets, end = 0, [0] * 0, 0
-    for k, size in enumerate(sizes):
-        if offsets and end + size > limit:
-            cuts.append(Cut(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
-            first, offsets, end = k, [], 0
-        offsets.append(end)
-        end += _round_up(size, ALIGNMENT)
-    if offsets:
-        cuts.append(Cut(first, tuple(offsets), _round_up(end, num_shards * ALIGNMENT)))
-    return cuts
-
-
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
     """The part of one parameter that the optimizer updates on this rank: `master`, with its gradient in `gradient`.
 
-    Without partitioning it is the whole parameter, in its shape; else the flat part of it that lies in the shard, which begins
-    at `start` in the flat parameter.
+    Without partitioning it is the whole parameter, in its shape; else the flat part of it that lies in the shard.
+
+    - start: where it begins in the flat parameter.
+    - place: where it begins in the bucket's flat buffers.
     """
 
     info: ParameterInfo
     master: nn.Parameter
     gradient: Tensor
-    start: int = 0
+    start: int
+    place: int
 
 
 class Bucket:
@@ -121,24 +125,19 @@ class Bucket:
     accumulator, [numel], None where a transient one stands in for each reduction; gradient_shard: [numel / partition].
     """
 
-    def __init__(self, layout: BucketLayout, policy: ZeroPolicy, partition: Group, rank: int):
+    def __init__(self, layout: BucketLayout, partition: Group, rank: int):
         self.infos, self.offsets, self.sizes = layout.infos, layout.offsets, layout.sizes
         self.numel, self.kind, self.owners = layout.numel, layout.kind, layout.owners
         self.parameters = tuple(info.parameter for info in self.infos)
         self.partition = partition
-        built = self.kind.dtype
         self.device = self.parameters[0].device
-        self.gradient_dtype = policy.accumulator_dtype(built)
-        size = layout.numel // partition.size
-        start = partition.ranks.index(rank) * size
-        self.shard = slice(start, start + size)
-        self.weights, self.master = self._place_weights(policy.weight_dtype or built, policy.master_dtype(built))
-        if layout.is_transient(policy, partition.size):
-            self.gradients = None
-            self.gradient_shard = torch.zeros(size, dtype=self.gradient_dtype, device=self.device)
-        else:
-            self.gradients = torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.device)
-            self.gradient_shard = self.gradients[self.shard]
+        self.gradient_dtype = layout.gradient_dtype
+        start = partition.ranks.index(rank) * layout.shard_numel
+        self.shard = slice(start, start + layout.shard_numel)
+        self.weights, self.master = self._place_weights(layout)
+        zeros = partial(torch.zeros, dtype=self.gradient_dtype, device=self.device)
+        self.gradients = None if layout.is_transient else zeros(self.numel)
+        self.gradient_shard = zeros(layout.shard_numel) if self.gradients is None else self.gradients[self.shard]
         # Whether gradient_shard is zero since the last step.
         self.is_cleared = False
         self.pieces = self._cut_pieces()
@@ -146,38 +145,32 @@ class Bucket:
         self._versions = {piece: piece.info.parameter._version for piece in self.pieces}
 
     def view(self, flat: Tensor, k: int) -> Tensor:
-        """Parameter k's part of a flat buffer of the bucket, in its shape."""
+        """Return parameter k's part of a flat buffer of the bucket, in its shape."""
         parameter = self.infos[k].parameter
         return flat[self.offsets[k] : self.offsets[k] + self.sizes[k]].view(parameter.shape)
 
     def clear_all_but(self, flat: Tensor, kept: Set[int]) -> None:
         """Zero a flat buffer of the bucket, padding included, but for the parts of these parameters."""
-        end = 0
-        for start, stop in [
-            *((self.offsets[k], self.offsets[k] + self.sizes[k]) for k in sorted(kept)),
-            (self.numel, 0),
-        ]:
+        end, places = 0, [(self.offsets[k], self.sizes[k]) for k in sorted(kept)]
+        for start, size in (*places, (self.numel, 0)):
             if end < start:
                 flat[end:start].zero_()
-            end = stop
+            end = start + size
 
     @torch.no_grad()
-    def _place_weights(
-        self, weight_dtype: torch.dtype, master_dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _place_weights(self, layout: BucketLayout) -> tuple[Tensor | None, Tensor | None]:
         """Move the parameters into a flat buffer; returns it and the master shard, which may be a part of it.
 
-        Without a partition and in the master's dtype they stay where they are, and are their own masters: (None, None).
-        Masters are made of the values as built, before any rounding to the weights' dtype.
+        Both are None where the parameters stay where they are, and are their own masters. Masters are made of the values as
+        built, before any rounding to the weights' dtype.
         """
-        if self.partition.size == 1 and weight_dtype == master_dtype:
+        if layout.is_in_place:
             return None, None
-        masters = torch.zeros(self.numel, dtype=master_dtype, device=self.device)
+        masters = torch.zeros(self.numel, dtype=layout.master_dtype, device=self.device)
         for k, info in enumerate(self.infos):
             self.view(masters, k).copy_(info.parameter)
-        weights = masters.to(weight_dtype)
-        for k, info in enumerate(self.infos):
-            info.parameter.data = self.view(weights, k)
+        weights = masters.to(layout.weight_dtype)
+        self._point_to(weights)
         master = masters[self.shard]
         return weights, master.clone() if weights is not masters else master
 
@@ -186,18 +179,15 @@ class Bucket:
         for k, info in enumerate(self.infos):
             if self.master is None:
                 assert self.gradients is not None, "an unpartitioned bucket accumulates in place"
-                pieces.append(ParameterShard(info, info.parameter, self.view(self.gradients, k)))
+                pieces.append(ParameterShard(info, info.parameter, self.view(self.gradients, k), 0, self.offsets[k]))
                 continue
-            start = max(self.offsets[k], self.shard.start) - self.shard.start
-            stop = min(self.offsets[k] + self.sizes[k], self.shard.stop) - self.shard.start
-            if start >= stop:
+            place, end = max(self.offsets[k], self.shard.start), min(self.offsets[k] + self.sizes[k], self.shard.stop)
+            if place >= end:
                 continue
-            part, gradient = self.master[start:stop], self.gradient_shard[start:stop]
-            if self.partition.size == 1:
-                part, gradient = part.view(info.parameter.shape), gradient.view(info.parameter.shape)
-            pieces.append(
-                ParameterShard(info, nn.Parameter(part), gradient, max(0, self.shard.start - self.offsets[k]))
-            )
+            own = slice(place - self.shard.start, end - self.shard.start)
+            shape = info.parameter.shape if self.partition.size == 1 else (-1,)
+            master, gradient = nn.Parameter(self.master[own].view(shape)), self.gradient_shard[own].view(shape)
+            pieces.append(ParameterShard(info, master, gradient, place - self.offsets[k], place))
         return pieces
 
     @property
@@ -225,11 +215,6 @@ class Bucket:
                 gradient = piece.gradient.to(piece.master.dtype)
                 piece.master.grad = gradient if factor is None or in_place else gradient.mul_(factor)
 
-    def drop_gradients(self) -> None:
-        """Take the gradients back from the optimizer: in the masters' dtype, they may be copies."""
-        for piece in self.pieces:
-            piece.master.grad = None
-
     @torch.no_grad()
     def follow_weights(self) -> None:
         """Take over what others have written into the weights, as load_state_dict does: the next step would undo it."""
@@ -241,27 +226,24 @@ class Bucket:
                 self._versions[piece] = version
                 piece.master.copy_(self.weights_of(piece))
 
-    def place_of(self, piece: ParameterShard) -> int:
-        """Where a piece begins in the bucket's flat buffers."""
-        assert self.master is not None
-        start: int = self.shard.start
-        return start + int(piece.master.storage_offset()) - int(self.master.storage_offset())
-
     @torch.no_grad()
     def move_weights(self, memory: Tensor) -> None:
         """Hold the weights in other memory, [numel] in their dtype; for masters of their own."""
         assert self.weights is not None
         self.weights = memory.copy_(self.weights)
-        for k, info in enumerate(self.infos):
-            info.parameter.data = self.view(self.weights, k)
+        self._point_to(self.weights)
+
+    def _point_to(self, weights: Tensor) -> None:
+        """Let the parameters be views of a flat buffer."""
+        for k, parameter in enumerate(self.parameters):
+            parameter.data = self.view(weights, k)
 
     def weights_of(self, piece: ParameterShard) -> Tensor:
         """Return the weights that the layers compute with, in the master's shape; the master itself if they are the same."""
         if not self.has_own_master:
             return piece.master.detach()
         assert self.weights is not None
-        start = self.place_of(piece)
-        return self.weights[start : start + piece.master.numel()].view(piece.master.shape)
+        return self.weights[piece.place : piece.place + piece.master.numel()].view(piece.master.shape)
 
     def check_place(self) -> None:
         """Raise ExecutionError for a parameter that was given memory of its own, which nothing updates."""
@@ -315,20 +297,45 @@ def by_owners(parameters: Sequence[ParameterInfo]) -> dict[Owners, list[Paramete
 
 
 def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> list[BucketLayout]:
-    """Cut parameters of the same owners, in the order given, into buckets of one kind each."""
+    """Cut parameters of the same owners, in the order given, into buckets of one kind each.
+
+    A bucket has at most policy.bucket_size elements, and no more than 1/16 of a shard of its kind, so that buffers of a
+    bucket's size don't count, though 2^20 elements, and 2^17 of each shard, in any case. A parameter is never cut: one that is
+    larger than a bucket has its own. Parameters are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
+    """
     kinds: dict[Kind, list[ParameterInfo]] = {}
     for info in infos:
         parameter = info.parameter
         partial_over = getattr(parameter, "partial_over", None)
         kind = Kind(parameter.dtype, slicing_of(parameter) is not None, partial_over)
         kinds.setdefault(kind, []).append(info)
-    layouts = []
-    for kind, alike in kinds.items():
-        for first, offsets, numel in cut_buckets([i.parameter.numel() for i in alike], policy.bucket_size, num_shards):
-            layouts.append(BucketLayout(kind, tuple(alike[first : first + len(offsets)]), offsets, numel))
-    return layouts
+    return [layout for kind, alike in kinds.items() for layout in _cut(kind, alike, policy, num_shards)]
+
+
+def _cut(kind: Kind, infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> Iterator[BucketLayout]:
+    total = sum(info.parameter.numel() for info in infos)
+    smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
+    limit = min(policy.bucket_size, max(smallest, -(-total // (_PARTS * num_shards))))
+    held: list[ParameterInfo] = []
+    offsets: list[int] = []
+    end = 0
+
+    def bucket() -> BucketLayout:
+        numel = _round_up(end, num_shards * ALIGNMENT)
+        return BucketLayout(kind, tuple(held), tuple(offsets), numel, policy, num_shards)
+
+    for info in infos:
+        size = info.parameter.numel()
+        if held and end + size > limit:
+            yield bucket()
+            held, offsets, end = [], [], 0
+        held.append(info)
+        offsets.append(end)
+        end += _round_up(size, ALIGNMENT)
+    if held:
+        yield bucket()
 
 
 def make_buckets(infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int) -> list[Bucket]:
     """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket."""
-    return [Bucket(layout, policy, partition, rank) for layout in lay_out(infos, policy, partition.size)]
+    return [Bucket(layout, partition, rank) for layout in lay_out(infos, policy, partition.size)]

@@ -1,7 +1,11 @@
-"""AdamW's step of a bucket by csrc/adamw.cu: gradients to weights in one pass over memory, on this rank or on all replicas."""
+"""AdamW's step of a bucket by csrc/adamw.cu: gradients to weights in one pass over memory, on this rank or on all replicas.
+
+`open_update_kernels` opens it together with the kernel that reduces gradients.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -9,20 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.peer.symmetric import Unavailable
+from parallel3d.comm.collectives import everywhere
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.peer.symmetric import Unavailable, first_unavailable
+from parallel3d.config import KernelsConfig
 from parallel3d.errors import ConfigError
-from parallel3d.kernels import adamw
 from parallel3d.kernels.library import addresses, check, load_library
-from parallel3d.kernels.shared_weights import SharedWeights
-from parallel3d.kernels.workspace import DTYPES
-from parallel3d.zero.buckets import Bucket, ParameterShard
+from parallel3d.kernels.reduce_scatter import ReduceScatter
+from parallel3d.kernels.workspace import (
+    DTYPES,
+    VECTOR_BYTES,
+    SymmetricWorkspace,
+    buffer_bytes,
+    check_kernels,
+    open_workspace,
+    warn_unavailable,
+)
+from parallel3d.zero.buckets import Bucket
+
+_MAX_BLOCKS = 128
+MAX_GROUPS = 32  # of parameters; csrc/adamw.cuh
 
 
 @dataclass
 class _Laid:
-    """Where a bucket's pieces are, in device memory. known: what it was made of, as addresses."""
+    """Where the parts of a bucket that are stepped lie, one for each piece.
 
-    known: list[int]
+    - rows: for each part the numbers of csrc/adamw.cuh's Part: addresses of the master, the gradient, its averages and the
+      number of the step; its size, its place in the bucket's weights, the vectors of all parts up to it, its parameter group.
+    - table: the rows on the device, int64 [parts, 9].
+    - vectors: of all parts; each has 16 bytes of weights.
+    - steps: the number of the step of each part, fp32, on the device.
+    """
+
+    rows: list[list[int]]
     table: Tensor
     vectors: int
     steps: list[Tensor]
@@ -31,30 +55,31 @@ class _Laid:
 class FusedAdamW:
     """Steps the pieces of buckets as torch's fused Adam or AdamW would, whose state it keeps.
 
-    shared: the weights of these buckets, by their places in it, which are then written on every replica; None to write this
-    rank's alone. Raises KernelError.
+    - workspace: has the weights that are written on every replica; None to write this rank's alone.
+    - shared: bucket -> addresses of its weights on every replica.
+
+    Raises KernelError.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        shared: SharedWeights | None = None,
-        places: Mapping[Bucket, int] | None = None,
+        workspace: SymmetricWorkspace | None = None,
+        shared: Mapping[Bucket, Sequence[int]] | None = None,
     ):
-        library = load_library()
-        assert library is not None, "checked before by check_kernels"
-        self._library, self._optimizer, self._device = library, optimizer, device
-        self._shared, self._places = shared, places or {}
+        self._library, self._optimizer, self._device = load_library(), optimizer, device
+        self._workspace = workspace
+        self._shared = {bucket: addresses(places) for bucket, places in (shared or {}).items()}
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._laid: dict[Bucket, _Laid] = {}
 
     def writes_peers(self, bucket: Bucket) -> bool:
-        """Whether the bucket, once stepped, need not be gathered."""
-        return self._shared is not None and bucket in self._places
+        """Return whether a step writes the bucket's weights on every replica, so that they need not be gathered."""
+        return bucket in self._shared
 
     def takes(self, bucket: Bucket) -> bool:
-        """Whether it steps the bucket: its weights are rounded from fp32 masters, and its gradients are fp32 or as these."""
+        """Return whether it steps the bucket: weights rounded from fp32 masters, gradients in fp32 or the weights' dtype."""
         if not bucket.has_own_master or bucket.device.type != "cuda":
             return False
         assert bucket.weights is not None
@@ -63,7 +88,7 @@ class FusedAdamW:
         return bucket.master.dtype == torch.float32 and bucket.gradient_dtype in (torch.float32, bucket.weights.dtype)
 
     def clears(self, bucket: Bucket) -> bool:
-        """Whether a step leaves the gradient shard zero: it is one of its own, and the optimizer has all that is in it."""
+        """Return whether a step leaves the gradient shard zero: of its own memory, all of which the optimizer holds."""
         return bucket.gradients is None and all(piece.master in self._group_of for piece in bucket.pieces)
 
     @torch.no_grad()
@@ -81,76 +106,72 @@ class FusedAdamW:
         steps = [step for _, its in laid for step in its.steps]
         if steps:
             torch._foreach_add_(steps, 1 if skip is None else (~skip).float())
+        groups = self._optimizer.param_groups
         divisor = None if divisor is None else divisor.double()
-        settings = adamw.numbers([_settings(group) for group in self._optimizer.param_groups])
+        scalars = [None if scalar is None else scalar.data_ptr() for scalar in (divisor, skip)]
+        rule = (settings_array(groups), len(groups), *scalars)
         common = [bucket for bucket in buckets if self.writes_peers(bucket)]
         for bucket, its in laid:
             meets = bool(common) and bucket is common[0], bool(common) and bucket is common[-1]
-            self._launch(bucket, its, settings, divisor, skip, meets)
+            self._launch(bucket, its, rule, meets)
 
-    def _launch(
-        self,
-        bucket: Bucket,
-        laid: _Laid,
-        settings: Any,
-        divisor: Tensor | None,
-        skip: Tensor | None,
-        meets: tuple[bool, bool],
-    ) -> None:
+    def _launch(self, bucket: Bucket, laid: _Laid, rule: tuple[Any, ...], meets: tuple[bool, bool]) -> None:
+        """Launch the step of one bucket.
+
+        - rule: settings of the groups, their number, addresses of divisor and skip.
+        - meets: whether the replicas meet before it and after it.
+        """
         assert bucket.weights is not None
-        shared = self._shared
-        if shared is None or bucket not in self._places:
+        workspace, weights = self._workspace, self._shared.get(bucket)
+        if workspace is None or weights is None:
             world, index, weights = 1, 0, addresses([bucket.weights.data_ptr()])
             peers: tuple[Any, ...] = (None, None, None, 0)
             stream = torch.cuda.current_stream(self._device).cuda_stream
         else:
-            workspace, place = shared.workspace, self._places[bucket]
             world, index = workspace.group.size, workspace.group.index
-            weights = addresses([shared.address(place, rank) for rank in range(world)])
-            peers = workspace.pads, workspace.state, workspace.report, workspace.limit_ns
+            peers = workspace.pads, workspace.state, workspace.report, int(workspace.limit_s * 1e9)
             stream = workspace.follow()
-        status = self._library.p3d_adamw(
-            DTYPES[bucket.weights.dtype],
-            bucket.gradient_dtype != bucket.weights.dtype,
-            world,
-            index,
-            laid.table.data_ptr(),
-            laid.vectors,
-            settings,
-            len(self._optimizer.param_groups),
-            None if divisor is None else divisor.data_ptr(),
-            None if skip is None else skip.data_ptr(),
-            bucket.gradients is None,
-            weights,
-            *meets,
-            *peers,
-            adamw.MAX_BLOCKS,
-            self._device.index,
-            stream,
-        )
+        # In the groups of kernels/library.py's comment.
+        kind = (DTYPES[bucket.weights.dtype], bucket.gradient_dtype != bucket.weights.dtype, world, index)
+        parts = (laid.table.data_ptr(), laid.vectors)
+        launch = (_MAX_BLOCKS, self._device.index, stream)
+        clear = bucket.gradients is None
+        status = self._library.p3d_adamw(*kind, *parts, *rule, clear, weights, *meets, *peers, *launch)
         check(self._library, "p3d_adamw", status)
 
     def _lay_out(self, bucket: Bucket, untouched: Set[nn.Parameter]) -> _Laid:
-        """Made anew where a tensor has moved, as when a checkpoint is loaded."""
-        stepped = [piece for piece in bucket.pieces if piece.master in self._group_of]
-        parts = [self._part(bucket, piece) for piece in stepped if piece.info.parameter not in untouched]
-        known = [t.data_ptr() for p in parts for t in (p.master, p.gradient, p.average, p.square_average, p.step)]
+        """Return where the parts to step are; made anew where a tensor has moved, as when a checkpoint is loaded."""
+        assert bucket.weights is not None
+        rows, steps, end = [], [], 0
+        for piece in bucket.pieces:
+            master = piece.master
+            if master not in self._group_of or piece.info.parameter in untouched:
+                continue
+            state = self._state_of(master)
+            tensors = (master, piece.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"])
+            end += -(-master.numel() * bucket.weights.itemsize // VECTOR_BYTES)
+            rows.append([*(t.data_ptr() for t in tensors), master.numel(), piece.place, end, self._group_of[master]])
+            steps.append(state["step"])
         laid = self._laid.get(bucket)
-        if laid is None or laid.known != known:
-            assert bucket.weights is not None
-            table, vectors = adamw.table(parts, bucket.weights.itemsize)
-            on_device = table.pin_memory().to(self._device, non_blocking=True)
-            laid = self._laid[bucket] = _Laid(known, on_device, vectors, [part.step for part in parts])
+        if laid is None or laid.rows != rows:
+            table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+            laid = self._laid[bucket] = _Laid(rows, table, end, steps)
         return laid
 
-    def _part(self, bucket: Bucket, piece: ParameterShard) -> adamw.Part:
-        state, master = self._optimizer.state[piece.master], piece.master
+    def _state_of(self, master: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._optimizer.state[master]
         if not state:  # as torch's fused optimizer begins
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-        place = bucket.place_of(piece)
-        group = self._group_of[master]
-        return adamw.Part(master, piece.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], place, group)
+        return state
+
+
+def settings_array(groups: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the settings of torch's parameter groups as an array for C, in the order of csrc/adamw.cuh."""
+    flat: list[float] = []
+    for group in groups:
+        flat += [group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["decoupled_weight_decay"]]
+    return (ctypes.c_double * len(flat))(*flat)
 
 
 def check_adam(optimizer: torch.optim.Optimizer) -> Unavailable | None:
@@ -168,16 +189,65 @@ def check_adam(optimizer: torch.optim.Optimizer) -> Unavailable | None:
                 return Unavailable(f"{name} has {key}=True", f"drop {key}")
         if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
             return Unavailable(f"{name} has lr or betas in tensors", "give numbers")
-    most = adamw.MAX_GROUPS
-    if len(optimizer.param_groups) > most:
-        return Unavailable(f"{name} has {len(optimizer.param_groups)} parameter groups", f"use at most {most}")
+    if (number := len(optimizer.param_groups)) > MAX_GROUPS:
+        return Unavailable(f"{name} has {number} parameter groups", f"use at most {MAX_GROUPS}")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return Unavailable(f"{name} has step hooks, which would see no gradients", "remove them")
     return None
 
 
-def _settings(group: Mapping[str, Any]) -> adamw.Settings:
-    beta1, beta2 = group["betas"]
-    return adamw.Settings(
-        group["lr"], (beta1, beta2), group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
-    )
+def open_update_kernels(
+    optimizer: torch.optim.Optimizer,
+    buckets: Sequence[Bucket],
+    groups: ProcessGroups,
+    device: torch.device,
+    config: KernelsConfig,
+) -> FusedAdamW | None:
+    """Open the configured kernels that can run on every rank; warn why the others can't. Collective over the world.
+
+    Returns the kernel that updates buckets, if there is one; the reduce-scatter is opened in the group of replicas.
+    optimizer: must hold the buckets' masters already. The weights of buckets move into shared memory where replicas share them.
+    """
+    steps, reduces = config.optimizer_step, config.reduce_scatter
+    partitioned = groups.data.size > 1 and (steps or reduces)
+    partitioned = partitioned and everywhere(all(b.partition.size > 1 for b in buckets), groups.control)
+    if reduces and groups.data.size > 1 and not partitioned:
+        unsharded = Unavailable("nothing is partitioned", "set zero_optimization.stage to 1 or 2")
+        warn_unavailable(groups, ReduceScatter.key, unsharded, f"{groups.backend} {ReduceScatter.instead}")
+    groups.data.use_reduce_scatter(ReduceScatter.open(groups, device) if reduces and partitioned else None)
+    if not steps:
+        return None
+    reason = check_kernels(device) or check_adam(optimizer) or _check_masters(buckets)
+    if (first := first_unavailable(reason if buckets else None, groups.control)) is not None:
+        warn_unavailable(groups, "optimizer_step", first, "torch updates weights")
+        return None
+    workspace, shared = _share(buckets, groups, device) if partitioned else (None, {})
+    return FusedAdamW(optimizer, device, workspace, shared) if buckets else None
+
+
+def _share(
+    buckets: Sequence[Bucket], groups: ProcessGroups, device: torch.device
+) -> tuple[SymmetricWorkspace | None, dict[Bucket, list[int]]]:
+    """Move the weights into memory that all replicas map, and return it with each bucket's addresses on every replica.
+
+    Returns (None, {}), with a warning that says why, if something prevents it on any rank. Collective over the world.
+    """
+    weights = {b: b.weights for b in buckets if b.has_own_master and b.weights is not None}
+    lengths = [tensor.nbytes for tensor in weights.values()]
+    workspace = open_workspace(groups, "data", device, "replicas", "optimizer_step", buffer_bytes(lengths))
+    if isinstance(workspace, Unavailable):
+        warn_unavailable(groups, "optimizer_step", workspace, f"{groups.backend} gathers weights")
+        return None, {}
+    shared = {}
+    for (bucket, tensor), (memory, places) in zip(weights.items(), workspace.buffers(lengths), strict=True):
+        bucket.move_weights(memory.view(tensor.dtype))
+        shared[bucket] = places
+    torch.cuda.synchronize(device)
+    everywhere(True, groups.control)  # no peer writes before the move is done
+    return workspace, shared
+
+
+def _check_masters(buckets: Sequence[Bucket]) -> Unavailable | None:
+    if any(bucket.has_own_master for bucket in buckets):
+        return None
+    return Unavailable("weights are their own masters", "set bf16.enabled or fp16.enabled")

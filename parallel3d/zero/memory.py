@@ -54,7 +54,7 @@ def predict_state(
     moments: int = 2,
     early: Collection[nn.Parameter] = (),
 ) -> StateBytes:
-    """Model state of a rank with these parameters, as built, on `data_size` replicas (arXiv:1910.02054, section 3).
+    """Predict the model state of a rank with these parameters, as built, on `data_size` replicas (arXiv:1910.02054, section 3).
 
     moments: elements of optimizer state per element, 2 for Adam. With bf16 weights and fp32 accumulators, d replicas and
     P parameters that is 2P + 4P + 12P/d for stage 1, and 2P + 16P/d for stage 2 with a reduction per micro-batch.
@@ -62,20 +62,17 @@ def predict_state(
     """
     total = StateBytes()
     passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
-    shards = policy.num_shards(data_size)
     for layout in _layouts(parameters, policy, data_size):
-        built, padded, shard = layout.kind.dtype, layout.numel, layout.numel // shards
-        weight, master = policy.weight_dtype or built, policy.master_dtype(built)
-        accumulator, transient = policy.accumulator_dtype(built), layout.is_transient(policy, shards)
-        in_place = shards == 1 and weight == master
+        padded, shard = layout.numel, layout.shard_numel
+        weight, master, accumulator = layout.weight_dtype, layout.master_dtype, layout.gradient_dtype
         total += StateBytes(
-            weights=(sum(layout.sizes) if in_place else padded) * weight.itemsize,
-            gradients=(shard if transient else padded) * accumulator.itemsize,
+            weights=(sum(layout.sizes) if layout.is_in_place else padded) * weight.itemsize,
+            gradients=(shard if layout.is_transient else padded) * accumulator.itemsize,
             masters=shard * master.itemsize if weight != master else 0,
             optimizer=moments * shard * master.itemsize,
             update=shard * master.itemsize if accumulator != master else 0,
         )
-        if transient:
+        if layout.is_transient:
             is_early = any(info.parameter in early for info in layout.infos)
             passing.setdefault(accumulator, []).append((padded, is_early))
     return total + StateBytes(transient=sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items()))
@@ -87,61 +84,59 @@ def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size:
 
 
 def _buffers(buckets: Sequence[tuple[int, bool]]) -> int:
-    """Elements of the TransientBuffers that buckets of these sizes need: as many as fill at once, two at least."""
+    """Return the elements of the TransientBuffers that buckets of these sizes need: as many as fill at once, two at least."""
     early = sum(is_early for _, is_early in buckets)
     count = max(2, early + (early < len(buckets)))
     return count * max(numel for numel, _ in buckets)
 
 
 def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2) -> int:
-    """Bytes that a rank reads and writes from reduced gradients to updated weights, before these are gathered.
+    """Return the bytes that a rank reads and writes from reduced gradients to updated weights, before these are gathered.
 
     Gradients are read for the norm and for the step, which writes them back clipped, as torch's fused kernels do; masters
     and optimizer state are read and written; weights, where they are no masters themselves, are written.
     """
     total = 0
     for layout in _layouts(parameters, policy, data_size):
-        built = layout.kind.dtype
-        weight, master = policy.weight_dtype or built, policy.master_dtype(built)
-        each = 3 * policy.accumulator_dtype(built).itemsize + 2 * (1 + moments) * master.itemsize
+        weight, master = layout.weight_dtype, layout.master_dtype
+        each = 3 * layout.gradient_dtype.itemsize + 2 * (1 + moments) * master.itemsize
         each += weight.itemsize if weight != master else 0
-        total += each * layout.numel // policy.num_shards(data_size)
+        total += each * layout.shard_numel
     return total
 
 
 def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> int:
-    """Copies of gradients in the dtype that they are reduced in, which are kept until all reductions are waited for."""
+    """Return the bytes of gradients' copies in the dtype of reductions, which are kept until all reductions are done."""
     sent = policy.communication_dtype
     if sent is None:
         return 0
     layouts = _layouts(parameters, policy, data_size)
-    return sent.itemsize * sum(a.numel for a in layouts if sent != policy.accumulator_dtype(a.kind.dtype))
+    return sent.itemsize * sum(a.numel for a in layouts if sent != a.gradient_dtype)
 
 
 def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> tuple[int, int]:
-    """Elements that a rank's optimizer updates, and those of the largest tensor among them on any replica.
+    """Return how many elements a rank's optimizer updates, and how many the largest of its tensors has on any replica.
 
     Its tensors are parameters, or the parts of them that lie in one shard.
     """
     total = largest = 0
     for layout in _layouts(parameters, policy, data_size):
-        shard = layout.numel // policy.num_shards(data_size)
-        total += shard
+        total += layout.shard_numel
         for start, size in zip(layout.offsets, layout.sizes, strict=True):
-            largest = max(largest, _largest_part(start, start + size, shard))
+            largest = max(largest, _largest_part(start, start + size, layout.shard_numel))
     return total, largest
 
 
 def _largest_part(start: int, stop: int, shard: int) -> int:
-    """Elements of the largest part of [start, stop) that lies in one shard."""
+    """Return the size of the largest part of [start, stop) that lies in one shard."""
     first, last = (start // shard + 1) * shard, (stop - 1) // shard * shard
     if first >= stop:
         return stop - start
     return shard if first < last else max(first - start, stop - first)
 
 
-# Tensors of an element's own size that torch's optimizers keep for each; others depend on their settings.
-_MOMENTS = {
+# Elementwise optimizers, and the tensors of an element's own size that they keep for each, whatever their settings.
+MOMENTS = {
     "ASGD": 1,
     "Adadelta": 2,
     "Adagrad": 1,
@@ -151,21 +146,20 @@ _MOMENTS = {
     "Lion": 1,
     "NAdam": 2,
     "RAdam": 2,
+    "RMSprop": 1,
+    "Rprop": 2,
+    "SGD": 0,
 }
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """Elements of state that an optimizer keeps per element, by its class and its settings; None where that isn't known."""
-    name, settings = type(optimizer).__name__, optimizer.defaults
-    if name == "SGD":
-        return int(settings["momentum"] != 0)
-    if name == "RMSprop":
-        return 1 + bool(settings["centered"]) + bool(settings["momentum"])
-    known = _MOMENTS.get(name)
-    return None if known is None else known + bool(settings.get("amsgrad", False))
+    """Return how many elements of state an optimizer keeps per element; None where that isn't known."""
+    known = MOMENTS.get(type(optimizer).__name__)
+    more = sum(bool(optimizer.defaults.get(key)) for key in ("amsgrad", "centered", "momentum"))
+    return None if known is None else known + more
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind these tensors, each counted once."""
+    """Return the bytes of these tensors' storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -14,25 +16,13 @@ from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.fused_adamw import FusedAdamW
-from parallel3d.zero.memory import bytes_of
+from parallel3d.zero.memory import MOMENTS, bytes_of
 
 # An elementwise optimizer updates each element from that element's own history, so that a shard is as good as the whole.
 # Other classes say so by a class attribute `elementwise = True`.
-_ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+_ELEMENTWISE = tuple(getattr(torch.optim, name) for name in MOMENTS if hasattr(torch.optim, name))
 # Norms of tensors, sums over rows and columns, products of matrices: of a shard they are others.
-_WHOLE_TENSOR = tuple(cls for cls in (getattr(torch.optim, name, None) for name in ("Adafactor", "Muon")) if cls)
+_WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
 # Those whose fused kernels divide the gradients and look at a flag (torch's protocol with its GradScaler). Not SGD: when
 # its first step is skipped, the momentum is never initialized.
 _SCALING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -68,7 +58,13 @@ class ShardedOptimizer:
                 masters[piece.info.parameter].append(piece.master)
             _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
-            group["params"] = [master for p in group["params"] for master in _masters_of(p, masters)]
+            for parameter in group["params"]:
+                if parameter not in masters:
+                    raise ConfigError(
+                        f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's; make it "
+                        "from model.parameters()"
+                    )
+            group["params"] = [master for parameter in group["params"] for master in masters[parameter]]
         self._fused = open_kernel(self.buckets) if open_kernel is not None else None
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
@@ -76,11 +72,11 @@ class ShardedOptimizer:
         self._bucket_of = {info.parameter: bucket for bucket in self.buckets for info in bucket.infos}
 
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state tensors on this rank."""
+        """Return the bytes of the optimizer's state tensors on this rank."""
         return bytes_of(t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
 
     def takes_scale(self) -> bool:
-        """Whether the optimizer's kernels themselves divide gradients and skip an overflow, in the pass they make anyway."""
+        """Return whether the optimizer's kernels divide gradients and skip an overflow, in the pass they make anyway."""
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         return fused and isinstance(self.optimizer, _SCALING) and hasattr(self.optimizer, "_step_supports_amp_scaling")
 
@@ -97,20 +93,23 @@ class ShardedOptimizer:
             factor = divisor.reciprocal()
         if overflow is not None:
             optimizer.found_inf = overflow.float()
-        self._wait_for_gathers()
+        for work in self._gathers.values():  # of weights that were not used since
+            work.wait()
+        self._gathers.clear()
         fused = self._fused
         ours = [bucket for bucket in self.buckets if fused is not None and fused.takes(bucket)]
         others = [bucket for bucket in self.buckets if bucket not in ours]
         for bucket in self.buckets:
             bucket.check_place()
-            bucket.follow_weights()
+        self.follow_weights()
         for bucket in others:
             bucket.assign_gradients(untouched, factor)
         optimizer.step()  # of what has gradients
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
         for bucket in others:
-            bucket.drop_gradients()
+            for piece in bucket.pieces:
+                piece.master.grad = None  # in the masters' dtype, it may be a copy
             bucket.write_back()
         if fused is not None and ours:
             fused.step(ours, untouched, divisor, overflow)
@@ -140,12 +139,6 @@ class ShardedOptimizer:
                 if self._on_gather is not None:
                     self._on_gather(bucket.owners, number, work)
 
-    def _wait_for_gathers(self) -> None:
-        """Wait for gathers of weights that were not used since."""
-        for work in self._gathers.values():
-            work.wait()
-        self._gathers.clear()
-
     def wait_for_module(self, module: nn.Module) -> None:
         """Return (CUDA: let the stream go on) when the weights of the module are gathered."""
         if not self._gathers:
@@ -158,26 +151,16 @@ class ShardedOptimizer:
                 work.wait()
 
 
-def _masters_of(parameter: Any, masters: Mapping[nn.Parameter, list[nn.Parameter]]) -> list[nn.Parameter]:
-    if parameter not in masters:
-        raise ConfigError(
-            f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's; make it from "
-            "model.parameters()"
-        )
-    return masters[parameter]
-
-
 def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
     """Cut what the optimizer holds of the parameters already, as Adagrad does from the start, into that of their pieces."""
-    parameters = [info.parameter for info in bucket.infos]
-    whole = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
     for piece in bucket.pieces:
         parameter, master = piece.info.parameter, piece.master
-        if parameter in whole:
-            state = {
-                key: _state_of(key, value, parameter, master, piece.start) for key, value in whole[parameter].items()
-            }
-            optimizer.state[master] = whole[parameter] if master is parameter else state
+        if master is not parameter and parameter in optimizer.state:
+            whole = optimizer.state[parameter].items()
+            optimizer.state[master] = {k: _state_of(k, value, parameter, master, piece.start) for k, value in whole}
+    if bucket.master is not None:
+        for parameter in bucket.parameters:
+            optimizer.state.pop(parameter, None)
 
 
 def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: int) -> Any:
@@ -227,21 +210,15 @@ class StepAgreement:
     """
 
     def __init__(self, infos: Sequence[ParameterInfo], everyone: Sequence[Sequence[str]], control: Group):
-        self._infos = list(infos)
         self._control = control
-        place = {info.name: k for k, info in enumerate(infos)}
-        # For each rank, its parameters that this rank holds too: (bit there, place here).
-        self._shared = [[(bit, place[n]) for bit, n in enumerate(names) if n in place] for names in everyone]
-        self._words = max(1, *((len(names) + 62) // 63 for names in everyone))
+        bits = {name: bit for bit, name in enumerate(sorted({name for names in everyone for name in names}))}
+        self._bits = {info.parameter: bits[info.name] for info in infos}
+        self._words = max(1, -(-len(bits) // 63))
 
     def reach(self, touched: Set[nn.Parameter], flag: bool) -> tuple[set[nn.Parameter], bool]:
-        """This rank's parameters that no rank has touched, and whether any rank set the flag. Collective over `control`."""
-        bits = sum(1 << k for k, info in enumerate(self._infos) if info.parameter in touched)
-        words = [bits >> (63 * w) & (1 << 63) - 1 for w in range(self._words)]
-        anywhere: set[int] = set()
-        rows = all_gather_integers([int(flag), *words], self._control)
-        for (_, *row), shared in zip(rows, self._shared, strict=True):
-            bits = sum(word << (63 * w) for w, word in enumerate(row))
-            anywhere |= {here for bit, here in shared if bits >> bit & 1}
-        untouched = {info.parameter for k, info in enumerate(self._infos) if k not in anywhere}
-        return untouched, any(row[0] for row in rows)
+        """Return this rank's parameters that no rank touched, and whether any set the flag. Collective over `control`."""
+        mask = sum(1 << bit for parameter, bit in self._bits.items() if parameter in touched)
+        words = [mask >> (63 * w) & (1 << 63) - 1 for w in range(self._words)]
+        flags, *columns = zip(*all_gather_integers([int(flag), *words], self._control), strict=True)
+        anywhere = sum(reduce(or_, column) << (63 * w) for w, column in enumerate(columns))
+        return {parameter for parameter, bit in self._bits.items() if not anywhere >> bit & 1}, any(flags)

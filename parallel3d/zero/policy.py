@@ -49,7 +49,7 @@ class ZeroPolicy:
 def make_policy(
     config: Config, parameters: Sequence[ParameterInfo], device: torch.device, weight_dtype: torch.dtype | None
 ) -> ZeroPolicy:
-    """The policy of a configuration, for this rank's parameters; reduce_per_micro_batch "auto" looks at their size."""
+    """Return the policy of a configuration for this rank's parameters; reduce_per_micro_batch "auto" looks at their size."""
     zero = config.zero_optimization
     accumulators = config.data_types.grad_accum_dtype
     communication = config.communication_data_type
@@ -67,7 +67,7 @@ def make_policy(
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of the device's memory."""
+    """Return the bytes of the device's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

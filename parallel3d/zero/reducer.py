@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.sink import Accumulator, GradientSink
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, reduce_scatter_into
 from parallel3d.errors import ConfigError
@@ -20,9 +20,6 @@ from parallel3d.schedule.instructions import Instruction
 from parallel3d.zero.buckets import Bucket, by_owners, make_buckets
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy
-
-AllReduce = Callable[[Tensor, Group], Work]
-ReduceScatter = Callable[[Tensor, Tensor, Group], Work]
 
 
 @dataclass
@@ -41,9 +38,6 @@ class _Reduction:
             if self.finish is not None:
                 self.finish()
 
-    def is_completed(self) -> bool:
-        return self.done
-
 
 class TransientBuffers:
     """Flat buffers that gradients pass through, reused as soon as the reduction that reads them is done.
@@ -54,30 +48,36 @@ class TransientBuffers:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
         self._numel, self._dtype, self._device = numel, dtype, device
-        self._free: list[Tensor] = []
-        self._leaving: deque[tuple[Tensor, Work]] = deque()
-        self._filling = 0
+        self._filling: dict[Bucket, Tensor] = {}
+        self._leaving: deque[tuple[Tensor, _Reduction]] = deque()
 
-    def acquire(self) -> Tensor:
-        """Return a buffer to overwrite, [numel]; wait for the oldest reduction rather than allocate a third."""
-        if not self._free and self._leaving and len(self._leaving) + self._filling >= 2:
-            buffer, work = self._leaving.popleft()
-            work.wait()
-            self._free.append(buffer)
-        self._filling += 1
-        if self._free:
-            return self._free.pop()
-        return torch.empty(self._numel, dtype=self._dtype, device=self._device)
+    def buffer_of(self, bucket: Bucket) -> Tensor:
+        """Return the buffer that the bucket's gradients go to now, [numel], to be overwritten at first.
 
-    def release(self, buffer: Tensor, work: Work) -> None:
-        """Give a buffer back that `work` still reads."""
-        self._filling -= 1
-        self._leaving.append((buffer, work))
+        Where all are in use, it waits for the oldest reduction rather than allocate a third.
+        """
+        if (buffer := self._filling.get(bucket)) is not None:
+            return buffer
+        if self._leaving and len(self._leaving) + len(self._filling) >= 2:
+            buffer, reduction = self._leaving.popleft()
+            reduction.wait()
+        else:
+            buffer = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        self._filling[bucket] = buffer
+        return buffer
+
+    def release(self, bucket: Bucket, reduction: _Reduction) -> None:
+        """Give the bucket's buffer back, which a reduction still reads."""
+        self._leaving.append((self._filling.pop(bucket), reduction))
+
+    def release_all(self) -> None:
+        """Give back what a batch that failed has left."""
+        for bucket in list(self._filling):
+            self.release(bucket, _Reduction(DONE))
 
     def nbytes(self) -> int:
         """Return the bytes held now, filling buffers included."""
-        count = len(self._free) + len(self._leaving) + self._filling
-        return count * self._numel * self._dtype.itemsize
+        return (len(self._leaving) + len(self._filling)) * self._numel * self._dtype.itemsize
 
 
 class GradientReducer:
@@ -103,13 +103,10 @@ class GradientReducer:
         is_first_slice: bool = True,
         on_launch: Callable[[Instruction, Work], None] | None = None,
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
-        all_reduce: AllReduce = all_reduce,
-        reduce_scatter: ReduceScatter = reduce_scatter_into,
     ):
         self._policy = policy
         self._data_group = data_group
         self._replica_groups = replica_groups
-        self._all_reduce, self._reduce_scatter = all_reduce, reduce_scatter
         self._partition = data_group if policy.stage > 0 else Group((rank,), None)
         self._is_first_slice = is_first_slice
         self._is_first_replica = data_group.ranks[0] == rank
@@ -117,8 +114,6 @@ class GradientReducer:
         self.sink = GradientSink(self._launch_instruction, on_value)
         self.buckets = {o: make_buckets(i, policy, self._partition, rank) for o, i in by_owners(parameters).items()}
         self._transient: dict[torch.dtype, TransientBuffers] = {}
-        # The transient buffers of the buckets whose gradients are not reduced yet.
-        self._filling: dict[Bucket, Tensor] = {}
         self._attach()
         self._reductions: dict[Bucket, _Reduction] = {}
         # Partial sums of a shard's squares, where the reduction computes them on its way.
@@ -136,22 +131,13 @@ class GradientReducer:
             self._transient[dtype] = TransientBuffers(numel, dtype, transient[0].device)
         for bucket in self.all_buckets():
             for k, info in enumerate(bucket.infos):
-                if bucket.gradients is None:
-                    self.sink.attach(info.parameter, partial(self._transient_view, bucket, k), True, info.name)
-                else:
-                    view = bucket.view(bucket.gradients, k)
-                    self.sink.attach(info.parameter, view, not bucket.autograd_adds, info.name)
+                accumulator: Accumulator = partial(self._transient_view, bucket, k)
+                if bucket.gradients is not None:
+                    accumulator = bucket.view(bucket.gradients, k)
+                self.sink.attach(info.parameter, accumulator, not bucket.autograd_adds, info.name)
 
     def _transient_view(self, bucket: Bucket, k: int) -> Tensor:
-        return bucket.view(self._buffer(bucket), k)
-
-    def _buffer(self, bucket: Bucket) -> Tensor:
-        """Return the flat buffer, [numel] or more, that the bucket's gradients are added to now."""
-        if bucket.gradients is not None:
-            return bucket.gradients
-        if bucket not in self._filling:
-            self._filling[bucket] = self._transient[bucket.gradient_dtype].acquire()
-        return self._filling[bucket]
+        return bucket.view(self._transient[bucket.gradient_dtype].buffer_of(bucket), k)
 
     def all_buckets(self) -> Iterator[Bucket]:
         """Iterate over every bucket of this rank, those of the last layers first."""
@@ -170,9 +156,8 @@ class GradientReducer:
         """Empty the accumulators for the next batch, also after a batch that failed."""
         # Before anything is cleared: what a reduction under way writes into belongs to it until it is waited for.
         self.finish_step()
-        for bucket, flat in self._filling.items():  # left by a batch that failed
-            self._transient[bucket.gradient_dtype].release(flat, DONE)
-        self._filling.clear()
+        for buffers in self._transient.values():
+            buffers.release_all()
         for bucket in self.all_buckets():
             if bucket.gradients is None:
                 if not bucket.is_cleared:
@@ -220,16 +205,14 @@ class GradientReducer:
         before = self._reductions.pop(bucket, None)
         if before is not None:
             before.wait()
-        flat, transient = self._buffer(bucket), bucket.gradients is None
+        flat, transient = bucket.gradients, bucket.gradients is None
+        if flat is None:
+            flat = self._transient[bucket.gradient_dtype].buffer_of(bucket)[: bucket.numel]
         if not bucket.autograd_adds:
             bucket.clear_all_but(flat, self.sink.collect(bucket.parameters, keep=not transient))
-        if not transient:
-            self._reductions[bucket] = self._reduce(bucket, flat, accumulate=False)
-            return
-        del self._filling[bucket]
-        reduction = self._reduce(bucket, flat[: bucket.numel], accumulate=True)
-        self._transient[bucket.gradient_dtype].release(flat, reduction)
-        self._reductions[bucket] = reduction
+        reduction = self._reductions[bucket] = self._reduce(bucket, flat, accumulate=transient)
+        if transient:
+            self._transient[bucket.gradient_dtype].release(bucket, reduction)
 
     def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:
         """Sum `flat` over data parallelism into the bucket's shard, onto what is there if `accumulate`."""
@@ -251,7 +234,7 @@ class GradientReducer:
         return _Reduction(self._sum(shard, flat))
 
     def _squares_of(self, bucket: Bucket, size: int) -> Tensor | None:
-        """None where the shard is summed over other ranks besides."""
+        """Return where the kernel puts the shard's squares; None if the shard is summed over other ranks afterwards."""
         if len(bucket.owners) > 1 or bucket.kind.partial_over is not None:
             return None
         if bucket not in self._squares:
@@ -260,15 +243,15 @@ class GradientReducer:
 
     def _sum(self, shard: Tensor, whole: Tensor) -> Work:
         if self._partition.size == 1:
-            return self._all_reduce(whole, self._data_group)
-        return self._reduce_scatter(shard, whole, self._data_group)
+            return all_reduce(whole, self._data_group)
+        return reduce_scatter_into(shard, whole, self._data_group)
 
     def reduce_replicas(self, owners: tuple[int, ...], index: int) -> None:
         """Sum a replica bucket over data parallelism, then over its owners, so that all copies get the same bits."""
         bucket = self.buckets[owners][index]
         self._launch(bucket)
         self._reductions.pop(bucket).wait()
-        self._reductions[bucket] = _Reduction(self._all_reduce(bucket.gradient_shard, self._replica_groups[owners]))
+        self._reductions[bucket] = _Reduction(all_reduce(bucket.gradient_shard, self._replica_groups[owners]))
 
     def finish_step(self) -> None:
         """Wait for every reduction launched: the shards hold the gradient of the global batch.
@@ -278,14 +261,16 @@ class GradientReducer:
         for reduction in self._reductions.values():
             reduction.wait()
         self._reductions.clear()
-        partial = [b for b in self.all_buckets() if b.kind.partial_over is not None]
-        for work in [self._all_reduce(b.gradient_shard, b.kind.partial_over) for b in partial if b.kind.partial_over]:
+        works = []
+        for bucket in self.all_buckets():
+            if bucket.kind.partial_over is not None:
+                works.append(all_reduce(bucket.gradient_shard, bucket.kind.partial_over))
+                bucket.is_cleared = False  # of a batch that failed, other slices may have reduced something
+        for work in works:
             work.wait()
-        for bucket in partial:
-            bucket.is_cleared = False  # of a batch that failed, other slices may have reduced something
 
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool], device: torch.device) -> Tensor:
-        """Squared 2-norm of the gradients this rank answers for, in float64, shape []: all ranks' add up to the model's.
+        """Return the squared 2-norm of this rank's share of the gradients, float64, shape []; all shares add up to the model's.
 
         counts: which owners' parameters this rank answers for. Unpartitioned ones are the first replica's, copies over
         tensor slices the first slice's.
@@ -310,7 +295,7 @@ class GradientReducer:
         )
 
     def non_finite(self) -> list[ParameterInfo]:
-        """The parameters in whose gradients, as far as this rank holds them, there is an inf or NaN: the last layers first."""
+        """Return the parameters with an inf or NaN in their gradients on this rank, the last layers first."""
         pieces = (piece for bucket in self.all_buckets() for piece in bucket.pieces)
         return [piece.info for piece in pieces if not torch.isfinite(piece.gradient).all()]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.kernels.all_reduce import open_all_reduce
+from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from parallel3d.topology import ProcessTopology
 
@@ -70,7 +70,7 @@ def opened_on_cpu() -> tuple[list[str], bool]:
     groups = ProcessGroups(ProcessTopology(["data", "model"], [1, dist.get_world_size()]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kernel = open_all_reduce(groups, torch.device("cpu"))
+        kernel = AllReduce.open(groups, torch.device("cpu"))
     return [str(w.message) for w in caught], kernel is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from toy import HIDDEN
 
 from parallel3d.comm.collectives import Group, Work, all_reduce
-from parallel3d.zero.reducer import GradientReducer
 
 # What this rank did, in order: ("backward", layer, calls of that layer's backward before) and ("launch", address).
 EVENTS: list[tuple[str, int, int]] = []
@@ -83,9 +81,8 @@ LAYER_SIZE = HIDDEN * HIDDEN + 2 * HIDDEN
 
 def train(items: list[Item], pipeline: dict[str, Any], bucket_size: int) -> tuple[Run, list[Any], dict[int, list[int]]]:
     """On one rank: the numbers of two steps, the second step's events, and each bucket's layers by its address."""
-    with mock.patch("parallel3d.engine.update.GradientReducer", partial(GradientReducer, all_reduce=note_all_reduce)):
-        zero = {"reduce_bucket_size": bucket_size}
-        engine = make_engine(items, squares, accumulation=ACCUMULATION, pipeline=pipeline, zero_optimization=zero)
+    zero = {"reduce_bucket_size": bucket_size}
+    engine = make_engine(items, squares, accumulation=ACCUMULATION, pipeline=pipeline, zero_optimization=zero)
     layers_of = {
         bucket.gradients.data_ptr(): sorted({int(info.name.split(".")[1]) for info in bucket.infos})
         for buckets in engine.update.reducer.buckets.values()
@@ -94,7 +91,8 @@ def train(items: list[Item], pipeline: dict[str, Any], bucket_size: int) -> tupl
     iterator = own_iterator(engine, BATCHES)
     first = run_steps(engine, iterator, 1)
     EVENTS.clear()
-    second = run_steps(engine, iterator, 1)
+    with mock.patch("parallel3d.zero.reducer.all_reduce", note_all_reduce):
+        second = run_steps(engine, iterator, 1)
     return (first[0] + second[0], first[1] + second[1], second[2]), list(EVENTS), layers_of
 
 
@@ -152,12 +150,12 @@ def test_replicas_launch_the_same_buckets_in_the_same_order(run_ranks, pipeline:
 
 def train_tied() -> tuple[Run, list[Any], list[int]]:
     """The numbers of two steps, the second's launches, and the replica buckets, by address."""
-    with mock.patch("parallel3d.engine.update.GradientReducer", partial(GradientReducer, all_reduce=note_all_reduce)):
-        engine = make_engine(toy.model(tied=True), accumulation=ACCUMULATION, pipeline={"stages": 2})
+    engine = make_engine(toy.model(tied=True), accumulation=ACCUMULATION, pipeline={"stages": 2})
     batches = own_iterator(engine, [toy.micro_batch(g) for g in range(2 * ACCUMULATION * DP)])
     run_steps(engine, batches, 1)
     EVENTS.clear()
-    run = run_steps(engine, batches, 1)
+    with mock.patch("parallel3d.zero.reducer.all_reduce", note_all_reduce):
+        run = run_steps(engine, batches, 1)
     replicas = [
         b.gradients.data_ptr()
         for owners, buckets in engine.update.reducer.buckets.items()

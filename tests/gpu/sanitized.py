@@ -12,14 +12,13 @@ from torch import nn
 import parallel3d
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import KernelsConfig
-from parallel3d.kernels.all_reduce import open_all_reduce
-from parallel3d.kernels.reduce_scatter import open_reduce_scatter
+from parallel3d.kernels.all_reduce import AllReduce
+from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import DTYPES
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import Bucket, make_buckets
-from parallel3d.zero.fused_adamw import FusedAdamW
-from parallel3d.zero.kernels import open_update_kernels
+from parallel3d.zero.fused_adamw import FusedAdamW, open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
 
@@ -42,7 +41,7 @@ def main() -> None:
 def sums(device: torch.device) -> None:
     """All-reduces, one-shot and two-shot."""
     groups = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [1, 1, dist.get_world_size()]))
-    kernel: Any = open_all_reduce(groups, device)
+    kernel: Any = AllReduce.open(groups, device)
     for dtype in DTYPES:
         for size in SIZES:
             x = torch.ones(size, dtype=dtype, device=device)
@@ -53,7 +52,7 @@ def sums(device: torch.device) -> None:
 def reductions(device: torch.device) -> None:
     """Reduce-scatters, of fp32 and of what travels."""
     groups = replicas()
-    kernel: Any = open_reduce_scatter(groups, device)
+    kernel: Any = ReduceScatter.open(groups, device)
     for wire in DTYPES:
         for size in SIZES:
             for dtype in {torch.float32, wire}:

@@ -13,7 +13,7 @@ from ranks import RankError, RankPool
 from torch import Tensor, nn
 
 from parallel3d.errors import CommunicationError
-from parallel3d.kernels.all_reduce import HALF_BYTES, all_reduce_ref, open_all_reduce
+from parallel3d.kernels.all_reduce import HALF_BYTES, AllReduce, all_reduce_ref
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
@@ -149,7 +149,7 @@ def test_a_peer_that_dies_ends_the_wait(gpu_pool: RankPool, num_gpus: int):
 def train(asked: bool) -> list[Tensor]:
     groups, device = slices(), torch.device("cuda", torch.cuda.current_device())
     if asked:
-        kernel = open_all_reduce(groups, device)
+        kernel = AllReduce.open(groups, device)
         assert kernel is not None
         groups.model.use_all_reduce(kernel)
     torch.manual_seed(1)

@@ -17,11 +17,11 @@ import parallel3d
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import KernelsConfig
 from parallel3d.errors import CommunicationError
-from parallel3d.kernels.reduce_scatter import HALF_BYTES, ReduceScatter, open_reduce_scatter, reduce_scatter_ref
+from parallel3d.kernels.reduce_scatter import HALF_BYTES, ReduceScatter, reduce_scatter_ref
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import Bucket, make_buckets
-from parallel3d.zero.kernels import open_update_kernels
+from parallel3d.zero.fused_adamw import open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
 
@@ -45,7 +45,7 @@ def replicas() -> tuple[ProcessGroups, torch.device]:
 
 def opened(limit_s: float = 60.0) -> tuple[ReduceScatter, ProcessGroups, torch.device]:
     groups, device = replicas()
-    kernel = open_reduce_scatter(groups, device, limit_s)
+    kernel = ReduceScatter.open(groups, device, limit_s)
     assert kernel is not None, "p3d doctor says why"
     return kernel, groups, device
 

@@ -16,7 +16,7 @@ from parallel3d.autograd.split_backward import Factors, multiply
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import PeerCopies, TensorKind, open_peer_copies, open_shard_copies
-from parallel3d.kernels.all_reduce import open_all_reduce
+from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.kernels.workspace import check_kernels
 from parallel3d.tensor_parallel.regions import SequenceBoundary
 from parallel3d.topology import ProcessTopology
@@ -51,7 +51,7 @@ class Exchanges:
         self._backend = str(dist.get_backend())
         self._groups = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [1, 1, self._world]))
         self._stages = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [self._world, 1, 1]))
-        kernel = open_all_reduce(self._groups, self.device)
+        kernel = AllReduce.open(self._groups, self.device)
         self._groups.model.use_all_reduce(kernel)
         self._kernel: Any = kernel
         self._beside: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

@@ -13,12 +13,11 @@ from parallel3d.comm.collectives import reduce_scatter_into
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import KernelsConfig
-from parallel3d.kernels.reduce_scatter import open_reduce_scatter
+from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.parameters import ParameterInfo
 from parallel3d.topology import ProcessTopology
 from parallel3d.zero.buckets import Bucket, make_buckets
-from parallel3d.zero.fused_adamw import FusedAdamW
-from parallel3d.zero.kernels import open_update_kernels
+from parallel3d.zero.fused_adamw import FusedAdamW, open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
 
@@ -39,7 +38,7 @@ class Updates:
         self._device, self._world = local_device(), dist.get_world_size()
         self._backend = str(dist.get_backend())
         self._groups = ProcessGroups(ProcessTopology(["pipe", "data", "model"], [1, self._world, 1]))
-        self._kernel = open_reduce_scatter(self._groups, self._device)
+        self._kernel = ReduceScatter.open(self._groups, self._device)
 
     def ways(self, what: Sequence[str], sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Way]:
         """Yield the updates of some kinds. sizes: bytes of fp32 gradients; of masters only the largest."""

@@ -6,16 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import Awaited, Group, Work
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.rings import Channels, Receiver, Receiving, Sender
+from parallel3d.comm.peer.rings import Arriving, Channels, Receiver, Sender
 from parallel3d.comm.peer.streams import Copied, CudaStream, CudaStreams
-from parallel3d.comm.peer.symmetric import Unavailable
 
 _STAGE_SLOTS, _STAGE_SLOT_BYTES = 4, 16 * 2**20
 # Of all tensor-parallel ranks: a slot holds a rank's share of 4096 tokens x 4096 features in bf16.
@@ -62,7 +61,9 @@ class PeerCopies:
         peers = channels.peers[stage]
         self._streams = streams
         self._senders = {other: Sender(channels.ring(stage, other, memory_of)) for other in peers}
-        self._receivers = {other: Receiver(channels.ring(other, stage, memory_of), new_stream()) for other in peers}
+        self._receivers = {
+            other: Receiver(channels.ring(other, stage, memory_of), new_stream(), streams) for other in peers
+        }
         self._outgoing = {other: new_stream() for other in peers}
 
     def send(self, message: Sequence[Tensor], stage: int) -> list[Copied]:
@@ -74,12 +75,9 @@ class PeerCopies:
             works.append(Copied(queue.mark(), data))
         return works
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int) -> list[Receiving]:
+    def receive(self, kinds: Sequence[TensorKind], stage: int) -> list[Arriving]:
         """Post the receipt of the next message of a stage, tensors of at least one byte each."""
-        receiver = self._receivers[stage]
-        return [
-            Receiving(receiver.expect(kind.empty(), self._streams.current().mark()), self._streams) for kind in kinds
-        ]
+        return [self._receivers[stage].expect(kind.empty()) for kind in kinds]
 
 
 def pipeline_channels(num_stages: int) -> Channels:
@@ -93,14 +91,15 @@ def open_peer_copies(groups: ProcessGroups, device: torch.device) -> PeerCopies 
 
     Collective over the world.
     """
-    size, stage = groups.pipe.size, groups.coordinate("pipe")
-    if size == 1:
-        return None
-    channels = pipeline_channels(size)
+    channels = pipeline_channels(groups.pipe.size)
     shared = channels.open(groups, "pipe", device, "stages")
-    if isinstance(shared, Unavailable):
+    if shared is None:
         return None
-    return PeerCopies(stage, channels, shared.of, CudaStreams(device), lambda: CudaStream(torch.cuda.Stream(device)))
+
+    def new_stream() -> CudaStream:
+        return CudaStream(torch.cuda.Stream(device))
+
+    return PeerCopies(groups.coordinate("pipe"), channels, shared.of, CudaStreams(device), new_stream)
 
 
 class ShardCopies:
@@ -117,10 +116,11 @@ class ShardCopies:
         self._outgoing, second = (CudaStream(torch.cuda.Stream(device)) for _ in range(2))
         peers = channels.peers[index]
         self._senders = {peer: Sender(channels.ring(index, peer, memory_of)) for peer in peers}
-        self._receivers = {peer: Receiver(channels.ring(peer, index, memory_of), second) for peer in peers}
-        self._memory = memory_of(index)
+        self._receivers = {
+            peer: Receiver(channels.ring(peer, index, memory_of), second, self._streams) for peer in peers
+        }
         # Slots as tensors: the same ones again and again.
-        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._view = lru_cache(_MOST_VIEWS)(partial(_view, memory_of(index)))
 
     def takes(self, x: Tensor) -> bool:
         """Return whether tensors like `x` can be sent; the same on every rank."""
@@ -142,21 +142,16 @@ class ShardCopies:
         finally:
             slot.release(stream)
 
-    def _view(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        view = self._views.get((slot, shape, dtype))
-        if view is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            start = slot - self._memory.data_ptr()
-            data = self._memory[start : start + math.prod(shape) * dtype.itemsize]
-            view = self._views[slot, shape, dtype] = data.view(dtype).view(shape)
-        return view
-
     def receive(self, out: Tensor, peer: int) -> Work:
         """Post the receipt of a peer's next message into `out`, contiguous."""
         rank = self._group.ranks[peer]
-        message = self._receivers[peer].expect(out, self._streams.current().mark())
-        return Awaited(Receiving(message, self._streams), self._group.waiting(f"a shard of rank {rank}", (rank,)))
+        return Awaited(self._receivers[peer].expect(out), self._group.waiting(f"a shard of rank {rank}", (rank,)))
+
+
+def _view(memory: Tensor, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor in memory, whose bytes begin at the address of a slot."""
+    start = slot - memory.data_ptr()
+    return memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def shard_channels(size: int) -> Channels:
@@ -171,9 +166,6 @@ def open_shard_copies(groups: ProcessGroups, device: torch.device) -> ShardCopie
 
     Collective over the world.
     """
-    group = groups.model
-    if group.size == 1:
-        return None
-    channels = shard_channels(group.size)
+    channels = shard_channels(groups.model.size)
     shared = channels.open(groups, "model", device, "tensor-parallel ranks")
-    return None if isinstance(shared, Unavailable) else ShardCopies(group, channels, shared.of, device)
+    return None if shared is None else ShardCopies(groups.model, channels, shared.of, device)

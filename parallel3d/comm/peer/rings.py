@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.streams import CudaStream, CudaStreams, check_copies
-from parallel3d.comm.peer.symmetric import UNMAPPED, Mapped, Unavailable, check_axis, check_hosts, map_memory
+from parallel3d.comm.peer.symmetric import Mapped, check_axis, check_hosts, map_memory
 
 _HEADER_BYTES = (
     4096  # of counts: an int32 for each slot that is filled here, then one for each that is emptied elsewhere
@@ -68,15 +68,15 @@ class Channels:
         slots = memory[start : start + length].split(self.slot_bytes)
         return Ring(slots, filled[first : first + self.num_slots], emptied[end : end + self.num_slots])
 
-    def open(self, groups: ProcessGroups, axis: str, device: torch.device, noun: str) -> Mapped | Unavailable:
-        """Map the memory for this rank's group along an axis of the topology, or return why not, the same on every rank.
+    def open(self, groups: ProcessGroups, axis: str, device: torch.device, noun: str) -> Mapped | None:
+        """Map the memory for this rank's group along an axis of the topology; None on every rank if that can't be.
 
-        It takes CUDA devices of one host that reach each other's memory. noun: what the ranks of a group hold. Collective
-        over the world.
+        It takes CUDA devices of one host that reach each other's memory, and two ranks or more. noun: what the ranks of a
+        group hold. Collective over the world.
         """
-        if (reason := check_axis(groups, axis, device, noun, check_copies, check_hosts)) is not None:
-            return reason
-        return map_memory(groups, axis, device, self.num_bytes, cleared=_HEADER_BYTES) or UNMAPPED
+        if getattr(groups, axis).size == 1 or check_axis(groups, axis, device, noun, check_copies, check_hosts):
+            return None
+        return map_memory(groups, axis, device, self.num_bytes, cleared=_HEADER_BYTES)
 
 
 def _counts(memory: Tensor) -> tuple[Tensor, ...]:
@@ -138,14 +138,16 @@ class Sender(_End):
 
 
 class Arriving:
-    """An expected message, copied out of its ring once, on the stream that first needs it.
+    """An expected message, a Work: it is copied out of its ring once, on the stream that first needs it.
 
-    first: index of its first part among all of the ring's; taken: whether it has left the ring.
+    - first: index of its first part among all of the ring's.
+    - parts: the slot of each part, where it goes, and its bytes.
+    - memory: where the message goes; free for that when what the current stream has queued is done.
     """
 
-    def __init__(self, first: int, parts: Sequence[tuple[Slot, int, int]], memory: Tensor, posted: Any):
-        self.first, self.taken = first, False
-        self._parts, self._mark = parts, posted
+    def __init__(self, first: int, parts: Sequence[tuple[Slot, int, int]], memory: Tensor, streams: CudaStreams):
+        self.first, self._left = first, False
+        self._parts, self._streams, self._mark = parts, streams, streams.current().mark()
         # Until it has left the ring it may still arrive, even if a failure has made everyone else forget the memory.
         self._memory: Tensor | None = memory
 
@@ -158,11 +160,16 @@ class Arriving:
             slot.release(stream)
         assert self._memory is not None
         stream.hold(self._memory)
-        self._mark, self.taken = stream.mark(), True
+        self._mark, self._left = stream.mark(), True
 
-    def take(self, stream: CudaStream) -> Tensor:
-        """Return the memory with the message, for what the stream does from now on; to be called once."""
-        if self.taken:
+    def is_completed(self) -> bool:
+        """Return whether it has left its ring. (Whether it has arrived is not known before.)"""
+        return self._left
+
+    def wait(self) -> Tensor:
+        """Return the memory with the message, for what the current stream does from now on; to be called once."""
+        stream = self._streams.current()
+        if self._left:
             stream.follow(self._mark)
         else:
             self.make_way(stream)
@@ -174,17 +181,17 @@ class Arriving:
 class Receiver(_End):
     """The end that copies out of a ring. second: a stream for messages that keep later ones from coming."""
 
-    def __init__(self, ring: Ring, second: CudaStream):
+    def __init__(self, ring: Ring, second: CudaStream, streams: CudaStreams):
         super().__init__(ring)
-        self._second = second
+        self._second, self._streams = second, streams
         self._expected: deque[Arriving] = deque()
 
-    def expect(self, memory: Tensor, posted: Any) -> Arriving:
-        """Expect the next message in `memory`, contiguous, which is free when the mark `posted` is done."""
+    def expect(self, memory: Tensor) -> Arriving:
+        """Expect the next message in `memory`, contiguous, which is free when what the current stream has queued is done."""
         parts = list(self._parts(memory.data_ptr(), memory.nbytes))
         self._make_room(len(parts))
         first = self._count
-        arriving = Arriving(first, [(self._next_slot(), *part) for part in parts], memory, posted)
+        arriving = Arriving(first, [(self._next_slot(), *part) for part in parts], memory, self._streams)
         if len(parts) > len(self._addresses):
             arriving.make_way(self._second)
         else:
@@ -200,9 +207,9 @@ class Receiver(_End):
         """Free the slots of the next parts of earlier messages: the order in which messages are taken must not matter."""
         while self._expected:
             oldest = self._expected[0]
-            if not oldest.taken and self._count + num_parts - oldest.first <= len(self._addresses):
-                break
-            if not oldest.taken:
+            if not oldest.is_completed():
+                if self._count + num_parts - oldest.first <= len(self._addresses):
+                    break
                 oldest.make_way(self._second)
             self._expected.popleft()
 
@@ -210,18 +217,3 @@ class Receiver(_End):
 def _int32(count: int) -> int:
     """Return the count as the words hold it."""
     return (count + 2**31) % 2**32 - 2**31
-
-
-class Receiving:
-    """A Work: a message that is copied out of its ring by the stream that waits for it."""
-
-    def __init__(self, message: Arriving, streams: CudaStreams):
-        self._message, self._streams = message, streams
-
-    def wait(self) -> Tensor:
-        """Return the tensor, for what the current stream does from now on; to be called once."""
-        return self._message.take(self._streams.current())
-
-    def is_completed(self) -> bool:
-        """Return whether it has left its ring. (Whether it has arrived is not known before.)"""
-        return self._message.taken

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from parallel3d.comm.peer.symmetric import Unavailable, check_device, check_symmetric_memory
+from parallel3d.comm.peer.symmetric import Unavailable, check_device
 from parallel3d.errors import CommunicationError
 
 _QUEUES = 16
@@ -29,10 +29,11 @@ class CudaMark:
 
     def __init__(self, stream: torch.cuda.Stream, unused: list[ctypes.c_void_p]):
         self.stream, self._handle, self._unused = stream, stream.cuda_stream, unused
-        try:
+        if unused:
             self._event = unused.pop()
-        except IndexError:
-            self._event = _new_event()
+        else:
+            self._event = ctypes.c_void_p()
+            _check("cuEventCreate", _driver().cuEventCreate(ctypes.byref(self._event), _NO_TIMING))
         _check("cuEventRecord", _driver().cuEventRecord(self._event, self._handle))
 
     def __del__(self) -> None:
@@ -59,12 +60,6 @@ class CudaMark:
 def current_handle(device: int) -> int:
     """Return the handle of a device's current stream: making PyTorch's object for it costs the host as much as a kernel."""
     return torch._C._cuda_getCurrentRawStream(device)
-
-
-def _new_event() -> ctypes.c_void_p:
-    event = ctypes.c_void_p()
-    _check("cuEventCreate", _driver().cuEventCreate(ctypes.byref(event), _NO_TIMING))
-    return event
 
 
 class CudaStream:
@@ -163,7 +158,7 @@ def check_copies(device: torch.device | None = None, unset_queues: int = 8) -> U
     - unset_queues: the number of hardware queues where the environment doesn't say; CUDA's own default, but 32 after
       init_distributed.
     """
-    if (missing := check_device(device) or check_symmetric_memory()) is not None:
+    if (missing := check_device(device)) is not None:
         return missing
     queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", unset_queues))
     if queues < _QUEUES:

@@ -40,22 +40,6 @@ def check_device(device: torch.device | None = None) -> Unavailable | None:
     return None
 
 
-def check_symmetric_memory() -> Unavailable | None:
-    """Return why ranks can't map each other's memory, whatever the host, or None."""
-    if has_symmetric_memory():
-        return None
-    return Unavailable("this PyTorch lacks symmetric memory", "install one that has it, 2.11 or later with CUDA")
-
-
-def has_symmetric_memory() -> bool:
-    """Return whether this PyTorch has symmetric memory on CUDA."""
-    try:
-        import torch.distributed._symmetric_memory as symmetric_memory
-    except ImportError:
-        return False
-    return torch.version.cuda is not None and all(map(symmetric_memory.__dict__.get, ("empty", "rendezvous")))
-
-
 def check_hosts(hosts: Sequence[str], noun: str) -> Unavailable | None:
     """Return why ranks on these hosts, one each, can't share memory, or None. noun: what each rank holds."""
     if len(set(hosts)) == 1:

@@ -22,7 +22,7 @@ from parallel3d.comm.collectives import Group, all_gather_into, all_gather_objec
 from parallel3d.comm.environment import get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind
-from parallel3d.comm.transport import DistributedTransport
+from parallel3d.comm.transport import Transport
 from parallel3d.config import load
 from parallel3d.costs.layer_costs import Sample
 from parallel3d.costs.profilers import LayerSeconds, measure_layers
@@ -211,7 +211,7 @@ class _Bench:
             scopes["island"] = self.groups.build(islands)
         kinds = ("all_reduce", "all_gather", "reduce_scatter")
         cases = [(kind, scope, group) for scope, group in scopes.items() for kind in kinds]
-        transport, found = DistributedTransport(self.groups), []
+        transport, found = Transport(self.groups), []
         for kind, scope, group in [*cases, ("message", "host", self.groups.world)]:
             for nbytes in self.effort.messages:
                 run = self.message(transport, nbytes) if kind == "message" else self.collective(kind, group, nbytes)
@@ -229,7 +229,7 @@ class _Bench:
         }[kind]
         return lambda: start().wait()
 
-    def message(self, transport: DistributedTransport, nbytes: int) -> Callable[[], object]:
+    def message(self, transport: Transport, nbytes: int) -> Callable[[], object]:
         """Return a run in which every rank sends to the next one of a ring, as stages do, and receives from the one before."""
         outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         kind = TensorKind((nbytes,), torch.uint8, self.device)

@@ -13,7 +13,8 @@ from parallel3d.comm.groups import communicator_bytes
 from parallel3d.comm.peer.copies import pipeline_channels, shard_channels
 from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
-from parallel3d.kernels import all_reduce, reduce_scatter
+from parallel3d.kernels.all_reduce import AllReduce
+from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import WORLD_SIZES
 from parallel3d.optim import build_optimizer
 from parallel3d.optim.memory import step_bytes
@@ -201,9 +202,9 @@ class MemoryModel:
         if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
             buffers += shard_channels(layout.slices).num_bytes
         if config.kernels.all_reduce and layout.slices in WORLD_SIZES:
-            buffers += all_reduce.staging_bytes()
+            buffers += AllReduce.staging_bytes()
         if config.kernels.reduce_scatter and layout.zero and replicas in WORLD_SIZES:
-            buffers += reduce_scatter.staging_bytes()
+            buffers += ReduceScatter.staging_bytes()
         return CONTEXT_BYTES + communicators + buffers
 
     def _state(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> _State:

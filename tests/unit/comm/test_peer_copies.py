@@ -10,8 +10,8 @@ import pytest
 import torch
 from streams import CurrentStream, ThreadStream
 
+from parallel3d.comm.peer import rings
 from parallel3d.comm.peer.copies import PeerCopies, TensorKind, open_peer_copies, pipeline_channels
-from parallel3d.comm.peer.rings import Channels
 from parallel3d.comm.peer.symmetric import Unavailable
 
 SLOT = 64
@@ -69,7 +69,7 @@ def test_all_tensors_of_a_message_arrive_in_both_directions() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_copies_where_there_is_one_stage_or_an_obstacle(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    refused = Unavailable("no room", "make some")
-    monkeypatch.setattr(Channels, "open", lambda channels, groups, axis, device, noun: refused)
+    reason = Unavailable("no room", "make some") if size == 2 else None
+    monkeypatch.setattr(rings, "check_axis", lambda *arguments: reason)
     groups = SimpleNamespace(pipe=SimpleNamespace(size=size), coordinate=lambda axis: 0)
     assert open_peer_copies(cast(Any, groups), torch.device("cpu")) is None

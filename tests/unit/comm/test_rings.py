@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from streams import ThreadStream
+from streams import CurrentStream, ThreadStream
 
 from parallel3d.comm.peer import rings
 from parallel3d.comm.peer.copies import pipeline_channels, shard_channels
@@ -18,12 +18,12 @@ SLOT = 64
 
 
 def ring_after(num_slots: int, times: int) -> tuple[Sender, Receiver, list[ThreadStream]]:
-    """The ends of a ring whose slots have all been filled so often, and the streams that they use, the sender's first."""
+    """The ends of a ring whose slots have all been filled so often, and streams: the sender's, the second, the current one."""
     slots = list(torch.zeros(num_slots * SLOT, dtype=torch.uint8).split(SLOT))
     counts = [torch.full((num_slots,), rings._int32(times), dtype=torch.int32) for _ in range(2)]
     ring = Ring(slots, *counts)
-    streams = [ThreadStream(1), ThreadStream(2)]
-    sender, receiver = Sender(ring), Receiver(ring, streams[1])
+    streams = [ThreadStream(1), ThreadStream(2), ThreadStream(3)]
+    sender, receiver = Sender(ring), Receiver(ring, streams[1], CurrentStream(streams[2]))
     sender._count = receiver._count = times * num_slots
     return sender, receiver, streams
 
@@ -31,21 +31,20 @@ def ring_after(num_slots: int, times: int) -> tuple[Sender, Receiver, list[Threa
 def exchange(sizes: Sequence[int], num_slots: int, times: int = 0, order: random.Random | None = None) -> None:
     """Send random bytes of these sizes, some time before or after they are expected; take them in order, or in any."""
     sender, receiver, streams = ring_after(num_slots, times)
-    taker = ThreadStream(3)
-    streams.append(taker)
+    taker = streams[2]
     generator = torch.Generator().manual_seed(len(sizes))
     sent = [torch.randint(256, (n,), dtype=torch.uint8, generator=generator) for n in sizes]
     got = [torch.full((n,), 255, dtype=torch.uint8) for n in sizes]
     expected: list[Arriving] = []
     for k in range(len(sizes) + 3):
         if k >= 3:
-            expected.append(receiver.expect(got[k - 3], taker.mark()))
+            expected.append(receiver.expect(got[k - 3]))
         if k < len(sizes):
             sender.send(sent[k].data_ptr(), sizes[k], taker.mark(), streams[0])
         while expected and (order is None or order.random() < 0.5):
-            expected.pop(0 if order is None else order.randrange(len(expected))).take(taker)
+            expected.pop(0 if order is None else order.randrange(len(expected))).wait()
     for arriving in expected:
-        arriving.take(taker)
+        arriving.wait()
     ended = [stream.close() for stream in streams]
     assert all(ended), "a stream stands still"
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
@@ -68,33 +67,34 @@ def test_messages_are_taken_in_any_order(num_slots: int) -> None:
 def test_a_message_that_waits_holds_up_none_that_needs_its_slot_next() -> None:
     """The first of four slots keeps a message, two are empty again: the next messages use the fourth, then the first."""
     sender, receiver, streams = ring_after(4, 0)
-    taker = ThreadStream(3)
+    taker = streams[2]
     sizes = [SLOT, 2 * SLOT, 2 * SLOT]
     sent = [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
     got = [torch.full((size,), 255, dtype=torch.uint8) for size in sizes]
     for data in sent:
         sender.send(data.data_ptr(), data.numel(), taker.mark(), streams[0])
-    first = receiver.expect(got[0], taker.mark())
+    first = receiver.expect(got[0])
     for memory in got[1:]:
-        receiver.expect(memory, taker.mark()).take(taker)
-    first.take(taker)
-    ended = [stream.close() for stream in (*streams, taker)]
+        receiver.expect(memory).wait()
+    first.wait()
+    ended = [stream.close() for stream in streams]
     assert all(ended), "a stream stands still"
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
 
 
 def test_memory_of_a_message_that_nobody_takes_is_kept_until_it_has_come() -> None:
-    sender, receiver, (outgoing, beside) = ring_after(1, 0)
+    sender, receiver, streams = ring_after(1, 0)
+    outgoing, beside, _ = streams
     memory = torch.zeros(SLOT, dtype=torch.uint8)
     reference = weakref.ref(memory)
-    receiver.expect(memory, beside.mark())
+    receiver.expect(memory)
     del memory
     assert reference() is not None
     # The ring has one slot: what is expected next makes the first message leave it.
-    receiver.expect(torch.zeros(SLOT, dtype=torch.uint8), beside.mark())
+    receiver.expect(torch.zeros(SLOT, dtype=torch.uint8))
     data = torch.full((SLOT,), 7, dtype=torch.uint8)
     sender.send(data.data_ptr(), SLOT, outgoing.mark(), outgoing)
-    ended = [stream.close() for stream in (outgoing, beside)]
+    ended = [stream.close() for stream in streams]
     assert all(ended), "a stream stands still"
     (held,) = beside.held
     assert held is reference()
@@ -109,8 +109,8 @@ def test_counts_wrap_around() -> None:
 
 def test_pieces_are_left_in_any_order() -> None:
     """Two streams take every other piece each, one of them late: neither holds up a slot of the other's."""
-    sender, receiver, (outgoing, beside) = ring_after(4, 0)
-    takers = ThreadStream(3), ThreadStream(4)
+    sender, receiver, streams = ring_after(4, 0)
+    outgoing, takers = streams[0], (streams[2], ThreadStream(4))
     sent = [torch.full((SLOT,), number, dtype=torch.uint8) for number in range(40)]
     got = [torch.full((SLOT,), 255, dtype=torch.uint8) for _ in sent]
     for number, (data, out) in enumerate(zip(sent, got, strict=True)):
@@ -121,7 +121,7 @@ def test_pieces_are_left_in_any_order() -> None:
             taker.pause(1e-3)
         taker.copy(out.data_ptr(), slot.address, SLOT)
         slot.release(taker)
-    ended = [stream.close() for stream in (outgoing, beside, *takers)]
+    ended = [stream.close() for stream in (*streams, takers[1])]
     assert all(ended), "a stream stands still"
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
 

@@ -15,7 +15,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer import rings, symmetric
 from parallel3d.comm.peer.copies import pipeline_channels
-from parallel3d.comm.peer.symmetric import UNMAPPED, Mapped, Unavailable, map_memory
+from parallel3d.comm.peer.symmetric import Mapped, Unavailable, map_memory
 from parallel3d.topology import ProcessTopology
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_memory_that_can_not_be_mapped_is_unavailable(groups: ProcessGroups, mon
 
     monkeypatch.setattr(rings, "check_axis", lambda *args: None)
     monkeypatch.setattr(sys.modules["torch.distributed._symmetric_memory"], "rendezvous", fail)
-    assert CHANNELS.open(groups, "pipe", CPU, "stages") is UNMAPPED
+    assert CHANNELS.open(groups, "pipe", CPU, "stages") is None
     assert groups.mapped_bytes() == 0
 
 
@@ -80,5 +80,5 @@ def test_a_reason_is_found_before_anything_is_mapped(groups: ProcessGroups, monk
     reason, mapped = Unavailable("two hosts", "use one"), []
     monkeypatch.setattr(rings, "check_axis", lambda *args: reason)
     monkeypatch.setattr(rings, "map_memory", lambda *args, **kwargs: cast(Any, mapped.append(args)))
-    assert CHANNELS.open(groups, "pipe", CPU, "stages") is reason
+    assert CHANNELS.open(groups, "pipe", CPU, "stages") is None
     assert not mapped

@@ -12,10 +12,10 @@ import torch
 
 from parallel3d.cli import main
 from parallel3d.cli.kernels import examine
-from parallel3d.comm.peer import streams, symmetric
+from parallel3d.comm.peer import streams
 from parallel3d.config import load
 from parallel3d.errors import KernelError
-from parallel3d.kernels import workspace
+from parallel3d.kernels import library, workspace
 
 Host = Callable[..., None]
 ASKED = load({"kernels": {"all_reduce": True}})
@@ -30,7 +30,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         capability: tuple[int, int] = (9, 0),
         compiled: bool = True,
         nvcc: str | None = "/cuda/bin/nvcc",
-        symmetric_memory: bool = True,
         unreached: frozenset[tuple[int, int]] = frozenset(),
         driver: bool = True,
     ) -> None:
@@ -40,10 +39,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda k: "H100")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b) not in unreached)
-        monkeypatch.setattr(symmetric, "has_symmetric_memory", lambda: symmetric_memory)
         monkeypatch.setattr(streams, "_driver", lambda: ctypes.CDLL("absent.so" if not driver else None))
-        monkeypatch.setattr(workspace, "load_library", lambda: object() if compiled else None)
-        monkeypatch.setattr(workspace, "find_nvcc", lambda: nvcc)
+        monkeypatch.setattr(workspace, "load_library", object if compiled else library.load_library.__wrapped__)
+        monkeypatch.setattr(library, "find_library", lambda: None)
+        monkeypatch.setattr(library, "find_nvcc", lambda: nvcc)
 
     return make
 
@@ -66,7 +65,6 @@ def test_on_where_nothing_is_in_the_way(host: Host, slices: int) -> None:
     [
         ({"gpus": 0}, 2, "no CUDA device", "nothing"),
         ({"capability": (7, 5)}, 2, "compute capability 7.5", "A100"),
-        ({"symmetric_memory": False}, 2, "PyTorch lacks symmetric memory", "2.11"),
         ({"compiled": False}, 2, "not compiled", "run: p3d build-kernels"),
         ({"compiled": False, "nvcc": None}, 2, "not compiled, and there is no nvcc", "CUDA_HOME"),
         ({"gpus": 4}, 8, "8 tensor-parallel ranks are on 2 hosts", "no more tensor-parallel ranks"),
@@ -114,9 +112,8 @@ def test_messages_need_no_compiled_kernel_and_any_number_of_ranks(host: Host, mo
 
 def test_what_keeps_messages_from_being_copied_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load({})
-    host(symmetric_memory=False, unreached=frozenset({(1, 0)}))
-    memory, reach = told(1, config, STAGES, stages=2)
-    assert "lacks symmetric memory" in memory
+    host(unreached=frozenset({(1, 0)}))
+    (reach,) = told(1, config, STAGES, stages=2)
     assert "device 1 doesn't reach" in reach
     host(driver=False)
     assert told(1, config, STAGES, stages=2)[0].endswith("install a later driver")

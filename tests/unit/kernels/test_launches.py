@@ -9,11 +9,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from parallel3d.comm.collectives import Group
 from parallel3d.kernels.all_reduce import HALF_BYTES, AllReduce
 from parallel3d.kernels.library import FUNCTIONS, addresses
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import SymmetricWorkspace
+from parallel3d.parameters import ParameterInfo
+from parallel3d.zero import fused_adamw
+from parallel3d.zero.buckets import make_buckets
+from parallel3d.zero.policy import ZeroPolicy
 
 WORLD = 2
 
@@ -76,3 +82,25 @@ def test_a_reduce_scatter_that_accumulates(workspace: SymmetricWorkspace) -> Non
     assert call[7:10] == (6, 6, 1)
     assert call[12:] == (7, 8, 64 * 2**20, 2 * 10**9, 1, 3, 9)
     assert not squares.any()
+
+
+def test_a_step_that_writes_the_weights_of_all_replicas(
+    workspace: SymmetricWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_adamw, "load_library", lambda: workspace.library)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    infos = [ParameterInfo("layers.0.weight", nn.Parameter(torch.ones(40)), (0,))]
+    (bucket,) = make_buckets(infos, ZeroPolicy(1, 1 << 20, torch.bfloat16), Group((0, 1), None), 0)
+    (piece,) = bucket.pieces
+    optimizer = torch.optim.AdamW([piece.master], lr=0.1, fused=True)
+    kernel = fused_adamw.FusedAdamW(optimizer, torch.device("cpu", 0), workspace, {bucket: [1000, 2000]})
+    divisor, skip = torch.tensor(2.0, dtype=torch.float64), torch.tensor(False)
+    assert kernel.writes_peers(bucket)
+    kernel.step([bucket], set(), divisor, skip)
+    (call,) = cast(Any, workspace.library).calls
+    assert call[:4] == (2, 1, WORLD, 1)
+    assert call[5] == piece.master.numel() // 8
+    assert call[7:11] == (1, divisor.data_ptr(), skip.data_ptr(), 0)
+    assert call[11][:WORLD] + call[14][:WORLD] == [1000, 2000, 10, 20]
+    assert call[12:14] == (1, 1)
+    assert call[15:] == (7, 8, 2 * 10**9, 128, 0, 9)

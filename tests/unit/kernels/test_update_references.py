@@ -1,4 +1,4 @@
-"""Updates of weights by kernels, without a GPU: references, operator, and layout of shards and parameters."""
+"""Updates of weights by kernels, without a GPU: the references, and how shards are cut."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_stand_ins import GatheredReductions
-from torch import library, nn
+from kernel_stand_ins import Part, adamw_ref
+from torch import nn
 
-from parallel3d.comm.collectives import Group
-from parallel3d.kernels.adamw import MAX_GROUPS, Part, Settings, adamw_ref, numbers, table
-from parallel3d.kernels.reduce_scatter import HALF_BYTES, MAX_BLOCKS, calls, reduce_scatter_ref, staging_bytes
+from parallel3d.kernels.reduce_scatter import HALF_BYTES, MAX_BLOCKS, ReduceScatter, reduce_scatter_ref
 from parallel3d.kernels.workspace import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
-from parallel3d.zero.fused_adamw import check_adam
+from parallel3d.zero.fused_adamw import MAX_GROUPS, check_adam, settings_array
 
 THREADS = 512
 WIRES = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -35,21 +33,12 @@ def test_the_reference_rounds_once_and_sums_in_fp32(wire: torch.dtype) -> None:
     assert reduce_scatter_ref(held, wire).item() == 1027
 
 
-def test_the_operator_keeps_torchs_rules() -> None:
-    one = GatheredReductions(Group((0,), None))
-    for squares in (None, torch.zeros(3, dtype=torch.float64)):
-        for dtype in (torch.float32, torch.bfloat16):
-            output, whole = torch.randn(5).to(dtype), torch.randn(5).to(dtype)
-            arguments = (output, whole, torch.bfloat16, True, squares, one.number)
-            library.opcheck(torch.ops.parallel3d.reduce_scatter_.default, arguments)
-
-
 @given(
     st.integers(1, HALF_BYTES), st.sampled_from([2, 4]), st.sampled_from(WORLD_SIZES), st.sampled_from([HALF_BYTES, 0])
 )
 def test_calls_cover_a_shard_within_the_staging_buffer(size: int, width: int, world: int, extra: int) -> None:
     size += extra
-    cut = calls(size, width, world, THREADS)
+    cut = ReduceScatter.calls(size, width, world, THREADS)
     assert [call.start for call in cut] == [sum(p.size for p in cut[:k]) for k in range(len(cut))]
     assert sum(call.size for call in cut) == size
     for call in cut:
@@ -57,7 +46,7 @@ def test_calls_cover_a_shard_within_the_staging_buffer(size: int, width: int, wo
         assert world * -(-call.size * width // 16) * 16 <= HALF_BYTES
         assert call.start * width % 16 == 0, "as aligned as the shard"
         assert 1 <= call.blocks <= MAX_BLOCKS <= MOST_BLOCKS
-    assert staging_bytes() == 2 * HALF_BYTES + PAD_BYTES
+    assert ReduceScatter.staging_bytes() == 2 * HALF_BYTES + PAD_BYTES
 
 
 def made_part(numel: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Part:
@@ -78,31 +67,18 @@ def test_the_reference_is_torchs_step(decoupled: bool, divisor: float | None) ->
     optimizer.state[plain] = {"step": torch.tensor(6.0), **moments}
     plain.grad = part.gradient.double() / (divisor or 1.0)
     optimizer.step()
-    settings = Settings(0.01, (0.8, 0.95), 1e-6, 0.1, decoupled)
-    weights = adamw_ref(part, settings, None if divisor is None else torch.tensor(divisor).double(), torch.bfloat16)
+    weights = adamw_ref(
+        part, optimizer.param_groups[0], None if divisor is None else torch.tensor(divisor).double(), torch.bfloat16
+    )
     assert (part.master.double() - plain).abs().max() < 1e-6
     assert (part.average.double() - moments["exp_avg"]).abs().max() < 1e-6
     assert (part.square_average.double() - moments["exp_avg_sq"]).abs().max() < 1e-6
     assert torch.equal(weights, part.master.bfloat16())
 
 
-@given(st.lists(st.integers(1, 100), max_size=6))
-def test_parts_take_vectors_one_behind_the_other(sizes: list[int]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    parts = [made_part(size, generator) for size in sizes]
-    rows, vectors = table(parts, weight_bytes=2)
-    assert rows.dtype == torch.int64
-    end = 0
-    for part, row in zip(parts, rows.tolist(), strict=True):
-        end += -(-part.master.numel() // 8)
-        addresses = [t.data_ptr() for t in (part.master, part.gradient, part.average, part.square_average, part.step)]
-        assert row == [*addresses, part.master.numel(), 0, end, 0]
-    assert vectors == end
-
-
 def test_settings_are_handed_over_in_double_precision() -> None:
-    settings = Settings(1e-4, (0.9, 0.999), 1e-8, 0.1, True)
-    assert list(numbers([settings] * 2)) == [1e-4, 0.9, 0.999, 1e-8, 0.1, 1.0] * 2
+    settings = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], 1e-4, (0.9, 0.999), 1e-8, 0.1).param_groups[0]
+    assert list(settings_array([settings] * 2)) == [1e-4, 0.9, 0.999, 1e-8, 0.1, 1.0] * 2
 
 
 def made(cls: Any = torch.optim.AdamW, **settings: Any) -> torch.optim.Optimizer:

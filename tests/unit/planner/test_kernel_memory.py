@@ -8,8 +8,8 @@ from torch import nn
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout
-from parallel3d.kernels import reduce_scatter
-from parallel3d.kernels.all_reduce import staging_bytes
+from parallel3d.kernels.all_reduce import AllReduce
+from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.pipe import LayerSpec
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.memory_replay import MemoryReplay
@@ -44,7 +44,9 @@ def outside(slices: int, kernels: dict[str, object], replicas: int = 1, zero: in
     return predicted(slices, kernels, replicas, zero).outside
 
 
-@pytest.mark.parametrize(("slices", "taken"), [(1, 0), (2, staging_bytes()), (3, 0), (8, staging_bytes())])
+@pytest.mark.parametrize(
+    ("slices", "taken"), [(1, 0), (2, AllReduce.staging_bytes()), (3, 0), (8, AllReduce.staging_bytes())]
+)
 def test_the_staging_buffer_counts_where_the_kernel_runs(slices: int, taken: int) -> None:
     off = outside(slices, {"all_reduce": False})
     assert outside(slices, {}) == off, "auto is off for now"
@@ -52,7 +54,7 @@ def test_the_staging_buffer_counts_where_the_kernel_runs(slices: int, taken: int
 
 
 @pytest.mark.parametrize(
-    ("replicas", "zero", "taken"), [(1, 1, 0), (2, 0, 0), (4, 1, reduce_scatter.staging_bytes()), (3, 2, 0)]
+    ("replicas", "zero", "taken"), [(1, 1, 0), (2, 0, 0), (4, 1, ReduceScatter.staging_bytes()), (3, 2, 0)]
 )
 def test_the_reduce_scatters_counts_where_that_runs(replicas: int, zero: int, taken: int) -> None:
     off = outside(1, {}, replicas, zero)

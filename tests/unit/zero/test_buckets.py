@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import ALIGNMENT, cut_buckets, make_buckets
+from parallel3d.zero.buckets import ALIGNMENT, BucketLayout, lay_out, make_buckets
 from parallel3d.zero.policy import ZeroPolicy
 
 # A loaded machine is no failure.
@@ -22,20 +22,25 @@ sizes = st.lists(st.one_of(st.integers(0, 100), st.integers(0, 10**6), st.intege
 bucket_sizes = st.one_of(st.integers(1, 2000), st.integers(1, 10**9))
 
 
+def cut(sizes: list[int], bucket_size: int, num_shards: int = 1) -> list[BucketLayout]:
+    parameters = [nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+    infos = [ParameterInfo(f"p{k}", parameter, (0,)) for k, parameter in enumerate(parameters)]
+    layouts = lay_out(infos, ZeroPolicy(int(num_shards > 1), bucket_size), num_shards)
+    assert [info for layout in layouts for info in layout.infos] == infos, "each in one bucket, in their order"
+    return layouts
+
+
 @unhurried
 @given(sizes, bucket_sizes)
 @example([], 1)
 @example([33, 33], 65)
 @example([0, 0, 1], 1)
 def test_every_parameter_is_in_one_bucket_aligned_and_apart(sizes: list[int], bucket_size: int):
-    layouts = cut_buckets(sizes, bucket_size)
-    held = [layout.first + k for layout in layouts for k in range(len(layout.offsets))]
-    assert held == list(range(len(sizes)))
+    layouts = cut(sizes, bucket_size)
     for layout in layouts:
-        own = sizes[layout.first : layout.first + len(layout.offsets)]
         assert layout.offsets[0] == 0
         assert all(offset % ALIGNMENT == 0 for offset in (*layout.offsets, layout.numel))
-        ends = [offset + size for offset, size in zip(layout.offsets, own, strict=True)]
+        ends = [offset + size for offset, size in zip(layout.offsets, layout.sizes, strict=True)]
         following = (*layout.offsets[1:], layout.numel)
         assert all(end <= offset < end + ALIGNMENT for end, offset in zip(ends, following, strict=True))
 
@@ -47,13 +52,12 @@ def test_buckets_keep_to_their_limit_and_are_no_smaller_than_need_be(
     sizes: list[int], bucket_size: int, num_shards: int
 ):
     limit = min(bucket_size, max(SMALLEST, num_shards * SMALLEST_SHARD, -(-sum(sizes) // (16 * num_shards))))
-    layouts = cut_buckets(sizes, bucket_size, num_shards)
+    layouts = cut(sizes, bucket_size, num_shards)
     for layout in layouts:
-        last = layout.first + len(layout.offsets) - 1
-        assert len(layout.offsets) == 1 or layout.offsets[-1] + sizes[last] <= limit
+        assert len(layout.offsets) == 1 or layout.offsets[-1] + layout.sizes[-1] <= limit
     for layout, following in pairwise(layouts):
-        end = layout.offsets[-1] + sizes[following.first - 1]
-        assert -(-end // ALIGNMENT) * ALIGNMENT + sizes[following.first] > limit, "the next parameter would have fitted"
+        end = layout.offsets[-1] + layout.sizes[-1]
+        assert -(-end // ALIGNMENT) * ALIGNMENT + following.sizes[0] > limit, "the next parameter would have fitted"
 
 
 @unhurried

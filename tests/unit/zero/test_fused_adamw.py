@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_stand_ins import Part, adamw_ref
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group
 from parallel3d.errors import ConfigError
-from parallel3d.kernels.adamw import Part, Settings, adamw_ref
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero import fused_adamw
+from parallel3d.zero import reducer as reducer_module
 from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.fused_adamw import FusedAdamW
 from parallel3d.zero.optimizer import ShardedOptimizer
@@ -40,16 +41,20 @@ class Reference:
         assert (world, skip) == (1, None)
         taken = 0
         while taken < vectors:
-            *tensors, step, size, place, taken, group = at(parts, 9, torch.int64).tolist()
+            *tensors, step, size, place, end, group = at(parts, 9, torch.int64).tolist()
+            assert end == taken + -(-size // 8), "vectors of 16 bytes, one part after the other"
+            taken = end
             master, gradient, average, square_average = (at(address, size, torch.float32) for address in tensors)
             part = Part(master, gradient, average, square_average, at(step, 1, torch.float32), place, group)
             rate, beta1, beta2, epsilon, decay, decoupled = groups[6 * group : 6 * group + 6]
-            settings = Settings(rate, (beta1, beta2), epsilon, decay, bool(decoupled))
+            settings = {"lr": rate, "betas": (beta1, beta2), "eps": epsilon}
+            settings |= {"weight_decay": decay, "decoupled_weight_decay": bool(decoupled)}
             scale = None if divisor is None else at(divisor, 1, torch.float64)
             at(weights[0] + 2 * place, size, torch.bfloat16).copy_(adamw_ref(part, settings, scale, torch.bfloat16))
             if clear:
                 gradient.zero_()
             parts += 72
+        assert taken == vectors
         return 0
 
 
@@ -113,7 +118,7 @@ def test_masters_in_float64_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -
         assert fused.takes(bucket) == (dtype == torch.float32)
 
 
-def test_what_other_slices_left_of_a_batch_that_failed_is_no_part_of_the_next() -> None:
+def test_what_other_slices_left_of_a_batch_that_failed_is_no_part_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a reduction was through; here nothing had begun since a step that cleared."""
     parameter = nn.Parameter(torch.ones(5))
     vars(parameter)["partial_over"] = Group((0, 2), None)
@@ -124,7 +129,8 @@ def test_what_other_slices_left_of_a_batch_that_failed_is_no_part_of_the_next() 
         return DONE
 
     infos = [ParameterInfo("layers.0.weight", parameter, (0,))]
-    reducer = GradientReducer(infos, POLICY, 0, PAIR, {}, all_reduce=all_reduce)
+    monkeypatch.setattr(reducer_module, "all_reduce", all_reduce)
+    reducer = GradientReducer(infos, POLICY, 0, PAIR, {})
     (bucket,) = reducer.all_buckets()
     bucket.is_cleared = True
     reducer.start_step()

@@ -1,4 +1,4 @@
-"""The all-reduce's reference, operators and cutting into calls, without a GPU."""
+"""The all-reduce's reference, its sums in layers and its cutting into calls, without a GPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_stand_ins import GatheredSums
-from torch import library
+from torch import Tensor
 
-from parallel3d.comm.collectives import Group
+from parallel3d.comm.collectives import Group, Work
+from parallel3d.comm.differentiable import reduce_from_region, reduce_from_region_
 from parallel3d.comm.environment import get_rank
 from parallel3d.kernels.all_reduce import (
     HALF_BYTES,
     MAX_BLOCKS,
+    AllReduce,
     all_reduce_ref,
-    calls,
-    staging_bytes,
 )
 from parallel3d.kernels.workspace import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
 
@@ -42,35 +42,22 @@ def test_the_reference_sums_in_fp32_in_rank_order(dtype: torch.dtype, tolerance:
     assert (all_reduce_ref(lost).item(), all_reduce_ref(lost[::-1]).item()) == (2.0**24, 2.0**24 + 2)
 
 
-def test_operators_keep_torchs_rules() -> None:
-    sums = GatheredSums(Group((0,), None))
-    for x in (torch.randn(3, 5), torch.randn(4, 6, dtype=torch.bfloat16).t(), torch.empty(0, 2)):
-        library.opcheck(torch.ops.parallel3d.all_reduce.default, (x, sums.number))
-        library.opcheck(torch.ops.parallel3d.all_reduce_.default, (x.clone(), sums.number))
+class StandIn(GatheredSums):
+    def takes(self, x: Tensor) -> bool:
+        return True
 
-
-def test_a_number_is_known_as_long_as_its_object_lives() -> None:
-    sums = GatheredSums(Group((0,), None))
-    number, x = sums.number, torch.ones(2)
-    assert torch.ops.parallel3d.all_reduce(x, number).tolist() == [1, 1]
-    assert GatheredSums(Group((0,), None)).number != number
-    del sums
-    with pytest.raises(KeyError):
-        torch.ops.parallel3d.all_reduce(x, number)
+    def start(self, x: Tensor) -> Work:
+        raise AssertionError("nothing runs at the same time")
 
 
 def on_ranks() -> tuple[list[float], bool, bool, list[float]]:
     world = Group(tuple(range(torch.distributed.get_world_size())), torch.distributed.group.WORLD)
-    sums = GatheredSums(world)
+    world.use_all_reduce(StandIn(world))
     x = torch.tensor([2.0**24, 1.0, -1.0])[torch.arange(3).roll(get_rank())].repeat(2, 1)
-    out = torch.ops.parallel3d.all_reduce(x, sums.number)
-    in_place = x.clone()
-    torch.ops.parallel3d.all_reduce_(in_place, sums.number)
-    strided = x.t().contiguous().t()
-    torch.ops.parallel3d.all_reduce_(strided, sums.number)
-    compiled = torch.compile(
-        lambda z: torch.ops.parallel3d.all_reduce(z * 2, sums.number) / 2, backend="aot_eager", fullgraph=True
-    )
+    out = reduce_from_region(x, world)
+    in_place = reduce_from_region_(x.clone(), world)
+    strided = reduce_from_region(x.t().contiguous().t(), world)
+    compiled = torch.compile(lambda z: reduce_from_region(z * 2, world) / 2, backend="aot_eager")
     return out[0].tolist(), torch.equal(in_place, out), torch.equal(strided, out), compiled(x)[1].tolist()
 
 
@@ -83,14 +70,14 @@ def test_ranks_sum_over_gloo_with_the_same_bits(run_ranks) -> None:
 @given(st.integers(1, 5 * HALF_BYTES // 2), st.sampled_from([2, 4]), st.sampled_from(WORLD_SIZES), st.integers(-2, 2))
 def test_calls_cover_a_message_within_the_staging_buffer(size: int, width: int, world: int, extra: int) -> None:
     size = max(1, size + extra)
-    cut = list(calls(size, width, world, THREADS))
+    cut = list(AllReduce.calls(size, width, world, THREADS))
     assert [call.start for call in cut] == [sum(p.size for p in cut[:k]) for k in range(len(cut))]
     assert sum(call.size for call in cut) == size
     for call in cut:
         assert 0 < call.size * width <= HALF_BYTES
         assert call.start * width % 16 == 0, "as aligned as the message"
         assert 1 <= call.blocks <= MAX_BLOCKS
-    assert staging_bytes() >= 2 * HALF_BYTES + PAD_BYTES
+    assert AllReduce.staging_bytes() >= 2 * HALF_BYTES + PAD_BYTES
     assert MAX_BLOCKS <= MOST_BLOCKS
     assert 8 * MOST_BLOCKS * world <= PAD_BYTES
 
@@ -113,5 +100,5 @@ def test_calls_cover_a_message_within_the_staging_buffer(size: int, width: int, 
 def test_small_messages_are_read_whole_and_large_ones_in_slices(
     num_bytes: int, world: int, two_shot: bool, blocks: int
 ) -> None:
-    (call,) = calls(num_bytes // 2, 2, world, THREADS)
+    (call,) = AllReduce.calls(num_bytes // 2, 2, world, THREADS)
     assert (call.two_shot, call.blocks) == (two_shot, blocks)
