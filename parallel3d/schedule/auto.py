@@ -10,7 +10,7 @@ from operator import add, le
 from pydantic import BaseModel, ConfigDict
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedule.builders import BUILDERS, from_lists
+from parallel3d.schedule.builders import build, from_lists
 from parallel3d.schedule.fuse import fuse_backwards
 from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program
 from parallel3d.schedule.list_clock import SPLIT_OPS, Traffic
@@ -202,9 +202,9 @@ def _candidates(
     num_chunks = len(placement) // num_stages
     for name, kind in product(("1f1b", "zb-h1", "zbv", "interleaved"), ("loop", "v")):
         try:
-            program = BUILDERS[name](num_stages, num_micro_batches, num_chunks, kind)
+            program = build(name, num_stages, num_micro_batches, num_chunks, kind)
         except ScheduleError:
-            continue  # not of so many chunks, or placed so
+            continue  # not for this number or placement of chunks
         if program.placement == placement and all(map(le, most_held(program, measured), measured.limit)):
             yield name, program
 

@@ -15,8 +15,7 @@ from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import cut, segment_costs
-from parallel3d.partition.limit import StageLimit
-from parallel3d.partition.split import partition_layers
+from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import Least, SplitLayout, StepCost, makespan, of_stages
