@@ -58,7 +58,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["parallel3d", "parallel3d.*"]),
-    package_data={"parallel3d": ["py.typed"], "parallel3d.planner.report": ["page/*"]},
+    package_data={
+        "parallel3d": ["py.typed"],
+        "parallel3d.schedule": ["*.jinja"],
+        "parallel3d.planner.report": ["page/*"],
+    },
     cmdclass={"build_py": BuildWithKernels},
     python_requires=">=3.10",
     install_requires=[

@@ -32,8 +32,7 @@ def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
     """
     full = timeline.makespan or 1.0
     spans, gap = _both_ends(timeline, limit)
-    shades = draw.local_chunks(s for s in timeline.spans if s.instruction.op in COMPUTE_OPS)
-    depth = 1 + max(shades.values(), default=0)
+    shades, depth = draw.chunk_shades(timeline)
     ops = sorted({s.instruction.op for s in timeline.spans}, key=list(Op).index)
     lanes: list[dict[str, list[int]]] = [{name: [] for name in _COLUMNS} for _ in range(timeline.num_ranks)]
     ends = [0] * timeline.num_ranks
@@ -103,8 +102,7 @@ def timeline_chart(timeline: Timeline, name: str) -> str:
 
 def _paths(timeline: Timeline, scale: float) -> dict[tuple[int, str], str]:
     """Return a path for each lane and colour, by differences in tenths of a pixel: eight bytes a span."""
-    shades = draw.local_chunks(s for s in timeline.spans if s.instruction.op in COMPUTE_OPS)
-    depth = 1 + max(shades.values(), default=0)
+    shades, depth = draw.chunk_shades(timeline)
     moves: dict[tuple[int, str], list[str]] = defaultdict(lambda: ["M0 0"])
     ends: dict[tuple[int, str], int] = defaultdict(int)
     for s in timeline.spans:
