@@ -100,14 +100,13 @@ class Search:
         runs = self._runs[: int((2 * _ELEMENTS / (self._chunks + 1)) ** 0.5)]
         first, second = np.triu_indices(len(runs), 1)
         neighbourhoods = [self._runs, runs[first] + runs[second]]
-        current = [float(values[0]) for values in self._objectives(bounds[None])]
         while True:
             for moves in neighbourhoods:
-                objectives = self._objectives(bounds + moves)
-                best = _least(objectives)
-                reached = [float(values[best]) for values in objectives]
-                if _is_less(reached, current):
-                    bounds, current = bounds + moves[best], reached
+                # Of equals the last one is taken: the split itself.
+                candidates = np.concatenate([bounds + moves, bounds[None]])
+                best = _least(self._objectives(candidates))
+                if best < len(moves):
+                    bounds = candidates[best]
                     break
             else:
                 return bounds
@@ -163,10 +162,3 @@ def _least(objectives: Sequence[FloatArray]) -> int:
         least = values[left].min()
         left = left[values[left] <= least + _TOLERANCE * max(1.0, abs(least))]
     return int(left[-1])
-
-
-def _is_less(a: Sequence[float], b: Sequence[float]) -> bool:
-    for x, y in zip(a, b, strict=True):
-        if abs(x - y) > _TOLERANCE * max(1.0, abs(y)):
-            return x < y
-    return False

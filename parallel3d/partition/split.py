@@ -17,7 +17,6 @@ from parallel3d.errors import PartitionError
 from parallel3d.partition.chain import FloatArray, Partition, cut, segment_costs
 from parallel3d.partition.search import Search
 
-
 # How much the largest chunk weighs beside the largest stage, in the splits among which a step's length decides.
 _EVENNESS = (0.0, 0.1, 0.25, 0.5, 1.0)
 
