@@ -21,8 +21,7 @@ from parallel3d.config import FailuresConfig
 from parallel3d.errors import PeerError
 from parallel3d.failures.board import Board
 from parallel3d.failures.neighbours import FindProgram, Neighbours
-from parallel3d.failures.report import say
-from parallel3d.failures.watchdog import Watchdog, follows
+from parallel3d.failures.watchdog import Watchdog, follows, say
 
 
 class Attribution:

@@ -26,7 +26,7 @@ from parallel3d.pipe.settings import BuildSettings
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.builders import build, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
+from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
@@ -181,9 +181,7 @@ class LayerSplitter:
             # This bounds a stage, and so the share of each of its chunks, whichever program is planned.
             most = ceil((given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * settings.num_stages)
             return [min(most, num_micro_batches)] * len(self._placement)
-        program = settings.program(given, num_micro_batches)
-        one = ChunkBytes(saved=1, deferred=1)
-        return [max(bytes_in_flight(program.instructions[rank], {c: one})) for c, rank in enumerate(self._placement)]
+        return most_in_flight(settings.program(given, num_micro_batches))
 
 
 def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: str, costs: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median_low
 
-from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.schedule.instructions import Instruction, Op, Program
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,12 @@ def bytes_in_flight(instructions: Sequence[Instruction], chunks: Mapping[int, Ch
     chunks: those that count.
     """
     return list(accumulate(chunks[i.chunk].change(i) if i.chunk in chunks else 0 for i in instructions))
+
+
+def most_in_flight(program: Program) -> list[int]:
+    """Return, for each chunk, the largest number of micro-batches whose activations it holds at once."""
+    one = ChunkBytes(saved=1, deferred=1)
+    return [max(bytes_in_flight(program.instructions[rank], {c: one})) for c, rank in enumerate(program.placement)]
 
 
 def learn_chunks(measured: Sequence[tuple[Instruction, int]]) -> dict[int, ChunkBytes]:
