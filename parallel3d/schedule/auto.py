@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
-from operator import add, le
+from operator import add, itemgetter, le
 
 from pydantic import BaseModel, ConfigDict
 
@@ -170,13 +170,9 @@ def _hiding(program: Program, measured: Measured) -> tuple[Program, float]:
     def fits(rank: int, instructions: Sequence[Instruction]) -> bool:
         return _peak(instructions, measured) <= limit[rank]
 
-    order, least = hide_reductions(program, measured.cost, measured, fits)
-    makespan = exactly(order)
-    if order != program and makespan > least * (1 + 1e-9):
-        # Transfers that wait for one another count from here on.
-        before = exactly(program)
-        return (order, makespan) if makespan < before else (program, before)
-    return order, makespan
+    order = hide_reductions(program, measured.cost, measured, fits)
+    # Here transfers wait for one another too.
+    return min(((p, exactly(p)) for p in (order, program)), key=itemgetter(1))
 
 
 def _plan(name: str, program: Program, makespan: float, measured: Measured) -> Plan:

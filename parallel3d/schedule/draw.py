@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError
 from math import ceil, floor, log10
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.order import blocks_host
@@ -47,8 +47,7 @@ def _computes(timeline: Timeline) -> list[Span]:
 _BRACKETS = {Op.FORWARD: "{}", Op.BACKWARD: "[{}]", Op.BACKWARD_INPUT: "({})", Op.BACKWARD_WEIGHT: "<{}>"}
 
 
-@dataclass(frozen=True)
-class _Cell:
+class _Cell(NamedTuple):
     """A box of the text grid: slots start to stop (exclusive) of a rank's row."""
 
     start: int
@@ -232,19 +231,16 @@ def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = Non
     )
 
 
-def _marks(timeline: Timeline) -> list[Span]:
-    """Everything but compute that takes time: a simulation may count it as free."""
-    return [s for s in timeline.spans if s.instruction.op not in COMPUTE_OPS and s.end > s.start]
-
-
-def _lane_height(timeline: Timeline) -> float:
-    rows = {MARK_ROWS[NAMES[s.instruction.op]] for s in _marks(timeline)}
-    return _LANE + _GAP + (_MARK * (1 + max(rows)) + 4 if rows else 0)
+def _is_marked(s: Span) -> bool:
+    """Return whether a span is everything but compute and takes time: a simulation may count it as free."""
+    return s.instruction.op not in COMPUTE_OPS and s.end > s.start
 
 
 def _panel(name: str, timeline: Timeline, scale: _Scale, first: float) -> dict[str, Any]:
     """Return what the template draws of a timeline; first: y of its first lane."""
-    lane, (shades, depth) = _lane_height(timeline), chunk_shades(timeline)
+    shades, depth = chunk_shades(timeline)
+    marks = [_mark(s, scale) for s in timeline.spans if _is_marked(s)]
+    lane = _LANE + _GAP + (_MARK * (1 + max(row for *_, row in marks)) + 4 if marks else 0)
     return {
         "name": name,
         "timeline": timeline,
@@ -253,7 +249,7 @@ def _panel(name: str, timeline: Timeline, scale: _Scale, first: float) -> dict[s
         "lane": lane,
         "bottom": first + lane * timeline.num_ranks,
         "boxes": [_box(s, scale, shades[s.instruction.chunk], depth) for s in _computes(timeline)],
-        "marks": [_mark(s, scale) for s in _marks(timeline)],
+        "marks": marks,
     }
 
 
@@ -289,7 +285,7 @@ def _legend(timelines: Iterable[Timeline]) -> list[tuple[float, int, list[str], 
     drawn = list(timelines)
     depth = max((chunk_shades(t)[1] for t in drawn), default=1)
     ops = {s.instruction.op for t in drawn for s in _computes(t)}
-    kinds = {NAMES[s.instruction.op] for t in drawn for s in _marks(t)}
+    kinds = {NAMES[s.instruction.op] for t in drawn for s in t.spans if _is_marked(s)}
     shaded = {op: [hex_colour(box_colour(op, shade, depth)) for shade in range(depth)] for op in BOX_COLOURS}
     named = [(12, colours, NAMES[op]) for op, colours in shaded.items() if op in ops]
     named += [(_MARK - 1, [colour], kind) for kind, colour in MARK_COLOURS.items() if kind in kinds]

@@ -24,10 +24,8 @@ _MOST_PERMUTED = 3  # chunks; of more the rotations
 Fits = Callable[[int, Sequence[Instruction]], bool]
 
 
-def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) -> tuple[Program, float]:
-    """The program with the weight gradients of each rank in the order that ends the step and its reductions the soonest.
-
-    And how long the given one takes, if no transfer waits for another: at least.
+def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) -> Program:
+    """Order the weight gradients of each rank so that the step and its reductions end the soonest.
 
     program: compute instructions alone; fits: whether a rank has the memory for such a list. Orders in which a rank completes
     one chunk after the other come first, then single weight gradients change their places, into whole backwards and out of them
@@ -37,12 +35,11 @@ def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) 
     search = _Search(program, ListClock(program, cost, traffic=traffic), fits)
     # No order avoids that the rank whose compute ends last has something left to reduce then.
     least = search.least + min(buckets[-1] if buckets else 0.0 for buckets in traffic.reductions)
-    before = search.makespan
     for share, turn in product(_SHARES, (1, -1)):
         search.accepts([next(_completing(rows, [_chunks(rows)[::turn]], share), rows) for rows in search.lists])
     while search.makespan > least * (1 + _ROUNDING) and search.improve():
         pass
-    return program.with_instructions([renamed(row.instruction for row in rows) for rows in search.lists]), before
+    return program.with_instructions([renamed(row.instruction for row in rows) for rows in search.lists])
 
 
 class _Search:

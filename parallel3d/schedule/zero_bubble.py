@@ -21,11 +21,8 @@ DEFAULT_MAX_IN_FLIGHT = 1.5
 
 def check_sizes(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> None:
     """Raise ScheduleError unless all are at least 1."""
-    for name, value in (
-        ("num_stages", num_stages),
-        ("num_micro_batches", num_micro_batches),
-        ("num_chunks", num_chunks),
-    ):
+    sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_chunks": num_chunks}
+    for name, value in sizes.items():
         if value < 1:
             raise ScheduleError(f"{name} is {value}; a schedule needs at least 1")
 
