@@ -180,18 +180,14 @@ class _Scale:
     def text(self, time: float) -> str:
         return f"{time * self.factor:.4g} {self.shown}"
 
-    def ticks(self) -> Iterator[float]:
-        """Multiples of 1, 2 or 5 times a power of ten, about ten of them."""
-        step = tick_step(self.full)
-        for k in range(floor(self.full / step * 1.0001) + 1):
-            yield k * step
 
-
-def tick_step(full: float, ticks: int = 10) -> float:
-    """1, 2 or 5 times a power of ten, of which at most about `ticks` fit into `full` (above 0)."""
-    rough = full / ticks
+def ticks(low: float, high: float, number: int = 8) -> Iterator[float]:
+    """Yield the multiples of 1, 2 or 5 times a power of ten in [low, high], at most about `number` of them."""
+    rough = ((high - low) or abs(high) or 1.0) / number
     power = 10.0 ** floor(log10(rough))
-    return next(k * power for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
+    step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
+    for k in range(ceil(low / step * 0.9999), int(high / step * 1.0001) + 1):
+        yield k * step
 
 
 def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = None, width: int = 1200) -> str:
@@ -217,6 +213,7 @@ def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = Non
         loader=PackageLoader("parallel3d.schedule", ""), autoescape=True, trim_blocks=True, keep_trailing_newline=True
     )
     return environment.get_template("timelines.jinja").render(
+        ticks=ticks,
         panels=panels,
         legend=_legend(timelines.values()),
         legend_y=top + 14,
@@ -314,12 +311,9 @@ def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) ->
         events.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
         tid = 1000 * pid  # Perfetto keeps 0 to itself and takes tid == pid for a process's main thread.
         for rank in range(timeline.num_ranks):
-            spans = [s for s in timeline.spans if s.rank == rank]
-            for title, group in (
-                (f"stage {rank}", [s for s in spans if blocks_host(s.instruction.op)]),
-                (f"stage {rank} communication", [s for s in spans if not blocks_host(s.instruction.op)]),
-            ):
-                for row in _rows_without_overlap(group):
+            for title, is_host in ((f"stage {rank}", True), (f"stage {rank} communication", False)):
+                own = [s for s in timeline.spans if s.rank == rank and blocks_host(s.instruction.op) is is_host]
+                for row in _rows_without_overlap(own):
                     events.append(_metadata("thread_name", pid, tid, {"name": title}))
                     events.append(_metadata("thread_sort_index", pid, tid, {"sort_index": tid}))
                     events += [_event(s, pid, tid, scale_to_us) for s in row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from parallel3d.planner.report.drawing import WIDTH, place_legend, render, ticks
+from parallel3d.planner.report.drawing import WIDTH, place_legend, render
 from parallel3d.planner.report.words import duration
 from parallel3d.planner.search.result import TimelineSpan
 from parallel3d.schedule import draw
@@ -86,7 +86,7 @@ def timeline_chart(timeline: Timeline, name: str) -> str:
     return render(
         "timeline.jinja",
         label=f"{name}: {duration(timeline.makespan)}, bubble {timeline.bubble:.1%}",
-        ticks=[(left + pixels * tick, duration(tick)) for tick in ticks(0, timeline.makespan)],
+        ticks=[(left + pixels * tick, duration(tick)) for tick in draw.ticks(0, timeline.makespan)],
         stages=[(34 + lane * k + 10, k) for k in range(0, timeline.num_ranks, max(1, round(13 / lane)))],
         bars=[
             (path, colour, 34 + lane * stage + thickness / 20)
