@@ -36,7 +36,7 @@ class StageLimit:
     tie_keys: Sequence[str | None] | None = None
 
     def chunk_bytes(self) -> FloatArray:
-        """[chunks, n + 1, n + 1]: element (c, a, b) is what layers [a, b) take as chunk c, inf where that is empty."""
+        """Return [chunks, n + 1, n + 1]: bytes of layers [a, b) as chunk c at (c, a, b), inf where that is empty."""
         state = segment_costs(self.state, tie_keys=self.tie_keys)
         activations = segment_costs(self.activations)
         held = np.array(self.in_flight, dtype=np.float64)[:, None, None]
@@ -147,7 +147,7 @@ def _min_max(cost: FloatArray) -> list[int]:
 
 
 def _best_prefixes(combine: np.ufunc, cost: FloatArray) -> list[FloatArray]:
-    """Row k, element b: the smallest value of layers [0, b) in k parts, costs joined by `combine` (sum or max)."""
+    """Return rows: row k, element b is the smallest value of layers [0, b) in k parts, costs joined by `combine`."""
     first = np.full(cost.shape[-1], np.inf)
     first[0] = 0.0
     rows = [first]

@@ -103,7 +103,7 @@ class Plan(BaseModel):
     instructions: tuple[tuple[str, ...], ...]
 
     def program(self, num_micro_batches: int) -> Program:
-        """The planned program; of another number of micro-batches, what is best for the same measurements."""
+        """Return the planned program; for another number of micro-batches, the best one for the same measurements."""
         if num_micro_batches != self.num_micro_batches:
             return make_plan(self.placement, num_micro_batches, self.measured).program(num_micro_batches)
         return replace(from_lists(self.instructions, self.placement), name="auto")
@@ -135,7 +135,7 @@ _PER_CHUNK = ("forward", "input_gradient", "weight_gradient", "backward", "held"
 
 
 def make_plan(placement: Sequence[int], num_micro_batches: int, measured: Measured) -> Plan:
-    """The shortest of what the search finds and of the named schedules that fit this placement and memory.
+    """Plan the shortest of what the search finds and of the named schedules that fit this placement and memory.
 
     Up to the end of all reductions, from the beginning of the first gather. Pure: equal arguments give equal plans. Raises
     ScheduleError where a micro-batch doesn't fit a rank's limit.
@@ -158,7 +158,7 @@ def _is_shorter(makespan: float, other: float) -> bool:
 
 
 def _hiding(program: Program, measured: Measured) -> tuple[Program, float]:
-    """The program with its weight gradients where they hide reductions, within its memory, and its makespan with traffic."""
+    """Move weight gradients to where they hide reductions, within memory; return the program and its makespan with traffic."""
 
     def exactly(order: Program) -> float:
         return simulate(measured.with_traffic(order), measured.cost).makespan

@@ -21,7 +21,7 @@ def _chunks_by_rank(placement: Sequence[int]) -> list[list[int]]:
 
 
 def placement_of(kind: str, num_stages: int, num_chunks: int) -> tuple[int, ...]:
-    """chunk -> rank for placement "loop" (any number of chunks) or "v" (two). Raises ScheduleError."""
+    """Return the rank of each chunk for placement "loop" (any number of chunks) or "v" (two). Raises ScheduleError."""
     if kind == "loop":
         return loop_placement(num_stages, num_chunks)
     if kind != "v":
@@ -32,7 +32,7 @@ def placement_of(kind: str, num_stages: int, num_chunks: int) -> tuple[int, ...]
 
 
 def gpipe(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placement: str = "loop") -> Program:
-    """All forwards, then all backwards, the last micro-batch first: arXiv:1811.06965, figure 2c.
+    """Run all forwards, then all backwards, the last micro-batch first: arXiv:1811.06965, figure 2c.
 
     Every rank holds the activations of all its forwards: num_chunks * num_micro_batches.
     """
@@ -48,13 +48,13 @@ def gpipe(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placemen
 
 
 def _alternate(forwards: list[Instruction], backwards: list[Instruction], warmup: int) -> tuple[Instruction, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Put `warmup` forwards first, then one forward and one backward in turn, then the remaining backwards."""
     steady = [i for pair in zip(forwards[warmup:], backwards, strict=False) for i in pair]
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Program:
-    """1F1B with flushes (PipeDream-Flush): arXiv:2006.09503; arXiv:2104.04473, figure 4, top.
+    """Build 1F1B with flushes (PipeDream-Flush): arXiv:2006.09503; arXiv:2104.04473, figure 4, top.
 
     Rank r holds min(m, p - r) activations at most; the makespan is 3(m + p - 1) for forward = 1, backward = 2.
     """
@@ -72,7 +72,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Program:
 
 
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Program:
-    """Interleaved 1F1B with `num_chunks` chunks a rank, for any m >= 1: arXiv:2104.04473, figure 4, bottom.
+    """Build interleaved 1F1B with `num_chunks` chunks a rank, for any m >= 1: arXiv:2104.04473, figure 4, bottom.
 
     The paper's order needs m to be a multiple of p. For another m the order of the next multiple is built and its first
     micro-batches are dropped, which keeps it valid (dropping the last ones does too, but is longer). With p > 1 and v > 1
@@ -94,7 +94,7 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Pro
 
 
 def inference(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placement: str = "loop") -> Program:
-    """Forwards alone, in groups of p micro-batches, chunk by chunk within a group; holds no activation."""
+    """Run forwards alone, in groups of p micro-batches, chunk by chunk within a group; no activation is held."""
     check_sizes(num_stages, num_micro_batches, num_chunks)
     where = placement_of(placement, num_stages, num_chunks)
     order = range(num_micro_batches)
@@ -107,7 +107,7 @@ def inference(num_stages: int, num_micro_batches: int, num_chunks: int = 1, plac
 
 
 def from_lists(lists: Sequence[Sequence[str]], placement: Sequence[int]) -> Program:
-    """A schedule that the user writes: for each rank its instructions, such as ["F0@0", "F1@0", "B0@0", "B1@0"].
+    """Read a schedule that the user writes: for each rank its instructions, as ["F0@0", "F1@0", "B0@0", "B1@0"].
 
     Raises ScheduleError for a malformed or non-compute instruction. validate() says whether the order can run.
     """

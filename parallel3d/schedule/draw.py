@@ -56,7 +56,7 @@ class _Cell(NamedTuple):
 
 
 def text_grid(program: Program, cost: Cost = unit_cost, max_width: int = 160) -> str:
-    """The program's simulated compute as the papers print it: a row for each stage, a column for each unit of time.
+    """Print the program's simulated compute as papers do: a row for each stage, a column for each unit of time.
 
     3 is a forward of micro-batch 3, [3] its backward, (3) and <3> the halves of a split one, "." an idle slot. Where a
     stage holds several chunks a letter says which: 3a on its first, 3b on its second. A slot is as long as the shortest
@@ -107,7 +107,7 @@ def _row(cells: Iterable[_Cell], num_slots: int, width: int) -> str:
 
 
 def neighbourhood(program: Program, rank: int, position: int, radius: int = 3) -> str:
-    """The schedule grid around instruction `position` of `rank`'s list, a line for each stage, for a failure's message.
+    """Print the schedule around instruction `position` of `rank`'s list, a line for each stage, for a failure's message.
 
     The instruction is marked, >F3@1<. In its column stands what each other stage computes at that moment of the
     simulated schedule, "-" where it idles; `radius` compute instructions stand on both sides.
@@ -136,7 +136,7 @@ def neighbourhood(program: Program, rank: int, position: int, radius: int = 3) -
 
 
 def _clock(program: Program) -> dict[tuple[int, Instruction], tuple[float, float]]:
-    """(rank, instruction) -> start and end in the papers' units; the place in its list if the program deadlocks."""
+    """Return when each (rank, instruction) starts and ends, in the papers' units; its place in its list after a deadlock."""
     try:
         return {(s.rank, s.instruction): (s.start, s.end) for s in simulate(program).spans}
     except CycleError:
@@ -191,7 +191,7 @@ def ticks(low: float, high: float, number: int = 8) -> Iterator[float]:
 
 
 def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = None, width: int = 1200) -> str:
-    """One self-contained SVG `width` pixels wide: a panel for each named timeline, a lane for each stage.
+    """Draw one self-contained SVG, `width` pixels wide: a panel for each named timeline, a lane for each stage.
 
     Boxes are forwards and backwards with their micro-batch where it fits, coloured by kind, paler for each further
     chunk of the stage; thin marks below a lane are transfers, reductions and loads that take time. units: panel -> unit
@@ -254,9 +254,10 @@ def _box(s: Span, scale: _Scale, shade: int, depth: int) -> tuple[Span, float, s
     """Return (span, width, colour, size of the label if it fits, the label's colour)."""
     width, label = scale.x(s.end) - scale.x(s.start), str(s.instruction.micro_batch)
     size = next((size for size in (12, 10, 8) if width >= 0.6 * size * len(label) + 3), None)
-    colour = red, green, blue = box_colour(s.instruction.op, shade, depth)
+    colour = box_colour(s.instruction.op, shade, depth)
+    red, green, blue = bytes.fromhex(colour[1:])
     is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 160
-    return s, width, hex_colour(colour), size, "#ffffff" if is_dark else _INK
+    return s, width, colour, size, "#ffffff" if is_dark else _INK
 
 
 def _mark(s: Span, scale: _Scale) -> tuple[Span, float, str, str, int]:
@@ -265,16 +266,10 @@ def _mark(s: Span, scale: _Scale) -> tuple[Span, float, str, str, int]:
     return s, max(scale.x(s.end) - scale.x(s.start), 1), MARK_COLOURS[kind], kind, MARK_ROWS[kind]
 
 
-def box_colour(op: Op, shade: int, depth: int) -> tuple[int, int, int]:
-    """The kind's colour, mixed with up to 65% white for the last of `depth` chunks."""
+def box_colour(op: Op, shade: int, depth: int) -> str:
+    """Return the kind's colour, mixed with up to 65% white for the last of `depth` chunks, as "#2f69b4"."""
     white = 0.65 * shade / max(depth - 1, 1)
-    red, green, blue = (round(c + (255 - c) * white) for c in BOX_COLOURS[op])
-    return red, green, blue
-
-
-def hex_colour(colour: tuple[int, int, int]) -> str:
-    """(47, 105, 180) -> "#2f69b4"."""
-    return "#{:02x}{:02x}{:02x}".format(*colour)
+    return "#" + bytes(round(c + (255 - c) * white) for c in BOX_COLOURS[op]).hex()
 
 
 def _legend(timelines: Iterable[Timeline]) -> list[tuple[float, int, list[str], str]]:
@@ -283,7 +278,7 @@ def _legend(timelines: Iterable[Timeline]) -> list[tuple[float, int, list[str], 
     depth = max((chunk_shades(t)[1] for t in drawn), default=1)
     ops = {s.instruction.op for t in drawn for s in _computes(t)}
     kinds = {NAMES[s.instruction.op] for t in drawn for s in t.spans if _is_marked(s)}
-    shaded = {op: [hex_colour(box_colour(op, shade, depth)) for shade in range(depth)] for op in BOX_COLOURS}
+    shaded = {op: [box_colour(op, shade, depth) for shade in range(depth)] for op in BOX_COLOURS}
     named = [(12, colours, NAMES[op]) for op, colours in shaded.items() if op in ops]
     named += [(_MARK - 1, [colour], kind) for kind, colour in MARK_COLOURS.items() if kind in kinds]
     named.append(
@@ -300,7 +295,7 @@ def _legend(timelines: Iterable[Timeline]) -> list[tuple[float, int, list[str], 
 
 
 def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) -> dict[str, Any]:
-    """Chrome's trace event format, for json.dump; Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+    """Make a trace in Chrome's event format, for json.dump; Perfetto (ui.perfetto.dev) and chrome://tracing open it.
 
     A process for each timeline; in it a thread for each stage's compute and loads, and others for its transfers and
     reductions, as many as overlap. scale_to_us: microseconds in the timelines' unit of time, 1e6 for seconds.
@@ -322,7 +317,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) ->
 
 
 def _rows_without_overlap(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans dealt to as few rows as keep them apart: viewers take overlapping events of a thread for nested calls."""
+    """Deal spans to as few rows as keep them apart: viewers take overlapping events of a thread for nested calls."""
     rows: list[list[Span]] = []
     for s in sorted(spans, key=lambda s: (s.start, s.end)):
         row = next((row for row in rows if row[-1].end <= s.start), None)

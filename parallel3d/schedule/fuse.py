@@ -89,7 +89,7 @@ def renamed(instructions: Iterable[Instruction]) -> list[Instruction]:
 
 
 def whole_backwards(program: Program, micro_batches: Collection[int]) -> Program:
-    """The backwards of these micro-batches whole, where their input gradients stood."""
+    """Make the backwards of these micro-batches whole, where their input gradients stood."""
     lists = [
         [
             Instruction(Op.BACKWARD, i.chunk, i.micro_batch)

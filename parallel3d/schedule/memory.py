@@ -27,7 +27,7 @@ class ChunkBytes:
     deferred: int = 0
 
     def change(self, i: Instruction) -> int:
-        """By how much the bytes in flight grow over `i`, an instruction of this chunk."""
+        """Return by how much the bytes in flight grow over `i`, an instruction of this chunk."""
         freed = self.saved + self.received + self.loaded + self.output_gradient
         changes = {
             Op.LOAD_MICRO_BATCH: self.loaded,
@@ -57,7 +57,7 @@ def most_in_flight(program: Program) -> list[int]:
 
 
 def learn_chunks(measured: Sequence[tuple[Instruction, int]]) -> dict[int, ChunkBytes]:
-    """The ChunkBytes of a rank's chunks, from how much its memory grew over each of its instructions.
+    """Return the ChunkBytes of a rank's chunks, from how much its memory grew over each of its instructions.
 
     The median of each kind counts: what was sent is freed whenever it has left, in whatever instruction that is.
     """

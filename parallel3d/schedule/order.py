@@ -96,14 +96,14 @@ class WaitGraph:
 
 
 def _line(program: Program, rank: int, i: Instruction) -> object:
-    """The queue of an instruction, one end of a channel or a rank's collectives; None if it blocks the host."""
+    """Return the queue of an instruction, one end of a channel or a rank's collectives; None if it blocks the host."""
     if blocks_host(i.op):
         return None
     return rank if i.op in COLLECTIVE_OPS else (i.op in SEND_OPS, *program.channel(i))
 
 
 def blocks_host(op: Op) -> bool:
-    """Whether the rank's compute is occupied until an instruction of this kind is done."""
+    """Return whether the rank's compute is occupied until an instruction of this kind is done."""
     return op not in SEND_OPS and op not in RECV_OPS and op not in COLLECTIVE_OPS
 
 

@@ -57,7 +57,7 @@ def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
 def _op(op: Op, depth: int) -> dict[str, object]:
     name = draw.NAMES[op]
     if op in COMPUTE_OPS:
-        colours = [draw.hex_colour(draw.box_colour(op, shade, depth)) for shade in range(depth)]
+        colours = [draw.box_colour(op, shade, depth) for shade in range(depth)]
         return {"short": op.value, "name": name, "colours": colours, "row": None}
     return {"short": op.value, "name": name, "colours": [draw.MARK_COLOURS[name]], "row": draw.MARK_ROWS[name]}
 
@@ -81,7 +81,7 @@ def timeline_chart(timeline: Timeline, name: str) -> str:
     pixels = (WIDTH - left - 20) / (timeline.makespan or 1.0)
     bottom, thickness = 34 + lane * timeline.num_ranks, 10 * (lane - min(2.0, lane / 5))
     ops = [op for op in draw.BOX_COLOURS if any(s.instruction.op is op for s in timeline.spans)]
-    colours = {draw.NAMES[op]: draw.hex_colour(draw.box_colour(op, 0, 1)) for op in ops}
+    colours = {draw.NAMES[op]: draw.box_colour(op, 0, 1) for op in ops}
     legend, below = place_legend(colours, left, bottom + 42)
     return render(
         "timeline.jinja",
@@ -107,7 +107,7 @@ def _paths(timeline: Timeline, scale: float) -> dict[tuple[int, str], str]:
     ends: dict[tuple[int, str], int] = defaultdict(int)
     for s in timeline.spans:
         if s.instruction.op in COMPUTE_OPS:
-            key = s.rank, draw.hex_colour(draw.box_colour(s.instruction.op, shades[s.instruction.chunk], depth))
+            key = s.rank, draw.box_colour(s.instruction.op, shades[s.instruction.chunk], depth)
             start, end = round(scale * s.start), round(scale * s.end)
             moves[key].append(f"m{start - ends[key]} 0h{end - start}")
             ends[key] = end
