@@ -34,7 +34,10 @@ class _Failure:
     """Exception of the main thread, which waits until the watchdog has the verdict."""
 
     def __init__(self, error: BaseException):
-        self.raised, self.time = _raised(error), time.time()
+        # The exception itself, not the ExecutionError that says in which instruction it was raised.
+        cause = error.__cause__ if isinstance(error, ExecutionError) and error.__cause__ is not None else error
+        text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+        self.raised, self.time = Raised(type(cause).__name__, str(cause), text, follows(error)), time.time()
         self.verdict: Verdict | None = None
         self.done = threading.Event()
 

@@ -167,8 +167,11 @@ class Executor:
         except Exception as error:
             self._clear()
             self._messages.abort()
-            failed = program.instructions[self._module.stage_id][now[POSITION]]
-            raise execution_error(self._explain(failed, error), error) from error
+            i = program.instructions[self._module.stage_id][now[POSITION]]
+            first_line = next(iter(str(error).splitlines()), "")
+            place = f"rank {self._module.groups.rank}, stage {self._module.stage_id}, micro-batch {i.micro_batch}"
+            line = f"{place}, instruction {i}: {type(error).__name__}: {first_line}"
+            raise execution_error(line, error) from error
         self._messages.finish()
         self._clear()
         return self._result
@@ -187,13 +190,6 @@ class Executor:
                 tasks.append(_Task(k, i, self._wait.get(i.op), run))
             self._task_list = program, tasks
         return self._task_list[1]
-
-    def _explain(self, i: Instruction, error: Exception) -> str:
-        first_line = next(iter(str(error).splitlines()), "")
-        return (
-            f"rank {self._module.groups.rank}, stage {self._module.stage_id}, micro-batch {i.micro_batch}, "
-            f"instruction {i}: {type(error).__name__}: {first_line}"
-        )
 
     def _key(self, chunk: int, micro_batch: int) -> tuple[int, int, bool]:
         return chunk, self._batch.signatures[micro_batch], self._batch.training
