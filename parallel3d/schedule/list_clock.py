@@ -140,9 +140,8 @@ class ListClock:
         at, free, left = self.empty_slots(), [0.0] * len(lists), sum(map(len, lists))
         position, line = [0] * len(lists), self._gathers.copy()
         every = self._traffic.reduces_every_micro_batch
-        # (chunk, when its reductions end if none was under way), in the order in which chunks were completed: after every
-        # backward, by its slot, or after the last, by the chunk.
-        completed: list[dict[int, tuple[int, float]]] = [{} for _ in lists]
+        # chunk -> when its reductions end if none was under way, in the order in which chunks were completed.
+        completed: list[dict[int, float]] = [{} for _ in lists]
         while left:
             before = left
             for rank, rows in enumerate(lists):
@@ -159,13 +158,15 @@ class ListClock:
                     left -= 1
                     position[rank] += 1
                     if chunk >= 0:
-                        key = gives if every else chunk
-                        done.pop(key, None)
-                        done[key] = chunk, start + released
+                        if every:
+                            line[rank] = max(line[rank] + self._sums[chunk], start + released)
+                        else:
+                            done.pop(chunk, None)
+                            done[chunk] = start + released
                 free[rank] = now
             assert left < before, "the program deadlocks"
         for rank, done in enumerate(completed):
-            for chunk, end in done.values():
+            for chunk, end in done.items():
                 line[rank] = max(line[rank] + self._sums[chunk], end)
         return free, [max(pair) for pair in zip(free, line, strict=True)]
 
