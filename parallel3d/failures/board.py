@@ -103,7 +103,7 @@ class Board:
         while True:
             reports |= self.reports(incident, sorted(missing))
             missing -= set(reports)
-            alive = [rank for rank in missing if not self.has_ended(rank)]
+            alive = [rank for rank in missing if self.ending(rank) is None and not self.has_left(rank)]
             if not alive or self.lost or enough(reports) or time.monotonic() > deadline:
                 return reports
             time.sleep(self.windows.pause)
@@ -139,10 +139,6 @@ class Board:
     def has_left(self, rank: int) -> bool:
         """Return whether a rank's script is over."""
         return self._has(self._key("left", rank))
-
-    def has_ended(self, rank: int) -> bool:
-        """Return whether a rank's process is known to be over, or about to be."""
-        return self.ending(rank) is not None or self.has_left(rank)
 
     def ending(self, rank: int) -> str | None:
         """Return how a rank's process ended, as noted by the launcher; None if it is not known to have ended."""
