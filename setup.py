@@ -61,6 +61,7 @@ setup(
     package_data={
         "parallel3d": ["py.typed"],
         "parallel3d.config": ["known_keys.yaml"],
+        "parallel3d.schedule": ["*.jinja"],
         "parallel3d.planner.report": ["page/*"],
     },
     cmdclass={"build_py": BuildWithKernels},

@@ -21,8 +21,7 @@ from parallel3d.config import FailuresConfig
 from parallel3d.errors import PeerError
 from parallel3d.failures.board import Board
 from parallel3d.failures.neighbours import FindProgram, Neighbours
-from parallel3d.failures.report import say
-from parallel3d.failures.watchdog import Watchdog, follows
+from parallel3d.failures.watchdog import Watchdog, follows, say
 
 
 class Attribution:
@@ -97,14 +96,6 @@ class Attribution:
             self._attributed = PeerError(verdict.line, verdict.rank)
             raise self._attributed from error
 
-    def uncaught(self, error: BaseException) -> BaseException:
-        """Attribute an exception that ends the script, and return what to show of it."""
-        try:
-            self.failed(error)
-        except PeerError as peer_error:
-            return peer_error
-        return error
-
 
 class ProcessHooks:
     """Hooks that a process has one of; they serve the attribution made last. The interpreter keeps them: see `of_process`."""
@@ -145,9 +136,12 @@ class ProcessHooks:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if self._attribution is not None and isinstance(error, Exception):
-            shown = self._attribution.uncaught(error)
-            if isinstance(shown, PeerError):  # the rank at fault shows its traceback
-                return say(f"{type(shown).__name__}: {shown}")
+            try:
+                self._attribution.failed(error)
+            except PeerError as peer_error:
+                error = peer_error
+            if isinstance(error, PeerError):  # the rank at fault shows its traceback
+                return say(f"{type(error).__name__}: {error}")
         self._previous_hook(kind, error, frames)
 
     def _leave(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +88,10 @@ class Board:
         old, new = (REPORT.dump_json(report).decode() for report in (before, now))
         self._replace(self._key(incident, now.rank), old, new)
 
-    def reports(self, incident: int) -> dict[int, Report]:
-        """Return the reports posted so far, by rank."""
-        texts = {rank: self._get(self._key(incident, rank)) for rank in range(self._world_size)}
+    def reports(self, incident: int, ranks: Iterable[int] | None = None) -> dict[int, Report]:
+        """Return the reports posted so far on these ranks (all), by rank."""
+        asked = range(self._world_size) if ranks is None else ranks
+        texts = {rank: self._get(self._key(incident, rank)) for rank in asked}
         return {rank: REPORT.validate_json(text) for rank, text in texts.items() if text is not None}
 
     def collect(
@@ -100,12 +101,9 @@ class Board:
         deadline, missing = time.monotonic() + window, set(range(self._world_size))
         reports: dict[int, Report] = {}
         while True:
-            for rank in sorted(missing):
-                text = self._get(self._key(incident, rank))
-                if text is not None:
-                    reports[rank] = REPORT.validate_json(text)
+            reports |= self.reports(incident, sorted(missing))
             missing -= set(reports)
-            alive = [rank for rank in missing if not self.has_ended(rank)]
+            alive = [rank for rank in missing if self.ending(rank) is None and not self.has_left(rank)]
             if not alive or self.lost or enough(reports) or time.monotonic() > deadline:
                 return reports
             time.sleep(self.windows.pause)
@@ -141,10 +139,6 @@ class Board:
     def has_left(self, rank: int) -> bool:
         """Return whether a rank's script is over."""
         return self._has(self._key("left", rank))
-
-    def has_ended(self, rank: int) -> bool:
-        """Return whether a rank's process is known to be over, or about to be."""
-        return self.ending(rank) is not None or self.has_left(rank)
 
     def ending(self, rank: int) -> str | None:
         """Return how a rank's process ended, as noted by the launcher; None if it is not known to have ended."""

@@ -127,29 +127,29 @@ def judge(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
        timeout_s and it is not untimed;
     6. ranks that wait for each other.
     """
-    at_fault = _original(reports) or _gone(reports) or _signalled(reports) or _follower(reports)
-    if at_fault is not None:
-        kind, report = at_fault
-        return _verdict(kind, report, reports)
+    raised = [r for r in reports.values() if r.error is not None]
+    originals = [r for r in raised if r.error is not None and not r.error.follows]
+    asked = [r for r in reports.values() if r.state is State.ASKED_TO_END]
+    if originals:
+        return _verdict(Kind.FAILED, _earliest(originals), reports)
+    # Unless something else has happened, an untimed rank may be too busy to answer.
+    gone = _gone(reports, alarm=bool(raised or asked))
+    if gone is not None:
+        return _verdict(*gone, reports)
+    # If all ranks are asked to end, so is the job.
+    if asked and any(r.state not in (State.ASKED_TO_END, State.LEFT) for r in reports.values()):
+        return _verdict(Kind.ENDED, _earliest(asked), reports)
+    if raised:
+        return _verdict(Kind.FAILED, _earliest(raised), reports)
     return _stall(reports, timeout_s)
 
 
-_AtFault = tuple[Kind, Report] | None
+def _earliest(reports: Iterable[Report]) -> Report:
+    return min(reports, key=lambda r: (r.time, r.rank))
 
 
-def _earliest(reports: Iterable[Report]) -> Report | None:
-    return min(reports, key=lambda r: (r.time, r.rank), default=None)
-
-
-def _original(reports: Mapping[int, Report]) -> _AtFault:
-    found = _earliest(r for r in reports.values() if r.error is not None and not r.error.follows)
-    return None if found is None else (Kind.FAILED, found)
-
-
-def _gone(reports: Mapping[int, Report]) -> _AtFault:
+def _gone(reports: Mapping[int, Report], alarm: bool) -> tuple[Kind, Report] | None:
     waited_for = {rank for r in reports.values() for rank in r.waits_for}
-    # Unless something else has happened, an untimed rank may be too busy to answer.
-    alarm = any(r.error is not None or r.state is State.ASKED_TO_END for r in reports.values())
     for state, kind in ((State.EXITED, Kind.EXITED), (State.SILENT, Kind.SILENT), (State.LEFT, Kind.LEFT)):
         found = [r for r in reports.values() if r.state is state]
         if state is State.SILENT:
@@ -160,19 +160,6 @@ def _gone(reports: Mapping[int, Report]) -> _AtFault:
             # Prefer the one that others wait for: the rest may be on a host that failed with it.
             return kind, min(found, key=lambda r: (r.rank not in waited_for, r.time, r.rank))
     return None
-
-
-def _signalled(reports: Mapping[int, Report]) -> _AtFault:
-    asked = [r for r in reports.values() if r.state is State.ASKED_TO_END]
-    if all(r.state in (State.ASKED_TO_END, State.LEFT) for r in reports.values()):
-        return None  # the job is to end
-    found = _earliest(asked)
-    return None if found is None else (Kind.ENDED, found)
-
-
-def _follower(reports: Mapping[int, Report]) -> _AtFault:
-    found = _earliest(r for r in reports.values() if r.error is not None)
-    return None if found is None else (Kind.FAILED, found)
 
 
 def _stall(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
@@ -228,15 +215,15 @@ def _cycle(reports: Mapping[int, Report]) -> list[int]:
     return []
 
 
-def _deadlock(cycle: list[int], reports: Mapping[int, Report]) -> Verdict | None:
-    if not cycle:
-        return None
+def _deadlock(cycle: list[int], reports: Mapping[int, Report]) -> Verdict:
     links = "; ".join(f"{reports[rank].where} at {reports[rank].place} {waiting_of(reports[rank])}" for rank in cycle)
-    first = reports[min(cycle)]
     line = f"ranks {_listed(sorted(cycle))} wait for each other: {links}"
-    return Verdict(
-        Kind.DEADLOCK, first.rank, first.stage, first.host, line, first.place, None, first.seconds, tuple(sorted(cycle))
-    )
+    first = reports[min(cycle)]
+    return _conclude(Kind.DEADLOCK, first, line, tuple(sorted(cycle)))
+
+
+def _conclude(kind: Kind, r: Report, line: str, waiting: tuple[int, ...]) -> Verdict:
+    return Verdict(kind, r.rank, r.stage, r.host, line, r.place, r.error, r.seconds, waiting)
 
 
 def waiting_of(report: Report) -> str:
@@ -253,9 +240,7 @@ def _verdict(kind: Kind, report: Report, reports: Mapping[int, Report]) -> Verdi
     line = f"{report.where} {_describe(kind, report)}"
     if waiting and kind is not Kind.FAILED:
         line += f"; {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it"
-    return Verdict(
-        kind, report.rank, report.stage, report.host, line, report.place, report.error, report.seconds, waiting
-    )
+    return _conclude(kind, report, line, waiting)
 
 
 def _describe(kind: Kind, report: Report) -> str:

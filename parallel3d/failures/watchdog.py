@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -10,36 +11,35 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from parallel3d.activity import BATCH, PHASE, Activity, Phase, is_untimed
 from parallel3d.comm.collectives import is_lost_peer
 from parallel3d.config import FailuresConfig
 from parallel3d.errors import ExecutionError, PeerError
-from parallel3d.failures.board import Board
+from parallel3d.failures.board import REPORT, VERDICT, Board
 from parallel3d.failures.neighbours import FindProgram, Neighbours, place_in
-from parallel3d.failures.report import grid, render, say, write_report
-from parallel3d.failures.verdict import Kind, Raised, Report, State, Verdict, judge
+from parallel3d.failures.verdict import Kind, Raised, Report, State, Verdict, judge, situation
+from parallel3d.schedule.draw import neighbourhood
 
 _TERMINATED = 128 + signal.SIGTERM
+_REMEDY = (
+    "If it needs that time: set failures.timeout_s, or put what takes it inside `with engine.unwatched():` "
+    "on the ranks that do it."
+)
 
 
 class _Failure:
     """Exception of the main thread, which waits until the watchdog has the verdict."""
 
     def __init__(self, error: BaseException):
-        self.raised, self.time = _raised(error), time.time()
+        # The exception itself, not the ExecutionError that says in which instruction it was raised.
+        cause = error.__cause__ if isinstance(error, ExecutionError) and error.__cause__ is not None else error
+        text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+        self.raised, self.time = Raised(type(cause).__name__, str(cause), text, follows(error)), time.time()
         self.verdict: Verdict | None = None
         self.done = threading.Event()
-
-
-@dataclass
-class _Incident:
-    """An incident on the board. own: this rank's report."""
-
-    number: int
-    own: Report
 
 
 def end_process(code: int) -> None:
@@ -80,7 +80,7 @@ class Watchdog:
         self._asked_to_end = False
         self._wake = threading.Event()
         self._closed = False
-        self._incident = 0
+        self._incident = 0  # the next one; `_own` is this rank's report on the last
         self._seen: tuple[bytes, object] = (b"", None)
         self._since = self._not_before = time.monotonic()
         self._judged_at = -1  # the number of batches begun at the last verdict
@@ -155,51 +155,51 @@ class Watchdog:
 
         opened: this rank has opened the incident, and so finds the verdict.
         """
-        incident, windows = _Incident(self._incident, self._report()), self._windows
+        incident, self._own = self._incident, self._report()
         self._incident += 1
-        self._board.post(incident.number, incident.own)
+        self._board.post(incident, self._own)
         settled = None
         if not opened:
-            settled = self._board.settled(incident.number, windows.answer + 1, lambda: self._amend(incident))
+            settled = self._board.settled(incident, self._windows.answer + 1, lambda: self._amend(incident))
         verdict = settled[0] if settled is not None else self._find(incident)
-        own = incident.own
+        own = self._own
         if verdict is None:
             return self._go_on(own)
-        reports = self._board.reports(incident.number) or {own.rank: own}
+        reports = self._board.reports(incident) or {own.rank: own}
         around = grid(verdict, self._find_program)
         write_report(Path(self._settings.directory), own, verdict, reports, around)
         if opened or self._board.lost:
             say(render(verdict, reports, around))
         return self._act_on(verdict)
 
-    def _amend(self, incident: _Incident) -> None:
+    def _amend(self, incident: int) -> None:
         """Report again if this rank has been asked to end in the meantime."""
         self._look_for_signal()
-        if incident.own.state is State.RUNNING and self._asked_to_end:
-            before, incident.own = incident.own, self._report()
-            self._board.amend(incident.number, before, incident.own)
+        if self._own.state is State.RUNNING and self._asked_to_end:
+            before, self._own = self._own, self._report()
+            self._board.amend(incident, before, self._own)
 
-    def _find(self, incident: _Incident) -> Verdict | None:
+    def _find(self, incident: int) -> Verdict | None:
         """Judge what all ranks report, and settle on the verdict."""
 
         def has_cause(reports: Mapping[int, Report]) -> bool:
             return any(r.error is not None and not r.error.follows for r in reports.values())
 
         board, windows, timeout = self._board, self._windows, self._settings.timeout_s
-        reports = board.collect(incident.number, windows.answer, has_cause)
+        reports = board.collect(incident, windows.answer, has_cause)
         if has_cause(reports):  # the others may have a moment to say what they wait for
-            reports = board.collect(incident.number, 2 * windows.poll, lambda _: False)
-        reports[self._rank] = incident.own
+            reports = board.collect(incident, 2 * windows.poll, lambda _: False)
+        reports[self._rank] = self._own
         for rank in set(range(len(self._stages))) - set(reports):
             reports[rank] = self._report_on(rank)
-            board.post(incident.number, reports[rank])
+            board.post(incident, reports[rank])
         verdict, deadline = judge(reports, timeout), time.monotonic() + windows.spread
         while verdict is not None and verdict.kind is Kind.ENDED and time.monotonic() < deadline:
             time.sleep(windows.poll)  # the others may be about to be asked to end too
             self._amend(incident)
-            reports |= board.reports(incident.number) | {self._rank: incident.own}
+            reports |= board.reports(incident) | {self._rank: self._own}
             verdict = judge(reports, timeout)
-        return board.settle(incident.number, verdict)
+        return board.settle(incident, verdict)
 
     def _report(self) -> Report:
         """Return this rank's own report."""
@@ -284,3 +284,47 @@ def _raised(error: BaseException) -> Raised:
     cause = error.__cause__ if isinstance(error, ExecutionError) and error.__cause__ is not None else error
     text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
     return Raised(type(cause).__name__, str(cause), text, follows(error))
+
+
+def render(verdict: Verdict, reports: Mapping[int, Report], around: str) -> str:
+    """Return the verdict's line, the schedule around its place (see `grid`), and for a stall what each rank waits for."""
+    parts = [verdict.line, around]
+    if verdict.kind is not Kind.FAILED:
+        parts.append(situation(reports))
+    if verdict.kind is Kind.LATE:
+        parts.append(_REMEDY)
+    return "\n".join(part for part in parts if part)
+
+
+def grid(verdict: Verdict, find_program: FindProgram) -> str:
+    """Return the schedule around the verdict's place; empty if the place is not in a schedule."""
+    place = verdict.place
+    if place is None or place.program is None or place.position is None:
+        return ""
+    program = find_program(*place.program)
+    return "" if program is None else neighbourhood(program, verdict.stage, place.position)
+
+
+def write_report(folder: Path, own: Report, verdict: Verdict, reports: Mapping[int, Report], around: str) -> None:
+    """Write failure-<rank>.json: the verdict, the same on all ranks, this rank's report, and all reports that it knows."""
+    content = {
+        "verdict": VERDICT.dump_python(verdict, mode="json"),
+        "grid": around.splitlines(),
+        "own": REPORT.dump_python(own, mode="json"),
+        "reports": [REPORT.dump_python(report, mode="json") for _, report in sorted(reports.items())],
+    }
+    path = folder / f"failure-{own.rank}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        say(f"{path} can't be written: {error.strerror}")
+
+
+def say(text: str) -> None:
+    """Print to stderr in one write, since other ranks may be printing too; do nothing if stderr is closed."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass

@@ -36,11 +36,11 @@ class Partition:
         return max(self.costs)
 
     def layers(self, part: int) -> range:
-        """The layers of `part`, 0 <= part < num_parts."""
+        """Return the layers of `part`, 0 <= part < num_parts."""
         return range(self.bounds[part], self.bounds[part + 1])
 
     def part_of(self, layer: int) -> int:
-        """The part that holds `layer`; PartitionError if there is no such layer."""
+        """Return the part that holds `layer`. Raises PartitionError if there is no such layer."""
         if layer not in range(self.bounds[-1]):
             raise PartitionError(f"no layer {layer}: the chain has layers 0 to {self.bounds[-1] - 1}")
         return bisect_right(self.bounds, layer) - 1
@@ -53,7 +53,7 @@ class Partition:
         return tuple(loads)
 
     def table(self, names: Sequence[str], label: str = "stage") -> str:
-        """One line a part: layer range, number of layers, cost, share of the bottleneck, the layers' names in short."""
+        """Format a line for each part: layer range, number of layers, cost, share of the bottleneck, the layers' names."""
         rows = [(label, "layers", "count", "cost", "of max", "")]
         for part, cost in enumerate(self.costs):
             held = self.layers(part)
@@ -71,7 +71,7 @@ class Partition:
 def segment_costs(
     costs: Sequence[float], names: Sequence[str] | None = None, tie_keys: Sequence[str | None] | None = None
 ) -> FloatArray:
-    """[n + 1, n + 1]: element (a, b) is the cost of layers [a, b) as one part, inf where that is empty.
+    """Return [n + 1, n + 1]: element (a, b) is the cost of layers [a, b) as one part, inf where that is empty.
 
     The layers of one tie key (one each, None for no tie) count once a part, with the largest of their costs. Raises
     PartitionError if the lengths differ, or for a cost that is no finite number >= 0.
@@ -106,7 +106,7 @@ def cut(bounds: Sequence[int], segments: FloatArray) -> Partition:
 
 
 def _in_short(names: Sequence[str]) -> str:
-    """Names with runs folded: "Embedding, 4 x Block"."""
+    """Fold runs of names: "Embedding, 4 x Block"."""
     runs = [(name, len(list(run))) for name, run in groupby(names)]
     folded = [name if count == 1 else f"{count} x {name}" for name, count in runs]
     return ", ".join(folded[:SHOWN]) + ", ..." * (len(folded) > SHOWN)

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 from parallel3d.errors import PartitionError, nearest
 from parallel3d.partition.chain import SHOWN, Partition, cut, segment_costs
-from parallel3d.partition.limit import StageLimit
-from parallel3d.partition.split import partition_layers
+from parallel3d.partition.split import StageLimit, partition_layers
 
 # A name of METHODS, "type:REGEX", bounds [0, ..., n] or {"weights": [one number a layer]}
 Method = str | Sequence[int] | Mapping[str, Sequence[float]]

@@ -54,11 +54,11 @@ class Search:
 
     @staticmethod
     def is_exact(num_layers: int, num_chunks: int) -> bool:
-        """Whether the split that is found is the best there is."""
+        """Return whether the split that is found is the best there is."""
         return comb(num_layers - 1, num_chunks - 1) <= MOST_SPLITS
 
     def best(self, starts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Bounds of the best split of all, or of those that these starts, splits themselves, lead to."""
+        """Return the bounds of the best split of all, or of those that these starts, splits themselves, lead to."""
         n, chunks = self._num_layers, self._chunks
         if self.is_exact(n, chunks):
             splits = np.array([[0, *inner, n] for inner in combinations(range(1, n), chunks - 1)])
@@ -74,7 +74,7 @@ class Search:
         return tuple(map(int, finished[_least(self._objectives(finished))]))
 
     def _repaired(self, bounds: _Bounds) -> _Bounds:
-        """The same with no empty chunk."""
+        """Return the nearest bounds without an empty chunk."""
         place = np.arange(self._chunks + 1)
         inner = np.maximum.accumulate(np.maximum(np.sort(bounds, axis=1) - place, 0), axis=1) + place
         inner = np.minimum(inner, self._num_layers - self._chunks + place)
@@ -82,7 +82,7 @@ class Search:
         return inner
 
     def _descend(self, bounds: _Bounds) -> _Bounds:
-        """Each split [chunks + 1] moved until no run of bounds makes it better; the best first."""
+        """Move each split [chunks + 1] until no run of bounds makes it better; return them, the best first."""
         bounds, scores = bounds.copy(), self._score(bounds)
         moving = np.arange(len(bounds))
         while len(moving):
@@ -100,25 +100,24 @@ class Search:
         runs = self._runs[: int((2 * _ELEMENTS / (self._chunks + 1)) ** 0.5)]
         first, second = np.triu_indices(len(runs), 1)
         neighbourhoods = [self._runs, runs[first] + runs[second]]
-        current = [float(values[0]) for values in self._objectives(bounds[None])]
         while True:
             for moves in neighbourhoods:
-                objectives = self._objectives(bounds + moves)
-                best = _least(objectives)
-                reached = [float(values[best]) for values in objectives]
-                if _is_less(reached, current):
-                    bounds, current = bounds + moves[best], reached
+                # Of equals the last one is taken: the split itself.
+                candidates = np.concatenate([bounds + moves, bounds[None]])
+                best = _least(self._objectives(candidates))
+                if best < len(moves):
+                    bounds = candidates[best]
                     break
             else:
                 return bounds
 
     def _parts(self, cost: FloatArray, bounds: _Bounds) -> FloatArray:
-        """Cost of each chunk; bounds [..., chunks + 1] that are no split get an impossible one."""
+        """Return the cost of each chunk; bounds [..., chunks + 1] that are no split get an impossible one."""
         inside = np.clip(bounds, 0, self._num_layers)
         return cost[np.arange(self._chunks), inside[..., :-1], inside[..., 1:]]
 
     def _excess(self, bounds: _Bounds) -> FloatArray:
-        """By which share of the limit the fullest stage holds too much."""
+        """Return by which share of the limit the fullest stage holds too much."""
         if self._held is None:
             return np.zeros(bounds.shape[:-1])
         return np.maximum((self._parts(self._held, bounds) @ self._stage).max(axis=-1) - 1.0, 0.0)
@@ -144,7 +143,7 @@ def _finite(cost: FloatArray) -> FloatArray:
 
 
 def _runs(num_chunks: int) -> _Bounds:
-    """[moves, chunks + 1]: each run of inner bounds shifted by a layer, the short ones first, and single bounds by 2 and 3."""
+    """Return moves [moves, chunks + 1]: runs of inner bounds by a layer, the short ones first, single bounds by 2 and 3."""
     inner = num_chunks - 1
     moves = []
     for length in range(1, min(inner, _LONGEST_RUN) + 1):
@@ -157,16 +156,9 @@ def _runs(num_chunks: int) -> _Bounds:
 
 
 def _least(objectives: Sequence[FloatArray]) -> int:
-    """Index of the least in lexicographic order, equal up to rounding; the last of equals."""
+    """Return the index of the least in lexicographic order, equal up to rounding; the last of equals."""
     left = np.arange(len(objectives[0]))
     for values in objectives:
         least = values[left].min()
         left = left[values[left] <= least + _TOLERANCE * max(1.0, abs(least))]
     return int(left[-1])
-
-
-def _is_less(a: Sequence[float], b: Sequence[float]) -> bool:
-    for x, y in zip(a, b, strict=True):
-        if abs(x - y) > _TOLERANCE * max(1.0, abs(y)):
-            return x < y
-    return False

@@ -9,13 +9,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from parallel3d.errors import PartitionError
-from parallel3d.partition.chain import FloatArray, Partition, cut
-from parallel3d.partition.limit import StageLimit, refusal
+from parallel3d.partition.chain import FloatArray, Partition, cut, segment_costs
 from parallel3d.partition.search import Search
+
+# How much the largest chunk weighs beside the largest stage, in the splits among which a step's length decides.
+_EVENNESS = (0.0, 0.1, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class StageLimit:
+    """No stage may hold more than `limit` bytes.
+
+    Layer k on chunk c takes state[k] bytes whatever happens, and activations[k] for each of the in_flight[c] micro-batches
+    whose activations the chunk holds at once. Layers of one tie key (one each, None for no tie) hold their state once a part.
+    """
+
+    limit: float
+    state: Sequence[float]
+    activations: Sequence[float]
+    in_flight: Sequence[int]
+    tie_keys: Sequence[str | None] | None = None
+
+    def chunk_bytes(self) -> FloatArray:
+        """Return [chunks, n + 1, n + 1]: bytes of layers [a, b) as chunk c at (c, a, b), inf where that is empty."""
+        state = segment_costs(self.state, tie_keys=self.tie_keys)
+        activations = segment_costs(self.activations)
+        held = np.array(self.in_flight, dtype=np.float64)[:, None, None]
+        # Where a part is empty: infinity times no micro-batch is no number.
+        return state + np.where(np.isinf(activations), 0.0, activations) * held
+
+    def check(self, bounds: Sequence[int], placement: Sequence[int]) -> None:
+        """Raise PartitionError where these bounds break the limit."""
+        loads = cut(bounds, self.chunk_bytes()).loads(placement)
+        if max(loads) > self.limit:
+            stage = int(np.argmax(loads))
+            raise PartitionError(
+                f"with bounds {list(bounds)} stage {stage} holds {loads[stage]:,.0f} bytes, but pipeline.max_stage_bytes is "
+                f"{self.limit:,.0f}; set it to {math.ceil(loads[stage])}, or leave the bounds to a method such as 'parameters'"
+            )
 
 
 def partition_layers(
@@ -27,7 +63,7 @@ def partition_layers(
     step: Callable[[Sequence[float]], float] | None = None,
     paces: Sequence[float] | None = None,
 ) -> Partition:
-    """The split of a chain of layers into `num_parts` non-empty parts with the smallest bottleneck.
+    """Split a chain of layers into `num_parts` non-empty parts with the smallest bottleneck.
 
     Of all optimal splits it takes the smallest sum of squared part costs, then the fewest layers in the last parts.
 
@@ -51,69 +87,58 @@ def partition_layers(
             f"make stages x chunks at most {num_layers}, or add layers"
         )
     placement = placement or range(num_parts)
-    of_parts: FloatArray = np.broadcast_to(segments, (num_parts, *segments.shape))
+    cost: FloatArray = np.broadcast_to(segments, (num_parts, *segments.shape))
     if paces is not None:
-        of_parts = segments * np.asarray(paces, dtype=np.float64)[:, None, None]
-    if len(set(placement)) == num_parts:
-        return cut(_one_chunk(of_parts, placement, limit), of_parts)
-    found = [cut(bounds, of_parts) for bounds in _several_chunks(of_parts, placement, limit, step is not None)]
-    return min(found, key=lambda partition: step(partition.costs)) if step is not None else found[0]
-
-
-def _one_chunk(cost: FloatArray, placement: Sequence[int], limit: StageLimit | None) -> list[int]:
-    """cost: [parts, n + 1, n + 1]."""
+        cost = segments * np.asarray(paces, dtype=np.float64)[:, None, None]
+    held, most, starts = None, math.inf, []
+    if limit is not None:
+        held, most = limit.chunk_bytes(), limit.limit
+        starts = [_leanest(held, most, placement)]
+    if _is_single(placement):
+        return cut(_min_max(cost if held is None else np.where(held <= most, cost, np.inf)), cost)
+    starts = [_min_max(cost), *starts]
+    weights = _EVENNESS if step is not None else _EVENNESS[:1]
+    found = [Search(cost, placement, held, most, w).best(starts) for w in weights]
+    if step is None:
+        return cut(found[0], cost)
     if limit is None:
-        return _certain(cost)
-    held = limit.chunk_bytes()
-    bounds = _min_max(np.where(held <= limit.limit, cost, np.inf))
-    if bounds is None:
-        raise refusal(limit.limit, cut(_certain(held), held).loads(placement), exact=True)
-    return bounds
+        found.append(tuple(starts[0]))
+    return min((cut(bounds, cost) for bounds in dict.fromkeys(found)), key=lambda partition: step(partition.costs))
 
 
-# How much the largest chunk weighs beside the largest stage, in the splits among which a step's length decides.
-_EVENNESS = (0.0, 0.1, 0.25, 0.5, 1.0)
+def _is_single(placement: Sequence[int]) -> bool:
+    """Return whether each stage holds one part."""
+    return len(set(placement)) == len(placement)
 
 
-def _several_chunks(
-    cost: FloatArray, placement: Sequence[int], limit: StageLimit | None, several: bool
-) -> list[Sequence[int]]:
-    """The best split; with `several` also those for which the largest chunk weighs more, each once."""
-    weights = _EVENNESS if several else _EVENNESS[:1]
-    start = _certain(cost)
-    if limit is None:
-        found = [Search(cost, placement, evenness=w).best([start]) for w in weights]
-        return list(dict.fromkeys([*found, tuple(start)] if several else found))
-    # What holds least lies within the limit if anything that is found does.
-    held = limit.chunk_bytes()
-    leanest = Search(held, placement).best([_certain(held)])
-    loads = cut(leanest, held).loads(placement)
-    if max(loads) > limit.limit:
-        raise refusal(limit.limit, loads, exact=Search.is_exact(cost.shape[-1] - 1, len(placement)))
-    found = [Search(cost, placement, held, limit.limit, w).best([start, leanest]) for w in weights]
-    return list(dict.fromkeys(found))
+def _leanest(held: FloatArray, limit: float, placement: Sequence[int]) -> Sequence[int]:
+    """Return the split whose fullest stage holds least: it is within the limit if any that is found is.
+
+    held: bytes of each part, see StageLimit.chunk_bytes. Raises PartitionError if that stage holds more than `limit`.
+    """
+    single, bounds = _is_single(placement), _min_max(held)
+    if not single:
+        bounds = list(Search(held, placement).best([bounds]))
+    loads = cut(bounds, held).loads(placement)
+    stage = int(np.argmax(loads))
+    if loads[stage] <= limit:
+        return bounds
+    exact = single or Search.is_exact(held.shape[-1] - 1, len(placement))
+    least = "the smallest limit that works is" if exact else "the smallest limit found to work is"
+    raise PartitionError(
+        f"no split keeps every stage within pipeline.max_stage_bytes = {limit:,.0f}: at the lowest peak, stage {stage} holds "
+        f"{loads[stage]:,.0f} bytes; {least} {math.ceil(loads[stage])}. Set that, use more stages, a higher ZeRO stage, "
+        "smaller micro-batches or activation_checkpoint_interval, or leave the key out"
+    )
 
 
-def _certain(cost: FloatArray) -> list[int]:
-    bounds = _min_max(cost)
-    assert bounds is not None  # no chunk is empty, and nothing else is infinite
-    return bounds
-
-
-def _different(cost: FloatArray) -> FloatArray:
-    """One matrix where those of all parts are the same memory, for what is found of it to be found once."""
-    return cost[:1] if cost.strides[0] == 0 else cost
-
-
-def _min_max(cost: FloatArray) -> list[int] | None:
-    """Bounds of the best split, where part k as [a, b) costs cost[k, a, b]; None where every split costs infinity."""
-    bottleneck = _best_prefixes(np.maximum, cost, _attained(cost))[-1][-1]
-    if not math.isfinite(bottleneck):
-        return None
+def _min_max(cost: FloatArray) -> list[int]:
+    """Return the bounds of the best split, where part k as [a, b) costs cost[k, a, b]. One of finite cost must exist."""
+    bottleneck = _best_prefixes(np.maximum, cost)[-1][-1]
     # Scaled by a power of two: squares of whole numbers stay exact, and no square overflows.
-    scaled = np.ldexp(_different(cost), -math.frexp(bottleneck)[1])
-    squares = np.broadcast_to(np.where(_different(cost) <= bottleneck, scaled * scaled, np.inf), cost.shape)
-    prefixes = _best_prefixes(np.add, squares, np.inf)
+    scaled = np.ldexp(np.where(cost <= bottleneck, cost, np.inf), -math.frexp(bottleneck)[1])
+    squares = scaled * scaled
+    prefixes = _best_prefixes(np.add, squares)
     bounds = [cost.shape[-1] - 1]
     for best, part in zip(reversed(prefixes[:-1]), squares[::-1], strict=True):
         last_part = best + part[:, bounds[-1]]
@@ -121,31 +146,11 @@ def _min_max(cost: FloatArray) -> list[int] | None:
     return bounds[::-1]
 
 
-def _attained(cost: FloatArray) -> float:
-    """The largest part of a split that is about even: no part of the best one is larger. Infinity where all together are."""
-    num_layers, num_parts = cost.shape[-1] - 1, len(cost)
-    sums, place = cost[0][0, 1:], np.arange(num_parts + 1)
-    if not math.isfinite(sums[-1]):
-        return math.inf
-    even = np.searchsorted(sums, place / num_parts * sums[-1])
-    inner = np.maximum.accumulate(np.maximum(even - place, 0)) + place
-    bounds = np.minimum(inner, num_layers - num_parts + place)
-    bounds[0], bounds[-1] = 0, num_layers
-    return cut(bounds.tolist(), cost).bottleneck
-
-
-def _best_prefixes(combine: np.ufunc, cost: FloatArray, most: float) -> list[FloatArray]:
-    """Row k, element b: the smallest value of layers [0, b) in k parts, costs joined by `combine` (sum or max).
-
-    Parts that cost more than `most`, or infinity, are of no use: none of more layers than the others have is looked at.
-    """
-    different, ends = _different(cost), np.arange(cost.shape[-1])
-    _, first, end = np.nonzero((different <= most) & np.isfinite(different))
-    starts = ends - np.arange(1, (end - first).max(initial=1) + 1)[:, None]
-    inside = np.maximum(starts, 0)
-    bands = np.broadcast_to(np.where(starts < 0, np.inf, different[:, inside, ends]), (len(cost), *starts.shape))
-    rows = [np.full(len(ends), np.inf)]
-    rows[0][0] = 0.0
-    for band in bands:
-        rows.append(combine(rows[-1][inside], band).min(axis=0))
+def _best_prefixes(combine: np.ufunc, cost: FloatArray) -> list[FloatArray]:
+    """Return rows: row k, element b is the smallest value of layers [0, b) in k parts, costs joined by `combine`."""
+    first = np.full(cost.shape[-1], np.inf)
+    first[0] = 0.0
+    rows = [first]
+    for part in cost:
+        rows.append(combine(rows[-1][:, None], part).min(axis=0))
     return rows

@@ -67,7 +67,12 @@ class TrainingData:
         error: Exception | None = None
         if model.stage_id in (model.placement[0], model.placement[-1]):
             try:
-                items = self._take(iterator, most)
+                if iterator is None:
+                    raise DataError(
+                        f"rank {model.groups.rank} holds the first or last chunk and needs data: pass data_iter (to train: "
+                        "or give training_data to initialize)"
+                    )
+                items = self.source.take(iterator, most)
                 pairs = [model.pair(self._batch_fn(item)) for item in items]
                 own = [signature(inputs) for inputs, _ in pairs]
             except Exception as raised:
@@ -85,14 +90,6 @@ class TrainingData:
         if not signatures:
             raise StopIteration("the data iterators have no micro-batch left")
         return pairs[: len(signatures)], signatures
-
-    def _take(self, iterator: Iterator[Any] | None, most: int) -> list[Any]:
-        if iterator is None:
-            raise DataError(
-                f"rank {self._model.groups.rank} holds the first or last chunk and needs data: pass data_iter (to train: or "
-                "give training_data to initialize)"
-            )
-        return self.source.take(iterator, most)
 
 
 class MicroBatchSource:

@@ -105,21 +105,18 @@ class Executor:
         self._module = module
         self._messages = messages
         self._reducer = reducer
-        self._gather = gather
         self._precision = precision
         self._on_loss = on_loss
         self._last_chunk = len(module.placement) - 1
-        self._run: dict[Op, Callable[[Instruction], None]] = {
+        self._run: dict[Op, Callable[..., None]] = {
             Op.LOAD_MICRO_BATCH: self._load_micro_batch,
             Op.FORWARD: self._forward,
             Op.SEND_ACTIVATION: self._send_activation,
             Op.RECV_ACTIVATION: self._receive_activation,
             Op.SEND_GRADIENT: self._send_gradient,
             Op.RECV_GRADIENT: self._receive_gradient,
-            Op.GATHER_PARAMS: self._gather_params,
+            Op.GATHER_PARAMS: lambda i: gather(i.chunk),
             Op.REDUCE_REPLICAS: self._reduce_replicas,
-        }
-        self._run_backward: dict[Op, Callable[..., None]] = {
             Op.BACKWARD: self._backward,
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
@@ -135,8 +132,7 @@ class Executor:
 
     def _clear(self) -> None:
         """Forget everything in flight."""
-        self._inputs: dict[Cell, Any] = {}
-        self._entries: dict[Cell, Entry] = {}
+        self._inputs: dict[Cell, tuple[Any, Entry | None]] = {}
         self._labels: dict[int, Any] = {}
         self._arriving: dict[Cell, Receipt] = {}
         self._outputs: dict[Cell, tuple[Structure, list[Tensor]]] = {}
@@ -171,8 +167,11 @@ class Executor:
         except Exception as error:
             self._clear()
             self._messages.abort()
-            failed = program.instructions[self._module.stage_id][now[POSITION]]
-            raise execution_error(self._explain(failed, error), error) from error
+            i = program.instructions[self._module.stage_id][now[POSITION]]
+            first_line = next(iter(str(error).splitlines()), "")
+            place = f"rank {self._module.groups.rank}, stage {self._module.stage_id}, micro-batch {i.micro_batch}"
+            line = f"{place}, instruction {i}: {type(error).__name__}: {first_line}"
+            raise execution_error(line, error) from error
         self._messages.finish()
         self._clear()
         return self._result
@@ -181,28 +180,16 @@ class Executor:
         """Return this rank's tasks, made once for as long as the program stays the same."""
         if self._task_list[0] is not program:
             instructions = program.instructions[self._module.stage_id]
-            # A REDUCE_GRADS is launched by the backward before it.
-            tasks = [
-                _Task(k, i, self._wait.get(i.op), self._method(i, instructions, k))
-                for k, i in enumerate(instructions)
-                if i.op is not Op.REDUCE_GRADS
-            ]
+            tasks = []
+            for k, i in enumerate(instructions):
+                if i.op is Op.REDUCE_GRADS:
+                    continue  # launched by the backward before it
+                run = self._run[i.op]
+                if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                    run = partial(run, reduces=reduces_behind(instructions, k))
+                tasks.append(_Task(k, i, self._wait.get(i.op), run))
             self._task_list = program, tasks
         return self._task_list[1]
-
-    def _method(
-        self, i: Instruction, instructions: Sequence[Instruction], position: int
-    ) -> Callable[[Instruction], None]:
-        if i.op in self._run_backward:
-            return partial(self._run_backward[i.op], reduces=reduces_behind(instructions, position))
-        return self._run[i.op]
-
-    def _explain(self, i: Instruction, error: Exception) -> str:
-        first_line = next(iter(str(error).splitlines()), "")
-        return (
-            f"rank {self._module.groups.rank}, stage {self._module.stage_id}, micro-batch {i.micro_batch}, "
-            f"instruction {i}: {type(error).__name__}: {first_line}"
-        )
 
     def _key(self, chunk: int, micro_batch: int) -> tuple[int, int, bool]:
         return chunk, self._batch.signatures[micro_batch], self._batch.training
@@ -215,13 +202,11 @@ class Executor:
 
     def _load_micro_batch(self, i: Instruction) -> None:
         inputs, labels = self._batch.micro_batches[i.micro_batch]
+        place = partial(_to_device, device=self._module.device)
         if i.chunk == 0:
-            self._inputs[0, i.micro_batch] = self._precision.cast(tree_map(self._place, inputs))
+            self._inputs[0, i.micro_batch] = self._precision.cast(tree_map(place, inputs)), None
         if i.chunk == self._last_chunk:
-            self._labels[i.micro_batch] = tree_map(self._place, labels)
-
-    def _place(self, leaf: Any) -> Any:
-        return _to_device(leaf, self._module.device) if isinstance(leaf, Tensor) else leaf
+            self._labels[i.micro_batch] = tree_map(place, labels)
 
     def _receive_activation(self, i: Instruction) -> None:
         source = i.chunk - 1
@@ -231,7 +216,7 @@ class Executor:
 
     def _forward(self, i: Instruction) -> None:
         cell = (i.chunk, i.micro_batch)
-        inputs, entry = self._inputs.pop(cell), self._entries.pop(cell, None)
+        inputs, entry = self._inputs.pop(cell)
         with self._precision.autocasting(self._module.device):
             stream = self._batch.streams[i.micro_batch] if self._batch.streams else same_stream
             output = self._module.forward_chunk(i.chunk, inputs, stream)
@@ -254,8 +239,8 @@ class Executor:
         else:
             structure, tensors = self._messages.input_of(self._arriving.pop(cell), self._stage(source))
         specs = zip(tensors, structure.tensors, strict=True)
-        self._entries[cell] = Entry([tensor for tensor, spec in specs if spec.requires_grad])
-        self._inputs[cell] = structure.rebuild(tensors)
+        entry = Entry([tensor for tensor, spec in specs if spec.requires_grad])
+        self._inputs[cell] = structure.rebuild(tensors), entry
 
     def _finish_micro_batch(self, i: Instruction, output: Any, entry: Entry | None) -> None:
         m = i.micro_batch
@@ -302,7 +287,7 @@ class Executor:
         with self._reducer.backward(reduces):
             self._run_autograd(i)
 
-    def _backward_input(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
+    def _backward_input(self, i: Instruction) -> None:
         with self._reducer.backward_input((i.chunk, i.micro_batch)):
             self._run_autograd(i)
 
@@ -324,26 +309,20 @@ class Executor:
         gradients = self._gradients.pop((i.chunk - 1, i.micro_batch))
         self._messages.send_gradient(gradients, self._stage(i.chunk - 1))
 
-    def _gather_params(self, i: Instruction) -> None:
-        self._gather(i.chunk)
-
     def _reduce_replicas(self, i: Instruction) -> None:
         assert i.bucket is not None
         owners = self._owners[i.bucket]
         self._reducer.reduce_replicas(owners, i.bucket - self._owners.index(owners))
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to `device` without making the host wait for the work enqueued before."""
-    if (
-        device.type == "cuda"
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.is_pinned()
-    ):
+def _to_device(leaf: Any, device: torch.device) -> Any:
+    """Copy a tensor to `device` without making the host wait for the work enqueued before; return anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if device.type == "cuda" and leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_pinned():
         # From pageable memory CUDA copies only when the stream gets there, and the host waits. Pinned memory is cached.
-        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor.to(device, non_blocking=True)
+        leaf = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+    return leaf.to(device, non_blocking=True)
 
 
 def loss_gradient(loss: Tensor, factor: float) -> Tensor:

@@ -37,7 +37,7 @@ class NumericsCheck:
         for key, layer in model.layers.items():
             for name, module in layer.named_modules():
                 title = f"{model.global_name(int(key), name).rstrip('.')} ({type(module).__name__})".strip()
-                module.register_forward_hook(partial(self._hook, title))
+                module.register_forward_hook(lambda _, __, output, title=title: self._check_output(title, output))
         model.watch_layers(self._watched)
 
     def gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -51,9 +51,6 @@ class NumericsCheck:
             return y
 
         return run
-
-    def _hook(self, title: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._check_output(title, output)
 
     def _check_output(self, name: str, output: Any) -> None:
         for leaf in tree_leaves(output):

@@ -26,13 +26,13 @@ from parallel3d.pipe.settings import BuildSettings
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.builders import build, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
+from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, blueprint, layer_name
 from parallel3d.zero.memory import moments_of, predict_state
-from parallel3d.zero.policy import ZeroPolicy, make_policy
+from parallel3d.zero.policy import make_policy
 
 # The simulated step has this many micro-batches per stage: the real number is not known when the module is built.
 _MICRO_BATCHES_PER_STAGE = 4
@@ -81,6 +81,7 @@ class LayerSplitter:
         config: only for max_stage_bytes are its other sections read.
         """
         settings = self._settings
+        shape = settings.num_stages, settings.num_chunks, settings.placement
         return resolve_partition(
             settings.partition_method,
             self._costs(),
@@ -90,13 +91,7 @@ class LayerSplitter:
             what=f"{settings.num_stages} stages x {settings.num_chunks} chunks",
             placement=self._placement,
             limit=None if settings.max_stage_bytes is None else self._limit(settings.max_stage_bytes, config),
-            step=partial(
-                step_length,
-                load_sections(config, "pipeline").pipeline,
-                settings.num_stages,
-                settings.num_chunks,
-                settings.placement,
-            ),
+            step=partial(step_length, load_sections(config, "pipeline").pipeline, *shape),
         )
 
     def _costs(self) -> list[float]:
@@ -154,17 +149,15 @@ class LayerSplitter:
     def _state(self, config: Config) -> list[int]:
         """Return the bytes of each layer's weights, gradients, masters and optimizer state, updates included."""
         infos = [[ParameterInfo("", p, (0,)) for p in own if p.requires_grad] for own in self._parameters]
-        policy = self._policy(config, [info for own in infos for info in own])
+        every = [info for own in infos for info in own]
+        policy = make_policy(config, every, self._context.device, make_precision(config).weights)
+        # "auto" depends on a stage's size, which is not known yet: count the larger case, without these reductions.
+        chosen = config.zero_optimization.reduce_per_micro_batch is True
+        policy = replace(policy, reduce_per_micro_batch=policy.stage == 2 and chosen)
         replicas, moments = self._context.groups.data.size, _moments(config)
         frozen = [sum(p.nbytes for p in own if not p.requires_grad) for own in self._parameters]
         state = [predict_state(own, policy, replicas, moments) for own in infos]
         return [s.steady + s.update + other for s, other in zip(state, frozen, strict=True)]
-
-    def _policy(self, config: Config, infos: Sequence[ParameterInfo]) -> ZeroPolicy:
-        policy = make_policy(config, infos, self._context.device, make_precision(config).weights)
-        # "auto" depends on a stage's size, which is not known yet: count the larger case, without these reductions.
-        chosen = config.zero_optimization.reduce_per_micro_batch is True
-        return replace(policy, reduce_per_micro_batch=policy.stage == 2 and chosen)
 
     def _in_flight(self, config: Config) -> list[int]:
         """Return, for each chunk, the largest number of micro-batches whose activations it holds in the configured program."""
@@ -181,9 +174,7 @@ class LayerSplitter:
             # This bounds a stage, and so the share of each of its chunks, whichever program is planned.
             most = ceil((given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * settings.num_stages)
             return [min(most, num_micro_batches)] * len(self._placement)
-        program = settings.program(given, num_micro_batches)
-        one = ChunkBytes(saved=1, deferred=1)
-        return [max(bytes_in_flight(program.instructions[rank], {c: one})) for c, rank in enumerate(self._placement)]
+        return most_in_flight(settings.program(given, num_micro_batches))
 
 
 def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: str, costs: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
-from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
+from parallel3d.specs import Layer, TiedLayerSpec
 
 
 class TieIndex:
@@ -23,6 +23,7 @@ class TieIndex:
 
     def __init__(self, layers: Sequence[Layer], part_of: Callable[[int], int]):
         self._layers = layers
+        self._tied = {k: layer for k, layer in enumerate(layers) if isinstance(layer, TiedLayerSpec)}
         # key -> the builders of that key
         self._builders: dict[str, list[int]] = {}
         self.builder = tuple(self._builder(k) for k in range(len(layers)))
@@ -32,30 +33,28 @@ class TieIndex:
             self._users.setdefault(builder, set()).add(part_of(k))
 
     def _builder(self, k: int) -> int:
-        layer = self._layers[k]
-        if not isinstance(layer, TiedLayerSpec):
+        layer = self._tied.get(k)
+        if layer is None:
             # A module object that is listed several times is one module. A spec object builds a module each time.
-            return next((j for j in range(k) if self._layers[j] is layer), k) if isinstance(layer, nn.Module) else k
+            layers = self._layers
+            return next((j for j in range(k) if layers[j] is layers[k]), k) if isinstance(layers[k], nn.Module) else k
         builders = self._builders.setdefault(layer.key, [])
-        for j in builders:
-            other = self._layers[j]
-            if isinstance(other, LayerSpec) and other.builds_like(layer):
-                return j
-        builders.append(k)
-        return k
+        builder = next((j for j in builders if self._tied[j].builds_like(layer)), k)
+        if builder == k:
+            builders.append(k)
+        return builder
 
     def origin(self, builder: int, name: str) -> tuple[int, str]:
         """Return (layer, name) of the parameter that parameter `name` of module `builder` is tied to; itself if untied.
 
         Raises PartitionError when the layers of a key name different numbers of attributes.
         """
-        layer, attribute = self._layers[builder], self._attribute(builder, name)
+        attribute = self._attribute(builder, name)
         if attribute is None:
             return builder, name
-        assert isinstance(layer, TiedLayerSpec)
+        layer = self._tied[builder]
         first = self._builders[layer.key][0]
-        source = self._layers[first]
-        assert isinstance(source, TiedLayerSpec)
+        source = self._tied[first]
         if len(source.tied_weight_attr) != len(layer.tied_weight_attr):
             raise PartitionError(
                 f"layers {first} and {builder} of tie {layer.key!r} name {source.tied_weight_attr} and "
@@ -72,16 +71,13 @@ class TieIndex:
 
         Empty for a module that is not tied, or that all layers of its key share whole.
         """
-        layer = self._layers[builder]
-        if isinstance(layer, TiedLayerSpec) and len(self._builders[layer.key]) > 1:
-            return layer.tied_weight_attr
-        return ()
+        layer = self._tied.get(builder)
+        return layer.tied_weight_attr if layer is not None and len(self._builders[layer.key]) > 1 else ()
 
     def owners(self, builder: int, name: str) -> tuple[int, ...]:
         """Return the chunks that hold parameter `name` of module `builder`."""
-        layer = self._layers[builder]
-        if isinstance(layer, TiedLayerSpec) and self._attribute(builder, name) is not None:
-            return self._key_users(layer.key)
+        if self._attribute(builder, name) is not None:
+            return self._key_users(self._tied[builder].key)
         return tuple(sorted(self._users[builder]))
 
     def _key_users(self, key: str) -> tuple[int, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
-from operator import add, le
+from operator import add, itemgetter, le
 
 from pydantic import BaseModel, ConfigDict
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedule.builders import BUILDERS, from_lists
+from parallel3d.schedule.builders import build, from_lists
 from parallel3d.schedule.fuse import fuse_backwards
 from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program
 from parallel3d.schedule.list_clock import SPLIT_OPS, Traffic
@@ -103,7 +103,7 @@ class Plan(BaseModel):
     instructions: tuple[tuple[str, ...], ...]
 
     def program(self, num_micro_batches: int) -> Program:
-        """The planned program; of another number of micro-batches, what is best for the same measurements."""
+        """Return the planned program; for another number of micro-batches, the best one for the same measurements."""
         if num_micro_batches != self.num_micro_batches:
             return make_plan(self.placement, num_micro_batches, self.measured).program(num_micro_batches)
         return replace(from_lists(self.instructions, self.placement), name="auto")
@@ -135,7 +135,7 @@ _PER_CHUNK = ("forward", "input_gradient", "weight_gradient", "backward", "held"
 
 
 def make_plan(placement: Sequence[int], num_micro_batches: int, measured: Measured) -> Plan:
-    """The shortest of what the search finds and of the named schedules that fit this placement and memory.
+    """Plan the shortest of what the search finds and of the named schedules that fit this placement and memory.
 
     Up to the end of all reductions, from the beginning of the first gather. Pure: equal arguments give equal plans. Raises
     ScheduleError where a micro-batch doesn't fit a rank's limit.
@@ -158,7 +158,7 @@ def _is_shorter(makespan: float, other: float) -> bool:
 
 
 def _hiding(program: Program, measured: Measured) -> tuple[Program, float]:
-    """The program with its weight gradients where they hide reductions, within its memory, and its makespan with traffic."""
+    """Move weight gradients to where they hide reductions, within memory; return the program and its makespan with traffic."""
 
     def exactly(order: Program) -> float:
         return simulate(measured.with_traffic(order), measured.cost).makespan
@@ -170,13 +170,9 @@ def _hiding(program: Program, measured: Measured) -> tuple[Program, float]:
     def fits(rank: int, instructions: Sequence[Instruction]) -> bool:
         return _peak(instructions, measured) <= limit[rank]
 
-    order, least = hide_reductions(program, measured.cost, measured, fits)
-    makespan = exactly(order)
-    if order != program and makespan > least * (1 + 1e-9):
-        # Transfers that wait for one another count from here on.
-        before = exactly(program)
-        return (order, makespan) if makespan < before else (program, before)
-    return order, makespan
+    order = hide_reductions(program, measured.cost, measured, fits)
+    # Here transfers wait for one another too.
+    return min(((p, exactly(p)) for p in (order, program)), key=itemgetter(1))
 
 
 def _plan(name: str, program: Program, makespan: float, measured: Measured) -> Plan:
@@ -202,9 +198,9 @@ def _candidates(
     num_chunks = len(placement) // num_stages
     for name, kind in product(("1f1b", "zb-h1", "zbv", "interleaved"), ("loop", "v")):
         try:
-            program = BUILDERS[name](num_stages, num_micro_batches, num_chunks, kind)
+            program = build(name, num_stages, num_micro_batches, num_chunks, kind)
         except ScheduleError:
-            continue  # not of so many chunks, or placed so
+            continue  # not for this number or placement of chunks
         if program.placement == placement and all(map(le, most_held(program, measured), measured.limit)):
             yield name, program
 

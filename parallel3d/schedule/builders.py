@@ -9,12 +9,8 @@ from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Progr
 from parallel3d.schedule.zero_bubble import check_sizes, looped_zero_bubble, zb_h1, zbv
 
 
-def _forward(chunk: int, micro_batches: Sequence[int]) -> list[Instruction]:
-    return [Instruction(Op.FORWARD, chunk, m) for m in micro_batches]
-
-
-def _backward(chunk: int, micro_batches: Sequence[int]) -> list[Instruction]:
-    return [Instruction(Op.BACKWARD, chunk, m) for m in micro_batches]
+def _each(op: Op, chunk: int, micro_batches: Sequence[int]) -> list[Instruction]:
+    return [Instruction(op, chunk, m) for m in micro_batches]
 
 
 def _chunks_by_rank(placement: Sequence[int]) -> list[list[int]]:
@@ -25,7 +21,7 @@ def _chunks_by_rank(placement: Sequence[int]) -> list[list[int]]:
 
 
 def placement_of(kind: str, num_stages: int, num_chunks: int) -> tuple[int, ...]:
-    """chunk -> rank for placement "loop" (any number of chunks) or "v" (two). Raises ScheduleError."""
+    """Return the rank of each chunk for placement "loop" (any number of chunks) or "v" (two). Raises ScheduleError."""
     if kind == "loop":
         return loop_placement(num_stages, num_chunks)
     if kind != "v":
@@ -36,7 +32,7 @@ def placement_of(kind: str, num_stages: int, num_chunks: int) -> tuple[int, ...]
 
 
 def gpipe(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placement: str = "loop") -> Program:
-    """All forwards, then all backwards, the last micro-batch first: arXiv:1811.06965, figure 2c.
+    """Run all forwards, then all backwards, the last micro-batch first: arXiv:1811.06965, figure 2c.
 
     Every rank holds the activations of all its forwards: num_chunks * num_micro_batches.
     """
@@ -45,34 +41,38 @@ def gpipe(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placemen
     order = range(num_micro_batches)
     lists = []
     for chunks in _chunks_by_rank(where):
-        forwards = [i for c in chunks for i in _forward(c, order)]
-        backwards = [i for c in reversed(chunks) for i in _backward(c, order[::-1])]
+        forwards = [i for c in chunks for i in _each(Op.FORWARD, c, order)]
+        backwards = [i for c in reversed(chunks) for i in _each(Op.BACKWARD, c, order[::-1])]
         lists.append(tuple(forwards + backwards))
     return Program("gpipe", where, num_micro_batches, tuple(lists))
 
 
 def _alternate(forwards: list[Instruction], backwards: list[Instruction], warmup: int) -> tuple[Instruction, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Put `warmup` forwards first, then one forward and one backward in turn, then the remaining backwards."""
     steady = [i for pair in zip(forwards[warmup:], backwards, strict=False) for i in pair]
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Program:
-    """1F1B with flushes (PipeDream-Flush): arXiv:2006.09503; arXiv:2104.04473, figure 4, top.
+    """Build 1F1B with flushes (PipeDream-Flush): arXiv:2006.09503; arXiv:2104.04473, figure 4, top.
 
     Rank r holds min(m, p - r) activations at most; the makespan is 3(m + p - 1) for forward = 1, backward = 2.
     """
     check_sizes(num_stages, num_micro_batches)
     order = range(num_micro_batches)
     lists = tuple(
-        _alternate(_forward(rank, order), _backward(rank, order), min(num_stages - rank - 1, num_micro_batches))
+        _alternate(
+            _each(Op.FORWARD, rank, order),
+            _each(Op.BACKWARD, rank, order),
+            min(num_stages - rank - 1, num_micro_batches),
+        )
         for rank in range(num_stages)
     )
     return Program("1f1b", loop_placement(num_stages, 1), num_micro_batches, lists)
 
 
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Program:
-    """Interleaved 1F1B with `num_chunks` chunks a rank, for any m >= 1: arXiv:2104.04473, figure 4, bottom.
+    """Build interleaved 1F1B with `num_chunks` chunks a rank, for any m >= 1: arXiv:2104.04473, figure 4, bottom.
 
     The paper's order needs m to be a multiple of p. For another m the order of the next multiple is built and its first
     micro-batches are dropped, which keeps it valid (dropping the last ones does too, but is longer). With p > 1 and v > 1
@@ -86,27 +86,28 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Pro
     lists = []
     for rank in range(num_stages):
         chunks = range(rank, num_stages * num_chunks, num_stages)
-        forwards = [i for group in groups for c in chunks for i in _forward(c, group)]
-        backwards = [i for group in groups for c in reversed(chunks) for i in _backward(c, group)]
+        forwards = [i for group in groups for c in chunks for i in _each(Op.FORWARD, c, group)]
+        backwards = [i for group in groups for c in reversed(chunks) for i in _each(Op.BACKWARD, c, group)]
         warmup = min(2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages, len(forwards))
         lists.append(tuple(i for i in _alternate(forwards, backwards, warmup) if i.micro_batch >= 0))
     return Program("interleaved", loop_placement(num_stages, num_chunks), num_micro_batches, tuple(lists))
 
 
 def inference(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placement: str = "loop") -> Program:
-    """Forwards alone, in groups of p micro-batches, chunk by chunk within a group; holds no activation."""
+    """Run forwards alone, in groups of p micro-batches, chunk by chunk within a group; no activation is held."""
     check_sizes(num_stages, num_micro_batches, num_chunks)
     where = placement_of(placement, num_stages, num_chunks)
     order = range(num_micro_batches)
     groups = [order[start : start + num_stages] for start in range(0, num_micro_batches, num_stages)]
     lists = tuple(
-        tuple(i for group in groups for c in chunks for i in _forward(c, group)) for chunks in _chunks_by_rank(where)
+        tuple(i for group in groups for c in chunks for i in _each(Op.FORWARD, c, group))
+        for chunks in _chunks_by_rank(where)
     )
     return Program("inference", where, num_micro_batches, lists)
 
 
 def from_lists(lists: Sequence[Sequence[str]], placement: Sequence[int]) -> Program:
-    """A schedule that the user writes: for each rank its instructions, such as ["F0@0", "F1@0", "B0@0", "B1@0"].
+    """Read a schedule that the user writes: for each rank its instructions, as ["F0@0", "F1@0", "B0@0", "B1@0"].
 
     Raises ScheduleError for a malformed or non-compute instruction. validate() says whether the order can run.
     """
@@ -123,59 +124,20 @@ def from_lists(lists: Sequence[Sequence[str]], placement: Sequence[int]) -> Prog
     return Program("custom", tuple(placement), num_micro_batches, parsed)
 
 
-def _one_f_one_b(num_stages: int, num_micro_batches: int, num_chunks: int, placement: str) -> Program:
-    if num_chunks != 1:
-        raise ScheduleError(
-            f"schedule '1f1b' runs 1 chunk a stage, not {num_chunks}; use 'interleaved' or 'gpipe', or set num_chunks to 1"
-        )
-    return one_f_one_b(num_stages, num_micro_batches)
-
-
-def _interleaved(num_stages: int, num_micro_batches: int, num_chunks: int, placement: str) -> Program:
-    _needs_loop("interleaved", placement)
-    return interleaved(num_stages, num_micro_batches, num_chunks)
-
-
-def _needs_loop(schedule: str, placement: str) -> None:
-    if placement != "loop":
-        raise ScheduleError(f"schedule {schedule!r} needs placement 'loop', not {placement!r}")
-
-
-def _zb_h1(num_stages: int, num_micro_batches: int, num_chunks: int, placement: str) -> Program:
-    if num_chunks != 1:
-        raise ScheduleError(
-            f"schedule 'zb-h1' runs 1 chunk a stage, not {num_chunks}; use 'zb-looped', or set num_chunks to 1"
-        )
-    return zb_h1(num_stages, num_micro_batches)
-
-
-def _zbv(num_stages: int, num_micro_batches: int, num_chunks: int, placement: str) -> Program:
-    if (num_chunks, placement) != (2, "v"):
-        raise ScheduleError(
-            f"schedule 'zbv' needs num_chunks 2 and placement 'v', not num_chunks {num_chunks} and placement "
-            f"{placement!r}; set both, or use 'zb-looped'"
-        )
-    return zbv(num_stages, num_micro_batches)
-
-
-def _looped_zero_bubble(
-    num_stages: int, num_micro_batches: int, num_chunks: int, placement: str, max_in_flight: float | None = None
-) -> Program:
-    _needs_loop("zb-looped", placement)
-    return looped_zero_bubble(num_stages, num_micro_batches, num_chunks, max_in_flight)
-
-
-# Of BUILDERS, those that never split a backward.
+# Schedules that never split a backward.
 WHOLE_BACKWARDS = ("1f1b", "gpipe", "interleaved")
 
 BUILDERS: dict[str, Callable[..., Program]] = {
-    "1f1b": _one_f_one_b,
+    "1f1b": one_f_one_b,
     "gpipe": gpipe,
-    "interleaved": _interleaved,
-    "zb-h1": _zb_h1,
-    "zbv": _zbv,
-    "zb-looped": _looped_zero_bubble,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zbv": zbv,
+    "zb-looped": looped_zero_bubble,
 }
+# Schedules of one chunk a stage, and those to use for several.
+_ONE_CHUNK = {"1f1b": "'interleaved' or 'gpipe'", "zb-h1": "'zb-looped'"}
+_LOOP_ALONE = ("interleaved", "zb-looped")
 
 
 def build(
@@ -186,9 +148,9 @@ def build(
     placement: str,
     max_in_flight: float | None = None,
 ) -> Program:
-    """The program of a schedule's name, or of a user's lists, for this number of micro-batches.
+    """Build the program of a named schedule, or of a user's lists, for this number of micro-batches.
 
-    max_in_flight: of "zb-looped" alone, see looped_zero_bubble. Raises ScheduleError.
+    max_in_flight: only for "zb-looped", see looped_zero_bubble. Raises ScheduleError.
     """
     if max_in_flight is not None and schedule != "zb-looped":
         name = repr(schedule) if isinstance(schedule, str) else "written as lists"
@@ -198,5 +160,25 @@ def build(
     if schedule not in BUILDERS:
         known = ", ".join(BUILDERS)
         raise ScheduleError(f"unknown schedule {schedule!r}; known: {known}." + nearest(schedule, BUILDERS))
-    options = {} if max_in_flight is None else {"max_in_flight": max_in_flight}
-    return BUILDERS[schedule](num_stages, num_micro_batches, num_chunks, placement, **options)
+    _check_chunks(schedule, num_chunks, placement)
+    options = {
+        "gpipe": (num_chunks, placement),
+        "interleaved": (num_chunks,),
+        "zb-looped": (num_chunks, max_in_flight),
+    }
+    return BUILDERS[schedule](num_stages, num_micro_batches, *options.get(schedule, ()))
+
+
+def _check_chunks(schedule: str, num_chunks: int, placement: str) -> None:
+    """Raise ScheduleError for a number or placement of chunks that the schedule does not have."""
+    if schedule in _ONE_CHUNK and num_chunks != 1:
+        raise ScheduleError(
+            f"schedule {schedule!r} runs 1 chunk a stage, not {num_chunks}; use {_ONE_CHUNK[schedule]}, or set num_chunks to 1"
+        )
+    if schedule in _LOOP_ALONE and placement != "loop":
+        raise ScheduleError(f"schedule {schedule!r} needs placement 'loop', not {placement!r}")
+    if schedule == "zbv" and (num_chunks, placement) != (2, "v"):
+        raise ScheduleError(
+            f"schedule 'zbv' needs num_chunks 2 and placement 'v', not num_chunks {num_chunks} and placement "
+            f"{placement!r}; set both, or use 'zb-looped'"
+        )

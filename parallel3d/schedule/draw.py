@@ -6,9 +6,8 @@ import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError
-from html import escape
 from math import ceil, floor, log10
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.order import blocks_host
@@ -30,12 +29,13 @@ NAMES = {
 }
 
 
-def local_chunks(spans: Iterable[Span]) -> dict[int, int]:
-    """chunk -> its place among the chunks of its rank, counted from 0."""
+def chunk_shades(timeline: Timeline) -> tuple[dict[int, int], int]:
+    """Return chunk -> its place among the chunks of its stage, from 0, and the largest number of chunks of a stage."""
     held: dict[int, set[int]] = {}
-    for s in spans:
+    for s in _computes(timeline):
         held.setdefault(s.rank, set()).add(s.instruction.chunk)
-    return {chunk: k for chunks in held.values() for k, chunk in enumerate(sorted(chunks))}
+    shades = {chunk: k for chunks in held.values() for k, chunk in enumerate(sorted(chunks))}
+    return shades, 1 + max(shades.values(), default=0)
 
 
 def _computes(timeline: Timeline) -> list[Span]:
@@ -47,8 +47,7 @@ def _computes(timeline: Timeline) -> list[Span]:
 _BRACKETS = {Op.FORWARD: "{}", Op.BACKWARD: "[{}]", Op.BACKWARD_INPUT: "({})", Op.BACKWARD_WEIGHT: "<{}>"}
 
 
-@dataclass(frozen=True)
-class _Cell:
+class _Cell(NamedTuple):
     """A box of the text grid: slots start to stop (exclusive) of a rank's row."""
 
     start: int
@@ -57,7 +56,7 @@ class _Cell:
 
 
 def text_grid(program: Program, cost: Cost = unit_cost, max_width: int = 160) -> str:
-    """The program's simulated compute as the papers print it: a row for each stage, a column for each unit of time.
+    """Print the program's simulated compute as papers do: a row for each stage, a column for each unit of time.
 
     3 is a forward of micro-batch 3, [3] its backward, (3) and <3> the halves of a split one, "." an idle slot. Where a
     stage holds several chunks a letter says which: 3a on its first, 3b on its second. A slot is as long as the shortest
@@ -88,13 +87,12 @@ def text_grid(program: Program, cost: Cost = unit_cost, max_width: int = 160) ->
 def _cells(timeline: Timeline) -> list[list[_Cell]]:
     spans = _computes(timeline)
     slot = min((s.end - s.start for s in spans if s.end > s.start), default=1.0)
-    letters = local_chunks(spans)
-    several = any(letters.values())
+    letters, depth = chunk_shades(timeline)
     rows: list[list[_Cell]] = [[] for _ in range(timeline.num_ranks)]
     for s in spans:
         row, i = rows[s.rank], s.instruction
         start = max(floor(s.start / slot + 0.5), row[-1].stop if row else 0)
-        letter = string.ascii_letters[letters[i.chunk] % len(string.ascii_letters)] if several else ""
+        letter = string.ascii_letters[letters[i.chunk] % len(string.ascii_letters)] if depth > 1 else ""
         label = _BRACKETS[i.op].format(f"{i.micro_batch}{letter}")
         row.append(_Cell(start, max(start + 1, floor(s.end / slot + 0.5)), label))
     return rows
@@ -109,7 +107,7 @@ def _row(cells: Iterable[_Cell], num_slots: int, width: int) -> str:
 
 
 def neighbourhood(program: Program, rank: int, position: int, radius: int = 3) -> str:
-    """The schedule grid around instruction `position` of `rank`'s list, a line for each stage, for a failure's message.
+    """Print the schedule around instruction `position` of `rank`'s list, a line for each stage, for a failure's message.
 
     The instruction is marked, >F3@1<. In its column stands what each other stage computes at that moment of the
     simulated schedule, "-" where it idles; `radius` compute instructions stand on both sides.
@@ -128,23 +126,17 @@ def neighbourhood(program: Program, rank: int, position: int, radius: int = 3) -
             after = computes[len(before) :]
             runs = bool(after) and clock[r, after[0]][0] <= moment
             middle = f" {after.pop(0)} " if runs else " - "
-        left = [
-            "..." if len(before) > radius else "",
-            *_padded([str(i) for i in before[max(len(before) - radius, 0) :]], radius, left=True),
-        ]
-        right = [*_padded([str(i) for i in after[:radius]], radius), "..." if len(after) > radius else ""]
-        lines.append([f"stage {r}", "|", *left, middle, *right])
+        left = [""] * radius + [str(i) for i in before]
+        right = [str(i) for i in after] + [""] * radius
+        more = ["..." if len(own) > radius else "" for own in (before, after)]
+        shown = [more[0], *left[len(left) - radius :], middle, *right[:radius], more[1]]
+        lines.append([f"stage {r}", "|", *shown])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(" ".join(t.ljust(w) for t, w in zip(line, widths, strict=True) if w).rstrip() for line in lines)
 
 
-def _padded(texts: list[str], length: int, left: bool = False) -> list[str]:
-    blanks = [""] * (length - len(texts))
-    return blanks + texts if left else texts + blanks
-
-
 def _clock(program: Program) -> dict[tuple[int, Instruction], tuple[float, float]]:
-    """(rank, instruction) -> start and end in the papers' units; the place in its list if the program deadlocks."""
+    """Return when each (rank, instruction) starts and ends, in the papers' units; its place in its list after a deadlock."""
     try:
         return {(s.rank, s.instruction): (s.start, s.end) for s in simulate(program).spans}
     except CycleError:
@@ -188,22 +180,18 @@ class _Scale:
     def text(self, time: float) -> str:
         return f"{time * self.factor:.4g} {self.shown}"
 
-    def ticks(self) -> Iterator[float]:
-        """Multiples of 1, 2 or 5 times a power of ten, about ten of them."""
-        step = tick_step(self.full)
-        for k in range(floor(self.full / step * 1.0001) + 1):
-            yield k * step
 
-
-def tick_step(full: float, ticks: int = 10) -> float:
-    """1, 2 or 5 times a power of ten, of which at most about `ticks` fit into `full` (above 0)."""
-    rough = full / ticks
+def ticks(low: float, high: float, number: int = 8) -> Iterator[float]:
+    """Yield the multiples of 1, 2 or 5 times a power of ten in [low, high], at most about `number` of them."""
+    rough = ((high - low) or abs(high) or 1.0) / number
     power = 10.0 ** floor(log10(rough))
-    return next(k * power for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
+    step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
+    for k in range(ceil(low / step * 0.9999), int(high / step * 1.0001) + 1):
+        yield k * step
 
 
 def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = None, width: int = 1200) -> str:
-    """One self-contained SVG `width` pixels wide: a panel for each named timeline, a lane for each stage.
+    """Draw one self-contained SVG, `width` pixels wide: a panel for each named timeline, a lane for each stage.
 
     Boxes are forwards and backwards with their micro-batch where it fits, coloured by kind, paler for each further
     chunk of the stage; thin marks below a lane are transfers, reductions and loads that take time. units: panel -> unit
@@ -212,139 +200,102 @@ def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = Non
     """
     given = units or {}
     unit = {name: given.get(name, "s" if name == "measured" else "units") for name in timelines}
-    body: list[str] = []
-    top = 10.0
+    panels, top = [], 10.0
     for name, timeline in timelines.items():
         full = max(t.makespan for n, t in timelines.items() if unit[n] == unit[name])
         scale = _Scale.of(full, unit[name], width - _LEFT - _RIGHT)
-        body += _panel(name, timeline, scale, top)
-        top += _TITLE + _lane_height(timeline) * timeline.num_ranks + _AXIS
-    body += _legend(timelines.values(), top + 8)
-    height = top + 34
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}" '
-        f'viewBox="0 0 {width} {height:.0f}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">'
+        panels.append(_panel(name, timeline, scale, top + _TITLE))
+        top = panels[-1]["bottom"] + _AXIS
+    # Here: a process that only draws text, for a failure's message, needs no templates.
+    from jinja2 import Environment, PackageLoader
+
+    environment = Environment(
+        loader=PackageLoader("parallel3d.schedule", ""), autoescape=True, trim_blocks=True, keep_trailing_newline=True
     )
-    return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *body, "</svg>"]) + "\n"
+    return environment.get_template("timelines.jinja").render(
+        ticks=ticks,
+        panels=panels,
+        legend=_legend(timelines.values()),
+        legend_y=top + 14,
+        left=_LEFT,
+        lane=_LANE,
+        thin=_MARK - 1,
+        names=NAMES,
+        ink=_INK,
+        faint=_FAINT,
+        width=width,
+        height=f"{top + 34:.0f}",
+    )
 
 
-def _marks(timeline: Timeline) -> list[Span]:
-    """Everything but compute that takes time: a simulation may count it as free."""
-    return [s for s in timeline.spans if s.instruction.op not in COMPUTE_OPS and s.end > s.start]
+def _is_marked(s: Span) -> bool:
+    """Return whether a span is everything but compute and takes time: a simulation may count it as free."""
+    return s.instruction.op not in COMPUTE_OPS and s.end > s.start
 
 
-def _lane_height(timeline: Timeline) -> float:
-    rows = {MARK_ROWS[NAMES[s.instruction.op]] for s in _marks(timeline)}
-    return _LANE + _GAP + (_MARK * (1 + max(rows)) + 4 if rows else 0)
+def _panel(name: str, timeline: Timeline, scale: _Scale, first: float) -> dict[str, Any]:
+    """Return what the template draws of a timeline; first: y of its first lane."""
+    shades, depth = chunk_shades(timeline)
+    marks = [_mark(s, scale) for s in timeline.spans if _is_marked(s)]
+    lane = _LANE + _GAP + (_MARK * (1 + max(row for *_, row in marks)) + 4 if marks else 0)
+    return {
+        "name": name,
+        "timeline": timeline,
+        "scale": scale,
+        "first": first,
+        "lane": lane,
+        "bottom": first + lane * timeline.num_ranks,
+        "boxes": [_box(s, scale, shades[s.instruction.chunk], depth) for s in _computes(timeline)],
+        "marks": marks,
+    }
 
 
-def _text(x: float, y: float, text: str, **attributes: object) -> str:
-    extra = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in attributes.items())
-    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{escape(text)}</text>'
-
-
-def _rect(x: float, y: float, width: float, height: float, fill: str, extra: str = "", title: str = "") -> str:
-    inside = f"<title>{escape(title)}</title>" if title else ""
-    return f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height}" fill="{fill}"{extra}>{inside}</rect>'
-
-
-def _panel(name: str, timeline: Timeline, scale: _Scale, top: float) -> list[str]:
-    summary = f": {scale.text(timeline.makespan)}, bubble {timeline.bubble:.1%}"
-    out = [
-        f'<text x="{_LEFT}" y="{top + 18:.1f}" font-size="14" fill="{_INK}">'
-        f'<tspan font-weight="bold">{escape(name)}</tspan>{escape(summary)}</text>'
-    ]
-    lane, first = _lane_height(timeline), top + _TITLE
-    bottom = first + lane * timeline.num_ranks
-    for tick in scale.ticks():
-        x = scale.x(tick)
-        out.append(f'<path d="M{x:.1f} {first - 3:.1f}V{bottom + 1:.1f}" stroke="#d8dee4"/>')
-        out.append(_text(x, bottom + 15, f"{tick * scale.factor:.6g}", fill=_FAINT, text_anchor="middle", font_size=11))
-    out.append(_text(_LEFT - 10, bottom + 15, scale.shown, fill=_FAINT, text_anchor="end", font_size=11))
-    for rank in range(timeline.num_ranks):
-        y = first + lane * rank
-        out.append(_rect(_LEFT, y, scale.x(timeline.makespan) - _LEFT, _LANE, "#eef1f4"))
-        out.append(_text(_LEFT - 10, y + 16, f"stage {rank}", fill=_INK, text_anchor="end"))
-    shades, depth = _shades(timeline)
-    for s in _computes(timeline):
-        out += _box(s, scale, first + lane * s.rank, box_colour(s.instruction.op, shades[s.instruction.chunk], depth))
-    for s in _marks(timeline):
-        kind = NAMES[s.instruction.op]
-        y = first + lane * s.rank + _LANE + 2 + _MARK * MARK_ROWS[kind]
-        width = max(scale.x(s.end) - scale.x(s.start), 1)
-        extra = f' class="mark {kind}" fill-opacity="0.8"'
-        out.append(_rect(scale.x(s.start), y, width, _MARK - 1, MARK_COLOURS[kind], extra, _tooltip(s, scale)))
-    return out
-
-
-def _tooltip(s: Span, scale: _Scale) -> str:
-    times = f"{scale.text(s.start)} to {scale.text(s.end)} ({scale.text(s.end - s.start)})"
-    return f"{s.instruction} {NAMES[s.instruction.op]}, stage {s.rank}: {times}"
-
-
-def _box(s: Span, scale: _Scale, y: float, colour: tuple[int, int, int]) -> Iterator[str]:
-    x, width = scale.x(s.start), scale.x(s.end) - scale.x(s.start)
-    # A hairline between neighbours; a box too narrow for it is drawn without.
-    border = ' stroke="#ffffff" stroke-width="0.8"' if width >= 3 else ""
-    extra = f' class="box {s.instruction.op.name.lower()}"{border}'
-    yield _rect(x, y, width, _LANE, hex_colour(colour), extra, _tooltip(s, scale))
-    label = str(s.instruction.micro_batch)
+def _box(s: Span, scale: _Scale, shade: int, depth: int) -> tuple[Span, float, str, int | None, str]:
+    """Return (span, width, colour, size of the label if it fits, the label's colour)."""
+    width, label = scale.x(s.end) - scale.x(s.start), str(s.instruction.micro_batch)
     size = next((size for size in (12, 10, 8) if width >= 0.6 * size * len(label) + 3), None)
-    if size is not None:
-        red, green, blue = colour
-        ink = "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 160 else _INK
-        yield _text(
-            x + width / 2, y + _LANE / 2 + 0.36 * size, label,
-            font_size=size, fill=ink, text_anchor="middle", pointer_events="none",
-        )  # fmt: skip
+    colour = box_colour(s.instruction.op, shade, depth)
+    red, green, blue = bytes.fromhex(colour[1:])
+    is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 160
+    return s, width, colour, size, "#ffffff" if is_dark else _INK
 
 
-def _shades(timeline: Timeline) -> tuple[dict[int, int], int]:
-    """chunk -> its place on its stage, and the most chunks that a stage holds."""
-    shades = local_chunks(_computes(timeline))
-    return shades, 1 + max(shades.values(), default=0)
+def _mark(s: Span, scale: _Scale) -> tuple[Span, float, str, str, int]:
+    """Return (span, width, colour, kind, row below the lane)."""
+    kind = NAMES[s.instruction.op]
+    return s, max(scale.x(s.end) - scale.x(s.start), 1), MARK_COLOURS[kind], kind, MARK_ROWS[kind]
 
 
-def box_colour(op: Op, shade: int, depth: int) -> tuple[int, int, int]:
-    """The kind's colour, mixed with up to 65% white for the last of `depth` chunks."""
+def box_colour(op: Op, shade: int, depth: int) -> str:
+    """Return the kind's colour, mixed with up to 65% white for the last of `depth` chunks, as "#2f69b4"."""
     white = 0.65 * shade / max(depth - 1, 1)
-    red, green, blue = (round(c + (255 - c) * white) for c in BOX_COLOURS[op])
-    return red, green, blue
+    return "#" + bytes(round(c + (255 - c) * white) for c in BOX_COLOURS[op]).hex()
 
 
-def hex_colour(colour: tuple[int, int, int]) -> str:
-    """(47, 105, 180) -> "#2f69b4"."""
-    return "#{:02x}{:02x}{:02x}".format(*colour)
-
-
-def _legend(timelines: Iterable[Timeline], y: float) -> list[str]:
+def _legend(timelines: Iterable[Timeline]) -> list[tuple[float, int, list[str], str]]:
+    """Return (x, height of its colours, colours, name) of each entry."""
     drawn = list(timelines)
-    depth = max((_shades(t)[1] for t in drawn), default=1)
+    depth = max((chunk_shades(t)[1] for t in drawn), default=1)
     ops = {s.instruction.op for t in drawn for s in _computes(t)}
-    kinds = {NAMES[s.instruction.op] for t in drawn for s in _marks(t)}
-    out, x = [], float(_LEFT)
-    for op in (op for op in BOX_COLOURS if op in ops):
-        for shade in range(depth):
-            out.append(_rect(x, y, 12, 12, hex_colour(box_colour(op, shade, depth))))
-            x += 12
-        out.append(_text(x + 5, y + 10, NAMES[op], fill=_INK))
-        x += 5 + 7 * len(NAMES[op]) + 16
-    for kind in (kind for kind in MARK_COLOURS if kind in kinds):
-        out.append(_rect(x, y + 5, 14, _MARK - 1, MARK_COLOURS[kind]))
-        out.append(_text(x + 19, y + 10, kind, fill=_INK))
-        x += 19 + 7 * len(kind) + 16
-    if depth > 1:
-        out.append(_text(x, y + 10, "paler: a later chunk of the stage; number: micro-batch", fill=_FAINT))
-    else:
-        out.append(_text(x, y + 10, "number: micro-batch", fill=_FAINT))
-    return out
+    kinds = {NAMES[s.instruction.op] for t in drawn for s in t.spans if _is_marked(s)}
+    shaded = {op: [box_colour(op, shade, depth) for shade in range(depth)] for op in BOX_COLOURS}
+    named = [(12, colours, NAMES[op]) for op, colours in shaded.items() if op in ops]
+    named += [(_MARK - 1, [colour], kind) for kind, colour in MARK_COLOURS.items() if kind in kinds]
+    named.append(
+        (0, [], "paler: a later chunk of the stage; number: micro-batch" if depth > 1 else "number: micro-batch")
+    )
+    entries, x = [], float(_LEFT)
+    for height, colours, name in named:
+        entries.append((x, height, colours, name))
+        x += 12 * len(colours) + 5 + 7 * len(name) + 16
+    return entries
 
 
 # --------------------------------------------------------------------------------------------------------- trace
 
 
 def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) -> dict[str, Any]:
-    """Chrome's trace event format, for json.dump; Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+    """Make a trace in Chrome's event format, for json.dump; Perfetto (ui.perfetto.dev) and chrome://tracing open it.
 
     A process for each timeline; in it a thread for each stage's compute and loads, and others for its transfers and
     reductions, as many as overlap. scale_to_us: microseconds in the timelines' unit of time, 1e6 for seconds.
@@ -355,12 +306,9 @@ def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) ->
         events.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
         tid = 1000 * pid  # Perfetto keeps 0 to itself and takes tid == pid for a process's main thread.
         for rank in range(timeline.num_ranks):
-            spans = [s for s in timeline.spans if s.rank == rank]
-            for title, group in (
-                (f"stage {rank}", [s for s in spans if blocks_host(s.instruction.op)]),
-                (f"stage {rank} communication", [s for s in spans if not blocks_host(s.instruction.op)]),
-            ):
-                for row in _rows_without_overlap(group):
+            for title, is_host in ((f"stage {rank}", True), (f"stage {rank} communication", False)):
+                own = [s for s in timeline.spans if s.rank == rank and blocks_host(s.instruction.op) is is_host]
+                for row in _rows_without_overlap(own):
                     events.append(_metadata("thread_name", pid, tid, {"name": title}))
                     events.append(_metadata("thread_sort_index", pid, tid, {"sort_index": tid}))
                     events += [_event(s, pid, tid, scale_to_us) for s in row]
@@ -369,7 +317,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) ->
 
 
 def _rows_without_overlap(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans dealt to as few rows as keep them apart: viewers take overlapping events of a thread for nested calls."""
+    """Deal spans to as few rows as keep them apart: viewers take overlapping events of a thread for nested calls."""
     rows: list[list[Span]] = []
     for s in sorted(spans, key=lambda s: (s.start, s.end)):
         row = next((row for row in rows if row[-1].end <= s.start), None)

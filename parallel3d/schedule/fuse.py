@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.list_clock import ListClock
@@ -49,14 +50,14 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
 
 
 def _pairs(program: Program) -> list[Pair]:
-    """From the end on: there a step has no other work that could wait."""
-    found = []
-    for rank, instructions in enumerate(program.instructions):
-        for position in range(len(instructions) - 1):
-            first, second = instructions[position : position + 2]
-            halves = (first.op, second.op) == (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-            if halves and first.chunk == second.chunk:
-                found.append((rank, position))
+    """Return the halves that stand side by side, from the front of the lists to their ends."""
+    halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    found = [
+        (rank, position)
+        for rank, instructions in enumerate(program.instructions)
+        for position, (first, second) in enumerate(pairwise(instructions))
+        if (first.op, second.op) == halves and first.chunk == second.chunk
+    ]
     return sorted(found, key=lambda pair: pair[1])
 
 
@@ -88,7 +89,7 @@ def renamed(instructions: Iterable[Instruction]) -> list[Instruction]:
 
 
 def whole_backwards(program: Program, micro_batches: Collection[int]) -> Program:
-    """The backwards of these micro-batches whole, where their input gradients stood."""
+    """Make the backwards of these micro-batches whole, where their input gradients stood."""
     lists = [
         [
             Instruction(Op.BACKWARD, i.chunk, i.micro_batch)

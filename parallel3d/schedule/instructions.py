@@ -62,7 +62,7 @@ class Instruction(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Instruction:
-        """'F3@2' -> forward of micro-batch 3 on chunk 2. Raises ScheduleError for any other form."""
+        """Read 'F3@2' as the forward of micro-batch 3 on chunk 2. Raises ScheduleError for any other form."""
         match = _PATTERN.fullmatch(text.strip())
         if match is None or match[1] not in {op.value for op in Op}:
             raise ScheduleError(
@@ -114,7 +114,7 @@ def depends_on(i: Instruction) -> tuple[Instruction, ...]:
 
 
 def matches(i: Instruction) -> Instruction | None:
-    """The other end of a transfer, or `i` itself for a collective: all ranks whose list holds it take part.
+    """Return the other end of a transfer, or `i` itself for a collective: all ranks whose list holds it take part.
 
     REDUCE_REPLICAS is written with the first chunk that owns the replica, on every owner, so that it is one instruction.
     """
@@ -135,7 +135,7 @@ def matches(i: Instruction) -> Instruction | None:
 
 
 def reduces_behind(instructions: Sequence[Instruction], position: int) -> Sequence[Instruction]:
-    """The REDUCE_GRADS that the backward at `position` is given to launch: those that stand right behind it."""
+    """Return the REDUCE_GRADS that the backward at `position` launches: those right after it."""
     if instructions[position].op not in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
         return ()
     stop = position + 1
@@ -145,12 +145,12 @@ def reduces_behind(instructions: Sequence[Instruction], position: int) -> Sequen
 
 
 def loop_placement(num_stages: int, num_chunks: int) -> tuple[int, ...]:
-    """Chunk c on rank c mod p: arXiv:2104.04473, figure 4."""
+    """Place chunk c on rank c mod p: arXiv:2104.04473, figure 4."""
     return tuple(c % num_stages for c in range(num_stages * num_chunks))
 
 
 def v_placement(num_stages: int) -> tuple[int, ...]:
-    """Two chunks a rank, down and back up, so that the first and the last share rank 0: arXiv:2401.10241, section 6."""
+    """Place two chunks a rank, down and back up, so that the first and the last share rank 0: arXiv:2401.10241, section 6."""
     return (*range(num_stages), *reversed(range(num_stages)))
 
 
@@ -168,17 +168,17 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks along the pipeline axis."""
+        """Number of ranks along the pipeline axis."""
         return len(self.instructions)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the whole model, over all ranks."""
+        """Number of chunks of the whole model, over all ranks."""
         return len(self.placement)
 
     @cached_property
     def rank_of(self) -> dict[Instruction, tuple[int, ...]]:
-        """Instruction -> the ranks whose list holds it; several for a collective alone."""
+        """The ranks whose list holds each instruction; several only for a collective."""
         where: dict[Instruction, tuple[int, ...]] = {}
         for rank, instructions in enumerate(self.instructions):
             for i in instructions:
@@ -186,18 +186,18 @@ class Program:
         return where
 
     def channel(self, i: Instruction) -> tuple[int, int]:
-        """(sending rank, receiving rank) of a SEND or RECV; one FIFO channel per ordered pair of ranks."""
+        """Return (sending rank, receiving rank) of a SEND or RECV; each ordered pair of ranks has one FIFO channel."""
         other = matches(i)
         assert other is not None, f"{i} is no transfer"
         ends = (self.placement[i.chunk], self.placement[other.chunk])
         return ends if i.op in SEND_OPS else (ends[1], ends[0])
 
     def with_instructions(self, instructions: Sequence[Sequence[Instruction]]) -> Program:
-        """The same schedule with other lists; used by the lowering passes."""
+        """Return the same schedule with other lists, as lowering passes make."""
         return replace(self, instructions=tuple(tuple(i) for i in instructions))
 
     def first(self, num_micro_batches: int) -> Program:
-        """The schedule (compute instructions alone) of the first micro-batches, at least 1.
+        """Return the schedule (compute instructions alone) of the first micro-batches, at least 1.
 
         Dropping a micro-batch removes nodes from an acyclic order, so what was free of deadlock stays so.
         Raises ScheduleError when the program has fewer.

@@ -172,7 +172,7 @@ class ListClock:
 
 
 def _gathered(program: Program, traffic: Traffic) -> tuple[list[float], list[float]]:
-    """(when each chunk's weights are gathered, when all of a rank are); they are gathered in the order of first use."""
+    """Return when each chunk's weights and when all of each rank are gathered, in the order of first use."""
     ends, whole = [0.0] * program.num_chunks, [0.0] * program.num_ranks
     for rank, instructions in enumerate(program.instructions if traffic.gather else ()):
         for chunk in dict.fromkeys(i.chunk for i in instructions if i.op is Op.FORWARD):
@@ -181,7 +181,7 @@ def _gathered(program: Program, traffic: Traffic) -> tuple[list[float], list[flo
 
 
 def _released(time: float, buckets: Sequence[float]) -> float:
-    """The k-th of n buckets is full when k/n of the backward is through; then they travel one after the other."""
+    """Return when a backward's last reduction ends: the k-th of n buckets fills after k/n of it; one travels at a time."""
     end = 0.0
     for k, seconds in enumerate(buckets, start=1):
         end = max(end, time * k / len(buckets)) + seconds

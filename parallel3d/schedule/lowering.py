@@ -9,7 +9,7 @@ from parallel3d.schedule.instructions import RECV_OPS, SEND_OPS, Instruction, Op
 
 
 def add_loads(program: Program) -> Program:
-    """LOAD_MICRO_BATCH before each forward of the first chunk (inputs) and of the last one (labels). Add it last."""
+    """Load micro-batches before each forward of the first chunk (inputs) and of the last one (labels). The last pass."""
     return program.with_instructions([_with_loads(program, instructions) for instructions in program.instructions])
 
 
@@ -31,7 +31,7 @@ _SENDS = {
 
 
 def send_after(program: Program, i: Instruction) -> Instruction | None:
-    """The SEND that `i`'s result needs: None where the neighbouring chunk is on the same rank or doesn't exist."""
+    """Return the SEND that `i`'s result needs; None where the neighbouring chunk is on the same rank or doesn't exist."""
     if i.op not in _SENDS:
         return None
     send = Instruction(_SENDS[i.op], i.chunk, i.micro_batch)
@@ -42,7 +42,7 @@ def send_after(program: Program, i: Instruction) -> Instruction | None:
 
 
 def add_communication(program: Program) -> Program:
-    """SEND right after the compute that makes it; RECV one compute instruction before the one that waits for it.
+    """Send right after the compute that makes a result; receive one compute instruction before the one that waits for it.
 
     Each ordered pair of ranks has one FIFO channel, so a receiver posts in the sender's order, whatever it needs first.
     """
@@ -50,7 +50,7 @@ def add_communication(program: Program) -> Program:
 
 
 def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruction]]:
-    """The lists of some ranks with their transfers."""
+    """Return the lists of some ranks with their transfers."""
     # The rules hold for all micro-batches: they are asked once for each kind of instruction on each chunk.
     kinds = [Instruction(op, chunk, 0) for op in _SENDS for chunk in range(program.num_chunks)]
     sends = {i[:2]: send for i in kinds if (send := send_after(program, i)) is not None}
@@ -90,13 +90,13 @@ def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruc
 
 
 def with_communication(program: Program) -> Program:
-    """The program itself if it has transfers, else with those it needs."""
+    """Return the program itself if it has transfers, else with those it needs."""
     has = any(i.op in SEND_OPS or i.op in RECV_OPS for rank in program.instructions for i in rank)
     return program if has else add_communication(program)
 
 
 def add_parameter_gather(program: Program) -> Program:
-    """GATHER_PARAMS of each chunk at the head of its rank's list, in the order of first use.
+    """Gather each chunk's weights at the head of its rank's list, in the order of first use.
 
     The gathers run beside the first forwards; a layer waits for its own weights alone.
     """
@@ -111,7 +111,7 @@ _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # of a chunk's gradients
 
 
 def add_gradient_reduction(program: Program, num_buckets: Sequence[int], per_micro_batch: bool = False) -> Program:
-    """REDUCE_GRADS of each of the chunk's `num_buckets[chunk]` buckets after the chunk's last backward, or after each.
+    """Reduce each of a chunk's `num_buckets[chunk]` buckets after the chunk's last backward, or after each backward.
 
     They stand right behind that backward, which launches each as its bucket fills, in list order.
     """
@@ -129,7 +129,7 @@ def add_gradient_reduction(program: Program, num_buckets: Sequence[int], per_mic
 
 
 def add_replica_reduction(program: Program, owners: Sequence[tuple[int, ...]]) -> Program:
-    """REDUCE_REPLICAS for parameters that several ranks hold, behind all backwards, in one order for all.
+    """Reduce parameters that several ranks hold, after all backwards, in one order for all.
 
     owners[bucket]: the chunks whose ranks hold that replica bucket.
     """
@@ -141,12 +141,12 @@ def add_replica_reduction(program: Program, owners: Sequence[tuple[int, ...]]) -
 
 
 def lower(program: Program) -> Program:
-    """Communication and loads: what every program needs to run."""
+    """Add communication and loads, which every program needs to run."""
     return add_loads(add_communication(program))
 
 
 def lower_rank(program: Program, rank: int) -> tuple[Instruction, ...]:
-    """One rank's list of what lower() makes of a program, in less time."""
+    """Return one rank's list of the program that lower() returns, in less time."""
     return tuple(_with_loads(program, _with_transfers(program, [rank])[0]))
 
 

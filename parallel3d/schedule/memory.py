@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median_low
 
-from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.schedule.instructions import Instruction, Op, Program
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ChunkBytes:
     deferred: int = 0
 
     def change(self, i: Instruction) -> int:
-        """By how much the bytes in flight grow over `i`, an instruction of this chunk."""
+        """Return by how much the bytes in flight grow over `i`, an instruction of this chunk."""
         freed = self.saved + self.received + self.loaded + self.output_gradient
         changes = {
             Op.LOAD_MICRO_BATCH: self.loaded,
@@ -50,8 +50,14 @@ def bytes_in_flight(instructions: Sequence[Instruction], chunks: Mapping[int, Ch
     return list(accumulate(chunks[i.chunk].change(i) if i.chunk in chunks else 0 for i in instructions))
 
 
+def most_in_flight(program: Program) -> list[int]:
+    """Return, for each chunk, the largest number of micro-batches whose activations it holds at once."""
+    one = ChunkBytes(saved=1, deferred=1)
+    return [max(bytes_in_flight(program.instructions[rank], {c: one})) for c, rank in enumerate(program.placement)]
+
+
 def learn_chunks(measured: Sequence[tuple[Instruction, int]]) -> dict[int, ChunkBytes]:
-    """The ChunkBytes of a rank's chunks, from how much its memory grew over each of its instructions.
+    """Return the ChunkBytes of a rank's chunks, from how much its memory grew over each of its instructions.
 
     The median of each kind counts: what was sent is freed whenever it has left, in whatever instruction that is.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
+from itertools import product
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.instructions import (
@@ -17,6 +18,8 @@ from parallel3d.schedule.instructions import (
     matches,
 )
 from parallel3d.schedule.lowering import send_after, with_communication
+
+_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 class WaitGraph:
@@ -93,14 +96,14 @@ class WaitGraph:
 
 
 def _line(program: Program, rank: int, i: Instruction) -> object:
-    """The queue of an instruction, one end of a channel or a rank's collectives; None if it blocks the host."""
+    """Return the queue of an instruction, one end of a channel or a rank's collectives; None if it blocks the host."""
     if blocks_host(i.op):
         return None
     return rank if i.op in COLLECTIVE_OPS else (i.op in SEND_OPS, *program.channel(i))
 
 
 def blocks_host(op: Op) -> bool:
-    """Whether the rank's compute is occupied until an instruction of this kind is done."""
+    """Return whether the rank's compute is occupied until an instruction of this kind is done."""
     return op not in SEND_OPS and op not in RECV_OPS and op not in COLLECTIVE_OPS
 
 
@@ -117,7 +120,7 @@ def validate(program: Program, training: bool = True) -> None:
 
 
 def _check_complete(program: Program, training: bool) -> None:
-    """Each micro-batch passes each chunk once in each direction, on the rank that holds the chunk."""
+    """Check that each micro-batch passes each chunk once in each direction, on the rank that holds the chunk."""
     for rank, instructions in enumerate(program.instructions):
         for i in instructions:
             if not (0 <= i.chunk < program.num_chunks and 0 <= i.micro_batch < program.num_micro_batches):
@@ -133,26 +136,14 @@ def _check_complete(program: Program, training: bool) -> None:
     for i, times in count.items():
         if times > 1:
             raise ScheduleError(f"{i} stands {times} times in the schedule; an instruction runs once")
-    for chunk in range(program.num_chunks):
-        for m in range(program.num_micro_batches):
-            _check_passes(chunk, m, count, training)
-
-
-def _check_passes(chunk: int, micro_batch: int, count: Counter[Instruction], training: bool) -> None:
-    def has(op: Op) -> bool:
-        return count[Instruction(op, chunk, micro_batch)] > 0
-
-    if not has(Op.FORWARD):
-        raise ScheduleError(f"F{micro_batch}@{chunk} is missing: every micro-batch passes every chunk")
-    whole, split = has(Op.BACKWARD), (has(Op.BACKWARD_INPUT), has(Op.BACKWARD_WEIGHT))
-    right = (whole and not any(split)) or (not whole and all(split))
-    if training and not right:
-        raise ScheduleError(
-            f"micro-batch {micro_batch} on chunk {chunk} needs either B, or I and W; it has "
-            f"{[op for op, there in zip('BIW', (whole, *split), strict=True) if there]}"
-        )
-    if not training and (whole or any(split)):
-        raise ScheduleError(f"micro-batch {micro_batch} on chunk {chunk} has a backward in a program for evaluation")
+    for chunk, m in product(range(program.num_chunks), range(program.num_micro_batches)):
+        if not count[Instruction(Op.FORWARD, chunk, m)]:
+            raise ScheduleError(f"F{m}@{chunk} is missing: every micro-batch passes every chunk")
+        backwards = [op.value for op in _BACKWARDS if count[Instruction(op, chunk, m)]]
+        if training and backwards not in (["B"], ["I", "W"]):
+            raise ScheduleError(f"micro-batch {m} on chunk {chunk} needs either B, or I and W; it has {backwards}")
+        if backwards and not training:
+            raise ScheduleError(f"micro-batch {m} on chunk {chunk} has a backward in a program for evaluation")
 
 
 def _check_transfers(program: Program) -> None:

@@ -89,7 +89,7 @@ def search(
     cost: Cost,
     roughly: bool = False,
 ) -> Program:
-    """The shortest order of forwards, input and weight gradients that was found, as a program of that name.
+    """Find a short order of forwards, input and weight gradients; return it as a program of that name.
 
     cost: of each instruction, of a transfer by its SEND. Of equally short orders it takes the one that bears slow transfers
     best; equal arguments give equal programs. roughly: try fewer rules, in a sixth of the time. Raises ScheduleError where a
@@ -178,7 +178,7 @@ class _ListSchedule:
             self._ranks.append(_Rank(limit * (1 + _ROUNDING), [deque(f) for f in forwards[::-1]], gradients))
 
     def run(self) -> list[list[int]]:
-        """The order of each rank."""
+        """Return the order of each rank."""
         moments = [0.0]
         while moments:
             now = heappop(moments)
@@ -221,7 +221,7 @@ class _ListSchedule:
         return None
 
     def _first(self, queues: Sequence[deque[int]], now: float, room: float) -> tuple[int, float]:
-        """The queue whose first is ready and fits, or will be the soonest; and when."""
+        """Return the queue whose first is ready and fits, or will be the soonest; and when."""
         best, soonest = 0, inf
         for k, queue in enumerate(queues):
             if queue and (room == inf or self._room[self._chunks[queue[0]]] <= room):

@@ -20,7 +20,7 @@ _UNIT = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_
 
 
 def unit_cost(i: Instruction) -> float:
-    """The papers' units: forward = 1, backward = 2, each half of a split backward = 1, all else free."""
+    """Return times in the papers' units: forward 1, backward 2, each half of a split backward 1, all else free."""
     return _UNIT.get(i.op, 0.0)
 
 
@@ -28,7 +28,7 @@ _DECODER = {Op.FORWARD: 1.0, Op.BACKWARD: 2.1, Op.BACKWARD_INPUT: 1.26, Op.BACKW
 
 
 def decoder_cost(i: Instruction) -> float:
-    """In forwards, what a transformer's layers take where attention is a small part of them; all else is free."""
+    """Return times of transformer layers in forwards, where attention is a small part of them; all else is free."""
     return _DECODER.get(i.op, 0.0)
 
 
@@ -51,7 +51,7 @@ class Timeline:
 
     @staticmethod
     def of(spans: Iterable[Span], num_ranks: int) -> Timeline:
-        """Spans in any order and from any clock that the ranks share."""
+        """Make a timeline of spans in any order and from any clock that the ranks share."""
         ordered = sorted(spans, key=attrgetter("rank", "start", "end"))
         zero = min(map(attrgetter("start"), ordered), default=0.0)
         if zero != 0.0:
@@ -60,7 +60,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the start of the first instruction to the end of the last."""
+        """Time from the start of the first instruction to the end of the last."""
         return max((s.end for s in self.spans), default=0.0)
 
     @property
@@ -134,14 +134,14 @@ class Simulation:
         return max(self._times(cost)[1], default=0.0)
 
     def length(self, cost: Cost, host: Cost | None = None) -> Length:
-        """Its makespan, and what it says of micro-batches that the program could have had besides. host: see run()."""
+        """Return the makespan, and how much each further micro-batch would add at least. host: see run()."""
         start, end, _ = self._times(cost, host)
         pace = max(((end[last] - start[first]) / flight for first, last, flight in self._loops), default=0.0)
         return Length(max(end, default=0.0), pace)
 
     @cached_property
     def _loops(self) -> list[tuple[int, int, int]]:
-        """(first forward, that micro-batch's backward, most micro-batches in between) of each chunk.
+        """The (first forward, that micro-batch's backward, most micro-batches in between) of each chunk.
 
         Without the chunks that may hold more micro-batches than the program has.
         """
@@ -179,7 +179,7 @@ class Simulation:
         return CriticalPath(0.0, path[::-1])
 
     def _times(self, cost: Cost, host: Cost | None = None) -> tuple[list[float], list[float], list[float]]:
-        """When each thing starts and ends, by its number, and by when it is called at the earliest, if that is said."""
+        """Return when each node starts, when it ends, and, with `host`, when it is called at the earliest."""
         waits, releases = self._waits, self._releases
         called = [] if host is None else self._called(host)
         costs = list(map(cost, self._nodes))
@@ -210,12 +210,12 @@ class Simulation:
 
 
 def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
-    """Time a program once, see Simulation."""
+    """Time a program once, as Simulation does."""
     return Simulation(program).run(cost)
 
 
 def measured_cost(timeline: Timeline) -> Cost:
-    """The median duration of each kind of compute on each chunk of a measured timeline; all else is free."""
+    """Return a cost: the median duration of each kind of compute on each chunk of a timeline; all else is free."""
     durations: dict[tuple[Op, int], list[float]] = {}
     for s in timeline.spans:
         if s.instruction.op in COMPUTE_OPS:

@@ -24,10 +24,8 @@ _MOST_PERMUTED = 3  # chunks; of more the rotations
 Fits = Callable[[int, Sequence[Instruction]], bool]
 
 
-def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) -> tuple[Program, float]:
-    """The program with the weight gradients of each rank in the order that ends the step and its reductions the soonest.
-
-    And how long the given one takes, if no transfer waits for another: at least.
+def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) -> Program:
+    """Order the weight gradients of each rank so that the step and its reductions end the soonest.
 
     program: compute instructions alone; fits: whether a rank has the memory for such a list. Orders in which a rank completes
     one chunk after the other come first, then single weight gradients change their places, into whole backwards and out of them
@@ -37,12 +35,11 @@ def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) 
     search = _Search(program, ListClock(program, cost, traffic=traffic), fits)
     # No order avoids that the rank whose compute ends last has something left to reduce then.
     least = search.least + min(buckets[-1] if buckets else 0.0 for buckets in traffic.reductions)
-    before = search.makespan
     for share, turn in product(_SHARES, (1, -1)):
         search.accepts([next(_completing(rows, [_chunks(rows)[::turn]], share), rows) for rows in search.lists])
     while search.makespan > least * (1 + _ROUNDING) and search.improve():
         pass
-    return program.with_instructions([renamed(row.instruction for row in rows) for rows in search.lists]), before
+    return program.with_instructions([renamed(row.instruction for row in rows) for rows in search.lists])
 
 
 class _Search:
@@ -70,7 +67,7 @@ class _Search:
         return False
 
     def _changed(self, lists: list[list[Row]], depth: int) -> Iterator[list[list[Row]]]:
-        """With so many changes, beginning with the ranks that end last."""
+        """Yield the lists with `depth` changes, beginning with the ranks that end last."""
         if depth == 0:
             yield lists
             return
@@ -94,14 +91,14 @@ class _Search:
 
 
 def _chunks(rows: Iterable[Row]) -> list[int]:
-    """Those with weight gradients of their own, in the order in which their last input gradients stand."""
+    """Return the chunks with weight gradients of their own, in the order in which their last input gradients stand."""
     deferred = {row.instruction.chunk for row in rows if row.instruction.op is Op.BACKWARD_WEIGHT}
     last = {row.instruction.chunk: k for k, row in enumerate(rows) if row.instruction.op is Op.BACKWARD_INPUT}
     return sorted(deferred, key=last.__getitem__)
 
 
 def _neighbours(rows: list[Row], clock: ListClock) -> Iterator[list[Row]]:
-    """Other orders of a rank's weight gradients: one chunk after the other; then one of them elsewhere, the last ones first,
+    """Yield other orders of a rank's weight gradients: one chunk after the other; then one moved, the last ones first,
     whether it stands by itself, is taken out of a whole backward, or into one.
     """
     chunks = _chunks(rows)
@@ -130,7 +127,7 @@ def _neighbours(rows: list[Row], clock: ListClock) -> Iterator[list[Row]]:
 
 
 def _moved(rows: list[Row], place: int, later_only: bool = False) -> Iterator[list[Row]]:
-    """The weight gradient at `place` at each place that leaves it behind an input gradient of its own, nearest first."""
+    """Yield the list with the weight gradient at `place` moved anywhere after an input gradient of its own, nearest first."""
     row = rows[place]
     rest = [*rows[:place], *rows[place + 1 :]]
     of_chunk = [r.instruction.op if r.instruction.chunk == row.completes else None for r in rest]
@@ -142,7 +139,7 @@ def _moved(rows: list[Row], place: int, later_only: bool = False) -> Iterator[li
 
 
 def _completing(rows: list[Row], orders: Iterable[Sequence[int]], share: float) -> Iterator[list[Row]]:
-    """The last `share` of the weight gradients in their places, but of the first chunk of each order that has one ready."""
+    """Yield a list for each order: its last `share` of weight gradients take the first chunk that has one ready."""
     places = [k for k, row in enumerate(rows) if row.instruction.op is Op.BACKWARD_WEIGHT]
     since = places[int(len(places) * (1 - share))] if places else 0
     of_chunk = {rows[k].completes: rows[k] for k in places}

@@ -21,17 +21,14 @@ DEFAULT_MAX_IN_FLIGHT = 1.5
 
 def check_sizes(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> None:
     """Raise ScheduleError unless all are at least 1."""
-    for name, value in (
-        ("num_stages", num_stages),
-        ("num_micro_batches", num_micro_batches),
-        ("num_chunks", num_chunks),
-    ):
+    sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_chunks": num_chunks}
+    for name, value in sizes.items():
         if value < 1:
             raise ScheduleError(f"{name} is {value}; a schedule needs at least 1")
 
 
 def zb_h1(num_stages: int, num_micro_batches: int) -> Program:
-    """ZB-H1, 1F1B with deferred weight gradients, for any m >= 1: arXiv:2401.10241, section 2.1, figure 3, top.
+    """Build ZB-H1, 1F1B with deferred weight gradients, for any m >= 1: arXiv:2401.10241, section 2.1, figure 3, top.
 
     Rank r's weight gradients trail its input gradients by r micro-batches. So every rank holds at most min(m, p)
     activations, as many as the first rank of 1F1B. For m >= p a step takes m (F + I + W) + (p - 1) (F + I - W) if W is the
@@ -47,7 +44,7 @@ def zb_h1(num_stages: int, num_micro_batches: int) -> Program:
 
 
 def zbv(num_stages: int, num_micro_batches: int) -> Program:
-    """ZBV: two chunks a rank, down and back up the ranks, for any m >= 1: arXiv:2401.10241, section 6.
+    """Build ZBV: two chunks a rank, down and back up the ranks, for any m >= 1: arXiv:2401.10241, section 6.
 
     A rank holds at most min(2m, 2p) activations of a chunk, each half as large as one of 1F1B: its memory. As the paper
     states, with F = I = W no rank waits between its first and its last instruction, once m >= 2p - 1 fill the pipeline.
@@ -75,7 +72,7 @@ def zbv(num_stages: int, num_micro_batches: int) -> Program:
 
 
 def _play(phases: Sequence[tuple[int, str]], chunks: Sequence[int]) -> Iterator[Instruction]:
-    """Each pattern as often as it says: "F0" is the next micro-batch's forward on the first of `chunks`."""
+    """Yield each pattern as often as it says: "F0" is the next micro-batch's forward on the first of `chunks`."""
     played: Counter[str] = Counter()
     for times, pattern in phases:
         steps = [(Op(step[0]), chunks[int(step[1])], step) for step in pattern.split()]
@@ -92,7 +89,7 @@ def looped_zero_bubble(
     cost: Cost = decoder_cost,
     roughly: bool = False,
 ) -> Program:
-    """Chunks in loops with weight gradients deferred as far as memory allows, by list scheduling, for any m >= 1.
+    """Place chunks in loops and defer weight gradients as far as memory allows, by list scheduling, for any m >= 1.
 
     max_in_flight: the most activations that a rank holds, as a multiple of those of 1F1B's first rank, which are p v
     activations of a chunk (of v a rank); 1.5 by default. cost: the times to plan for, as for simulate(). roughly: see search().
@@ -108,7 +105,7 @@ def looped_zero_bubble(
 
 
 def _bound(num_stages: int, num_chunks: int, max_in_flight: float | None) -> float:
-    """In activations of a chunk, of which each micro-batch has one for each chunk of a rank."""
+    """Return the most activations of a chunk that a rank may hold; a micro-batch has one for each chunk of the rank."""
     multiple = DEFAULT_MAX_IN_FLIGHT if max_in_flight is None else max_in_flight
     bound = multiple * num_stages * num_chunks + 1e-9  # a third of 3 is 1
     if not bound >= num_chunks:

@@ -89,10 +89,9 @@ def arm(engine: parallel3d.DeepSpeedEngine, fault: str, where: str) -> Iterator[
 
         return run
 
-    tables: tuple[dict[Op, Any], ...] = (executor._run, executor._run_backward)
-    for table in tables:
-        for op, function in list(table.items()):
-            table[op] = armed(function, lambda i, *_: str(i) == where)
+    methods: dict[Op, Any] = executor._run
+    for op, function in list(methods.items()):
+        methods[op] = armed(function, lambda i, *_: str(i) == where)
     if where == "RED":
         reducer._launch = armed(reducer._launch, lambda *_: True)
     if where == "loss":

@@ -15,8 +15,7 @@ from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import cut, segment_costs
-from parallel3d.partition.limit import StageLimit
-from parallel3d.partition.split import partition_layers
+from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import Least, SplitLayout, StepCost, makespan, of_stages
@@ -40,7 +39,7 @@ from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
+from parallel3d.schedule.memory import ChunkBytes, most_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
 from parallel3d.zero.memory import update_traffic
@@ -316,12 +315,8 @@ class Predictor:
         layout, links, placement = step.layout, step.links, step.program.placement
         samples = 1 if step.exact else layout.micro_batch
         state, activations = self._memory.of_layers(layout if step.exact else _one_sample(layout))
-        one = ChunkBytes(saved=1, deferred=1)
-        flights = [
-            max(bytes_in_flight(step.program.instructions[stage], {c: one})) for c, stage in enumerate(placement)
-        ]
         ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile.specs]
-        limit = StageLimit(0.0, state, [samples * a for a in activations], flights, ties)
+        limit = StageLimit(0.0, state, [samples * a for a in activations], most_in_flight(step.program), ties)
         own = cut(step.bounds, limit.chunk_bytes()).loads(placement)
         limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in memory))
         fastest, paces = _fastest(self.stage_times(layout, links, step.exact, samples))

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import networkx as nx
 from markupsafe import Markup
 
-from parallel3d.planner.report.drawing import WIDTH, place_legend, render, ticks
+from parallel3d.planner.report.drawing import WIDTH, place_legend, render
 from parallel3d.planner.report.words import colours_of, duration, memory, memory_unit, natural, percent
 from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction
+from parallel3d.schedule.draw import ticks
 
 _RESERVED = "reserved beyond (CUDA, NCCL, gaps)"
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from math import ceil
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from parallel3d.planner.report import words
-from parallel3d.schedule.draw import tick_step
 
 WIDTH = 1100
 """Width of every chart, in pixels."""
@@ -44,13 +41,6 @@ def source(name: str) -> Markup:
     environment = _environment()
     assert environment.loader is not None
     return Markup(environment.loader.get_source(environment, name)[0])
-
-
-def ticks(low: float, high: float, number: int = 8) -> Iterator[float]:
-    """Yield round values of [low, high], about `number` of them."""
-    step = tick_step((high - low) or abs(high) or 1.0, number)
-    for k in range(ceil(low / step * 0.9999), int(high / step * 1.0001) + 1):
-        yield k * step
 
 
 def place_legend(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from parallel3d.planner.report.drawing import WIDTH, place_legend, render, ticks
+from parallel3d.planner.report.drawing import WIDTH, place_legend, render
 from parallel3d.planner.report.words import duration
 from parallel3d.planner.search.result import TimelineSpan
 from parallel3d.schedule import draw
@@ -32,8 +32,7 @@ def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
     """
     full = timeline.makespan or 1.0
     spans, gap = _both_ends(timeline, limit)
-    shades = draw.local_chunks(s for s in timeline.spans if s.instruction.op in COMPUTE_OPS)
-    depth = 1 + max(shades.values(), default=0)
+    shades, depth = draw.chunk_shades(timeline)
     ops = sorted({s.instruction.op for s in timeline.spans}, key=list(Op).index)
     lanes: list[dict[str, list[int]]] = [{name: [] for name in _COLUMNS} for _ in range(timeline.num_ranks)]
     ends = [0] * timeline.num_ranks
@@ -58,7 +57,7 @@ def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
 def _op(op: Op, depth: int) -> dict[str, object]:
     name = draw.NAMES[op]
     if op in COMPUTE_OPS:
-        colours = [draw.hex_colour(draw.box_colour(op, shade, depth)) for shade in range(depth)]
+        colours = [draw.box_colour(op, shade, depth) for shade in range(depth)]
         return {"short": op.value, "name": name, "colours": colours, "row": None}
     return {"short": op.value, "name": name, "colours": [draw.MARK_COLOURS[name]], "row": draw.MARK_ROWS[name]}
 
@@ -82,12 +81,12 @@ def timeline_chart(timeline: Timeline, name: str) -> str:
     pixels = (WIDTH - left - 20) / (timeline.makespan or 1.0)
     bottom, thickness = 34 + lane * timeline.num_ranks, 10 * (lane - min(2.0, lane / 5))
     ops = [op for op in draw.BOX_COLOURS if any(s.instruction.op is op for s in timeline.spans)]
-    colours = {draw.NAMES[op]: draw.hex_colour(draw.box_colour(op, 0, 1)) for op in ops}
+    colours = {draw.NAMES[op]: draw.box_colour(op, 0, 1) for op in ops}
     legend, below = place_legend(colours, left, bottom + 42)
     return render(
         "timeline.jinja",
         label=f"{name}: {duration(timeline.makespan)}, bubble {timeline.bubble:.1%}",
-        ticks=[(left + pixels * tick, duration(tick)) for tick in ticks(0, timeline.makespan)],
+        ticks=[(left + pixels * tick, duration(tick)) for tick in draw.ticks(0, timeline.makespan)],
         stages=[(34 + lane * k + 10, k) for k in range(0, timeline.num_ranks, max(1, round(13 / lane)))],
         bars=[
             (path, colour, 34 + lane * stage + thickness / 20)
@@ -103,13 +102,12 @@ def timeline_chart(timeline: Timeline, name: str) -> str:
 
 def _paths(timeline: Timeline, scale: float) -> dict[tuple[int, str], str]:
     """Return a path for each lane and colour, by differences in tenths of a pixel: eight bytes a span."""
-    shades = draw.local_chunks(s for s in timeline.spans if s.instruction.op in COMPUTE_OPS)
-    depth = 1 + max(shades.values(), default=0)
+    shades, depth = draw.chunk_shades(timeline)
     moves: dict[tuple[int, str], list[str]] = defaultdict(lambda: ["M0 0"])
     ends: dict[tuple[int, str], int] = defaultdict(int)
     for s in timeline.spans:
         if s.instruction.op in COMPUTE_OPS:
-            key = s.rank, draw.hex_colour(draw.box_colour(s.instruction.op, shades[s.instruction.chunk], depth))
+            key = s.rank, draw.box_colour(s.instruction.op, shades[s.instruction.chunk], depth)
             start, end = round(scale * s.start), round(scale * s.end)
             moves[key].append(f"m{start - ends[key]} 0h{end - start}")
             ends[key] = end
