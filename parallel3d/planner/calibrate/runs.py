@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 
 from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Work
@@ -35,6 +36,13 @@ _WORK = {
     Op.BACKWARD_WEIGHT: "weight_gradient",
     Op.BACKWARD: "backward",
 }
+# The fields of Work that each component of compute takes its time for. GEMMs' operands and results go over the memory too.
+_COMPONENT_WORK = {
+    "gemm": ["gemm_flops"],
+    "attention": ["attention_flops"],
+    "element_wise": ["moved", "operands", "weights"],
+    "kernels": ["kernels"],
+}
 _ENDS = {Op.SEND_ACTIVATION: 1, Op.SEND_GRADIENT: -1}
 _COLLECTIVES = (Op.REDUCE_GRADS, Op.REDUCE_REPLICAS, Op.GATHER_PARAMS)
 
@@ -63,14 +71,14 @@ class RunPredictor:
         """Return the uncorrected parts of the run, and of its step along the path that is the longest when corrected."""
         _, outlook = self._outlook(record, calibration)
         plain, uncorrected = self._outlook(record, Calibration())
-        components = _Components(plain, uncorrected)
+        components = cache(partial(_components, plain, uncorrected))
         kinds = dict.fromkeys(i._replace(micro_batch=0) for rank in outlook.program.instructions for i in rank)
         cost, host = outlook.cost.cost(), outlook.cost.host()
         slower = calibration.factors["host"].value
         instructions = {
             kind_name(i): parts
             for i in kinds
-            if (parts := {"host": host(i) / slower} if host and host(i) > cost(i) else components.of(i))
+            if (parts := {"host": host(i) / slower} if host and host(i) > cost(i) else components(i))
         }
         longer = outlook.makespan / max(outlook.timeline.makespan, 1e-12)
         step = defaultdict(float, {"optimizer": uncorrected.optimizer})
@@ -79,7 +87,7 @@ class RunPredictor:
             step["host"] += longer * path.host / slower
         for i, seconds in path.instructions:
             share = longer * seconds / cost(i) if cost(i) > 0 else 0.0
-            for name, part in components.of(i._replace(micro_batch=0)).items():
+            for name, part in components(i._replace(micro_batch=0)).items():
                 step[name] += share * part
         stages = plain.memory(uncorrected)
         return PredictedRun(instructions, step, [stages[rank.stage] for rank in record.ranks], outlook.bubble)
@@ -150,45 +158,36 @@ def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRec
     return compare(record, *predictor.predict(record, calibration))
 
 
-class _Components:
-    """Uncorrected seconds of instructions by component of the calibration."""
+def _components(predictor: Predictor, outlook: StepPrediction, i: Instruction) -> dict[str, float]:
+    """Return the uncorrected seconds of an instruction by component; empty for one that takes no time."""
+    links, placement = outlook.links, outlook.program.placement
+    stage = placement[i.chunk]
+    if i.op in _WORK:
+        return _compute_components(predictor, outlook, i)
+    if i.op in _ENDS:
+        members = links.pairs(stage, placement[i.chunk + _ENDS[i.op]])
+    elif i.op in _COLLECTIVES:
+        members = links.replica_groups(stage)
+    else:
+        return {}
+    seconds = outlook.cost.cost()(i)
+    return {links.kind(members): seconds} if seconds > 0 else {}
 
-    def __init__(self, predictor: Predictor, outlook: StepPrediction):
-        self._outlook, self._links, self._placement = outlook, outlook.links, outlook.program.placement
-        self._layers = predictor.layers(outlook.layout)
-        self._cost = outlook.cost.cost()
 
-    def of(self, i: Instruction) -> dict[str, float]:
-        """Return the seconds of an instruction of any micro-batch; empty for one that takes no time."""
-        stage = self._placement[i.chunk]
-        if i.op in _WORK:
-            return self._compute(i, stage)
-        if i.op in _ENDS:
-            members = self._links.pairs(stage, self._placement[i.chunk + _ENDS[i.op]])
-        elif i.op in _COLLECTIVES:
-            members = self._links.replica_groups(stage)
-        else:
-            return {}
-        seconds = self._cost(i)
-        return {self._links.kind(members): seconds} if seconds > 0 else {}
-
-    def _compute(self, i: Instruction, stage: int) -> dict[str, float]:
-        links = self._links
-        device = max(links.devices[stage], key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
-        parts: defaultdict[str, float] = defaultdict(float)
-        for layer in self._layers[self._outlook.bounds[i.chunk] : self._outlook.bounds[i.chunk + 1]]:
-            work: Work = getattr(layer, _WORK[i.op])
-            parts["gemm"] += compute_seconds(Work(gemm_flops=work.gemm_flops), device)
-            parts["attention"] += compute_seconds(Work(attention_flops=work.attention_flops), device)
-            # The operands and results of GEMMs go over the memory too.
-            moved = Work(moved=work.moved, operands=work.operands, weights=work.weights)
-            parts["element_wise"] += compute_seconds(moved, device)
-            parts["kernels"] += compute_seconds(Work(kernels=work.kernels), device)
-            for exchange in work.exchanges:
-                waited = exchange_seconds(exchange, device, links.over_slices, links.overlap)
-                parts[links.kind(links.slice_groups(stage))] += waited
-        slower, added = (float(seconds[i.chunk]) for seconds in self._outlook.reducing)
-        if added > 0 and i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-            parts[links.kind(links.replica_groups(stage))] += slower
-            parts["element_wise"] += added
-        return parts
+def _compute_components(predictor: Predictor, outlook: StepPrediction, i: Instruction) -> dict[str, float]:
+    links, bounds = outlook.links, outlook.bounds
+    stage = outlook.program.placement[i.chunk]
+    device = max(links.devices[stage], key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
+    layers = predictor.layers(outlook.layout)[bounds[i.chunk] : bounds[i.chunk + 1]]
+    work: Work = sum((getattr(layer, _WORK[i.op]) for layer in layers), Work())
+    parts: defaultdict[str, float] = defaultdict(float)
+    for name, fields in _COMPONENT_WORK.items():
+        parts[name] = compute_seconds(Work(**{field: getattr(work, field) for field in fields}), device)
+    for exchange in work.exchanges:
+        waited = exchange_seconds(exchange, device, links.over_slices, links.overlap)
+        parts[links.kind(links.slice_groups(stage))] += waited
+    slower, added = (float(seconds[i.chunk]) for seconds in outlook.reducing)
+    if added > 0 and i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+        parts[links.kind(links.replica_groups(stage))] += slower
+        parts["element_wise"] += added
+    return parts
