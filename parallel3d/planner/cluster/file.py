@@ -1,4 +1,4 @@
-"""Clusters from what a user says of them: a YAML file, a mapping, or "128x8xH100"."""
+"""Clusters from a user's description: a YAML file, a mapping, or "128x8xH100"."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parallel3d.planner.search.presets import DEVICES, MACHINES, Catalogue
 
 
 def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
-    """The cluster that a YAML file, a mapping of the same words, or a short form describes.
+    """Return the cluster that a YAML file, a mapping with the same keys, or a short form describes.
 
-    Short forms: "8xH100" or "dgx-h100", one host; "128x8xH100", that many with a network card beside each GPU, on rails.
-    The words of a file: schema.py. Raises ConfigError, with the remedy, for unknown words, quantities that can't
-    be, no GPUs, and GPUs that can't reach each other.
+    Short forms: "8xH100" or "dgx-h100", one host; "128x8xH100", 128 hosts with a network card beside each GPU, on rails.
+    The keys of a file: schema.py. Raises ConfigError, with the remedy, for unknown keys, impossible
+    quantities, no GPUs, and GPUs that can't reach each other.
     """
     if isinstance(given, Mapping):
         return _read(given, "cluster")
@@ -58,7 +58,7 @@ def _read(given: Mapping[str, Any], name: str) -> Cluster:
 
 
 def _described(name: str, spec: DeviceSpec, catalogue: Catalogue) -> Device:
-    """A device of the file, whose base may be a preset, or one above it."""
+    """Return a device of the file, whose base may be a preset, or a device above it in the file."""
     given = {**spec.given, "name": name}
     if spec.base is not None:
         return replace(catalogue.device(given.pop("base")), **given)
@@ -71,7 +71,7 @@ def _described(name: str, spec: DeviceSpec, catalogue: Catalogue) -> Device:
 
 
 def _hosts(spec: HostSpec, catalogue: Catalogue) -> list[Host]:
-    """The hosts that a description stands for, with what it leaves out as its machine has it."""
+    """Return the hosts of a description; its machine gives the values that it leaves out."""
     if spec.machine is not None:
         said = {key: getattr(spec, key) for key in spec.model_fields_set - {"machine"}}
         spec = HostSpec.model_validate({**catalogue.machine(spec.machine), **said})

@@ -1,4 +1,4 @@
-"""From hosts, switches and links as described to the graph of a cluster."""
+"""Graph of a cluster, built from descriptions of hosts, switches and links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Host:
-    """One host. devices: of its GPUs, by index; spec: how they are wired."""
+    """One host. devices: the devices of its GPUs, by index; spec: how they are wired."""
 
     name: str
     devices: tuple[Device, ...]
@@ -31,7 +31,7 @@ class Host:
 
     @cached_property
     def islands(self) -> tuple[tuple[int, ...], ...]:
-        """GPUs by index, as NVLink joins them; each is in one. Raises ConfigError for indices that can't be."""
+        """GPUs by index, as NVLink joins them; each is in one island. Raises ConfigError for impossible indices."""
         everyone = range(len(self.devices))
         if self.spec.nvlink is None:
             return tuple((k,) for k in everyone)
@@ -44,7 +44,7 @@ class Host:
 
     @cached_property
     def nics(self) -> tuple[tuple[NicSpec, tuple[int, ...]], ...]:
-        """Each network card, and the GPUs that share a PCIe switch with it; none where it hangs at the host's PCIe."""
+        """Each network card, and the GPUs that share a PCIe switch with it; none if it is connected to the host's PCIe."""
         cards = [card for spec in self.spec.nics or () for card in [spec] * spec.count]
         for card in cards:
             _check_indices(self, card.gpus or (), "nics.gpus")
@@ -75,7 +75,7 @@ def _check_indices(host: Host, indices: Iterable[int], key: str) -> None:
 
 
 def build_cluster(name: str, hosts: Sequence[Host], spec: ClusterSpec) -> Cluster:
-    """The cluster of these hosts and of the switches and links of `spec`, the same in whatever order they come.
+    """Return the cluster of these hosts and of the switches and links of `spec`, the same in whatever order they come.
 
     name: used if `spec` has none. Raises ConfigError for no GPUs, names twice or unknown, and GPUs that can't reach each
     other.
@@ -100,7 +100,7 @@ def _twice(names: Iterable[T]) -> list[T]:
 
 
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """host2 before host10."""
+    """Return a key that sorts host2 before host10."""
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.findall(r"\d+|\D+", name))
 
 
@@ -130,7 +130,7 @@ def _add_host(graph: nx.Graph, host: Host) -> None:
             _connect(graph, gpu, root, "pcie", spec.pcie)
     for k, (card, near) in enumerate(host.nics):
         graph.add_node(f"{name}/nic{k}", role="nic", host=name)
-        # Lanes of which nothing is known don't hold up the card that they are for.
+        # Lanes without a description don't slow down the card that they are for.
         lanes = spec.pcie or WireSpec(bandwidth=card.bandwidth)
         for other in [gpus[index] for index in near] or [root]:
             _connect(graph, f"{name}/nic{k}", other, "pcie", lanes)
@@ -164,7 +164,7 @@ def _add_network(graph: nx.Graph, hosts: Sequence[Host], described: Sequence[Swi
 
 
 def _switch_of(host: Host, card: NicSpec, groups: dict[str, list[str]]) -> str:
-    """The switch, or group of them, that a card is plugged into."""
+    """Return the switch, or group of switches, that a card is plugged into."""
     known = [*groups, *(name for names in groups.values() for name in names)]
     name = card.switch or host.spec.switch
     if name is None and len(groups) == 1:
@@ -213,7 +213,7 @@ def _matching(graph: nx.Graph, pattern: str) -> list[str]:
 
 
 def _kind(roles: set[str]) -> str:
-    """Of a link between nodes of these roles."""
+    """Return the kind of a link between nodes of these roles."""
     if roles == {"switch"}:
         return "network"
     if "nic" in roles:
@@ -235,7 +235,7 @@ def _check_reach(graph: nx.Graph, gpus: Sequence[Gpu]) -> None:
 
 
 def _gpus(graph: nx.Graph, hosts: Sequence[Host]) -> tuple[Gpu, ...]:
-    """In order of hosts and indices, islands numbered in that order: GPUs that paths of NVLink join."""
+    """Return the GPUs in the order of hosts and indices. Paths of NVLink join an island; islands are numbered in that order."""
     fast: nx.Graph = nx.Graph()
     fast.add_nodes_from(node for host in hosts for node in host.nodes)
     fast.add_edges_from((a, b) for a, b, link in graph.edges(data=True) if link["kind"] == "nvlink")

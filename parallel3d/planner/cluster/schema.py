@@ -1,4 +1,4 @@
-"""What a cluster's YAML may say, as pydantic models: closed to unknown keys, units read, each problem with its remedy."""
+"""Schema of a cluster's YAML, as pydantic models: unknown keys are refused, units are read, each problem has its remedy."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _Counted(_Described):
 
 
 class DeviceSpec(_Described):
-    """A device of one's own: see cluster.Device. base: another one, which the rest is of."""
+    """A user's device, see cluster.Device. base: a device that gives the values that are left out."""
 
     base: str | None = None
     memory: Bytes | None = None
@@ -107,7 +107,7 @@ class GpusSpec(_Described):
 
 
 class WireSpec(_Described):
-    """A link, in each direction. message_bandwidth: what one message alone reaches, where that is less."""
+    """A link, in each direction. message_bandwidth: bandwidth of a single message, where that is less."""
 
     bandwidth: Bandwidth
     latency: Seconds | None = None
@@ -115,7 +115,7 @@ class WireSpec(_Described):
 
 
 class NvlinkSpec(WireSpec):
-    """Of each GPU to its island's switch. islands: GPUs by index; None: all of the host in one."""
+    """The links of GPUs to the switch of their island. islands: GPUs by index; None: all of the host in one."""
 
     islands: tuple[tuple[int, ...], ...] | None = None
 
@@ -123,8 +123,9 @@ class NvlinkSpec(WireSpec):
 class NicSpec(WireSpec):
     """A network card, or `count` equal ones.
 
-    switch: that it is plugged into, or a group of them, of which each next card takes the next; gpus: those on one PCIe switch
-    with it; None: cards of a host whose NVLink joins all GPUs are dealt out to them, others hang at the host's PCIe.
+    - switch: the switch that it is plugged into, or a group of switches, over which the cards are dealt out in turn.
+    - gpus: the GPUs on one PCIe switch with it. None: cards of a host whose NVLink joins all GPUs are dealt out to them, others
+      are connected to the host's PCIe.
     """
 
     count: int = Field(default=1, ge=1)
@@ -159,9 +160,9 @@ class SwitchSpec(_Counted):
 
 
 class LinkSpec(_Described):
-    """What joins two nodes, or changes what does. between: names, or patterns such as "node*/nic3"; all pairs of them.
+    """A link between two nodes, new or changed. between: names, or patterns such as "node*/nic3", of which all pairs.
 
-    What is None stays as it is; a new link needs a bandwidth.
+    A value that is None stays as it is; a new link needs a bandwidth.
     """
 
     between: tuple[str, str]
@@ -172,7 +173,7 @@ class LinkSpec(_Described):
 
 
 class ClusterSpec(_Described):
-    """The file. overlap, collective_seconds: see Cluster; measured: what the numbers were fitted to, for the reader."""
+    """The file. overlap, collective_seconds: see Cluster; measured: data that the numbers were fitted to, for the reader."""
 
     name: str | None = None
     overlap: float = Field(default=OVERLAP, ge=1)
