@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel3d.costs.operators import OpCost, bytes_of, cost_of, storage_of, tensors_of
+from parallel3d.costs.operators import bytes_of, cost_of, storage_of, tensors_of
 from parallel3d.costs.work import Collective, Exchange, Work
 from parallel3d.errors import PartitionError
 
@@ -142,24 +142,24 @@ class OperatorCounter(TorchDispatchMode):
         read = tensors_of((args, kwargs) if kwargs else args)
         result = kwargs["out"] if function in _GEMMS_INTO else function(*args, **kwargs)
         written = tensors_of(result)
-        cost = cost_of(function, args, kwargs, read, written, result)
-        self._counts["operators"] += any(cost)
-        joins = self._fuses and bool(cost.moved) and function.namespace == "aten"
-        if not joins and any(cost):
-            self._end_kernel()
-            for name, number in zip(OpCost._fields, cost, strict=True):
-                self._counts[name] += number
-            self._counts["kernels"] += 1
-            # Each tensor that a GEMM reads or writes; an accumulator is among them twice, since it is read and written.
-            for tensor in (*tensors_of(args), *written) if cost.gemm_flops else ():
-                self._counts["weights" if storage_of(tensor) in self.weights else "operands"] += bytes_of(tensor)
-        if self._fuses and any(cost):
-            self._recomputable.read([t.untyped_storage() for t in read], self._pending)
+        field, number = cost_of(function, args, kwargs, read, written, result)
+        joins = self._fuses and field == "moved" and number > 0 and function.namespace == "aten"
+        if number:
+            self._counts["operators"] += 1
+            if not joins:
+                self._end_kernel()
+                self._counts[field] += number
+                self._counts["kernels"] += 1
+            if self._fuses:
+                self._recomputable.read([t.untyped_storage() for t in read], self._pending)
+        # Each tensor that a GEMM reads or writes; an accumulator is among them twice, since it is read and written.
+        for tensor in (*tensors_of(args), *written) if field == "gemm_flops" else ():
+            self._counts["weights" if storage_of(tensor) in self.weights else "operands"] += bytes_of(tensor)
         self._register(read, written, joins)
         if joins:
             for key in {storage_of(t) for t in written} & self._pending.keys():
                 self._recomputable.made(key, function, [t.untyped_storage() for t in read], self._pending)
-        if cost.attention_flops:
+        if field == "attention_flops":
             self._update_peaks(_attention_workspace(function, args))
         return result
 

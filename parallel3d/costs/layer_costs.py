@@ -30,7 +30,7 @@ class LayerCost:
     """Cost of one layer, in FLOPs or in seconds.
 
     - forward, backward: the two passes.
-    - weight: the gradients of weights, if they are measured apart from `backward`, else 0.
+    - weight: the gradients of weights, where `backward` doesn't include them, else 0.
     - saved: bytes that the forward keeps for the backward; given: bytes of the layer's input. Both 0 if not counted.
     """
 

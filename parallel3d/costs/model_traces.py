@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.fakes import CudaFunctions, Fakes, MetaFakes
 from parallel3d.costs.layer_costs import alike, attach_sink, bind_forward
 from parallel3d.costs.layer_profile import LayerProfile
-from parallel3d.costs.tracing import LayerTrace, LayerTracer
+from parallel3d.costs.tracing import LayerTrace, TrainedLayer
 from parallel3d.errors import PartitionError
 from parallel3d.fake_device import standing_for
 from parallel3d.optim.precision import Precision, make_precision
@@ -94,8 +93,8 @@ class ModelTraces:
         independent = model.config.rng.layout_independent
         self._context = BuildContext(groups, torch.device("cpu"), sequence_parallel, independent)
         self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)
-        # Kind of layer, whether splittable -> its tracer, and what its profile says of its tensors.
-        self._modules: dict[tuple[int, bool], tuple[LayerTracer, dict[str, Any]]] = {}
+        # Kind of layer, whether splittable -> the layer as it is trained, and its tensors for its profile.
+        self._modules: dict[tuple[int, bool], tuple[TrainedLayer, dict[str, Any]]] = {}
         self._tables: dict[int, int] = {}
         self._known: dict[Any, tuple[LayerProfile, TensorTree]] = {}
         self._profiles: dict[int, tuple[LayerProfile, ...]] = {}
@@ -129,7 +128,7 @@ class ModelTraces:
         key = (kind, x.key, tie)
         if key not in self._known:
             try:
-                (whole, returned), (split, _) = (self._trace(kind, x, splits) for splits in (False, True))
+                whole, split = (self._trace(kind, x, splits) for splits in (False, True))
             except PartitionError as error:
                 raise PartitionError(f"layer {k} ({layer_name(layer)}): {error}") from error
             tensors = self._modules[kind, True][1]
@@ -139,32 +138,32 @@ class ModelTraces:
                 attributes = layer.tied_weight_attr
                 tied = [p for n, p in made.parameters if any(n == a or n.startswith(a + ".") for a in attributes)]
                 made = replace(made, tied_gradient=sum(parameter.nbytes for parameter in tied))
-            self._known[key] = made, returned
+            self._known[key] = made, whole.returned
         return self._known[key]
 
-    def _trace(self, kind: int, x: TensorTree, splits: bool) -> tuple[LayerTrace, TensorTree]:
+    def _trace(self, kind: int, x: TensorTree, splits: bool) -> LayerTrace:
         # Whole backwards of half-precision weights also add past autograd.
         splittable = splits or self._model.precision.weights is not None
-        layer = self._model.layers[kind]
         if (kind, splittable) in self._modules:
             return self._run(self._modules[kind, splittable][0], x, splits)
+        layer = self._model.layers[kind]
 
-        def traced(module: Any) -> tuple[LayerTrace, TensorTree]:
-            tracer, tensors = self._prepare(layer, module, splittable)
-            result = self._run(tracer, x, splits)
-            self._modules[kind, splittable] = tracer, tensors
+        def traced(module: Any) -> LayerTrace:
+            trained, tensors = self._prepare(layer, module, splittable)
+            result = self._run(trained, x, splits)
+            self._modules[kind, splittable] = trained, tensors
             return result
 
-        result: tuple[LayerTrace, TensorTree] = self._fakes.first_that_works(layer, traced)
+        result: LayerTrace = self._fakes.first_that_works(layer, traced)
         return result
 
-    def _run(self, tracer: LayerTracer, x: TensorTree, splits: bool) -> tuple[LayerTrace, TensorTree]:
+    def _run(self, layer: TrainedLayer, x: TensorTree, splits: bool) -> LayerTrace:
         on_cuda = CudaFunctions() if self._model.device == "cuda" else nullcontext()
         # Tensor-parallel layers draw the seed of a rank's own random stream.
         with torch.random.fork_rng(devices=[]), self._fakes.mode, standing_for(self._model.device), on_cuda:
-            return tracer.run(x, splits)
+            return LayerTrace(layer, x, splits, self._counter)
 
-    def _prepare(self, layer: Layer, module: Any, splittable: bool) -> tuple[LayerTracer, dict[str, Any]]:
+    def _prepare(self, layer: Layer, module: Any, splittable: bool) -> tuple[TrainedLayer, dict[str, Any]]:
         """Make a layer as it is trained, with a sink that adds its gradients to accumulators."""
         precision, dtype = self._model.precision, self._model.policy.accumulator_dtype
         tensors = _tensors_of(module, precision.weights)
@@ -172,7 +171,7 @@ class ModelTraces:
             made = attach_sink(module, self._fakes.device, precision.weights, dtype, splittable)
         sink, parameters, accumulators = made
         function = bind_forward(layer, module, None, None)
-        return LayerTracer(function, parameters, sink, precision, self._counter, accumulators), tensors
+        return TrainedLayer(function, precision, parameters, sink, accumulators), tensors
 
     def _with_loss(self, last: LayerProfile, x: TensorTree, labels: Any) -> LayerProfile:
         """Return the last layer's profile with the loss added."""
@@ -182,11 +181,11 @@ class ModelTraces:
             result = self._loss(*pair)
             return result[0] if isinstance(result, (tuple, list)) else result
 
-        tracer = LayerTracer(loss, (), GradientSink(), self._model.precision, self._counter)
         given = TensorTree.of((x.value(), labels))
         key = (self._context.groups.model.size, type(self._fakes), given.key)
         if key not in self._losses:
-            trace, _ = self._run(tracer, given, splits=False)  # it has no weights whose gradients could be split off
+            # It has no weights whose gradients could be split off.
+            trace = self._run(TrainedLayer(loss, self._model.precision), given, splits=False)
             self._losses[key] = _make_profile("loss", trace, trace)
         own = self._losses[key]
         return replace(
@@ -206,7 +205,7 @@ def _make_profile(name: str, whole: LayerTrace, split: LayerTrace, **fields: Any
         split.weight,
         whole.backward + whole.weight,
         split.inputs,
-        split.outputs,
+        tuple(split.outputs),
         whole.held,
         split.held,
         early=frozenset(fields["parameters"][k][0] for k in split.early),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _ATTENTION = "_scaled_dot_product_"
@@ -18,36 +18,6 @@ _WRITE_NOTHING = ("empty", "new_empty", "detach", "alias", "lift")
 _GEMMS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
 
 
-class OpCost(NamedTuple):
-    """Cost of one call of an operator; at most one of the three is not 0.
-
-    - gemm_flops: FLOPs of a matrix product.
-    - attention_flops: FLOPs of fused attention.
-    - moved: bytes that any other operator reads and writes.
-    """
-
-    gemm_flops: float = 0.0
-    attention_flops: float = 0.0
-    moved: int = 0
-
-
-class _Kind(NamedTuple):
-    """Properties of an operator. writes: whether it writes its result to memory, unlike a view."""
-
-    name: str
-    packet: Any
-    writes: bool
-    is_mutable: bool
-
-
-@cache
-def _kind_of(func: Any) -> _Kind:
-    packet = getattr(func, "_overloadpacket", func)
-    name = str(getattr(packet, "__name__", ""))
-    schema = func._schema
-    return _Kind(name, packet, not (name.startswith(_WRITE_NOTHING) or func.is_view), schema.is_mutable)
-
-
 def cost_of(
     func: Any,
     args: Sequence[Any],
@@ -55,20 +25,22 @@ def cost_of(
     read: Sequence[Tensor],
     written: Sequence[Tensor],
     out: Any,
-) -> OpCost:
-    """Return the cost of one call of an operator, from shapes alone.
+) -> tuple[str, float]:
+    """Return the cost of one call of an operator, from shapes alone: the field of Work that it counts for, and the number.
 
+    The field is `gemm_flops` for a matrix product, `attention_flops` for fused attention, `moved` for any other operator.
     read: tensors of its arguments; written: tensors of its result `out`; both from tensors_of.
     """
-    kind = _kind_of(func)
-    if kind.name in _GEMMS:
-        left, right = args[_GEMMS[kind.name] : _GEMMS[kind.name] + 2]
-        return OpCost(gemm_flops=2.0 * left.numel() * right.shape[-1])
-    if kind.name.startswith(_ATTENTION):
-        return OpCost(attention_flops=_attention_flops(func, args, kwargs))
-    if kind.packet in flop_registry:
-        return OpCost(gemm_flops=float(flop_registry[kind.packet](*args, **kwargs, out_val=out)))
-    return OpCost(moved=_bytes_moved(kind, read, written))
+    packet = getattr(func, "_overloadpacket", func)
+    name = str(getattr(packet, "__name__", ""))
+    if name in _GEMMS:
+        left, right = args[_GEMMS[name] : _GEMMS[name] + 2]
+        return "gemm_flops", 2.0 * left.numel() * right.shape[-1]
+    if name.startswith(_ATTENTION):
+        return "attention_flops", _attention_flops(func, args, kwargs)
+    if packet in flop_registry:
+        return "gemm_flops", float(flop_registry[packet](*args, **kwargs, out_val=out))
+    return "moved", _bytes_moved(func, name, read, written)
 
 
 def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
@@ -88,36 +60,22 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return scores * matmuls / (2 if given.get("is_causal") else 1)
 
 
-def _bytes_moved(kind: _Kind, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+def _bytes_moved(func: Any, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
     """Return the bytes that an operator reads and writes: none for views and for uninitialized memory."""
+    is_mutable = func._schema.is_mutable
     if not written:
-        return sum(map(bytes_of, read)) if kind.is_mutable else 0  # works in place and returns nothing
-    if not kind.writes:
+        return sum(map(bytes_of, read)) if is_mutable else 0  # works in place and returns nothing
+    if name.startswith(_WRITE_NOTHING) or func.is_view:
         return 0
-    if not kind.is_mutable:
-        given = set(map(storage_of, read))
-        if all(storage_of(tensor) in given for tensor in written):
-            return 0  # a view, though the operator isn't marked as one
+    if not is_mutable and {storage_of(tensor) for tensor in written} <= {storage_of(tensor) for tensor in read}:
+        return 0  # a view, though the operator isn't marked as one
     result = sum(map(bytes_of, written))
-    return 2 * result if kind.name in _LOOKUPS else result + sum(map(bytes_of, read))
+    return 2 * result if name in _LOOKUPS else result + sum(map(bytes_of, read))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors of an operator's arguments or result, which nest lists, tuples and dicts only."""
-    tensors: list[Tensor] = []
-    _collect(tree, tensors)
-    return tensors
-
-
-def _collect(tree: Any, tensors: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        tensors.append(tree)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            _collect(item, tensors)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _collect(item, tensors)
+    """Return the tensors of an operator's arguments or result."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ from parallel3d.zero.policy import make_policy
 # A byte moved takes as long as this number of FLOPs: an H200 sustains some 690e12 FLOP/s in bf16 GEMMs and 4.3e12 byte/s, an
 # A100 some 260e12 and 1.7e12.
 FLOPS_PER_BYTE = 160
+# Runs of each layer. The same on every rank: tensor-parallel ranks run a layer together.
+_WARM_UP, _TIMED = 3, 7
+_FP32_OR_WIDER = partial(torch.promote_types, torch.float32)
 _INSTEAD = "use partition method 'profile' or 'parameters'"
 
 
@@ -94,9 +98,9 @@ def _flops(work: Work) -> float:
 class TimeProfiler(LayerProfiler):
     """Costs in seconds on the context's device: medians of a few runs, one layer in memory at a time.
 
-    - warm_up, timed: numbers of runs. The same on every rank: tensor-parallel ranks run a layer together.
-    - accumulator_dtype: given, backwards are split as in pipeline training: the gradients of weights are timed apart and
-      added to accumulators, whose dtype this returns for a parameter's dtype. Else they are computed and dropped.
+    Backwards are split as in pipeline training: the gradients of weights are timed apart and added to accumulators.
+
+    - accumulator_dtype: returns the dtype of an accumulator for a parameter's dtype.
     - remedy: advice of the error for a layer that can't run.
     """
 
@@ -104,10 +108,8 @@ class TimeProfiler(LayerProfiler):
         self,
         sample: Sample,
         context: BuildContext,
+        accumulator_dtype: Callable[[torch.dtype], torch.dtype] = _FP32_OR_WIDER,
         clock: Clock | None = None,
-        warm_up: int = 2,
-        timed: int = 5,
-        accumulator_dtype: Callable[[torch.dtype], torch.dtype] | None = None,
         remedy: str = (
             "check that sample_input is what the first layer takes, of a micro-batch that fits into memory, or use partition "
             "method 'flops' or 'parameters'"
@@ -115,7 +117,6 @@ class TimeProfiler(LayerProfiler):
     ):
         super().__init__(sample, context)
         self._clock = clock or clock_of(context.device)
-        self._warm_up, self._timed = warm_up, timed
         self._accumulator_dtype, self._remedy = accumulator_dtype, remedy
         self._loss = sample.build_loss(context)
 
@@ -134,37 +135,24 @@ class TimeProfiler(LayerProfiler):
 
     def _measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
         module, precision = self._build(layer), self.sample.precision
-        sink, parameters = None, []
-        if self._accumulator_dtype is None:
-            parameters = prepare(module, self.context.device, precision.weights)
-        else:
-            sink, *_ = attach_sink(module, self.context.device, precision.weights, self._accumulator_dtype)
+        sink, *_ = attach_sink(module, self.context.device, precision.weights, self._accumulator_dtype)
         function = bind_forward(layer, module, self._loss if is_last else None, labels)
         marks: list[Any] = []
-
-        def time(work: Callable[[], None]) -> None:
-            marks.append(self._clock.mark())
-            work()
-            marks.append(self._clock.mark())
-
-        for _ in range(self._warm_up + self._timed):
+        for _ in range(_WARM_UP + _TIMED):
             run = LayerRun(function, x, precision.autocasting(self.context.device))
-            if sink is None:
-                time(run.forward)
-                time(partial(run.backward, parameters))
-            else:
-                sink.open()
-                time(run.forward)
-                with sink.deferring(run):
-                    time(run.accumulate)
-                time(partial(sink.run_deferred, run))
-        moments = self._clock.read(marks)
-        phases = 2 if sink is None else 3
-        seconds = [end - start for start, end in zip(moments[::2], moments[1::2], strict=True)][
-            phases * self._warm_up :
-        ]
-        forward, backward, *weight = (median(seconds[k::phases]) for k in range(phases))
-        return LayerCost(forward, backward, sum(weight)), run.next_input()
+            sink.open()
+            marks.append(self._clock.mark())
+            run.forward()
+            marks.append(self._clock.mark())
+            with sink.deferring(run):
+                run.accumulate()
+            marks.append(self._clock.mark())
+            sink.run_deferred(run)
+            marks.append(self._clock.mark())
+        seconds = [end - start for start, end in pairwise(self._clock.read(marks))]
+        # Each run has three phases, and the time between it and the next one.
+        forward, backward, weight = (median(seconds[4 * _WARM_UP + phase :: 4]) for phase in range(3))
+        return LayerCost(forward, backward, weight), run.next_input()
 
     def _build(self, layer: Layer) -> Any:
         """Return a layer for this profiler alone: a run changes dtypes, and what modules count and average."""
@@ -194,6 +182,6 @@ def measure_layers(layers: Sequence[Layer], sample: Sample, config: Config, devi
     policy = make_policy(config, [], device, sample.precision.weights)
     remedy = "give a cluster by --cluster instead of --measure, which needs no device"
     context = BuildContext(ProcessGroups.imagined(1, lambda kind, nbytes: DONE), device)
-    profiler = TimeProfiler(sample, context, None, 3, 7, policy.accumulator_dtype, remedy)
+    profiler = TimeProfiler(sample, context, policy.accumulator_dtype, remedy=remedy)
     costs = profiler.measure_all(layers)
     return [LayerSeconds(cost.forward, cost.backward, cost.weight) for cost in costs]

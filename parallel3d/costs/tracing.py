@@ -6,10 +6,11 @@ the bytes counted are the layer's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from parallel3d.costs.operators import storage_of
 from parallel3d.costs.work import Work
 from parallel3d.optim.precision import Precision
 from parallel3d.structures import TensorTree
+
+T = TypeVar("T")
 
 _HOST = torch.device("cpu")
 
@@ -72,24 +75,23 @@ class LayerBytes:
 
 
 @dataclass(frozen=True)
-class LayerTrace:
-    """One trace of a layer.
+class TrainedLayer:
+    """A layer with its weights as they are trained.
 
-    - inputs: bytes of each input; outputs: the tensors that it returns.
-    - forward, backward, weight: work of the forward, of the backward (all of it, or the part of the inputs' gradients) and of
-      the deferred gradients of weights.
-    - tables: bytes that the layer made for all later micro-batches, counted nowhere else.
-    - early: indices of the parameters whose gradients come with the backward even if it is split.
+    - function: runs the layer; precision: of training.
+    - parameters: those to train, whose gradients `sink` adds to `accumulators`.
     """
 
-    inputs: tuple[int, ...]
-    outputs: tuple[Boundary, ...]
-    forward: Work
-    backward: Work
-    weight: Work
-    held: LayerBytes
-    tables: int
-    early: frozenset[int]
+    function: Callable[[Any], Any]
+    precision: Precision
+    parameters: Sequence[nn.Parameter] = ()
+    sink: GradientSink = field(default_factory=GradientSink)
+    accumulators: Sequence[Tensor] = ()
+
+    def run(self, x: Any) -> Any:
+        """Return the layer's output."""
+        with self.precision.autocasting(_HOST):
+            return self.function(x)
 
 
 class _NextLayer(torch.autograd.Function):
@@ -112,143 +114,101 @@ def _held(memories: Sequence[Memory]) -> frozenset[int]:
     return frozenset(k for k, memory in enumerate(memories) if memory.is_held)
 
 
-class LayerTracer:
-    """Traces a layer with its weights as they are trained.
+class LayerTrace:
+    """Trace of the forward and the backward of one micro-batch through a layer.
 
-    - function: runs the layer.
-    - parameters: those to train, whose gradients `sink` adds to `accumulators`.
-    - counter: counts operators and collectives.
+    - inputs: bytes of each input; outputs: the tensors that it returns; returned: its output, without memory.
+    - forward, backward, weight: work of the forward, of the backward (all of it, or the part of the inputs' gradients) and of
+      the deferred gradients of weights.
+    - tables: bytes that the layer made for all later micro-batches, counted nowhere else.
+    - held: memory, without the tables.
+    - early: indices of the parameters whose gradients come with the backward even if it is split.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Any], Any],
-        parameters: Sequence[nn.Parameter],
-        sink: GradientSink,
-        precision: Precision,
-        counter: OperatorCounter,
-        accumulators: Sequence[Tensor] = (),
-    ):
-        self._function, self._parameters, self._sink = function, list(parameters), sink
-        self._weights = frozenset(map(storage_of, (*parameters, *accumulators)))
-        self._precision, self._counter = precision, counter
-
-    def run(self, inputs: TensorTree, splits: bool) -> tuple[LayerTrace, TensorTree]:
-        """Trace one forward and one backward, split in two if `splits`; return also the layer's output."""
-        one = _Pass(self._counter)
-        self._counter.weights = self._weights
-        self._sink.open()
-        with torch.enable_grad():
-            returned = one.forward(inputs, self._call)
-            one.backward(self._sink.deferring(one) if splits else self._whole())
-            touched = self._sink.touched()
-            one.weights(lambda: self._sink.run_deferred(one))
-        early = frozenset(k for k, parameter in enumerate(self._parameters) if parameter in touched)
-        return one.trace(early), returned
-
-    def _call(self, x: Any) -> Any:
-        with self._precision.autocasting(_HOST):
-            return self._function(x)
-
-    def _whole(self) -> AbstractContextManager[None]:
-        """Return the context of a whole backward, as GradientReducer.backward runs it."""
-        return self._sink.fusing() if self._precision.weights else nullcontext()
-
-
-class _Pass:
-    """Forward and backward of one micro-batch through a layer."""
-
-    def __init__(self, counter: OperatorCounter):
+    def __init__(self, layer: TrainedLayer, inputs: TensorTree, splits: bool, counter: OperatorCounter):
+        """Run the layer. splits: run its backward in two parts. counter: counts operators and collectives."""
         counter.take()  # what a trace that failed has left
-        self._counter, self._base = counter, counter.nbytes
-        self._inputs: list[Memory] = []
-        self._outputs: list[Memory] = []
+        counter.weights = frozenset(map(storage_of, (*layer.parameters, *layer.accumulators)))
+        self._counter, self._base, sink = counter, counter.nbytes, layer.sink
+        self.outputs: list[Boundary] = []
+        self._output_memories: list[Memory] = []
         self._output_gradients: list[Memory] = []
         self._input_gradients: list[Memory] = []
         self._entry: Entry | None = None
         self._root: Tensor | None = None
-        self._boundaries: list[Boundary] = []
-        self._works: list[Work] = []
-        self._peaks: list[int] = []
+        sink.open()
+        with torch.enable_grad():
+            self.returned, self.forward, forward_peak = self._forward(inputs, layer.run)
+            saved = self._held_now()
+            # A whole backward is run as by GradientReducer.backward.
+            whole = sink.fusing() if layer.precision.weights else nullcontext()
+            self.backward, backward_peak, sole_peak = self._backward(sink.deferring(self) if splits else whole)
+            deferred, touched = self._held_now(), sink.touched()
+            _, self.weight, weight_peak = self._counted(partial(sink.run_deferred, self), counter.nbytes)
+        self.tables = tables = counter.nbytes - self._base
+        saved, deferred = (replace(held, own=held.own - tables) for held in (saved, deferred))
+        forward_peak, backward_peak, sole_peak = (p - tables for p in (forward_peak, backward_peak, sole_peak))
+        self.held = LayerBytes(saved, deferred, forward_peak, backward_peak, sole_peak, weight_peak)
+        self.inputs = tuple(memory.nbytes for memory in self._input_memories)
+        self.early = frozenset(k for k, parameter in enumerate(layer.parameters) if parameter in touched)
 
-    @contextmanager
-    def _counting(self, base: int) -> Iterator[None]:
-        """Count what runs inside, and its peak beyond `base`."""
+    def _counted(self, run: Callable[[], T], base: int) -> tuple[T, Work, int]:
+        """Return run(), its work, and its peak beyond `base`."""
         self._counter.peak = self._counter.nbytes
         with self._counter:
-            yield
-        self._works.append(self._counter.take())
-        self._peaks.append(self._counter.peak - base)
+            result = run()
+        return result, self._counter.take(), self._counter.peak - base
 
-    def forward(self, inputs: TensorTree, run: Callable[[Any], Any]) -> TensorTree:
+    def _forward(self, inputs: TensorTree, run: Callable[[Any], Any]) -> tuple[TensorTree, Work, int]:
         """Run the forward; only the graph stays alive."""
         given = inputs.empty_like()
-        self._inputs = [Memory(t) for t in given.tensors]
+        self._input_memories = [Memory(t) for t in given.tensors]
         pairs = zip(given.tensors, inputs.tensors, strict=True)
         requiring = [t for t, template in pairs if template.requires_grad]
         self._entry = Entry(requiring) if requiring else None
-        x = given.value()
+        x = [given.value()]  # the call gets the only reference
         del given, requiring, pairs
-        with self._counting(self._base):
-            output = TensorTree.of(run(x))
-        del x
+        output, work, peak = self._counted(lambda: TensorTree.of(run(x.pop())), self._base)
         returned = output.empty_like(keep_requires_grad=True)
         self._hand_on(output.tensors)
         del output
-        self._counter.drop_recomputed(self._outputs)
-        self._saved = self._held_now()
-        return returned
+        self._counter.drop_recomputed(self._output_memories)
+        return returned, work, peak
 
     def _hand_on(self, tensors: Sequence[Tensor]) -> None:
         """Give the outputs to the next layer."""
-        entered = {memory.key: k for k, memory in enumerate(self._inputs)}
+        entered = {memory.key: k for k, memory in enumerate(self._input_memories)}
         for tensor in tensors:
             memory = Memory(tensor)
-            source = entered.get(memory.key)
-            storage = 0 if memory.key in {m.key for m in self._outputs} else memory.nbytes
-            self._outputs.append(memory)
-            self._boundaries.append(Boundary(tensor.nbytes, storage, source, tensor.requires_grad))
+            storage = 0 if memory.key in {m.key for m in self._output_memories} else memory.nbytes
+            self._output_memories.append(memory)
+            self.outputs.append(Boundary(tensor.nbytes, storage, entered.get(memory.key), tensor.requires_grad))
         outgoing = [t for t in tensors if t.requires_grad]
         self._root = _NextLayer.apply(self._output_gradients, *outgoing) if outgoing else None
 
-    def backward(self, how: AbstractContextManager[None]) -> None:
-        """Run the backward from the gradients of the outputs to those of the inputs."""
-        self._counter.count_with_others(self._inputs)
-        with self._counting(self._base), how:
-            if self._root is not None:
-                # From a tensor, the backward and the recomputations in it would run outside the function modes.
-                edge = torch.autograd.graph.get_gradient_edge(self._root)
-                torch.autograd.backward(edge, torch.empty_like(self._root))
-        self._sole_peak = self._counter.peak_with_others - self._base
-        self._root = None
-        gradients = self._entry.gradients() if self._entry is not None else []
-        self._input_gradients = [Memory(gradient) for gradient in gradients]
-        self._entry = None
-        del gradients
-        self._deferred = self._held_now()
+    def _backward(self, how: AbstractContextManager[None]) -> tuple[Work, int, int]:
+        """Run the backward from the gradients of the outputs to those of the inputs; return its work and both peaks."""
+        self._counter.count_with_others(self._input_memories)
 
-    def weights(self, run: Callable[[], None]) -> None:
-        """Run what was deferred."""
-        before = self._counter.nbytes
-        with self._counting(before):
-            run()
+        def run() -> None:
+            with how:
+                if self._root is not None:
+                    # From a tensor, the backward and the recomputations in it would run outside the function modes.
+                    edge = torch.autograd.graph.get_gradient_edge(self._root)
+                    torch.autograd.backward(edge, torch.empty_like(self._root))
+
+        _, work, peak = self._counted(run, self._base)
+        self._root = None
+        self._input_gradients = [Memory(gradient) for gradient in self._entry.gradients()] if self._entry else []
+        self._entry = None
+        return work, peak, self._counter.peak_with_others - self._base
 
     def _held_now(self) -> Held:
-        groups = self._outputs, self._output_gradients, self._input_gradients
+        groups = self._output_memories, self._output_gradients, self._input_gradients
         outputs, output_gradients, input_gradients = map(_held, groups)
-        shared = [m for m, boundary in zip(self._outputs, self._boundaries, strict=True) if boundary.source is None]
+        made = zip(self._output_memories, self.outputs, strict=True)
+        shared = [memory for memory, boundary in made if boundary.source is None]
         shared += [*self._output_gradients, *self._input_gradients]
         others = {memory.key: memory.nbytes for memory in shared if memory.is_held}
         own = self._counter.nbytes - self._base - sum(others.values())
-        return Held(own, _held(self._inputs), outputs, output_gradients, input_gradients)
-
-    def trace(self, early: frozenset[int]) -> LayerTrace:
-        """Return the trace."""
-        tables = self._counter.nbytes - self._base
-        saved, deferred = (replace(held, own=held.own - tables) for held in (self._saved, self._deferred))
-        forward, backward, weight = self._works
-        forward_peak, backward_peak, weight_peak = self._peaks
-        backward_peaks = backward_peak - tables, self._sole_peak - tables
-        held = LayerBytes(saved, deferred, forward_peak - tables, *backward_peaks, weight_peak)
-        inputs = tuple(memory.nbytes for memory in self._inputs)
-        return LayerTrace(inputs, tuple(self._boundaries), forward, backward, weight, held, tables, early)
+        return Held(own, _held(self._input_memories), outputs, output_gradients, input_gradients)

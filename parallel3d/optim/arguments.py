@@ -1,4 +1,4 @@
-"""Classes by the names and arguments of a configuration: what doesn't fit is named, with what would."""
+"""Calls of classes with the arguments of a configuration; errors name an argument that doesn't fit, and the remedy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from parallel3d.errors import ConfigError, nearest
 T = TypeVar("T")
 
 
-def accepted(make: Callable[..., Any]) -> list[str]:
-    """The names of the arguments of a class or function, without the first, which no configuration can give."""
-    return list(inspect.signature(make).parameters)[1:]
-
-
 def call(
     make: Callable[..., T],
     first: Any,
@@ -24,18 +19,21 @@ def call(
     more: Iterable[str] = (),
     remedies: Mapping[str, str] | None = None,
 ) -> T:
-    """make(first, **params).
+    """Return make(first, **params).
 
-    where: what the params are, for errors. more: names that the caller took out of params, which were right too.
-    remedies: what to do instead about a name that isn't. Raises ConfigError for names and values that don't fit.
+    - where: description of the params, for errors.
+    - more: further valid names, which the caller took out of params.
+    - remedies: remedy for each of some invalid names.
+
+    Raises ConfigError for names and values that don't fit.
     """
-    known = [*accepted(make), *more]
+    parameters = list(inspect.signature(make).parameters.values())[1:]
+    known = [*(p.name for p in parameters), *more]
     for key in params:
         if key not in known:
             remedy = (remedies or {}).get(key)
             hint = f": {remedy}" if remedy else f"; it takes {', '.join(known)}.{nearest(key, known)}"
             raise ConfigError(f"{where}: there is no {key!r}{hint}")
-    parameters = list(inspect.signature(make).parameters.values())[1:]
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in params]
     if missing:
         raise ConfigError(f"{where}: {', '.join(missing)} must be given; it takes {', '.join(known)}")
@@ -46,7 +44,7 @@ def call(
 
 
 def _hint_of_texts(params: Mapping[str, Any]) -> str:
-    """YAML reads 1e-3, without a dot, as a text."""
+    """Return a hint about a number that was read as a text, as YAML reads 1e-3 without a dot."""
     for key, value in params.items():
         if isinstance(value, str):
             try:

@@ -50,11 +50,11 @@ _REMEDIES = {
 def build_optimizer(
     name: str, parameters: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]], params: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """The optimizer that a configuration names, in any case, with its params.
+    """Return the optimizer that a configuration names, in any case, with its params.
 
     name: "Lion" or a class of torch.optim. "Adam" and "AdamW" are DeepSpeed's: weight decay is decoupled unless
     {"adam_w_mode": false} is among Adam's params, and 0 by default (torch's 0.01 with {"torch_adam": true}).
-    parameters: or groups of them, as torch's optimizers take them; a rank without any gets an optimizer of nothing.
+    parameters: or groups of them, as torch's optimizers take them; a rank without any gets an optimizer without parameters.
     CUDA parameters are updated by torch's fused kernel where the class has one, unless params say how.
     Raises ConfigError for unknown names and params.
     """
@@ -71,12 +71,15 @@ def build_optimizer(
     elif cls is Lion:
         own = [*_IMPLIED]
         _drop_implied(name, params, _IMPLIED)
-    groups = [_with_list(item) for item in parameters] or [{"params": []}]
+    groups = _groups(parameters)
+    tensors = [p for group in groups for p in group["params"]]
     chosen = bool({"fused", "foreach", "differentiable"} & set(params))
-    if not chosen and _has_fused_kernel(cls, _tensors(groups)) and not _is_dampened(groups, params):
+    # SGD's first step leaves out dampening, and so would `_start_momentum`.
+    is_dampened = any(settings.get("dampening") for settings in (params, *groups))
+    if not chosen and _has_fused_kernel(cls, tensors) and not is_dampened:
         params["fused"] = True  # one pass over memory
     if cls is _TORCH_CLASSES.get("Muon"):
-        _check_matrices(_tensors(groups))
+        _check_matrices(tensors)
     optimizer = call(cls, groups, params, f"optimizer.params of {name}", own, _REMEDIES)
     if cls is torch.optim.SGD:
         optimizer.register_step_pre_hook(_start_momentum)
@@ -99,7 +102,7 @@ def _class_of(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _flag(name: str, params: dict[str, Any], key: str, default: bool) -> bool:
-    """Take a bool out of the params."""
+    """Remove a bool from the params, and return it."""
     value = params.pop(key, default)
     if not isinstance(value, bool):
         raise ConfigError(f"optimizer.params of {name}: {key} is {value!r}; give true or false")
@@ -107,7 +110,7 @@ def _flag(name: str, params: dict[str, Any], key: str, default: bool) -> bool:
 
 
 def _drop_implied(name: str, params: dict[str, Any], implied: Mapping[str, bool | None]) -> None:
-    """Take out what holds anyway; raises ConfigError where something else is wanted."""
+    """Remove params whose only value is implied. Raises ConfigError for another value."""
     for key, only in implied.items():
         if params.pop(key, only) is not only and only is not None:
             raise ConfigError(
@@ -116,21 +119,17 @@ def _drop_implied(name: str, params: dict[str, Any], implied: Mapping[str, bool 
             )
 
 
-def _with_list(item: Any) -> Any:
-    """A parameter as it is; a group with a list of its parameters, which may have been an iterator."""
-    if not isinstance(item, Mapping):
-        return item
-    members = item["params"]
-    return {**item, "params": [members] if isinstance(members, Tensor) else list(members)}
-
-
-def _tensors(groups: Sequence[Any]) -> list[Tensor]:
-    """The parameters of a list of parameters or of groups."""
-    return [p for item in groups for p in (item["params"] if isinstance(item, Mapping) else [item])]
+def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return groups of parameters, each with a list of its parameters, which may have been an iterator."""
+    items = list(parameters)
+    if not items or not isinstance(items[0], Mapping):
+        return [{"params": items}]
+    members = [[item["params"]] if isinstance(item["params"], Tensor) else list(item["params"]) for item in items]
+    return [{**item, "params": own} for item, own in zip(items, members, strict=True)]
 
 
 def _has_fused_kernel(cls: type[torch.optim.Optimizer], tensors: Sequence[Tensor]) -> bool:
-    """Whether torch has a fused kernel of this optimizer for these tensors, which are all on CUDA, and there is one."""
+    """Return whether torch has a fused kernel of this optimizer for these tensors: at least one, and all on CUDA."""
     if not tensors or not all(t.is_cuda and t.is_floating_point() for t in tensors):
         return False
     if "fused" not in inspect.signature(cls).parameters:
@@ -145,13 +144,8 @@ def _has_fused_kernel(cls: type[torch.optim.Optimizer], tensors: Sequence[Tensor
     return True
 
 
-def _is_dampened(groups: Sequence[Any], params: Mapping[str, Any]) -> bool:
-    """Whether some parameters have SGD's dampening, which the first step, and so `_start_momentum`, leaves out."""
-    return any(settings.get("dampening") for settings in [params, *groups] if isinstance(settings, Mapping))
-
-
 def _start_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Give torch's fused SGD the momentum it would start with: zeros, of which the first step makes the gradient.
+    """Give torch's fused SGD the momentum it would start with: zeros, which the first step turns into the gradient.
 
     By itself it raises when a parameter gets its first gradient later than others, and keeps whatever the memory held
     when `found_inf` makes it skip its first step.

@@ -18,10 +18,13 @@ _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """weights: the dtype that layers hold and compute with, over fp32 masters; None as they were built. autocast: the
-    dtype of torch.autocast's region around the layers and the loss, None without. scaling: how the loss is scaled, None
-    without. checks_overflow: a step whose gradients aren't finite is skipped, for which the host reads one flag a step.
-    casts_inputs: to the weights' dtype.
+    """Number formats of a training.
+
+    - weights: dtype that layers hold and compute with, over fp32 masters; None to keep the dtype that they were built in.
+    - autocast: dtype of torch.autocast's region around the layers and the loss, None without.
+    - scaling: how the loss is scaled, None without.
+    - checks_overflow: a step whose gradients aren't finite is skipped, for which the host reads one flag a step.
+    - casts_inputs: cast the inputs to the weights' dtype.
     """
 
     weights: torch.dtype | None = None
@@ -31,13 +34,13 @@ class Precision:
     casts_inputs: bool = True
 
     def autocasting(self, device: torch.device) -> AbstractContextManager[Any]:
-        """For layers and loss."""
+        """Return the autocast context of layers and loss."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.autocast)
 
     def cast(self, tree: Any) -> Any:
-        """A pytree of inputs with its floating-point tensors in the weights' dtype, unless they are to stay."""
+        """Return a pytree of inputs with its floating-point tensors in the weights' dtype, unless they are to stay."""
         if self.weights is None or not self.casts_inputs:
             return tree
         return tree_map(self._cast, tree)
@@ -67,9 +70,9 @@ def make_precision(config: Config) -> Precision:
 
 
 class LossScaler:
-    """The factor by which losses are multiplied, and gradients divided again (arXiv:1710.03740).
+    """Factor by which losses are multiplied, and gradients divided again (arXiv:1710.03740).
 
-    settings.loss_scale, where not 0, is the scale. Else it starts at 2^initial_scale_power; an overflow takes one of
+    settings.loss_scale, where not 0, is the scale. Else it starts at 2^initial_scale_power; an overflow costs one of
     `hysteresis` lives, or with one left halves the scale, not below min_loss_scale; after loss_scale_window steps since the
     last overflow it doubles. Lives are restored when it doubles, with consecutive_hysteresis by each step without overflow.
     """
@@ -83,7 +86,7 @@ class LossScaler:
         self._last_overflow = -1
 
     def update(self, overflow: bool) -> None:
-        """A step is over. Raises PrecisionError, and changes nothing, at an overflow that can't lower the scale."""
+        """Update the scale after a step. Raises PrecisionError, and changes nothing, at an overflow that can't lower it."""
         if not self.dynamic:
             return
         settings = self._settings
@@ -108,7 +111,7 @@ class LossScaler:
         self._step += 1
 
     def state_dict(self) -> dict[str, float]:
-        """Scale, lives left, steps seen and the step of the last overflow."""
+        """Return the scale, the lives left, the steps seen and the step of the last overflow."""
         return {
             "scale": self.scale,
             "lives": self._lives,
@@ -117,6 +120,6 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue from the state that `state_dict` returned."""
         self.scale, self._lives = state["scale"], int(state["lives"])
         self._step, self._last_overflow = int(state["step"]), int(state["last_overflow"])

@@ -37,10 +37,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group after `last_batch_iteration`."""
+        """Return the learning rate of each parameter group after `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each parameter group that is in force."""
+        """Return the learning rate of each parameter group that is in force."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -50,7 +50,7 @@ class Schedule(ABC):
         self._apply()
 
     def state_dict(self) -> dict[str, int]:
-        """The position; all else follows from the parameters."""
+        """Return the position; all else follows from the parameters."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -59,7 +59,7 @@ class Schedule(ABC):
         self._apply()
 
     def _apply(self) -> None:
-        # A group that was added later keeps what its maker gave it.
+        # A group that was added later keeps its own rate.
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=False):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)  # a captured graph reads this very tensor
@@ -89,7 +89,7 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group after `last_batch_iteration`."""
+        """Return the learning rate of each parameter group after `last_batch_iteration`."""
         steps = self.last_batch_iteration + 1
         interval = steps // self.step_size if self.staircase else steps / self.step_size
         return [low * (1 + self.step_rate * interval) for low in self.min_lrs]
@@ -98,8 +98,9 @@ class LRRangeTest(Schedule):
 class OneCycle(Schedule):
     """One cycle of lr from cycle_min_lr up to cycle_max_lr and down again, then a decay (arXiv:1803.09820).
 
-    Each half takes its step size (the second as many as the first when None), in so many stairs, or smoothly for 0
-    stairs. Then lr = cycle_min_lr / (1 + decay_lr_rate steps / decay_step_size), constant where one of them is 0.
+    Each half takes the steps of its step size (the second those of the first when None), in its number of stairs, or
+    smoothly for 0 stairs. Then lr = cycle_min_lr / (1 + decay_lr_rate steps / decay_step_size), constant where one of
+    them is 0.
     With cycle_momentum, betas[0] runs against lr between cycle_max_mom and cycle_min_mom, then decays as
     cycle_max_mom (1 + decay_mom_rate steps / decay_step_size); betas[1] is 0.99; and the first batch trains with
     cycle_min_mom, as in DeepSpeed. An optimizer without betas keeps its momentum, with a warning. Raises ConfigError.
@@ -140,14 +141,14 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group after `last_batch_iteration`."""
+        """Return the learning rate of each parameter group after `last_batch_iteration`."""
         if self._decays:
             return [low / (1 + self.decay_lr_rate * self._decay_intervals) for low in self.min_lrs]
         height = self._height
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each parameter group after `last_batch_iteration`, None where momentum is not cycled."""
+        """Return the betas of each parameter group after `last_batch_iteration`, None where momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < 0:
@@ -174,7 +175,7 @@ class OneCycle(Schedule):
 
     @property
     def _height(self) -> float:
-        """How far up the cycle is, of 1."""
+        """Height in the cycle, from 0 to 1."""
         position = (self.last_batch_iteration + 1) % self.total_size
         rises = position <= self.first_size
         done = position if rises else self.total_size - position
@@ -205,7 +206,7 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group after `last_batch_iteration`."""
+        """Return the learning rate of each parameter group after `last_batch_iteration`."""
         step = self.last_batch_iteration
         part = self._warmup.part(step) if step < self._warmup.num_steps else self._part_after_warmup(step)
         return [low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -261,12 +262,12 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group after `last_batch_iteration`."""
+        """Return the learning rate of each parameter group after `last_batch_iteration`."""
         ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.original_lrs]
 
     def get_lr_ratio(self) -> float:
-        """By what the groups' own rates are multiplied after `last_batch_iteration`."""
+        """Return the factor of the groups' own rates after `last_batch_iteration`."""
         step, warmup_steps = self.last_batch_iteration, self._warmup.num_steps
         if step < 0:
             return 0.0
@@ -277,7 +278,7 @@ class WarmupCosineLR(Schedule):
 
 
 class Warmup:
-    """How much of a warm-up is done after a step. Raises ConfigError for an unknown kind."""
+    """Share of a warm-up that is done after a step. Raises ConfigError for an unknown kind."""
 
     def __init__(self, num_steps: int, kind: str):
         if kind not in ("log", "linear"):
@@ -288,7 +289,7 @@ class Warmup:
         self._kind = kind
 
     def part(self, step: int) -> float:
-        """step: below num_steps. Returns 0 before the first step, then what grows to 1."""
+        """Return the share after a step below num_steps: 0 before the first step, then a number that grows to 1."""
         if step < 0:
             return 0.0
         return math.log(step + 1) / math.log(self.num_steps) if self._kind == "log" else step / self.num_steps
@@ -318,7 +319,7 @@ _BY_LOWER_NAME: dict[str, Callable[..., AnySchedule]] = {
 
 
 def build_scheduler(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> AnySchedule:
-    """The schedule that a configuration names, in any case, with its params.
+    """Return the schedule that a configuration names, in any case, with its params.
 
     name: one of DeepSpeed's, or a class of torch.optim.lr_scheduler. Raises ConfigError for unknown names and params.
     """

@@ -106,7 +106,7 @@ class LayerSplitter:
             )
         costs = self._measure((FlopProfiler if kind == "flops" else TimeProfiler)(self._sample, self._context))
         return [
-            cost.backward + cost.forward * (2 if recomputed else 1)
+            cost.backward + cost.weight + cost.forward * (2 if recomputed else 1)
             for cost, recomputed in zip(costs, self._recomputed, strict=True)
         ]
 
@@ -129,6 +129,7 @@ class LayerSplitter:
                 of_ranks[0],
                 forward=median(c.forward for c in of_ranks),
                 backward=median(c.backward for c in of_ranks),
+                weight=median(c.weight for c in of_ranks),
             )
             for of_ranks in zip(*everyone, strict=True)
         ]

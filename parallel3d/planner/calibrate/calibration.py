@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Literal
@@ -189,27 +190,22 @@ def calibrate(records: Sequence[RunRecord], predict: Callable[[RunRecord, Calibr
         listed = "; ".join(f"{device} with {backend}" for device, backend in kinds)
         raise ConfigError(f"the records are of several kinds of device: {listed}; calibrate each kind by itself")
     ordered = sorted(records, key=lambda record: record.model_dump_json())
-    start = Calibration(device=kinds[0][0], backend=kinds[0][1])
-    _, best, runs = min(_rounds(ordered, predict, start), key=lambda tried: tried[0])
+    tried = []
+    calibration, moved = Calibration(device=kinds[0][0], backend=kinds[0][1]), inf
+    for _ in range(_ROUNDS):
+        if moved >= _SETTLED:
+            runs = [predict(record, calibration) for record in ordered]
+        error = mean(abs(_error(*pair, calibration)) for pair in zip(ordered, runs, strict=True))
+        tried.append((error, calibration, runs))
+        if moved < _SETTLED:
+            break
+        before, calibration = calibration, _correct_times(calibration, ordered, runs)
+        moved = max(abs(after.value - before.factors[name].value) for name, after in calibration.factors.items())
+    _, best, runs = min(tried, key=itemgetter(0))
     errors = _errors_unseen(ordered, runs)
     rows = [row for record, run in zip(ordered, runs, strict=True) for row in _memory_rows(record, run)]
     memory = fit(rows, _priors(MEMORY), _MEMORY_NOISE)
     return best.model_copy(update={"memory": memory, "error": error_deviation(errors), "layouts": len(errors)})
-
-
-def _rounds(
-    records: Sequence[RunRecord], predict: Callable[[RunRecord, Calibration], PredictedRun], start: Calibration
-) -> Iterator[tuple[float, Calibration, list[PredictedRun]]]:
-    """Predict and fit in turns, from `start` on; yield the mean error of the steps, the corrections, and the runs."""
-    calibration, moved = start, inf
-    for _ in range(_ROUNDS):
-        if moved >= _SETTLED:
-            runs = [predict(record, calibration) for record in records]
-        yield mean(abs(_error(*pair, calibration)) for pair in zip(records, runs, strict=True)), calibration, runs
-        if moved < _SETTLED:
-            return
-        before, calibration = calibration, _correct_times(calibration, records, runs)
-        moved = max(abs(after.value - before.factors[name].value) for name, after in calibration.factors.items())
 
 
 def _error(record: RunRecord, run: PredictedRun, calibration: Calibration) -> float:

@@ -101,29 +101,22 @@ def fit(rows: Sequence[Row], priors: Mapping[str, Prior], noise: float) -> dict[
 def bounded_minimum(normal: FloatArray, right: FloatArray, bounds: FloatArray) -> FloatArray:
     """Return the x within bounds [n, 2] that minimizes x normal x / 2 - right x; normal: [n, n], positive definite.
 
-    By principal pivoting (Judice and Pires 1994): guess which coordinates are at a bound, solve for the others, correct the
-    guess: all that is wrong with it while that becomes less, else the last, which ends for any such function (Murty 1974).
+    By principal pivoting (Murty 1974): guess which coordinates are at a bound, solve for the others, and correct the last
+    wrong guess, which ends for any such function.
     """
     side = np.zeros(len(right), dtype=np.int64)  # -1: at the lower bound, 1: at the upper one
-    fewest = len(right) + 1
     while True:
         x = np.where(side < 0, bounds[:, 0], bounds[:, 1])
         free = side == 0
         rest = right[free] - normal[np.ix_(free, ~free)] @ x[~free]
         x[free] = np.linalg.solve(normal[np.ix_(free, free)], rest)
-        slope = normal @ x - right
-        better = side.copy()
-        better[free & (x < bounds[:, 0] - _ROUNDING)] = -1
-        better[free & (x > bounds[:, 1] + _ROUNDING)] = 1
+        outside = np.where(x > bounds[:, 1] + _ROUNDING, 1, np.where(x < bounds[:, 0] - _ROUNDING, -1, 0))
         # Where the function falls into the range, a coordinate leaves its bound.
-        better[side * slope > _ROUNDING * np.diag(normal)] = 0
-        wrong = np.flatnonzero(better != side)
+        leaves = side * (normal @ x - right) > _ROUNDING * np.diag(normal)
+        wrong = np.flatnonzero(np.where(free, outside != 0, leaves))
         if not len(wrong):
             return x
-        if len(wrong) >= fewest:
-            wrong = wrong[-1:]
-        fewest = min(fewest, len(wrong))
-        side[wrong] = better[wrong]
+        side[wrong[-1]] = outside[wrong[-1]] if free[wrong[-1]] else 0
 
 
 def _weighted_median(values: FloatArray, weights: FloatArray) -> float:

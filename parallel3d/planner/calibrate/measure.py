@@ -7,6 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -52,12 +53,9 @@ def measure_cluster(path: str | Path | None = None, processes: int | None = None
     if count < 1 or (gpus and count > gpus):
         raise ConfigError(f"can't measure with {count} processes on {gpus} GPUs; give 1 to {gpus or _CPU_PROCESSES}")
     target = default_path() if path is None else Path(path)
-    try:
+    with suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
-        is_writable = os.access(target.parent, os.W_OK) and not target.is_dir()
-    except OSError:
-        is_writable = False
-    if not is_writable:
+    if target.is_dir() or not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
         raise ConfigError(
             f"can't write {target}; give --measure the path of a YAML file in a folder that you may write to"
         )
@@ -73,11 +71,9 @@ def measure_cluster(path: str | Path | None = None, processes: int | None = None
 
 def describe(ranks: Sequence[Measured]) -> dict[str, Any]:
     """Return the content of a cluster's YAML for a host that these ranks measured, with the numbers that were fitted to."""
-    by_name: dict[str, list[Measured]] = defaultdict(list)
-    for rank in ranks:
-        by_name[f"measured {rank.device}"].append(rank)
-    gpus = [(name, len(list(same))) for name, same in groupby(f"measured {rank.device}" for rank in ranks)]
-    host: dict[str, Any] = {"name": "host", "gpus": [{"device": name, "count": count} for name, count in gpus]}
+    names = [f"measured {rank.device}" for rank in ranks]
+    gpus = [{"device": name, "count": len(list(same))} for name, same in groupby(names)]
+    host: dict[str, Any] = {"name": "host", "gpus": gpus}
     islands, transfers = ranks[0].islands, _medians(ranks)
     if any(len(island) > 1 for island in islands):
         host["nvlink"] = _link(transfers, "island" if len(islands) > 1 else "host")
@@ -90,7 +86,7 @@ def describe(ranks: Sequence[Measured]) -> dict[str, Any]:
         described["overlap"] = round(median(slowdowns), 3)
         # It is part of the latencies, which are fitted to these ranks' collectives.
         described["collective_seconds"] = 0.0
-    devices = {name: _device(same) for name, same in by_name.items()}
+    devices = {name: _device([r for r, own in zip(ranks, names, strict=True) if own == name]) for name in names}
     raw = {
         "when": time.strftime("%Y-%m-%d %H:%M:%S"),
         "torch": str(torch.__version__),

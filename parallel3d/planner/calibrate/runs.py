@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 
 from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Work
@@ -35,6 +36,13 @@ _WORK = {
     Op.BACKWARD_WEIGHT: "weight_gradient",
     Op.BACKWARD: "backward",
 }
+# The fields of Work that each component of compute takes its time for. GEMMs' operands and results go over the memory too.
+_COMPONENT_WORK = {
+    "gemm": ["gemm_flops"],
+    "attention": ["attention_flops"],
+    "element_wise": ["moved", "operands", "weights"],
+    "kernels": ["kernels"],
+}
 _ENDS = {Op.SEND_ACTIVATION: 1, Op.SEND_GRADIENT: -1}
 _COLLECTIVES = (Op.REDUCE_GRADS, Op.REDUCE_REPLICAS, Op.GATHER_PARAMS)
 
@@ -52,8 +60,8 @@ class RunPredictor:
 
     def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:
         """Return the prediction of the run's step, and the seconds of its instructions, named by kind_name."""
-        predictor, outlook = self._outlook(record, calibration)
-        found = Found(outlook, predictor.memory(outlook))
+        predictor, predicted = self._predict_step(record, calibration)
+        found = Found(predicted, predictor.memory(predicted))
         samples = record.micro_batch * record.micro_batches * record.replicas
         run = self.parts(record, calibration)
         seconds = {name: calibration.seconds(parts, run.idle) for name, parts in run.instructions.items()}
@@ -61,30 +69,30 @@ class RunPredictor:
 
     def parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
         """Return the uncorrected parts of the run, and of its step along the path that is the longest when corrected."""
-        _, outlook = self._outlook(record, calibration)
-        plain, uncorrected = self._outlook(record, Calibration())
-        components = _Components(plain, uncorrected)
-        kinds = dict.fromkeys(i._replace(micro_batch=0) for rank in outlook.program.instructions for i in rank)
-        cost, host = outlook.cost.cost(), outlook.cost.host()
+        _, predicted = self._predict_step(record, calibration)
+        plain, uncorrected = self._predict_step(record, Calibration())
+        components = cache(partial(_components, plain, uncorrected))
+        kinds = dict.fromkeys(i._replace(micro_batch=0) for rank in predicted.program.instructions for i in rank)
+        cost, host = predicted.cost.cost(), predicted.cost.host()
         slower = calibration.factors["host"].value
         instructions = {
             kind_name(i): parts
             for i in kinds
-            if (parts := {"host": host(i) / slower} if host and host(i) > cost(i) else components.of(i))
+            if (parts := {"host": host(i) / slower} if host and host(i) > cost(i) else components(i))
         }
-        longer = outlook.makespan / max(outlook.timeline.makespan, 1e-12)
+        longer = predicted.makespan / max(predicted.timeline.makespan, 1e-12)
         step = defaultdict(float, {"optimizer": uncorrected.optimizer})
-        path = outlook.critical_path
+        path = predicted.critical_path
         if path.host > 0:
             step["host"] += longer * path.host / slower
         for i, seconds in path.instructions:
             share = longer * seconds / cost(i) if cost(i) > 0 else 0.0
-            for name, part in components.of(i._replace(micro_batch=0)).items():
+            for name, part in components(i._replace(micro_batch=0)).items():
                 step[name] += share * part
         stages = plain.memory(uncorrected)
-        return PredictedRun(instructions, step, [stages[rank.stage] for rank in record.ranks], outlook.bubble)
+        return PredictedRun(instructions, step, [stages[rank.stage] for rank in record.ranks], predicted.bubble)
 
-    def _outlook(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, StepPrediction]:
+    def _predict_step(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, StepPrediction]:
         model, layout = self._model_of(record), Layout(**{name: getattr(record, name) for name in Layout.model_fields})
         if layout.world_size > len(self._cluster.gpus):
             raise ConfigError(
@@ -150,45 +158,36 @@ def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRec
     return compare(record, *predictor.predict(record, calibration))
 
 
-class _Components:
-    """Uncorrected seconds of instructions by component of the calibration."""
+def _components(predictor: Predictor, predicted: StepPrediction, i: Instruction) -> dict[str, float]:
+    """Return the uncorrected seconds of an instruction by component; empty for one that takes no time."""
+    links, placement = predicted.links, predicted.program.placement
+    stage = placement[i.chunk]
+    if i.op in _WORK:
+        return _compute_components(predictor, predicted, i)
+    if i.op in _ENDS:
+        members = links.pairs(stage, placement[i.chunk + _ENDS[i.op]])
+    elif i.op in _COLLECTIVES:
+        members = links.replica_groups(stage)
+    else:
+        return {}
+    seconds = predicted.cost.cost()(i)
+    return {links.kind(members): seconds} if seconds > 0 else {}
 
-    def __init__(self, predictor: Predictor, outlook: StepPrediction):
-        self._outlook, self._links, self._placement = outlook, outlook.links, outlook.program.placement
-        self._layers = predictor.layers(outlook.layout)
-        self._cost = outlook.cost.cost()
 
-    def of(self, i: Instruction) -> dict[str, float]:
-        """Return the seconds of an instruction of any micro-batch; empty for one that takes no time."""
-        stage = self._placement[i.chunk]
-        if i.op in _WORK:
-            return self._compute(i, stage)
-        if i.op in _ENDS:
-            members = self._links.pairs(stage, self._placement[i.chunk + _ENDS[i.op]])
-        elif i.op in _COLLECTIVES:
-            members = self._links.replica_groups(stage)
-        else:
-            return {}
-        seconds = self._cost(i)
-        return {self._links.kind(members): seconds} if seconds > 0 else {}
-
-    def _compute(self, i: Instruction, stage: int) -> dict[str, float]:
-        links = self._links
-        device = max(links.devices[stage], key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
-        parts: defaultdict[str, float] = defaultdict(float)
-        for layer in self._layers[self._outlook.bounds[i.chunk] : self._outlook.bounds[i.chunk + 1]]:
-            work: Work = getattr(layer, _WORK[i.op])
-            parts["gemm"] += compute_seconds(Work(gemm_flops=work.gemm_flops), device)
-            parts["attention"] += compute_seconds(Work(attention_flops=work.attention_flops), device)
-            # The operands and results of GEMMs go over the memory too.
-            moved = Work(moved=work.moved, operands=work.operands, weights=work.weights)
-            parts["element_wise"] += compute_seconds(moved, device)
-            parts["kernels"] += compute_seconds(Work(kernels=work.kernels), device)
-            for exchange in work.exchanges:
-                waited = exchange_seconds(exchange, device, links.over_slices, links.overlap)
-                parts[links.kind(links.slice_groups(stage))] += waited
-        slower, added = (float(seconds[i.chunk]) for seconds in self._outlook.reducing)
-        if added > 0 and i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-            parts[links.kind(links.replica_groups(stage))] += slower
-            parts["element_wise"] += added
-        return parts
+def _compute_components(predictor: Predictor, predicted: StepPrediction, i: Instruction) -> dict[str, float]:
+    links, bounds = predicted.links, predicted.bounds
+    stage = predicted.program.placement[i.chunk]
+    device = max(links.devices[stage], key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
+    layers = predictor.layers(predicted.layout)[bounds[i.chunk] : bounds[i.chunk + 1]]
+    work: Work = sum((getattr(layer, _WORK[i.op]) for layer in layers), Work())
+    parts: defaultdict[str, float] = defaultdict(float)
+    for name, fields in _COMPONENT_WORK.items():
+        parts[name] = compute_seconds(Work(**{field: getattr(work, field) for field in fields}), device)
+    for exchange in work.exchanges:
+        waited = exchange_seconds(exchange, device, links.over_slices, links.overlap)
+        parts[links.kind(links.slice_groups(stage))] += waited
+    slower, added = (float(seconds[i.chunk]) for seconds in predicted.reducing)
+    if added > 0 and i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+        parts[links.kind(links.replica_groups(stage))] += slower
+        parts["element_wise"] += added
+    return parts

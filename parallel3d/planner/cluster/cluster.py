@@ -11,12 +11,15 @@ import networkx as nx
 class Device:
     """A kind of GPU (or CPU).
 
-    memory: bytes; peak_flops: dense bf16 of the data sheet, which MFU is measured by; gemm_flops: a second, as sustained in
-    training by products of matrices, beyond the time that their operands and results take at memory_bandwidth, so that small
-    or narrow ones are slower; attention_flops: of fused attention, of which only the products that a causal kernel really does
-    are counted, those of its recomputation too; memory_bandwidth: bytes a second, read and written, in an addition of long
-    tensors; kernel_seconds: what any kernel takes beyond that; host_seconds: what the host takes to call an operator in a
-    training's forward or backward, with all of Python around it: 0 where the host is the device.
+    - memory: bytes.
+    - peak_flops: dense bf16 FLOP/s of the data sheet, which MFU is relative to.
+    - gemm_flops: FLOP/s of matrix products, as sustained in training, without the time that their operands and results take at
+      memory_bandwidth; small or narrow products are slower by that.
+    - attention_flops: FLOP/s of fused attention. Only the products that a causal kernel computes count, recomputation included.
+    - memory_bandwidth: bytes a second, read and written, in an addition of long tensors.
+    - kernel_seconds: further seconds of any kernel.
+    - host_seconds: seconds that the host needs to call an operator in the forward or backward of a training, Python included;
+      0 where the host is the device.
     """
 
     name: str
@@ -31,7 +34,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. node: its name in the graph; host: its name; index: on the host.
+    """One device. node: its name in the graph; host: the host's name; index: on the host.
 
     island: the same number for GPUs that NVLink joins, and for no others of the cluster.
     """
@@ -45,13 +48,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cluster:
-    """gpus: in the order of their ranks where nothing is placed. Same content, same cluster, in whatever order it was given.
+    """Devices and links, the same for the same content in any order.
 
+    gpus: in the order of their ranks, unless ranks are placed otherwise.
     graph: an undirected graph of GPUs, switches and network cards. Each node has a `role` ("gpu", "nvlink" and "pcie", which
     are switches inside a host, "nic", "switch") and a `host`, None for a switch between hosts; each edge has `bandwidth`
     (bytes a second in each direction, as sustained), `latency` (seconds) and `kind` ("nvlink", "pcie", "nic", "network");
     where one message alone reaches less than all channels of a collective, also `message_bandwidth`.
-    overlap: by what factor compute is slower while a collective runs beside it; collective_seconds: what any collective takes
+    overlap: factor by which compute is slower while a collective runs beside it; collective_seconds: seconds of any collective
     beyond its messages, to start on all ranks and to end.
     """
 

@@ -1,4 +1,4 @@
-"""Clusters from what a user says of them: a YAML file, a mapping, or "128x8xH100"."""
+"""Clusters from a user's description: a YAML file, a mapping, or "128x8xH100"."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from parallel3d.config.files import YAML_SUFFIXES, read_mapping
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster.cluster import Cluster, Device
 from parallel3d.planner.cluster.graph import Host, build_cluster
-from parallel3d.planner.cluster.schema import DeviceSpec, GpusSpec, HostSpec, read_spec
-from parallel3d.planner.search.presets import COLLECTIVE_SECONDS, DEVICES, MACHINES, OVERLAP, Catalogue
+from parallel3d.planner.cluster.schema import DeviceSpec, HostSpec, read_spec
+from parallel3d.planner.search.presets import DEVICES, MACHINES, Catalogue
 
 
 def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
-    """The cluster that a YAML file, a mapping of the same words, or a short form describes.
+    """Return the cluster that a YAML file, a mapping with the same keys, or a short form describes.
 
-    Short forms: "8xH100" or "dgx-h100", one host; "128x8xH100", that many with a network card beside each GPU, on rails.
-    The words of a file: cluster_schema.py. Raises ConfigError, with the remedy, for unknown words, quantities that can't
-    be, no GPUs, and GPUs that can't reach each other.
+    Short forms: "8xH100" or "dgx-h100", one host; "128x8xH100", 128 hosts with a network card beside each GPU, on rails.
+    The keys of a file: schema.py. Raises ConfigError, with the remedy, for unknown keys, impossible
+    quantities, no GPUs, and GPUs that can't reach each other.
     """
     if isinstance(given, Mapping):
         return _read(given, "cluster")
@@ -52,41 +52,33 @@ def _read(given: Mapping[str, Any], name: str) -> Cluster:
         catalogue = Catalogue()
         for word, device in spec.devices.items():
             catalogue.add(_described(word, device, catalogue), device.base)
-        hosts = [host for described in spec.hosts for host in _hosts(described, catalogue)]
-        started = COLLECTIVE_SECONDS if spec.collective_seconds is None else spec.collective_seconds
-        return build_cluster(spec.name or name, hosts, spec, spec.overlap or OVERLAP, started)
+        return build_cluster(name, [host for described in spec.hosts for host in _hosts(described, catalogue)], spec)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
 
 def _described(name: str, spec: DeviceSpec, catalogue: Catalogue) -> Device:
-    """A device of the file, whose base may be a preset, or one above it."""
-    given = {key: value for key in spec.model_fields_set - {"base"} if (value := getattr(spec, key)) is not None}
-    if "memory" in given:
-        given["memory"] = int(given["memory"])
+    """Return a device of the file, whose base may be a preset, or a device above it in the file."""
+    given = {**spec.given, "name": name}
     if spec.base is not None:
-        return replace(catalogue.device(spec.base), name=name, **given)
-    needed = [field.name for field in fields(Device) if field.default is MISSING]
-    missing = [name for name in needed if name not in {"name", *given}]
+        return replace(catalogue.device(given.pop("base")), **given)
+    missing = [field.name for field in fields(Device) if field.default is MISSING and field.name not in given]
     if missing:
         raise ConfigError(
             f"devices.{name} lacks {', '.join(missing)}; give them, or `base`, a device that is like it otherwise, such as H100"
         )
-    return Device(name=name, **given)
+    return Device(**given)
 
 
 def _hosts(spec: HostSpec, catalogue: Catalogue) -> list[Host]:
-    """The hosts that a description stands for, with what it leaves out as its machine has it."""
+    """Return the hosts of a description; its machine gives the values that it leaves out."""
     if spec.machine is not None:
         said = {key: getattr(spec, key) for key in spec.model_fields_set - {"machine"}}
         spec = HostSpec.model_validate({**catalogue.machine(spec.machine), **said})
     if spec.gpus is None:
         raise ConfigError(f"host {spec.name!r} says nothing of its GPUs; give `machine: 8xH100`, or `gpus`")
-    devices = tuple(found for gpus in spec.gpus for found in [_device_of(gpus, catalogue)] * gpus.count)
-    names = [spec.name] if spec.count is None else [f"{spec.name}{k}" for k in range(spec.count)]
-    return [Host(name, devices, spec) for name in names]
-
-
-def _device_of(gpus: GpusSpec, catalogue: Catalogue) -> Device:
-    found = catalogue.device(gpus.device)
-    return found if gpus.memory is None else replace(found, memory=int(gpus.memory))
+    devices: list[Device] = []
+    for gpus in spec.gpus:
+        device = catalogue.device(gpus.device)
+        devices += [replace(device, memory=gpus.memory or device.memory)] * gpus.count
+    return [Host(name, tuple(devices), spec) for name in spec.names]

@@ -1,4 +1,4 @@
-"""From hosts, switches and links as described to the graph of a cluster."""
+"""Graph of a cluster, built from descriptions of hosts, switches and links."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import networkx as nx
 
@@ -16,10 +18,12 @@ from parallel3d.planner.cluster.cluster import Cluster, Device, Gpu
 from parallel3d.planner.cluster.schema import ClusterSpec, HostSpec, LinkSpec, NicSpec, SwitchSpec, WireSpec
 from parallel3d.planner.search.presets import LATENCY
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Host:
-    """One host. devices: of its GPUs, by index; spec: how they are wired."""
+    """One host. devices: the devices of its GPUs, by index; spec: how they are wired."""
 
     name: str
     devices: tuple[Device, ...]
@@ -27,31 +31,40 @@ class Host:
 
     @cached_property
     def islands(self) -> tuple[tuple[int, ...], ...]:
-        """GPUs by index, as NVLink joins them; each is in one. Raises ConfigError for indices that can't be."""
+        """GPUs by index, as NVLink joins them; each is in one island. Raises ConfigError for impossible indices."""
         everyone = range(len(self.devices))
         if self.spec.nvlink is None:
             return tuple((k,) for k in everyone)
         given = self.spec.nvlink.islands or (tuple(everyone),)
-        counts = Counter(index for island in given for index in island)
-        _check_indices(self, counts, "nvlink.islands")
-        if twice := [index for index, count in counts.items() if count > 1]:
+        indices = [index for island in given for index in island]
+        _check_indices(self, indices, "nvlink.islands")
+        if twice := _twice(indices):
             raise ConfigError(f"host {self.name!r}: nvlink.islands name GPU {twice[0]} twice; name each in one island")
-        return (*given, *((k,) for k in everyone if k not in counts))
+        return (*given, *((k,) for k in everyone if k not in indices))
 
     @cached_property
     def nics(self) -> tuple[tuple[NicSpec, tuple[int, ...]], ...]:
-        """Each network card, and the GPUs that share a PCIe switch with it; none where it hangs at the host's PCIe."""
+        """Each network card, and the GPUs that share a PCIe switch with it; none if it is connected to the host's PCIe."""
         cards = [card for spec in self.spec.nics or () for card in [spec] * spec.count]
         for card in cards:
             _check_indices(self, card.gpus or (), "nics.gpus")
-        dealt: dict[int, list[int]] = defaultdict(list)
-        if len(self.islands) == 1 and cards:
-            most = max(len(cards), len(self.devices))
-            for k in range(most):
-                near = dealt[k * len(cards) // most]
-                if (index := k * len(self.devices) // most) not in near:
-                    near.append(index)
-        return tuple((card, tuple(dealt[k]) if card.gpus is None else card.gpus) for k, card in enumerate(cards))
+        return tuple(
+            (card, self._gpus_near(k, len(cards)) if card.gpus is None else card.gpus) for k, card in enumerate(cards)
+        )
+
+    def _gpus_near(self, card: int, cards: int) -> tuple[int, ...]:
+        """Return the GPUs that are dealt out to a card, in order; none where NVLink doesn't join all of them."""
+        count = len(self.devices)
+        if len(self.islands) > 1:
+            return ()
+        if cards > count:
+            return (card * count // cards,)
+        return tuple(k for k in range(count) if k * cards // count == card)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The GPUs' names in the graph."""
+        return [f"{self.name}/gpu{k}" for k in range(len(self.devices))]
 
 
 def _check_indices(host: Host, indices: Iterable[int], key: str) -> None:
@@ -61,17 +74,15 @@ def _check_indices(host: Host, indices: Iterable[int], key: str) -> None:
             raise ConfigError(f"host {host.name!r}: {key} name GPU {index} of {size}; the indices are 0 to {size - 1}")
 
 
-def build_cluster(
-    name: str, hosts: Sequence[Host], spec: ClusterSpec, overlap: float, collective_seconds: float
-) -> Cluster:
-    """The cluster of these hosts and of the switches and links of `spec`, the same in whatever order they come.
+def build_cluster(name: str, hosts: Sequence[Host], spec: ClusterSpec) -> Cluster:
+    """Return the cluster of these hosts and of the switches and links of `spec`, the same in whatever order they come.
 
-    Raises ConfigError for no GPUs, names twice or unknown, and GPUs that can't reach each other.
+    name: used if `spec` has none. Raises ConfigError for no GPUs, names twice or unknown, and GPUs that can't reach each
+    other.
     """
     if not any(host.devices for host in hosts):
         raise ConfigError("there are no GPUs; give hosts some, such as hosts: [{machine: 8xH100}]")
-    twice = [word for word, count in Counter(host.name for host in hosts).items() if count > 1]
-    if twice:
+    if twice := _twice(host.name for host in hosts):
         raise ConfigError(f"two hosts are called {twice[0]!r}; give each a name of its own, or one of them a `count`")
     ordered = sorted(hosts, key=lambda host: _natural(host.name))
     graph: nx.Graph = nx.Graph()
@@ -79,24 +90,27 @@ def build_cluster(
         _add_host(graph, host)
     _add_network(graph, ordered, spec.switches)
     _add_links(graph, spec.links)
-    _check_reach(graph, ordered)
-    return Cluster(name, _gpus(graph, ordered), graph, overlap, collective_seconds)
+    gpus = _gpus(graph, ordered)
+    _check_reach(graph, gpus)
+    return Cluster(spec.name or name, gpus, graph, spec.overlap, spec.collective_seconds)
+
+
+def _twice(names: Iterable[T]) -> list[T]:
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """host2 before host10."""
+    """Return a key that sorts host2 before host10."""
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.findall(r"\d+|\D+", name))
 
 
 def _connect(graph: nx.Graph, a: str, b: str, kind: str, wire: WireSpec) -> None:
-    latency = LATENCY[kind] if wire.latency is None else wire.latency
-    graph.add_edge(a, b, bandwidth=wire.bandwidth, latency=latency, kind=kind)
-    if wire.message_bandwidth is not None:
-        graph.edges[a, b]["message_bandwidth"] = wire.message_bandwidth
+    measures = {"latency": LATENCY[kind], **wire.given}
+    graph.add_edge(a, b, kind=kind, **{name: measures[name] for name in WireSpec.model_fields if name in measures})
 
 
 def _add_host(graph: nx.Graph, host: Host) -> None:
-    gpus = [f"{host.name}/gpu{k}" for k in range(len(host.devices))]
+    gpus = host.nodes
     graph.add_nodes_from(gpus, role="gpu", host=host.name)
     spec, name = host.spec, host.name
     for k, island in enumerate(island for island in host.islands if len(island) > 1):
@@ -116,7 +130,7 @@ def _add_host(graph: nx.Graph, host: Host) -> None:
             _connect(graph, gpu, root, "pcie", spec.pcie)
     for k, (card, near) in enumerate(host.nics):
         graph.add_node(f"{name}/nic{k}", role="nic", host=name)
-        # Lanes of which nothing is known don't hold up the card that they are for.
+        # Lanes without a description don't slow down the card that they are for.
         lanes = spec.pcie or WireSpec(bandwidth=card.bandwidth)
         for other in [gpus[index] for index in near] or [root]:
             _connect(graph, f"{name}/nic{k}", other, "pcie", lanes)
@@ -124,9 +138,9 @@ def _add_host(graph: nx.Graph, host: Host) -> None:
 
 def _add_network(graph: nx.Graph, hosts: Sequence[Host], described: Sequence[SwitchSpec]) -> None:
     """Plug cards into their switches; where none is described, the k-th of each host into rail k, and rails into a spine."""
-    groups = {switch.name: _names(switch) for switch in described}
-    switches = sorted((name for switch in described for name in _names(switch)), key=_natural)
-    if twice := [name for name, count in Counter(switches).items() if count > 1 or name in graph]:
+    groups = {switch.name: switch.names for switch in described}
+    switches = sorted((name for switch in described for name in switch.names), key=_natural)
+    if twice := [*_twice(switches), *(name for name in switches if name in graph)]:
         raise ConfigError(f"two switches or nodes are called {twice[0]!r}; give each switch a name of its own")
     graph.add_nodes_from(switches, role="switch", host=None)
     rails: dict[str, float] = defaultdict(float)
@@ -139,7 +153,7 @@ def _add_network(graph: nx.Graph, hosts: Sequence[Host], described: Sequence[Swi
                     _connect(graph, f"{host.name}/nic{k}", f"rail{k}", "nic", card)
                 continue
             name = _switch_of(host, card, groups)
-            group = groups.get(name, (name,))
+            group = groups.get(name, [name])
             _connect(graph, f"{host.name}/nic{k}", group[plugged[name] % len(group)], "nic", card)
             plugged[name] += 1
     for rail, bandwidth in sorted(rails.items(), key=lambda item: _natural(item[0])):
@@ -149,12 +163,8 @@ def _add_network(graph: nx.Graph, hosts: Sequence[Host], described: Sequence[Swi
             _connect(graph, rail, "spine", "network", WireSpec(bandwidth=bandwidth))
 
 
-def _names(switch: SwitchSpec) -> tuple[str, ...]:
-    return (switch.name,) if switch.count is None else tuple(f"{switch.name}{k}" for k in range(switch.count))
-
-
-def _switch_of(host: Host, card: NicSpec, groups: dict[str, tuple[str, ...]]) -> str:
-    """The switch, or group of them, that a card is plugged into."""
+def _switch_of(host: Host, card: NicSpec, groups: dict[str, list[str]]) -> str:
+    """Return the switch, or group of switches, that a card is plugged into."""
     known = [*groups, *(name for names in groups.values() for name in names)]
     name = card.switch or host.spec.switch
     if name is None and len(groups) == 1:
@@ -172,13 +182,11 @@ def _switch_of(host: Host, card: NicSpec, groups: dict[str, tuple[str, ...]]) ->
 
 
 def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
-    added: dict[tuple[str, str], LinkSpec] = {}
+    added: dict[tuple[str, str], dict[str, Any]] = {}
     for link in links:
-        ends = [_matching(graph, pattern) for pattern in link.between]
+        given = link.given
+        ends = [_matching(graph, pattern) for pattern in given.pop("between")]
         for a, b in ((a, b) for a in ends[0] for b in ends[1] if a != b):
-            given = {
-                key: value for key in link.model_fields_set - {"between"} if (value := getattr(link, key)) is not None
-            }
             if graph.has_edge(a, b):
                 graph.edges[a, b].update(given)
             elif link.bandwidth is None:
@@ -187,13 +195,11 @@ def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
                     f"are joined: {a!r} is with {', '.join(list(graph[a])[:4]) or 'none'}"
                 )
             else:
-                added[min(a, b), max(a, b)] = link
+                added[min(a, b), max(a, b)] = given
     # Sorted: paths that are equally good should not depend on the order in which links were given.
-    for a, b in sorted(added):
-        link = added[a, b]
-        assert link.bandwidth is not None
-        wire = WireSpec(**link.model_dump(exclude={"between", "kind"}))
-        _connect(graph, a, b, link.kind or _kind({graph.nodes[a]["role"], graph.nodes[b]["role"]}), wire)
+    for (a, b), given in sorted(added.items(), key=itemgetter(0)):
+        kind = given.get("kind") or _kind({graph.nodes[a]["role"], graph.nodes[b]["role"]})
+        graph.add_edge(a, b, **{"latency": LATENCY[kind], **given, "kind": kind})
 
 
 def _matching(graph: nx.Graph, pattern: str) -> list[str]:
@@ -207,7 +213,7 @@ def _matching(graph: nx.Graph, pattern: str) -> list[str]:
 
 
 def _kind(roles: set[str]) -> str:
-    """Of a link between nodes of these roles."""
+    """Return the kind of a link between nodes of these roles."""
     if roles == {"switch"}:
         return "network"
     if "nic" in roles:
@@ -215,31 +221,27 @@ def _kind(roles: set[str]) -> str:
     return "pcie" if "pcie" in roles else "nvlink"
 
 
-def _check_reach(graph: nx.Graph, hosts: Sequence[Host]) -> None:
-    gpus = [f"{host.name}/gpu{k}" for host in hosts for k in range(len(host.devices))]
-    reached = nx.node_connected_component(graph, gpus[0])
-    lost = next((gpu for gpu in gpus if gpu not in reached), None)
+def _check_reach(graph: nx.Graph, gpus: Sequence[Gpu]) -> None:
+    first = gpus[0]
+    reached = nx.node_connected_component(graph, first.node)
+    lost = next((gpu for gpu in gpus if gpu.node not in reached), None)
     if lost is None:
         return
-    if graph.nodes[lost]["host"] == graph.nodes[gpus[0]]["host"]:
+    if lost.host == first.host:
         remedy = "give the host `pcie`, or `nvlink` for all of its GPUs"
     else:
         remedy = "give each host `nics` and plug them into one switch, or into switches that `links` join"
-    raise ConfigError(f"{gpus[0]!r} can't reach {lost!r}; {remedy}")
+    raise ConfigError(f"{first.node!r} can't reach {lost.node!r}; {remedy}")
 
 
 def _gpus(graph: nx.Graph, hosts: Sequence[Host]) -> tuple[Gpu, ...]:
-    """In order of hosts and indices, islands numbered in that order: GPUs that paths of NVLink join."""
-    fast: nx.Graph = nx.Graph((a, b) for a, b, link in graph.edges(data=True) if link["kind"] == "nvlink")
-    islands: dict[str, int] = {}
-    number = 0
-    gpus = []
-    for host in hosts:
-        for k, device in enumerate(host.devices):
-            node = f"{host.name}/gpu{k}"
-            if node not in islands:
-                joined = nx.node_connected_component(fast, node) if node in fast else (node,)
-                islands.update(dict.fromkeys(joined, number))
-                number += 1
-            gpus.append(Gpu(node, device, host.name, k, islands[node]))
-    return tuple(gpus)
+    """Return the GPUs in the order of hosts and indices. Paths of NVLink join an island; islands are numbered in that order."""
+    fast: nx.Graph = nx.Graph()
+    fast.add_nodes_from(node for host in hosts for node in host.nodes)
+    fast.add_edges_from((a, b) for a, b, link in graph.edges(data=True) if link["kind"] == "nvlink")
+    islands = {node: number for number, joined in enumerate(nx.connected_components(fast)) for node in joined}
+    return tuple(
+        Gpu(node, device, host.name, k, islands[node])
+        for host in hosts
+        for k, (node, device) in enumerate(zip(host.nodes, host.devices, strict=True))
+    )

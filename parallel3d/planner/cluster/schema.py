@@ -1,4 +1,4 @@
-"""What a cluster's YAML may say, as pydantic models: closed to unknown keys, units read, each problem with its remedy."""
+"""Schema of a cluster's YAML, as pydantic models: unknown keys are refused, units are read, each problem has its remedy."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from parallel3d.errors import ConfigError, nearest
+from parallel3d.planner.search.presets import COLLECTIVE_SECONDS, OVERLAP
 
 LinkKind = Literal["nvlink", "pcie", "nic", "network"]
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 # A unit's last part, by what it makes of the number. Bits are written with a small b, as data sheets do.
 _UNITS: Mapping[str, Mapping[str, float]] = {
-    "bytes a second": {"B/s": 1.0, "Bps": 1.0, "b/s": 0.125, "bps": 0.125, "bit/s": 0.125},
-    "bytes": {"B": 1.0},
-    "FLOP/s": {"FLOP/s": 1.0, "FLOPS": 1.0, "flops": 1.0, "flop/s": 1.0},
+    "bytes a second": {"": 1.0, "B/s": 1.0, "Bps": 1.0, "b/s": 0.125, "bps": 0.125, "bit/s": 0.125},
+    "bytes": {"": 1.0, "B": 1.0},
+    "FLOP/s": {"": 1.0, "FLOP/s": 1.0, "FLOPS": 1.0, "flops": 1.0, "flop/s": 1.0},
+    "seconds": {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
 }
 
 
 def _quantity(text: str, unit: str) -> float | None:
-    """'400 Gb/s' in bytes a second -> 50e9; None for what is no such quantity."""
-    match = re.fullmatch(r"([\d.]+(?:[eE][-+]?\d+)?)\s*([^\d\s].*)?", text.strip())
-    if match is None or match[1].count(".") > 1:
+    """Read '400 Gb/s' as 50e9 bytes a second; return None for what is no such quantity."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*([^\d\s].*)?", text.strip(), re.IGNORECASE)
+    if match is None:
         return None
-    number, rest = float(match[1]), match[2] or ""
-    if unit == "seconds":
-        return number * _SECONDS[rest] if rest in _SECONDS else number if not rest else None
-    for word, factor in {"": 1.0, **_UNITS[unit]}.items():
-        if rest.endswith(word) and (prefix := rest.removesuffix(word).lower()) in _PREFIXES:
-            return number * factor * _PREFIXES[prefix]
+    number, rest = float(match[1] + (match[2] or "")), match[3] or ""
+    prefixes = {"": 1.0} if unit == "seconds" else _PREFIXES
+    for word, factor in _UNITS[unit].items():
+        if rest.endswith(word) and (prefix := rest.removesuffix(word).lower()) in prefixes:
+            return number * factor * prefixes[prefix]
     return None
 
 
@@ -43,7 +43,7 @@ def _reads(unit: str, example: str, *, zero: bool = False) -> BeforeValidator:
             raise ValueError(f"{value!r} are no {unit}; give a number, or one with its unit such as {example}")
         if not (0 <= number < float("inf")) or (number == 0 and not zero):
             raise ValueError(f"{value!r} is not {'at least' if zero else 'above'} 0; give {unit}, such as {example}")
-        return float(number)
+        return int(number) if unit == "bytes" else float(number)
 
     return BeforeValidator(read)
 
@@ -51,7 +51,7 @@ def _reads(unit: str, example: str, *, zero: bool = False) -> BeforeValidator:
 Bandwidth = Annotated[float, _reads("bytes a second", "48e9, '48 GB/s' or '400 Gb/s'")]
 Seconds = Annotated[float, _reads("seconds", "2e-6 or '2 us'", zero=True)]
 Flops = Annotated[float, _reads("FLOP/s", "989e12 or '989 TFLOP/s'")]
-Bytes = Annotated[float, _reads("bytes", "80e9 or '80 GB'")]
+Bytes = Annotated[int, _reads("bytes", "80e9 or '80 GB'")]
 
 
 class _Described(BaseModel):
@@ -69,9 +69,24 @@ class _Described(BaseModel):
                 )
         return given
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+
+
+class _Counted(_Described):
+    name: str
+    count: int | None = Field(default=None, ge=1)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of one, or the numbered names of several equal ones."""
+        return [self.name] if self.count is None else [f"{self.name}{k}" for k in range(self.count)]
+
 
 class DeviceSpec(_Described):
-    """A device of one's own: see cluster.Device. base: another one, which the rest is of."""
+    """A user's device, see cluster.Device. base: a device that gives the values that are left out."""
 
     base: str | None = None
     memory: Bytes | None = None
@@ -92,7 +107,7 @@ class GpusSpec(_Described):
 
 
 class WireSpec(_Described):
-    """A link, in each direction. message_bandwidth: what one message alone reaches, where that is less."""
+    """A link, in each direction. message_bandwidth: bandwidth of a single message, where that is less."""
 
     bandwidth: Bandwidth
     latency: Seconds | None = None
@@ -100,7 +115,7 @@ class WireSpec(_Described):
 
 
 class NvlinkSpec(WireSpec):
-    """Of each GPU to its island's switch. islands: GPUs by index; None: all of the host in one."""
+    """The links of GPUs to the switch of their island. islands: GPUs by index; None: all of the host in one."""
 
     islands: tuple[tuple[int, ...], ...] | None = None
 
@@ -108,8 +123,9 @@ class NvlinkSpec(WireSpec):
 class NicSpec(WireSpec):
     """A network card, or `count` equal ones.
 
-    switch: that it is plugged into, or a group of them, of which each next card takes the next; gpus: those on one PCIe switch
-    with it; None: cards of a host whose NVLink joins all GPUs are dealt out to them, others hang at the host's PCIe.
+    - switch: the switch that it is plugged into, or a group of switches, over which the cards are dealt out in turn.
+    - gpus: the GPUs on one PCIe switch with it. None: cards of a host whose NVLink joins all GPUs are dealt out to them, others
+      are connected to the host's PCIe.
     """
 
     count: int = Field(default=1, ge=1)
@@ -117,14 +133,13 @@ class NicSpec(WireSpec):
     gpus: tuple[int, ...] | None = None
 
 
-class HostSpec(_Described):
+class HostSpec(_Counted):
     """A host, or `count` equal ones, called name0, name1, ....
 
-    machine: what it is like, except for what else is said; switch: of its network cards that name none.
+    machine: a machine that the host is like, except for the other keys; switch: of its network cards that name none.
     """
 
     name: str = "host"
-    count: int | None = Field(default=None, ge=1)
     machine: str | None = None
     gpus: tuple[GpusSpec, ...] | None = None
     nvlink: NvlinkSpec | None = None
@@ -132,25 +147,22 @@ class HostSpec(_Described):
     nics: tuple[NicSpec, ...] | None = None
     switch: str | None = None
 
-    @model_validator(mode="before")
+    @field_validator("name")
     @classmethod
-    def _name_that_nodes_can_have(cls, given: object) -> object:
-        if isinstance(given, Mapping) and re.search(r"[/*?\[\]\s]", str(given.get("name", ""))):
-            raise ValueError(f"a host can't be called {given['name']!r}; leave out '/', spaces and wildcards")
-        return given
+    def _name_that_nodes_can_have(cls, name: str) -> str:
+        if re.search(r"[/*?\[\]\s]", name):
+            raise ValueError(f"a host can't be called {name!r}; leave out '/', spaces and wildcards")
+        return name
 
 
-class SwitchSpec(_Described):
+class SwitchSpec(_Counted):
     """A switch, or `count` equal ones called name0, name1, ..., each faster than all that is plugged into it."""
-
-    name: str
-    count: int | None = Field(default=None, ge=1)
 
 
 class LinkSpec(_Described):
-    """What joins two nodes, or changes what does. between: names, or patterns such as "node*/nic3"; all pairs of them.
+    """A link between two nodes, new or changed. between: names, or patterns such as "node*/nic3", of which all pairs.
 
-    What is None stays as it is; a new link needs a bandwidth.
+    A value that is None stays as it is; a new link needs a bandwidth.
     """
 
     between: tuple[str, str]
@@ -161,11 +173,11 @@ class LinkSpec(_Described):
 
 
 class ClusterSpec(_Described):
-    """The file. overlap, collective_seconds: see Cluster; measured: what the numbers were fitted to, for the reader."""
+    """The file. overlap, collective_seconds: see Cluster; measured: data that the numbers were fitted to, for the reader."""
 
     name: str | None = None
-    overlap: float | None = Field(default=None, ge=1)
-    collective_seconds: Seconds | None = None
+    overlap: float = Field(default=OVERLAP, ge=1)
+    collective_seconds: Seconds = COLLECTIVE_SECONDS
     devices: Mapping[str, DeviceSpec] = {}
     hosts: tuple[HostSpec, ...]
     switches: tuple[SwitchSpec, ...] = ()
