@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from parallel3d.partition.limit import StageLimit
 from parallel3d.partition.split import partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.predict.costs import Least, SplitLayout, StepCost, makespan, of_stages
+from parallel3d.planner.predict.costs import SplitLayout, StepCost, makespan, of_stages
 from parallel3d.planner.predict.links import LayoutLinks, Shape
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.memory_replay import MemoryReplay
@@ -46,6 +45,7 @@ from parallel3d.specs import TiedLayerSpec
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
+Units = Literal["half"] | None  # of layers, see Layout
 _Seconds = TypeVar("_Seconds", float, Floats)
 _SMALL = 256  # ranks; with more, a rough prediction assumes that all stages have equal links
 
@@ -56,9 +56,10 @@ class Predictor:
     A prediction is exact, with all gradient buckets and micro-batches of their real size; or rough, with a few buckets and
     micro-batches estimated from those of a single sample.
 
+    - profile: of the layers as they are given. A layout whose units are "half" is predicted by the profile of half blocks,
+      which is made when it is first needed.
     - network: of the cluster as the calibration corrects it.
     - measured: seconds of each layer on the cluster's device. Predicted times are corrected by the ratio, in every layout.
-    - shared: a predictor for the same network whose programs and links this one reuses.
     """
 
     def __init__(
@@ -68,59 +69,69 @@ class Predictor:
         network: Network,
         calibration: Calibration | None = None,
         measured: Sequence[LayerSeconds] | None = None,
-        shared: Predictor | None = None,
     ):
-        self.model, self.profile, self.network = model, profile, network
-        self.calibration = calibration or Calibration()
-        self._measured = measured
-        self._memory = MemoryModel(profile)
-        self._programs: Programs = Programs() if shared is None else shared._programs
-        self._links: dict[tuple[object, ...], LayoutLinks] = {} if shared is None else shared._links
+        self.model, self.network, self.calibration = model, network, calibration or Calibration()
+        self._profiles: dict[Units, ModelProfile] = {None: profile}
+        self._memories: dict[Units, MemoryModel] = {}
+        self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
+        if measured is not None:
+            factors = self.expected_times().factors_of(measured)
+            blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
+            self._factors = {None: factors, "half": factors[:, blocks]}
+        self._programs = Programs()
+        self._links: dict[tuple[object, ...], LayoutLinks] = {}
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
         self._merged: dict[int, list[list[ParameterInfo]]] = {}
         self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
 
+    def profile(self, units: Units = None) -> ModelProfile:
+        """Return the profile of the layers, or of their half blocks. Raises ConfigError if half blocks aren't known."""
+        if units not in self._profiles:
+            self._profiles[units] = self._profiles[None].of_layers(self.model.in_halves().layers)
+        return self._profiles[units]
+
+    def _memory(self, units: Units) -> MemoryModel:
+        if units not in self._memories:
+            self._memories[units] = MemoryModel(self.profile(units))
+        return self._memories[units]
+
     def layers(self, layout: Layout, exactly: bool = True) -> tuple[LayerProfile, ...]:
         """Return the profiles of the layers on a rank of the layout, of a single sample unless exactly."""
         micro_batch = layout.micro_batch if exactly else 1
-        return self.profile.layers(layout.slices, layout.sequence_parallel, micro_batch, layout.recompute)
+        profile = self.profile(layout.units)
+        return profile.layers(layout.slices, layout.sequence_parallel, micro_batch, layout.recompute)
 
     def policy(self, layout: Layout) -> ZeroPolicy:
         """Return what ZeRO does under the layout's configuration."""
-        return self.profile.policy(layout.zero)
+        return self.profile().policy(layout.zero)
 
-    @cached_property
-    def expected(self) -> Times:
-        """Expected times of each unsplit layer on the reference device, from its FLOPs and bytes."""
-        return layer_times(self.profile.layers(), self.network.cluster.gpus[0].device, lambda collective: 0.0)
+    def expected_times(self, units: Units = None) -> Times:
+        """Return the expected times of each unsplit layer on the reference device, from its FLOPs and bytes."""
+        return layer_times(self.profile(units).layers(), self.network.cluster.gpus[0].device, lambda collective: 0.0)
 
-    @property
-    def least_factor(self) -> float:
-        """Measured over expected seconds of all layers together, at most 1."""
-        if self._measured is None:
-            return 1.0
-        return min(1.0, float(np.array(self._measured).sum() / self.expected.total.sum()))
+    def least_factor(self, units: Units = None) -> float:
+        """Return measured over expected seconds of all layers together, at most 1."""
+        expected = self.expected_times(units)
+        return min(1.0, float(expected.scaled(self._factors[units]).total.sum() / expected.total.sum()))
 
     def predict(
         self,
         layout: Layout,
         places: Sequence[int] | None = None,
         exactly: bool = False,
-        whole: bool = False,
         bounds: Sequence[int] | None = None,
         compute: Program | None = None,
     ) -> StepPrediction:
         """Predict one step of a fully specified layout.
 
         - places: the GPU of each rank, in the cluster's order by default.
-        - whole: simulate more micro-batches, in most cases all of them.
         - bounds: the chunks' layers, if they are split already.
         - compute: the schedule, if it isn't a named one.
         """
         split, stages = self._split_layout(layout, places, exactly, bounds)
         if compute is None:
-            timed = timed_micro_batches(layout, exactly, whole)
+            timed = timed_micro_batches(layout, exactly)
             simulation = self._programs.simulation(layout, split.buckets, split.policy, timed, roughly=not exactly)
         else:
             timed = compute.num_micro_batches
@@ -142,21 +153,17 @@ class Predictor:
             reducing=split.reducing,
         )
 
-    def least(self, layout: Layout) -> Least:
-        """Return lower bounds of a rough prediction of the layout.
+    def least(self, layout: Layout) -> float:
+        """Return a lower bound of a rough prediction of the layout, in seconds.
 
         Every stage computes all micro-batches, after those before it have begun the first one, and before they end the last
         one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
         split, stages = self._split_layout(layout)
-        exchanging = split.reduction_seconds()
-        optimizer = self._optimizer_seconds(split, stages)
-        computing, evenly, mean = split.least_computing()
+        computing = self.cooled(*split.least_computing())
         host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
-        return Least(
-            max(self.cooled(computing, mean), float(exchanging.max()), float(host.max())) + optimizer,
-            max(self.cooled(evenly, mean), float(exchanging.mean()), float(host.mean())) + optimizer,
-        )
+        longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
+        return longest + self._optimizer_seconds(split, stages)
 
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
         """Return `seconds` of devices that compute during `computing` of them and idle else (see Calibration.idle)."""
@@ -189,7 +196,7 @@ class Predictor:
         links, policy = self.links(layout, places, exactly), self.policy(layout)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
-        stages = self.profile.stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
+        stages = self.profile(layout.units).stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
         if exactly:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         else:
@@ -241,18 +248,13 @@ class Predictor:
             of_device: dict[object, Times] = {}
             for device in {device: None for devices in links.devices for device in devices}:
                 times = layer_times(layers, device, links.over_slices, samples, links.overlap, splits)
-                of_device[device] = times if self._measured is None else times.scaled(self._factors)
+                of_device[device] = times.scaled(self._factors[layout.units])
             slowest = {
                 stage: max((of_device[d] for d in links.devices[stage]), key=lambda times: float(times.total.sum()))
                 for stage in set(links.first_alike)
             }
             self._stage_times[key] = [slowest[stage] for stage in links.first_alike]
         return self._stage_times[key]
-
-    @cached_property
-    def _factors(self) -> Floats:
-        assert self._measured is not None
-        return self.expected.factors_of(self._measured)
 
     def _optimizer_seconds(self, split: SplitLayout, stages: Sequence[Sequence[ParameterInfo]]) -> float:
         """Return the seconds of the slowest stage's step. stages: their parameters."""
@@ -262,16 +264,17 @@ class Predictor:
         ]
         return self.calibration.factors["optimizer"].value * max(seconds)
 
-    def held(self, slices: int, recompute: int) -> int:
-        """Return the bytes of activations that a micro-batch of one sample leaves for its backward, over all layers."""
-        return self._memory.held(Layout(slices=slices, recompute=recompute, micro_batch=1))
+    def held(self, layout: Layout) -> int:
+        """Return the bytes of activations that a micro-batch leaves for its backward, over all layers as one chunk."""
+        return self._memory(layout.units).held(layout)
 
-    def memory(self, step: StepPrediction, every: bool = False) -> tuple[StageMemory, ...]:
-        """Return the memory of each stage, as the calibration corrects it; of a rough prediction from a single sample's.
+    def memory(self, step: StepPrediction) -> tuple[StageMemory, ...]:
+        """Return the memory of each stage, as the calibration corrects it.
 
-        Of a rough prediction, only the stages that may be the fullest are included, unless `every` one is wanted.
+        A rough prediction's memory is scaled from that of a single sample, and includes only the stages that may be the
+        fullest.
         """
-        only = None if step.exact or every else _ends(step.layout)
+        only = None if step.exact else _ends(step.layout)
         replay = MemoryReplay.of(step.program)
         return self._stage_memories(step.layout, step.links, step.bounds, step.timed, replay, step.exact, only)
 
@@ -285,7 +288,7 @@ class Predictor:
 
     def chunk_bytes(self, step: StepPrediction) -> list[ChunkBytes]:
         """Return what a micro-batch holds on each chunk of an exact prediction, with weight gradients deferred."""
-        return self._memory.chunk_bytes(step.program.placement, step.bounds, step.layout)
+        return self._memory(step.layout.units).chunk_bytes(step.program.placement, step.bounds, step.layout)
 
     def _stage_memories(
         self,
@@ -300,7 +303,7 @@ class Predictor:
         capacities = [min(device.memory for device in devices) for devices in links.devices]
         samples = 1 if exactly else layout.micro_batch * untimed_flight(layout, timed)
         traced = layout if exactly else _one_sample(layout)
-        stages = self._memory.stages(replay, bounds, traced, capacities, samples, only)
+        stages = self._memory(layout.units).stages(replay, bounds, traced, capacities, samples, only)
         return tuple(map(self.calibration.correct_memory, stages))
 
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
@@ -315,12 +318,12 @@ class Predictor:
         """
         layout, links, placement = step.layout, step.links, step.program.placement
         samples = 1 if step.exact else layout.micro_batch
-        state, activations = self._memory.of_layers(layout if step.exact else _one_sample(layout))
+        state, activations = self._memory(layout.units).of_layers(layout if step.exact else _one_sample(layout))
         one = ChunkBytes(saved=1, deferred=1)
         flights = [
             max(bytes_in_flight(step.program.instructions[stage], {c: one})) for c, stage in enumerate(placement)
         ]
-        ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile.specs]
+        ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile(layout.units).specs]
         limit = StageLimit(0.0, state, [samples * a for a in activations], flights, ties)
         own = cut(step.bounds, limit.chunk_bytes()).loads(placement)
         limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in memory))

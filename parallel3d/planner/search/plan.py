@@ -7,41 +7,34 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from parallel3d.config import load
-from parallel3d.config.layout import Layout, PartialLayout, configuration
+from parallel3d.config.layout import PartialLayout, configuration
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.network.placement import place
 from parallel3d.planner.predict.links import Shape
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.step_prediction import StepPrediction
-from parallel3d.planner.predict.traffic import link_loads, traffic_of
+from parallel3d.planner.predict.traffic import link_loads
 from parallel3d.planner.search.auto_schedule import is_quick, with_auto
-from parallel3d.planner.search.found import Found, find, prediction_of
-from parallel3d.planner.search.halves import find_halves, predictor_of_halves
+from parallel3d.planner.search.candidate import Candidate, finalize, prediction_of
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import PlanResult, RankPlace, TimelineSpan
-from parallel3d.planner.search.search import Search
-from parallel3d.planner.search.space import VARIANTS, Space, Variant, enumerate_space
-from parallel3d.schedule.builders import WHOLE_BACKWARDS
+from parallel3d.planner.search.search import BranchAndBound
+from parallel3d.planner.search.space import Space, enumerate_space
 from parallel3d.specs import Layer, layer_name
 
-# Predicted within this share of the shortest: split, timed and placed with more care, for the last word.
-_FINALISTS, _MOST_FINALISTS = 1.02, 4
-_MOST_SEARCHED = 32  # chunks of all stages that are split with more care
-_OF_HALVES = 4  # predicted with more care
-_OF_A_SHAPE = 2  # of the ranks along each axis, listed
+_NEAR = 1.02  # of the shortest rough prediction: may be the shortest exactly
+_MOST_NEAR = 4  # of these that are predicted exactly, however few are listed
+_OF_A_SHAPE = 2  # of the ranks along each axis
 
 
 @dataclass(frozen=True)
@@ -63,42 +56,38 @@ class Question:
 
 
 class Planner:
-    """Answers one question. Raises ConfigError where it can't have an answer."""
+    """Answers one question. Raises ConfigError if it has no answer."""
 
     def __init__(self, question: Question):
         self.question, model, cluster = question, question.model, question.cluster
         self.space = self._space()
-        self.profile = profile_of(model, cluster, configuration(self.space.layout(0), model.config))
+        profile = profile_of(model, cluster, configuration(self.space.layout(0), model.config))
         self.network = Network(question.calibration.correct_cluster(cluster))
-        self.predictor = Predictor(model, self.profile, self.network, question.calibration, measured=question.measured)
+        self.predictor = Predictor(model, profile, self.network, question.calibration, question.measured)
 
     def _space(self) -> Space:
-        question = self.question
-        count, layers = len(question.cluster.gpus), len(question.model.layers)
-        if question.global_batch < 1:
-            raise ConfigError(f"--global-batch is {question.global_batch}; give the samples of a step, 1 or more")
-        hosts = Counter(gpu.host for gpu in question.cluster.gpus)
-        slices = possible_slices(max(hosts.values()))
-        space = enumerate_space(count, question.global_batch, layers, slices, len(self._halves()), question.fixed)
-        if not len(space):
-            raise ConfigError(
-                f"no layout of {count} GPUs makes up a global batch of {question.global_batch} samples with {layers} layers: "
-                f"replicas x micro-batches x samples must be {question.global_batch}; give a multiple of a divisor of {count}"
-            )
-        if question.fixed is None:
+        question, fixed = self.question, self.question.fixed
+        count, batch = len(question.cluster.gpus), question.global_batch
+        if batch < 1:
+            raise ConfigError(f"--global-batch is {batch}; give the samples of a step, 1 or more")
+        slices = possible_slices(max(Counter(gpu.host for gpu in question.cluster.gpus).values()))
+        layers, halves = len(question.model.layers), len(self._halves())
+        space = enumerate_space(count, batch, layers, halves, slices, fixed)
+        if len(space):
             return space
-        kept = space.where(_agree(space, question.fixed))
-        if not len(kept):
+        if fixed is not None and len(enumerate_space(count, batch, layers, halves, slices)):
             raise ConfigError(
-                f"no layout of {count} GPUs with a global batch of {question.global_batch} is {question.fixed.text!r}; "
-                "leave some of it open"
+                f"no layout of {count} GPUs with a global batch of {batch} is {fixed.text!r}; leave some of it open"
             )
-        return kept
+        raise ConfigError(
+            f"no layout of {count} GPUs makes up a global batch of {batch} samples with {layers} layers: "
+            f"replicas x micro-batches x samples must be {batch}; give a multiple of a divisor of {count}"
+        )
 
     def _halves(self) -> Sequence[Layer]:
-        """Half blocks that may be layers; none where they aren't known, or the configuration chooses layers as they are given.
+        """Return the half blocks that may be layers; none if they aren't known, or the configuration chooses layers.
 
-        Raises ConfigError where the user wants them.
+        Raises ConfigError if they aren't known but the user wants them.
         """
         model, fixed = self.question.model, self.question.fixed
         if fixed is not None and fixed.units == "half":
@@ -107,136 +96,68 @@ class Planner:
         chooses = pipeline.get("checkpointable_layers") is not None or compiled.get("layers") is not None
         return [] if chooses or model.halves is None else model.halves
 
-    @cached_property
-    def of_halves(self) -> Predictor:
-        """Predicts layouts of half blocks."""
-        return predictor_of_halves(self.predictor, self.question.measured)
-
-    def predictor_of(self, layout: Layout) -> Predictor:
-        """By what the layout's layers are."""
-        return self.of_halves if layout.units == "half" else self.predictor
-
     def answer(self) -> PlanResult:
-        """See PlanResult."""
+        """Search the space, predict the best layouts exactly, and return the result."""
         with rare_collections():
-            return self._search()
+            search = BranchAndBound(self.predictor, self.space)
+            finalists = self._finalists(search)
+            best = self._with_autos(finalists)
+            return self._result(search, best)
 
-    def _search(self) -> PlanResult:
-        in_halves = self.space.halves > 0
-        chosen = in_halves if in_halves.all() else ~in_halves
-        search = Search(self.predictor_of(self.space.where(chosen).layout(0)), self.space.where(chosen))
-        best = self._with_autos(self._finish(search))
-        return self._answer(search, best, remedy=None if best else what_would_fit(search))
+    def _finalists(self, search: BranchAndBound) -> list[Candidate]:
+        """Predict the candidates to list exactly, and return those that fit, the best first.
 
-    def _finish(self, search: Search) -> list[Found]:
-        """So many as are listed: of those that are nearly the best any, and with more care; of others the best of each shape.
-
-        What fitted roughly may not fit exactly: none may be left.
+        These are the best of each shape, two of a shape that are nearly the best of all. A candidate that fits by its rough
+        prediction may not fit exactly.
         """
-        found = search.run()
-        best = found[0].outlook.seconds if found else 0.0
-        finished: list[Found] = []
-        times: Counter[Shape] = Counter()
-        for candidate in found:
-            nearly = candidate.outlook.seconds <= _FINALISTS * best
-            if times[candidate.shape] >= (_OF_A_SHAPE if nearly else 1):
-                continue
-            if len(finished) >= self.question.num_best and not (nearly and len(finished) < _MOST_FINALISTS):
+        candidates = search.run()
+        finalists: list[Candidate] = []
+        of_shape: Counter[Shape] = Counter()
+        for candidate in candidates:
+            is_near = candidate.rank[1] <= _NEAR * candidates[0].rank[1]
+            if len(finalists) >= max(self.question.num_best, _MOST_NEAR if is_near else 0):
                 break
-            exact = self._exact(candidate.outlook) if nearly else self._whole(candidate.outlook)
-            if exact.fits:
-                finished.append(exact)
-                times[candidate.shape] += 1
-            else:
-                search.found[search.found.index(candidate)] = exact
-        return self._settled(finished + self._shorter_in_halves(finished, search), search)
+            if of_shape[candidate.shape] < (_OF_A_SHAPE if is_near else 1):
+                final = finalize(self.predictor, candidate)
+                search.candidates[final.layout] = final
+                if final.fits:
+                    finalists.append(final)
+                    of_shape[final.shape] += 1
+        return sorted(finalists, key=lambda c: c.rank)
 
-    def _shorter_in_halves(self, finished: Sequence[Found], search: Search) -> list[Found]:
-        """Of the pipelines of half blocks those that are shorter than all of whole ones; these have been searched."""
-        in_halves = self.space.halves > 0
-        if in_halves.all() or not in_halves.any() or not finished:
-            return []
-        best = min(f.outlook.seconds for f in finished)
-        found = find_halves(search, self.space.where(in_halves), self.predictor, self.of_halves, best)
-        exact = [self._exact(f.outlook) for f in found[:_OF_HALVES]]
-        return [f for f in exact if f.fits and f.outlook.seconds < best]
-
-    def _with_autos(self, best: list[Found]) -> list[Found]:
-        """With what schedule "auto" would find on the winner's chunks; where that is asked for, on all chunks, and alone."""
+    def _with_autos(self, best: list[Candidate]) -> list[Candidate]:
+        """Add schedule "auto" on the winner's chunks if that is quick; if it is asked for, on all chunks, and it alone."""
         question = self.question
-        decided = None if question.fixed is None else question.fixed.decided("schedule")
-        asked = decided == "auto"
-        if decided is not None and not asked:
+        schedule = None if question.fixed is None else question.fixed.decided("schedule")
+        if schedule not in (None, "auto"):
             return best
-        autos = []
-        for found in best if asked or question.every_auto else best[:1]:
-            if asked or question.every_auto or is_quick(found.layout):
-                places = found.outlook.links.ranks.ravel().tolist()
-                auto = with_auto(self.predictor_of(found.layout), found.layout, places)
-                autos += [auto] if auto is not None and auto.fits else []
-        return sorted(autos if asked else best + autos, key=lambda f: f.outlook.seconds)
+        every = schedule == "auto" or question.every_auto
+        chosen = best if every else [c for c in best[:1] if is_quick(c.layout)]
+        autos = [auto for c in chosen if (auto := with_auto(self.predictor, c)) is not None and auto.fits]
+        return sorted(autos if schedule == "auto" else best + autos, key=lambda c: c.rank)
 
-    def _settled(self, finished: list[Found], search: Search) -> list[Found]:
-        """The same, the shortest first, which stays it when it is predicted as it will be told."""
-        told: list[Found] = []
-        while finished:
-            finished.sort(key=lambda f: f.outlook.seconds)
-            if any(finished[0] is known for known in told):
-                break
-            told.append(self._told(finished.pop(0)))
-            (finished if told[-1].fits else search.found).append(told[-1])
-        return finished
-
-    def _whole(self, outlook: StepPrediction) -> Found:
-        """As it was predicted, with the memory of every stage."""
-        return Found(outlook, self.predictor_of(outlook.layout).memory(outlook, every=True))
-
-    def _exact(self, outlook: StepPrediction) -> Found:
-        """Predicted exactly, in the cluster's order or where `place` puts it, whichever is the shorter."""
-        layout, predictor = outlook.layout, self.predictor_of(outlook.layout)
-        shape = (layout.stages, layout.replicas, layout.slices)
-        plain = find(predictor, layout, exactly=True)
-        places = place(self.network, shape, traffic_of(predictor, plain.outlook))
-        if places == tuple(range(layout.world_size)):
-            return plain
-        other = find(predictor, layout, places, exactly=True)
-        return min(other, plain, key=lambda f: (not f.fits, f.outlook.seconds))
-
-    def _told(self, found: Found) -> Found:
-        """The winner, timed with more micro-batches, and split with more care if that makes it shorter."""
-        layout, links = found.outlook.layout, found.outlook.links
-        predictor = self.predictor_of(layout)
-        places = links.ranks.ravel().tolist()
-        splits = [found.outlook.bounds]
-        if layout.chunks > 1 and layout.stages * layout.chunks <= _MOST_SEARCHED:
-            splits.append(predictor.split_carefully(layout, links))
-        told = [
-            find(predictor, layout, places, exactly=True, whole=True, bounds=bounds) for bounds in dict.fromkeys(splits)
-        ]
-        return min(told, key=lambda f: (not f.fits, f.outlook.seconds))
-
-    def _answer(self, search: Search, best: Sequence[Found], remedy: str | None = None) -> PlanResult:
-        question = self.question
-        shown = [prediction_of(self.predictor_of(f.layout), f, question.global_batch) for f in best]
-        winner = best[0].outlook if best else None
+    def _result(self, search: BranchAndBound, best: Sequence[Candidate]) -> PlanResult:
+        question, predictor = self.question, self.predictor
+        shown = [prediction_of(predictor, c, question.global_batch) for c in best[: question.num_best]]
+        winner = best[0].step if best else None
         return PlanResult(
             model=question.model.name,
             cluster=question.cluster.name,
             num_devices=len(question.cluster.gpus),
             global_batch=question.global_batch,
             seq=question.model.seq,
-            best=tuple(shown[: question.num_best]),
-            rejected=why_not(search, shown[: question.num_best], shown[0] if shown else None),
-            trade_off=trade_off([f for f in (*best, *search.found) if f.fits]),
+            best=tuple(shown),
+            rejected=why_not(search, shown),
+            trade_off=trade_off([c for c in (*best, *search.candidates.values()) if c.fits]),
             timeline=timeline_of(winner) if winner else (),
-            links=link_loads(self.predictor_of(winner.layout), winner) if winner else (),
+            links=link_loads(predictor, winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),
             config=configuration(winner.layout, question.model.config, winner.bounds) if winner else {},
             layers=tuple(map(layer_name, question.model.layers)),
             halves=tuple(map(layer_name, self._halves())),
-            remedy=remedy,
+            remedy=None if best else what_would_fit(search),
             considered=len(self.space),
-            simulated=len(search.found),
+            simulated=len(search.candidates),
         )
 
 
@@ -265,7 +186,7 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any])
     return ModelProfile(model.layers, inputs, labels, model.loss_fn, load(config), "cpu" if on_cpu else "cuda")
 
 
-def timeline_of(outlook: StepPrediction) -> tuple[TimelineSpan, ...]:
+def timeline_of(step: StepPrediction) -> tuple[TimelineSpan, ...]:
     """Of the micro-batches that were timed."""
     return tuple(
         TimelineSpan(
@@ -277,31 +198,15 @@ def timeline_of(outlook: StepPrediction) -> tuple[TimelineSpan, ...]:
             end=span.end,
             bucket=span.instruction.bucket,
         )
-        for span in outlook.timeline.spans
+        for span in step.timeline.spans
     )
 
 
-def rank_map(cluster: Cluster, outlook: StepPrediction) -> tuple[RankPlace, ...]:
+def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:
     """Where each rank runs."""
-    ranks = outlook.links.ranks
+    ranks = step.links.ranks
     places = []
     for rank, (pipe, data, model) in enumerate(np.ndindex(*ranks.shape)):
         gpu = cluster.gpus[ranks[pipe, data, model]]
         places.append(RankPlace(rank=rank, host=gpu.host, gpu=gpu.index, pipe=pipe, data=data, model=model))
     return tuple(places)
-
-
-def _may_be(variant: Variant, schedule: str | None) -> bool:
-    """ "auto" begins with a schedule that splits backwards."""
-    return schedule in (None, variant.schedule) or (schedule == "auto" and variant.schedule not in WHOLE_BACKWARDS)
-
-
-def _agree(space: Space, fixed: PartialLayout) -> npt.NDArray[np.bool_]:
-    """Which layouts are what the user has decided."""
-    kept = np.ones(len(space), dtype=bool)
-    for name in fixed.given - {"schedule", "chunks", "placement"}:
-        column = space.halves if name == "units" else getattr(space, name)
-        kept &= column == (1 if name == "units" else getattr(fixed, name))
-    chunks, schedule = fixed.decided("chunks"), fixed.decided("schedule")
-    variants = [k for k, v in enumerate(VARIANTS) if _may_be(v, schedule) and chunks in (None, v.chunks)]
-    return kept & np.isin(space.variant, variants)

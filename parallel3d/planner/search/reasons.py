@@ -8,19 +8,20 @@ from math import ceil
 import numpy as np
 
 from parallel3d.planner.predict.links import Shape
-from parallel3d.planner.search.found import Found, Refused, shape_of
+from parallel3d.planner.search.candidate import Candidate, OutOfMemory, fullness_of, shape_of
 from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
-from parallel3d.planner.search.search import Search
+from parallel3d.planner.search.search import BranchAndBound
 
 _GIB = 2**30
 _MOST = 24  # that are told
 
 
-def why_not(search: Search, shown: Sequence[Prediction], winner: Prediction | None) -> tuple[Rejected, ...]:
+def why_not(search: BranchAndBound, shown: Sequence[Prediction]) -> tuple[Rejected, ...]:
     """The best of each shape that isn't shown, the closest first; then those that can't be had at all."""
+    winner = shown[0] if shown else None
     told = {prediction.layout for prediction in shown}
-    every: list[Found | Refused] = [*search.found, *search.refused]
-    best: dict[Shape, Found | Refused] = {}
+    every: list[Candidate | OutOfMemory] = [*search.candidates.values(), *search.refused]
+    best: dict[Shape, Candidate | OutOfMemory] = {}
     for found in sorted(every, key=_closeness):
         if found.layout.text not in told:
             best.setdefault(shape_of(found.layout), found)
@@ -28,7 +29,7 @@ def why_not(search: Search, shown: Sequence[Prediction], winner: Prediction | No
         Rejected(
             layout=found.layout.text,
             why=_why(found, winner),
-            seconds=found.outlook.seconds if isinstance(found, Found) else None,
+            seconds=found.step.seconds if isinstance(found, Candidate) else None,
             peak=max(stage.reserved for stage in found.memory),
         )
         for found in best.values()
@@ -37,29 +38,29 @@ def why_not(search: Search, shown: Sequence[Prediction], winner: Prediction | No
     return tuple([*rejected, *_unpredicted(search, known, winner)][:_MOST])
 
 
-def _closeness(found: Found | Refused) -> tuple[bool, float]:
-    if isinstance(found, Refused):
+def _closeness(found: Candidate | OutOfMemory) -> tuple[bool, float]:
+    if isinstance(found, OutOfMemory):
         return True, found.least
-    return not found.fits, found.outlook.seconds
+    return not found.fits, found.step.seconds
 
 
-def _why(found: Found | Refused, winner: Prediction | None) -> str:
-    if isinstance(found, Refused):
+def _why(found: Candidate | OutOfMemory, winner: Prediction | None) -> str:
+    if isinstance(found, OutOfMemory):
         return f"{does_not_fit(found.memory)}; a step would take {found.least:.3g} s or more"
     if not found.fits:
         return does_not_fit(found.memory)
     if winner is None:
         return "fits"
-    outlook = found.outlook
+    step = found.step
     parts = {
-        "bubble": outlook.bubble * outlook.makespan
+        "bubble": step.bubble * step.makespan
         - winner.bubble * (winner.seconds - winner.breakdown["optimizer"])
-        - (outlook.hosts - winner.breakdown["host"]),
-        "the host's calls": outlook.hosts - winner.breakdown["host"],
-        "communication that it waits for": outlook.exposed - winner.exposed_communication,
-        "optimizer": outlook.optimizer - winner.breakdown["optimizer"],
+        - (step.hosts - winner.breakdown["host"]),
+        "the host's calls": step.hosts - winner.breakdown["host"],
+        "communication that it waits for": step.exposed - winner.exposed_communication,
+        "optimizer": step.optimizer - winner.breakdown["optimizer"],
     }
-    later = outlook.seconds - winner.seconds
+    later = step.seconds - winner.seconds
     parts["compute"] = later - sum(parts.values())
     name, seconds = max(parts.items(), key=lambda part: part[1])
     return f"{later / winner.seconds:.1%} longer: {seconds * 1e3:,.3g} ms more of {name}"
@@ -76,17 +77,17 @@ def does_not_fit(memory: Sequence[StageMemory]) -> str:
     )
 
 
-def _unpredicted(search: Search, known: set[Shape], winner: Prediction | None) -> list[Rejected]:
+def _unpredicted(search: BranchAndBound, known: set[Shape], winner: Prediction | None) -> list[Rejected]:
     """One of each shape that bounds alone have ruled out."""
     found: dict[Shape, Rejected] = {}
     space = search.space
-    for k in np.argsort(search.seconds, kind="stable").tolist():
+    for k in np.argsort(search.bounds.seconds, kind="stable").tolist():
         shape = (int(space.stages[k]), int(space.replicas[k]), int(space.slices[k]))
         if shape in known or shape in found:
             continue
-        seconds, nbytes = float(search.seconds[k]), int(search.bytes[k])
+        seconds, nbytes = float(search.bounds.seconds[k]), int(search.bounds.bytes[k])
         if not np.isfinite(seconds):
-            why = search.why_not_sliced[shape[2]]
+            why = search.bounds.why_not_sliced[shape[2]]
         elif nbytes > search.capacity:
             why = f"state and activations take at least {nbytes / _GIB:.1f} GiB a rank, of {search.capacity / _GIB:.1f}"
         elif winner is not None:
@@ -97,9 +98,9 @@ def _unpredicted(search: Search, known: set[Shape], winner: Prediction | None) -
     return list(found.values())
 
 
-def trade_off(found: Sequence[Found]) -> tuple[tuple[int, float, str], ...]:
+def trade_off(found: Sequence[Candidate]) -> tuple[tuple[int, float, str], ...]:
     """(peak bytes, seconds, layout) of those that no other beats in both, the leanest first."""
-    points = sorted((max(s.reserved for s in f.memory), f.outlook.seconds, f.outlook.layout.text) for f in found)
+    points = sorted((max(s.reserved for s in f.memory), f.step.seconds, f.step.layout.text) for f in found)
     front: list[tuple[int, float, str]] = []
     for point in points:
         if not front or point[1] < front[-1][1]:
@@ -107,12 +108,12 @@ def trade_off(found: Sequence[Found]) -> tuple[tuple[int, float, str], ...]:
     return tuple(front)
 
 
-def what_would_fit(search: Search) -> str:
+def what_would_fit(search: BranchAndBound) -> str:
     """What binds where nothing fits, and the smallest change that fits."""
-    if not search.found and not search.refused:
+    if not search.candidates and not search.refused:
         return _state_alone(search)
-    every: list[Found | Refused] = [*search.found, *search.refused]
-    nearest = min(every, key=lambda f: f.fullness)
+    every: list[Candidate | OutOfMemory] = [*search.candidates.values(), *search.refused]
+    nearest = min(every, key=lambda f: fullness_of(f.memory))
     worst = max(nearest.memory, key=lambda stage: stage.reserved / stage.capacity)
     needed = ceil(worst.reserved / _GIB)
     return (
@@ -121,7 +122,7 @@ def what_would_fit(search: Search) -> str:
     )
 
 
-def _gpus(search: Search, worst: StageMemory) -> str:
+def _gpus(search: BranchAndBound, worst: StageMemory) -> str:
     have = int(search.space.stages[0] * search.space.replicas[0] * search.space.slices[0])
     return f"about {_doubled(have, have * worst.reserved / worst.capacity)} GPUs instead of {have}"
 
@@ -133,11 +134,11 @@ def _doubled(have: int, wanted: float) -> int:
     return have
 
 
-def _state_alone(search: Search) -> str:
+def _state_alone(search: BranchAndBound) -> str:
     have = int(search.space.stages[0] * search.space.replicas[0] * search.space.slices[0])
-    least = float(search.bytes[np.isfinite(search.seconds)].min(initial=np.inf))
+    least = float(search.bounds.bytes[np.isfinite(search.bounds.seconds)].min(initial=np.inf))
     if not np.isfinite(least):
-        return "nothing can be built: " + "; ".join(search.why_not_sliced.values())
+        return "nothing can be built: " + "; ".join(search.bounds.why_not_sliced.values())
     needed, doubled = ceil(least / _GIB), _doubled(have, have * least / search.capacity)
     return (
         f"nothing fits: weights, gradients, optimizer state and activations take at least {least / _GIB:.1f} GiB a rank, "
