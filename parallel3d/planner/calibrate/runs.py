@@ -99,7 +99,7 @@ class RunPredictor:
         predictor = Predictor(model, self._profiles[key], self._networks[corrections], calibration)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         compute = None if record.program is None else from_lists(record.program, placement)
-        return predictor, predictor.predict(layout, exactly=True, bounds=record.bounds, compute=compute)
+        return predictor, predictor.predict(layout, bounds=record.bounds, compute=compute)
 
     def _model_of(self, record: RunRecord) -> PlannedModel:
         """Return the model as it is, or in half blocks if those ran."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
 
@@ -53,8 +53,8 @@ _SMALL = 256  # ranks; with more, a rough prediction assumes that all stages hav
 class Predictor:
     """Predicts steps of one model on one cluster, on as many of its GPUs as a layout has ranks.
 
-    A prediction is exact, with all gradient buckets and micro-batches of their real size; or rough, with a few buckets and
-    micro-batches estimated from those of a single sample.
+    Predictions have all gradient buckets, and micro-batches of their real size. Bounds are found roughly: with a few buckets,
+    and micro-batches estimated from those of a single sample.
 
     - profile: of the layers as they are given. A layout whose units are "half" is predicted by the profile of half blocks,
       which is made when it is first needed.
@@ -119,7 +119,6 @@ class Predictor:
         self,
         layout: Layout,
         places: Sequence[int] | None = None,
-        exactly: bool = False,
         bounds: Sequence[int] | None = None,
         compute: Program | None = None,
     ) -> StepPrediction:
@@ -129,10 +128,10 @@ class Predictor:
         - bounds: the chunks' layers, if they are split already.
         - compute: the schedule, if it isn't a named one.
         """
-        split, stages = self._split_layout(layout, places, exactly, bounds)
+        split, stages = self._split_layout(layout, places, bounds=bounds)
         if compute is None:
-            timed = timed_micro_batches(layout, exactly)
-            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed, roughly=not exactly)
+            timed = timed_micro_batches(layout)
+            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed)
         else:
             timed = compute.num_micro_batches
             simulation = given_simulation(compute, layout, split.buckets, split.policy)
@@ -145,7 +144,6 @@ class Predictor:
             simulation=simulation,
             cost=cost,
             timed=timed,
-            exact=exactly,
             makespan=seconds,
             optimizer=optimizer,
             seconds=seconds + optimizer + self.calibration.fixed.value,
@@ -154,12 +152,12 @@ class Predictor:
         )
 
     def least(self, layout: Layout) -> float:
-        """Return a lower bound of a rough prediction of the layout, in seconds.
+        """Return a lower bound of the seconds of a layout's step.
 
         Every stage computes all micro-batches, after those before it have begun the first one, and before they end the last
         one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
-        split, stages = self._split_layout(layout)
+        split, stages = self._split_layout(layout, exactly=False)
         computing = self.cooled(*split.least_computing())
         host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
         longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
@@ -189,7 +187,7 @@ class Predictor:
         self,
         layout: Layout,
         places: Sequence[int] | None = None,
-        exactly: bool = False,
+        exactly: bool = True,
         bounds: Sequence[int] | None = None,
     ) -> tuple[SplitLayout, list[list[ParameterInfo]]]:
         """Return the split layout, and the parameters of each stage; those of equal owners as one unless exactly."""
@@ -269,42 +267,29 @@ class Predictor:
         return self._memory(layout.units).held(layout)
 
     def memory(self, step: StepPrediction) -> tuple[StageMemory, ...]:
-        """Return the memory of each stage, as the calibration corrects it.
-
-        A rough prediction's memory is scaled from that of a single sample, and includes only the stages that may be the
-        fullest.
-        """
-        only = None if step.exact else _ends(step.layout)
-        replay = MemoryReplay.of(step.program)
-        return self._stage_memories(step.layout, step.links, step.bounds, step.timed, replay, step.exact, only)
+        """Return the memory of each stage, as the calibration corrects it."""
+        memory, replay = self._memory(step.layout.units), MemoryReplay.of(step.program)
+        samples = untimed_flight(step.layout, step.timed)
+        stages = memory.stages(replay, step.bounds, step.layout, _capacities(step.links), samples)
+        return tuple(map(self.calibration.correct_memory, stages))
 
     def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
-        """Yield `memory` of a rough prediction of the layout, without one: only those stages' lists are needed."""
+        """Yield about the `memory` of the stages that may be the fullest, scaled from that of a single sample.
+
+        No prediction is needed, only those stages' lists of instructions.
+        """
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
-        replay = self._programs.replay(layout, timed, roughly=True)
+        memory, replay = self._memory(layout.units), self._programs.replay(layout, timed, roughly=True)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
-        for stage in sorted(_ends(layout)):
-            yield from self._stage_memories(layout, links, bounds, timed, replay, False, {stage})
+        samples, one = layout.micro_batch * untimed_flight(layout, timed), _one_sample(layout)
+        # A long pipeline is the fullest at its ends, or in the middle.
+        for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
+            for found in memory.stages(replay, bounds, one, _capacities(links), samples, {stage}):
+                yield self.calibration.correct_memory(found)
 
     def chunk_bytes(self, step: StepPrediction) -> list[ChunkBytes]:
-        """Return what a micro-batch holds on each chunk of an exact prediction, with weight gradients deferred."""
+        """Return what a micro-batch holds on each chunk, with weight gradients deferred."""
         return self._memory(step.layout.units).chunk_bytes(step.program.placement, step.bounds, step.layout)
-
-    def _stage_memories(
-        self,
-        layout: Layout,
-        links: LayoutLinks,
-        bounds: Sequence[int],
-        timed: int,
-        replay: MemoryReplay,
-        exactly: bool,
-        only: Collection[int] | None,
-    ) -> tuple[StageMemory, ...]:
-        capacities = [min(device.memory for device in devices) for devices in links.devices]
-        samples = 1 if exactly else layout.micro_batch * untimed_flight(layout, timed)
-        traced = layout if exactly else _one_sample(layout)
-        stages = self._memory(layout.units).stages(replay, bounds, traced, capacities, samples, only)
-        return tuple(map(self.calibration.correct_memory, stages))
 
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
         """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
@@ -317,17 +302,16 @@ class Predictor:
         memory: of the prediction. What isn't the layers' own is assumed to stay.
         """
         layout, links, placement = step.layout, step.links, step.program.placement
-        samples = 1 if step.exact else layout.micro_batch
-        state, activations = self._memory(layout.units).of_layers(layout if step.exact else _one_sample(layout))
+        state, activations = self._memory(layout.units).of_layers(layout)
         one = ChunkBytes(saved=1, deferred=1)
         flights = [
             max(bytes_in_flight(step.program.instructions[stage], {c: one})) for c, stage in enumerate(placement)
         ]
         ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile(layout.units).specs]
-        limit = StageLimit(0.0, state, [samples * a for a in activations], flights, ties)
+        limit = StageLimit(0.0, state, activations, flights, ties)
         own = cut(step.bounds, limit.chunk_bytes()).loads(placement)
         limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in memory))
-        fastest, paces = _fastest(self.stage_times(layout, links, step.exact, samples))
+        fastest, paces = _fastest(self.stage_times(layout, links))
         costs, of_chunks = segment_costs(fastest.total.tolist()), [paces[stage] for stage in placement]
         try:
             return partition_layers(costs, len(placement), placement=placement, limit=limit, paces=of_chunks).bounds
@@ -371,6 +355,6 @@ def _one_sample(layout: Layout) -> Layout:
     return layout.model_copy(update={"micro_batch": 1})
 
 
-def _ends(layout: Layout) -> set[int]:
-    """Return the stages of a long pipeline that may be the fullest: those at its ends, and in the middle."""
-    return {0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}
+def _capacities(links: LayoutLinks) -> list[int]:
+    """Return the bytes of the smallest device of each stage."""
+    return [min(device.memory for device in devices) for devices in links.devices]

@@ -31,13 +31,13 @@ def with_auto(predictor: Predictor, candidate: Candidate) -> Candidate | None:
     named = _NAMED.get((layout.chunks, layout.placement))
     if layout.stages == 1 or named is None:
         return None
-    start = evaluate(predictor, layout.model_copy(update={"schedule": named}), places, exactly=True)
+    start = evaluate(predictor, layout.model_copy(update={"schedule": named}), places)
     try:
         program = _plan(predictor, start)
     except ScheduleError:
         return None
     auto = layout.model_copy(update={"schedule": "auto"})
-    step = predictor.predict(auto, places, exactly=True, bounds=start.step.bounds, compute=program)
+    step = predictor.predict(auto, places, bounds=start.step.bounds, compute=program)
     return Candidate(step, predictor.memory(step))
 
 

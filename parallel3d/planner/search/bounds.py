@@ -53,7 +53,8 @@ class Bounds:
         for chosen in _groups(*columns):
             layout, is_whole = space.layout(chosen[0]), bool(whole[chosen[0]])
             try:
-                layers = predictor.layers(layout, exactly=False)
+                # Half blocks together take as long as whole ones.
+                layers = predictor.layers(layout.model_copy(update={"units": None}), exactly=False)
             except PartitionError as error:
                 self.why_not_sliced[layout.slices] = str(error)
                 continue
@@ -69,9 +70,11 @@ class Bounds:
             # The last rank starts p - 1 chunks' forwards late. If backwards are whole, the first one ends as many late.
             late = times.total.sum() if is_whole else times.compute[0].sum()
             computing = m * times.total.sum() / p
-            longest = np.maximum(computing + late * (p - 1) / (p * chunks), m * times.total.max())
+            longest = np.maximum(
+                computing + late * (p - 1) / (p * chunks), m * times.total.max() * (layout.units is None)
+            )
             step = np.maximum(predictor.cooled(longest, computing), m * times.host.sum() / p)
-            found[chosen] = _SLACK * predictor.least_factor(layout.units) * step
+            found[chosen] = _SLACK * predictor.least_factor() * step
         return found
 
     def _fastest(self, collective: Collective, slices: int) -> float:
@@ -96,7 +99,8 @@ class Bounds:
             state = predict_state([one], predictor.policy(layout), layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.slices, space.sequence_parallel, space.recompute, space.halves):
-            held = _EVEN * predictor.held(space.layout(chosen[0]).model_copy(update={"micro_batch": 1}))
+            one = {"micro_batch": 1, "units": None}
+            held = _EVEN * predictor.held(space.layout(chosen[0]).model_copy(update=one))
             p = space.stages[chosen]
             found[chosen] += held * space.micro_batch[chosen] * np.minimum(p, space.micro_batches[chosen]) / p
         every = np.zeros(len(possible))

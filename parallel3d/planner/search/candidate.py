@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from parallel3d.config.layout import Layout
 from parallel3d.planner.network.placement import place
@@ -16,8 +17,8 @@ from parallel3d.planner.search.result import Prediction, StageMemory
 
 # A layout of half blocks counts as this much longer than it is: it has to be worth building other layers.
 WORTH_HALVES = 0.998
-# Share of a device's memory up to which a split is looked for by which the layout fits. With more chunks of all stages that
-# takes too long, and so it does for rough predictions of more ranks.
+# Share of a device's memory up to which a split is looked for by which the layout fits; with more chunks of all stages, or
+# more ranks, that takes too long.
 _NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 
@@ -80,16 +81,14 @@ class Candidate:
 
 
 def out_of_memory(predictor: Predictor, layout: Layout, least: float) -> OutOfMemory | None:
-    """Return a layout that `evaluate` would say not to fit, by the same memory; None for one that may."""
-    most = _fullest_to_split(layout, exactly=False)
-    is_too_large = any(fullness_of([stage]) > most for stage in predictor.rough_memory(layout))
+    """Return a layout that doesn't fit by its rough memory, and that no other split of its layers makes fit, else None."""
+    is_too_large = any(fullness_of([stage]) > _fullest_to_split(layout) for stage in predictor.rough_memory(layout))
     return OutOfMemory(layout, predictor, least) if is_too_large else None
 
 
-def _fullest_to_split(layout: Layout, exactly: bool) -> float:
+def _fullest_to_split(layout: Layout) -> float:
     """Return how full a layout may be, for that it is worth looking for a split of the layers by which it does fit."""
-    chunks_are_few = layout.stages * layout.chunks <= _MOST_CHUNKS
-    is_worth_it = chunks_are_few and (exactly or layout.world_size <= _MOST_RANKS)
+    is_worth_it = layout.stages * layout.chunks <= _MOST_CHUNKS and layout.world_size <= _MOST_RANKS
     return _NEARLY if layout.stages > 1 and is_worth_it else 1.0
 
 
@@ -97,41 +96,40 @@ def evaluate(
     predictor: Predictor,
     layout: Layout,
     places: Sequence[int] | None = None,
-    exactly: bool = False,
     bounds: Sequence[int] | None = None,
+    best: float = inf,
 ) -> Candidate:
-    """Predict a layout with its memory, see Predictor.predict.
+    """Predict a layout with its memory.
 
     If it nearly fits, and its chunks are few, its layers are split so that it does, if possible.
+
+    - places, bounds: see Predictor.predict.
+    - best: seconds of a step that fits already; no split is looked for by which a longer one fits.
     """
-    step = predictor.predict(layout, places, exactly, bounds)
+    step = predictor.predict(layout, places, bounds)
     candidate = Candidate(step, predictor.memory(step))
-    if not 1.0 < candidate.fullness < _fullest_to_split(layout, exactly):
+    if not 1.0 < candidate.fullness < _fullest_to_split(layout) or step.seconds >= best:
         return candidate
     within = predictor.split_within(step, candidate.memory)
     if within is None or within == step.bounds:
         return candidate
-    step = predictor.predict(layout, places, exactly, within)
+    step = predictor.predict(layout, places, within)
     other = Candidate(step, predictor.memory(step))
     return other if other.fits else candidate
 
 
-def finalize(predictor: Predictor, candidate: Candidate) -> Candidate:
-    """Predict a candidate exactly.
-
-    Ranks are in the cluster's order or where `place` puts them, and layers are split as usual or with more care, whichever
-    gives the shorter step.
-    """
+def improve(predictor: Predictor, candidate: Candidate) -> Candidate:
+    """Put a candidate's ranks where `place` does, and split its layers with more care, if that makes the step shorter."""
     layout = candidate.layout
-    placed = place(predictor.network, candidate.shape, traffic_of(predictor, candidate.step))
-    orders = dict.fromkeys((tuple(range(layout.world_size)), placed))
-    best = min((evaluate(predictor, layout, order, exactly=True) for order in orders), key=lambda c: c.rank)
-    if layout.chunks == 1 or layout.stages * layout.chunks > _MOST_SEARCHED:
-        return best
-    bounds, order = predictor.split_carefully(layout, best.step.links), best.step.links.ranks.ravel().tolist()
-    if bounds == best.step.bounds:
-        return best
-    return min(best, evaluate(predictor, layout, order, exactly=True, bounds=bounds), key=lambda c: c.rank)
+    places = place(predictor.network, candidate.shape, traffic_of(predictor, candidate.step))
+    found = [candidate]
+    if places != tuple(range(layout.world_size)):
+        found.append(evaluate(predictor, layout, places))
+    if layout.chunks > 1 and layout.stages * layout.chunks <= _MOST_SEARCHED:
+        links = min(found, key=lambda c: c.rank).step.links
+        bounds = predictor.split_carefully(layout, links)
+        found.append(evaluate(predictor, layout, links.ranks.ravel().tolist(), bounds))
+    return min(found, key=lambda c: c.rank)
 
 
 def prediction_of(predictor: Predictor, candidate: Candidate, global_batch: int) -> Prediction:

@@ -24,7 +24,7 @@ from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.traffic import link_loads
 from parallel3d.planner.search.auto_schedule import is_quick, with_auto
-from parallel3d.planner.search.candidate import Candidate, finalize, prediction_of
+from parallel3d.planner.search.candidate import Candidate, improve, prediction_of
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import PlanResult, RankPlace, TimelineSpan
@@ -32,9 +32,9 @@ from parallel3d.planner.search.search import BranchAndBound
 from parallel3d.planner.search.space import Space, enumerate_space
 from parallel3d.specs import Layer, layer_name
 
-_NEAR = 1.02  # of the shortest rough prediction: may be the shortest exactly
-_MOST_NEAR = 4  # of these that are predicted exactly, however few are listed
-_OF_A_SHAPE = 2  # of the ranks along each axis
+# Candidates within this ratio of the shortest step, at most so many, are placed and split with more care.
+_NEAR, _MOST_NEAR = 1.02, 6
+_OF_A_SHAPE = 3  # candidates of one shape that are listed
 
 
 @dataclass(frozen=True)
@@ -97,48 +97,44 @@ class Planner:
         return [] if chooses or model.halves is None else model.halves
 
     def answer(self) -> PlanResult:
-        """Search the space, predict the best layouts exactly, and return the result."""
+        """Search the space, improve the best layouts, and return the result."""
         with rare_collections():
             search = BranchAndBound(self.predictor, self.space)
-            finalists = self._finalists(search)
-            best = self._with_autos(finalists)
-            return self._result(search, best)
+            found = search.run()
+            near = [c for c in found[:_MOST_NEAR] if c.rank[1] <= _NEAR * found[0].rank[1]]
+            improved = [improve(self.predictor, candidate) for candidate in near] + found[len(near) :]
+            return self._result(search, self._listed(self._with_autos(improved)))
 
-    def _finalists(self, search: BranchAndBound) -> list[Candidate]:
-        """Predict the candidates to list exactly, and return those that fit, the best first.
-
-        These are the best of each shape, two of a shape that are nearly the best of all. A candidate that fits by its rough
-        prediction may not fit exactly.
-        """
-        candidates = search.run()
-        finalists: list[Candidate] = []
-        of_shape: Counter[Shape] = Counter()
-        for candidate in candidates:
-            is_near = candidate.rank[1] <= _NEAR * candidates[0].rank[1]
-            if len(finalists) >= max(self.question.num_best, _MOST_NEAR if is_near else 0):
-                break
-            if of_shape[candidate.shape] < (_OF_A_SHAPE if is_near else 1):
-                final = finalize(self.predictor, candidate)
-                search.candidates[final.layout] = final
-                if final.fits:
-                    finalists.append(final)
-                    of_shape[final.shape] += 1
-        return sorted(finalists, key=lambda c: c.rank)
-
-    def _with_autos(self, best: list[Candidate]) -> list[Candidate]:
-        """Add schedule "auto" on the winner's chunks if that is quick; if it is asked for, on all chunks, and it alone."""
+    def _with_autos(self, found: list[Candidate]) -> list[Candidate]:
+        """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""
+        found = sorted(found, key=lambda c: c.rank)
         question = self.question
         schedule = None if question.fixed is None else question.fixed.decided("schedule")
         if schedule not in (None, "auto"):
-            return best
-        every = schedule == "auto" or question.every_auto
-        chosen = best if every else [c for c in best[:1] if is_quick(c.layout)]
+            return found
+        if schedule == "auto":
+            chosen = found[: max(_MOST_NEAR, question.num_best)]
+        elif question.every_auto:
+            chosen = self._listed(found)
+        else:
+            chosen = [c for c in found[:1] if is_quick(c.layout)]
         autos = [auto for c in chosen if (auto := with_auto(self.predictor, c)) is not None and auto.fits]
-        return sorted(autos if schedule == "auto" else best + autos, key=lambda c: c.rank)
+        return sorted(autos if schedule == "auto" else found + autos, key=lambda c: c.rank)
+
+    def _listed(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return the best of each shape, or a few of a shape that are nearly the best."""
+        listed: list[Candidate] = []
+        of_shape: Counter[Shape] = Counter()
+        for candidate in found:
+            is_near = candidate.rank[1] <= _NEAR * found[0].rank[1]
+            if of_shape[candidate.shape] < (_OF_A_SHAPE if is_near else 1):
+                listed.append(candidate)
+                of_shape[candidate.shape] += 1
+        return listed[: self.question.num_best]
 
     def _result(self, search: BranchAndBound, best: Sequence[Candidate]) -> PlanResult:
         question, predictor = self.question, self.predictor
-        shown = [prediction_of(predictor, c, question.global_batch) for c in best[: question.num_best]]
+        shown = [prediction_of(predictor, c, question.global_batch) for c in best]
         winner = best[0].step if best else None
         return PlanResult(
             model=question.model.name,

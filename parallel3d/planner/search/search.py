@@ -10,11 +10,10 @@ import numpy as np
 from parallel3d.config.layout import Layout
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.bounds import Bounds
-from parallel3d.planner.search.candidate import WORTH_HALVES, Candidate, OutOfMemory, evaluate, out_of_memory, shape_of
+from parallel3d.planner.search.candidate import WORTH_HALVES, Candidate, OutOfMemory, evaluate, out_of_memory
 from parallel3d.planner.search.space import RECOMPUTED, VARIANTS, Space
 
-_SURELY = 0.9  # share of the memory by which a rough prediction surely fits
-_TRIES = 4  # predictions of a group of layouts of which none fits
+_TRIES = 8  # predictions of a group of layouts of which none fits
 _ALTERNATIVES = 5  # shapes whose best layout is predicted too
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose best layout is predicted too
 _QUICK = 512  # stages x stages x chunks of a layout that is only an alternative: its program is made soon
@@ -51,22 +50,21 @@ class BranchAndBound:
 
         A layout's bound is first the given one, then the predictor's own, which is nearer and takes longer to find.
         """
-        best, roomy = np.inf, set[Layout]()
+        best, fitting = np.inf, set[Layout]()
         waiting = [(seconds, n, k, False) for n, (seconds, k) in enumerate(bounds)]
         heapify(waiting)
         while waiting and waiting[0][0] < best:
             _, n, k, is_near = heappop(waiting)
             layout = self.space.layout(k)
-            if any(other in roomy for other in _no_slower(layout)):
+            if any(other in fitting for other in _no_slower(layout)):
                 continue
             if not is_near:
                 heappush(waiting, (self._bound(layout), n, k, True))
                 continue
-            candidate = self._predict(k)
+            candidate = self._predict(k, best)
             if candidate is not None and candidate.fits:
                 best = min(best, candidate.rank[1])
-                if candidate.fullness < _SURELY:
-                    roomy.add(layout)
+                fitting.add(layout)
 
     def _find_alternatives(self, order) -> None:
         """Predict the likeliest layouts of other shapes, and of those that take little memory, for comparison."""
@@ -93,7 +91,7 @@ class BranchAndBound:
             self._least[key] = self._predictor.least(key) / (WORTH_HALVES if layout.units else 1.0)
         return self._least[key]
 
-    def _predict(self, k: int) -> Candidate | None:
+    def _predict(self, k: int, best: float = np.inf) -> Candidate | None:
         """Return None for a layout that can't fit."""
         self._tried.add(k)
         layout = self.space.layout(k)
@@ -101,7 +99,7 @@ class BranchAndBound:
         if refused is not None:
             self.refused.append(refused)
             return None
-        self.candidates[layout] = evaluate(self._predictor, layout)
+        self.candidates[layout] = evaluate(self._predictor, layout, best=best)
         return self.candidates[layout]
 
 
