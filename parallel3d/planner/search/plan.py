@@ -122,14 +122,13 @@ class Planner:
         return sorted(autos if schedule == "auto" else found + autos, key=lambda c: c.rank)
 
     def _listed(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return the best of each shape, or a few of a shape that are nearly the best."""
+        """Return the best candidates, at most a few of one shape."""
         listed: list[Candidate] = []
         of_shape: Counter[Shape] = Counter()
         for candidate in found:
-            is_near = candidate.rank[1] <= _NEAR * found[0].rank[1]
-            if of_shape[candidate.shape] < (_OF_A_SHAPE if is_near else 1):
+            of_shape[candidate.shape] += 1
+            if of_shape[candidate.shape] <= _OF_A_SHAPE:
                 listed.append(candidate)
-                of_shape[candidate.shape] += 1
         return listed[: self.question.num_best]
 
     def _result(self, search: BranchAndBound, best: Sequence[Candidate]) -> PlanResult:

@@ -13,6 +13,7 @@ from parallel3d.planner.search.bounds import Bounds
 from parallel3d.planner.search.candidate import WORTH_HALVES, Candidate, OutOfMemory, evaluate, out_of_memory
 from parallel3d.planner.search.space import RECOMPUTED, VARIANTS, Space
 
+_ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
 _TRIES = 8  # predictions of a group of layouts of which none fits
 _ALTERNATIVES = 5  # shapes whose best layout is predicted too
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose best layout is predicted too
@@ -50,13 +51,13 @@ class BranchAndBound:
 
         A layout's bound is first the given one, then the predictor's own, which is nearer and takes longer to find.
         """
-        best, fitting = np.inf, set[Layout]()
+        best, roomy = np.inf, set[Layout]()
         waiting = [(seconds, n, k, False) for n, (seconds, k) in enumerate(bounds)]
         heapify(waiting)
         while waiting and waiting[0][0] < best:
             _, n, k, is_near = heappop(waiting)
             layout = self.space.layout(k)
-            if any(other in fitting for other in _no_slower(layout)):
+            if any(other in roomy for other in _no_slower(layout)):
                 continue
             if not is_near:
                 heappush(waiting, (self._bound(layout), n, k, True))
@@ -64,7 +65,8 @@ class BranchAndBound:
             candidate = self._predict(k, best)
             if candidate is not None and candidate.fits:
                 best = min(best, candidate.rank[1])
-                fitting.add(layout)
+                if candidate.fullness < _ROOMY:
+                    roomy.add(layout)
 
     def _find_alternatives(self, order) -> None:
         """Predict the likeliest layouts of other shapes, and of those that take little memory, for comparison."""
