@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -14,9 +17,8 @@ from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.links import Integers
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.timing import Floats, compute_seconds, layer_times
-from parallel3d.planner.search.space import VARIANTS, Space
-from parallel3d.schedule.builders import WHOLE_BACKWARDS
+from parallel3d.planner.predict.timing import compute_seconds, layer_times
+from parallel3d.planner.search.space import Space
 from parallel3d.zero.memory import predict_state
 
 # The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
@@ -40,46 +42,36 @@ class Bounds:
         devices = {gpu.device for gpu in predictor.network.cluster.gpus}
         fastest = min(devices, key=lambda device: compute_seconds(Work(1e15, 1e14, 1e12), device))
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
-        self._exchanges: dict[tuple[Collective, int], float] = {}
+        self._exchanges: dict[tuple[int, Collective], float] = {}
         self.why_not_sliced: dict[int, str] = {}
-        self.seconds = self._bound_seconds(space)
-        self.bytes = self._bound_bytes(space.where(np.isfinite(self.seconds)), np.isfinite(self.seconds))
+        self.seconds, self.bytes = np.full(len(space), np.inf), np.zeros(len(space))
+        self._bound_seconds(space)
+        self._bound_bytes(space)
 
-    def _bound_seconds(self, space: Space) -> Floats:
-        predictor, found = self._predictor, np.full(len(space), np.inf)
-        num_chunks = np.array([variant.chunks for variant in VARIANTS])[space.variant]
-        whole = np.array([variant.schedule in WHOLE_BACKWARDS for variant in VARIANTS])[space.variant]
+    def _bound_seconds(self, space: Space) -> None:
+        predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
         columns = (space.slices, space.sequence_parallel, space.recompute > 0, space.micro_batch, space.halves, whole)
         for chosen in _groups(*columns):
             layout, is_whole = space.layout(chosen[0]), bool(whole[chosen[0]])
             try:
-                # Half blocks together take as long as whole ones.
+                # Half blocks together take as long as whole ones, whose profile is needed anyway.
                 layers = predictor.layers(layout.model_copy(update={"units": None}), exactly=False)
             except PartitionError as error:
                 self.why_not_sliced[layout.slices] = str(error)
                 continue
-            times = layer_times(
-                layers,
-                self._device,
-                lambda c, n=layout.slices: self._fastest(c, n),
-                layout.micro_batch,
-                1.0,
-                not is_whole,
-            )
+            over_slices = partial(self._fastest, layout.slices)
+            times = layer_times(layers, self._device, over_slices, layout.micro_batch, splits=not is_whole)
             p, m, chunks = space.stages[chosen], space.micro_batches[chosen], num_chunks[chosen]
             # The last rank starts p - 1 chunks' forwards late. If backwards are whole, the first one ends as many late.
             late = times.total.sum() if is_whole else times.compute[0].sum()
             computing = m * times.total.sum() / p
-            longest = np.maximum(
-                computing + late * (p - 1) / (p * chunks), m * times.total.max() * (layout.units is None)
-            )
-            step = np.maximum(predictor.cooled(longest, computing), m * times.host.sum() / p)
-            found[chosen] = _SLACK * predictor.least_factor() * step
-        return found
+            longest = 0.0 if layout.units else times.total.max()
+            step = predictor.cooled(np.maximum(computing + late * (p - 1) / (p * chunks), m * longest), computing)
+            self.seconds[chosen] = _SLACK * predictor.least_factor() * np.maximum(step, m * times.host.sum() / p)
 
-    def _fastest(self, collective: Collective, slices: int) -> float:
+    def _fastest(self, slices: int, collective: Collective) -> float:
         """Return the seconds of a collective over the best placed of some tensor-parallel groups, alone on its links."""
-        key = (collective, slices)
+        key = (slices, collective)
         if key not in self._exchanges:
             network = self._predictor.network
             groups = np.arange(len(network.cluster.gpus) // slices * slices).reshape(-1, 1, slices)
@@ -87,28 +79,28 @@ class Bounds:
             self._exchanges[key] = float(network.each(collective.kind, some, collective.nbytes).min())
         return self._exchanges[key]
 
-    def _bound_bytes(self, space: Space, possible) -> Floats:
-        predictor, found = self._predictor, np.zeros(len(space))
-        for chosen in _groups(space.slices, space.replicas, space.zero):
+    def _bound_bytes(self, space: Space) -> None:
+        predictor, possible = self._predictor, np.isfinite(self.seconds)
+        for chosen in _groups(space.slices, space.replicas, space.zero, possible):
+            if not possible[chosen[0]]:
+                continue
             layout = space.layout(chosen[0])
-            layers = predictor.layers(Layout(slices=layout.slices))
-            parameters = [parameter for layer in layers for _, parameter in layer.parameters]
+            parameters = [p for layer in predictor.layers(Layout(slices=layout.slices)) for _, p in layer.parameters]
             dtype = parameters[0].dtype if parameters else torch.float32
-            all_of_them = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device="meta")
-            one = ParameterInfo("", nn.Parameter(all_of_them), (0,))
-            state = predict_state([one], predictor.policy(layout), layout.replicas)
-            found[chosen] = state.steady / space.stages[chosen]
-        for chosen in _groups(space.slices, space.sequence_parallel, space.recompute, space.halves):
-            one = {"micro_batch": 1, "units": None}
-            held = _EVEN * predictor.held(space.layout(chosen[0]).model_copy(update=one))
-            p = space.stages[chosen]
-            found[chosen] += held * space.micro_batch[chosen] * np.minimum(p, space.micro_batches[chosen]) / p
-        every = np.zeros(len(possible))
-        every[possible] = found
-        return every
+            merged = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device="meta")
+            info = ParameterInfo("", nn.Parameter(merged), (0,))
+            state = predict_state([info], predictor.policy(layout), layout.replicas)
+            self.bytes[chosen] = state.steady / space.stages[chosen]
+        for chosen in _groups(space.slices, space.sequence_parallel, space.recompute, possible):
+            if not possible[chosen[0]]:
+                continue
+            one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
+            stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
+            in_flight = np.minimum(stages, space.micro_batches[chosen])
+            self.bytes[chosen] += predictor.held(one) * samples * in_flight / stages
 
 
-def _groups(*columns: Integers) -> list[Integers]:
+def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
     """Return the indices of the rows that have equal values, group by group."""
     _, group = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     order = np.argsort(group.ravel(), kind="stable")

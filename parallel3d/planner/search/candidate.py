@@ -46,6 +46,11 @@ class OutOfMemory:
         """Memory of the stages that may be the fullest."""
         return tuple(self.predictor.rough_memory(self.layout))
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key, see Candidate."""
+        return True, self.least
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -60,19 +65,9 @@ class Candidate:
         return self.step.layout
 
     @property
-    def fullness(self) -> float:
-        """Reserved share of the fullest device's memory."""
-        return fullness_of(self.memory)
-
-    @property
     def fits(self) -> bool:
         """Whether it fits into every device."""
-        return self.fullness <= 1.0
-
-    @property
-    def shape(self) -> Shape:
-        """Ranks along pipe, data, model."""
-        return shape_of(self.layout)
+        return fullness_of(self.memory) <= 1.0
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -108,7 +103,7 @@ def evaluate(
     """
     step = predictor.predict(layout, places, bounds)
     candidate = Candidate(step, predictor.memory(step))
-    if not 1.0 < candidate.fullness < _fullest_to_split(layout) or step.seconds >= best:
+    if not 1.0 < fullness_of(candidate.memory) < _fullest_to_split(layout) or step.seconds >= best:
         return candidate
     within = predictor.split_within(step, candidate.memory)
     if within is None or within == step.bounds:
@@ -121,7 +116,7 @@ def evaluate(
 def improve(predictor: Predictor, candidate: Candidate) -> Candidate:
     """Put a candidate's ranks where `place` does, and split its layers with more care, if that makes the step shorter."""
     layout = candidate.layout
-    places = place(predictor.network, candidate.shape, traffic_of(predictor, candidate.step))
+    places = place(predictor.network, shape_of(layout), traffic_of(predictor, candidate.step))
     found = [candidate]
     if places != tuple(range(layout.world_size)):
         found.append(evaluate(predictor, layout, places))

@@ -24,7 +24,7 @@ from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.traffic import link_loads
 from parallel3d.planner.search.auto_schedule import is_quick, with_auto
-from parallel3d.planner.search.candidate import Candidate, improve, prediction_of
+from parallel3d.planner.search.candidate import Candidate, improve, prediction_of, shape_of
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import PlanResult, RankPlace, TimelineSpan
@@ -126,8 +126,9 @@ class Planner:
         listed: list[Candidate] = []
         of_shape: Counter[Shape] = Counter()
         for candidate in found:
-            of_shape[candidate.shape] += 1
-            if of_shape[candidate.shape] <= _OF_A_SHAPE:
+            shape = shape_of(candidate.layout)
+            of_shape[shape] += 1
+            if of_shape[shape] <= _OF_A_SHAPE:
                 listed.append(candidate)
         return listed[: self.question.num_best]
 

@@ -1,4 +1,4 @@
-"""Branch and bound over a space of layouts: bounds for all of them, predictions of those that could be the best."""
+"""Search of a space for the layouts with the shortest steps."""
 
 from __future__ import annotations
 
@@ -8,23 +8,34 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from parallel3d.config.layout import Layout
+from parallel3d.planner.predict.links import Integers
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.bounds import Bounds
-from parallel3d.planner.search.candidate import WORTH_HALVES, Candidate, OutOfMemory, evaluate, out_of_memory
-from parallel3d.planner.search.space import RECOMPUTED, VARIANTS, Space
+from parallel3d.planner.search.candidate import (
+    WORTH_HALVES,
+    Candidate,
+    OutOfMemory,
+    evaluate,
+    fullness_of,
+    out_of_memory,
+    shape_of,
+)
+from parallel3d.planner.search.space import RECOMPUTED, Space
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
-_TRIES = 8  # predictions of a group of layouts of which none fits
-_ALTERNATIVES = 5  # shapes whose best layout is predicted too
-_LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose best layout is predicted too
-_QUICK = 512  # stages x stages x chunks of a layout that is only an alternative: its program is made soon
+_ALTERNATIVES = 5  # shapes whose likeliest layouts are evaluated, so that there is something to compare with
+_LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose likeliest layouts are evaluated
+_TRIES = 8  # evaluated layouts of an alternative of which none fits
+_QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
 
 
 class BranchAndBound:
-    """Search for the shortest step of a space.
+    """Search for the shortest step of a space, over whole and half blocks alike.
 
-    - bounds: of each layout of the space.
-    - candidates: all layouts that were predicted; refused: those whose memory shows that they can't fit. In order of search.
+    Bounds are found for all layouts at once. In their order, each layout gets a nearer bound of its own, and those that could
+    still be the best are predicted.
+
+    - candidates: all layouts that were predicted; refused: those that can't fit, which shows without a prediction.
     """
 
     def __init__(self, predictor: Predictor, space: Space):
@@ -34,11 +45,16 @@ class BranchAndBound:
         self.candidates: dict[Layout, Candidate] = {}
         self.refused: list[OutOfMemory] = []
         self._least: dict[Layout, float] = {}
-        self._tried: set[int] = set()
+        self._evaluated: set[int] = set()
+
+    @property
+    def evaluated(self) -> list[Candidate | OutOfMemory]:
+        """All layouts that weren't ruled out by bounds."""
+        return [*self.candidates.values(), *self.refused]
 
     def run(self) -> list[Candidate]:
-        """Return the candidates that fit, the best first: the best of all, and of some shapes and shares of the memory."""
-        seconds = self.bounds.seconds * np.where(self.space.halves, 1 / WORTH_HALVES, 1.0)
+        """Return the candidates that fit, the best first; none if nothing fits."""
+        seconds = self.bounds.seconds / np.where(self.space.halves, WORTH_HALVES, 1.0)
         possible = np.flatnonzero(np.isfinite(seconds) & (self.bounds.bytes <= self.capacity))
         order = possible[np.argsort(seconds[possible], kind="stable")]
         self._find_best(list(zip(seconds[order].tolist(), order.tolist(), strict=True)))
@@ -47,12 +63,9 @@ class BranchAndBound:
         return sorted((c for c in self.candidates.values() if c.fits), key=lambda c: c.rank)
 
     def _find_best(self, bounds: Sequence[tuple[float, int]]) -> None:
-        """Predict layouts in the order of their bounds until none is below the best that fits.
-
-        A layout's bound is first the given one, then the predictor's own, which is nearer and takes longer to find.
-        """
+        """Evaluate layouts, given as (bound, index), in the order of their bounds until none is below the best that fits."""
         best, roomy = np.inf, set[Layout]()
-        waiting = [(seconds, n, k, False) for n, (seconds, k) in enumerate(bounds)]
+        waiting = [(least, n, k, False) for n, (least, k) in enumerate(bounds)]
         heapify(waiting)
         while waiting and waiting[0][0] < best:
             _, n, k, is_near = heappop(waiting)
@@ -60,44 +73,41 @@ class BranchAndBound:
             if any(other in roomy for other in _no_slower(layout)):
                 continue
             if not is_near:
-                heappush(waiting, (self._bound(layout), n, k, True))
+                heappush(waiting, (self._near_bound(layout), n, k, True))
                 continue
-            candidate = self._predict(k, best)
+            candidate = self._evaluate(k, best)
             if candidate is not None and candidate.fits:
                 best = min(best, candidate.rank[1])
-                if candidate.fullness < _ROOMY:
+                if fullness_of(candidate.memory) < _ROOMY:
                     roomy.add(layout)
 
-    def _find_alternatives(self, order) -> None:
-        """Predict the likeliest layouts of other shapes, and of those that take little memory, for comparison."""
-        space = self.space
-        shapes = np.stack([space.stages, space.replicas, space.slices], axis=1)[order]
-        tried = {c.shape for c in self.candidates.values() if c.fits}
-        others = [shape for shape in dict.fromkeys(map(tuple, shapes.tolist())) if shape not in tried]
-        groups = [order[(shapes == shape).all(axis=1)] for shape in others[: max(0, _ALTERNATIVES - len(tried))]]
-        groups = [g[[k not in self._tried for k in g.tolist()]] for g in groups]
-        lean = [order[self.bounds.bytes[order] <= share * self.capacity] for share in _LEANER]
-        quick = space.stages**2 * np.array([v.chunks for v in VARIANTS])[space.variant] <= _QUICK
-        for group in groups + [g[:_TRIES] for g in lean]:
-            for k in group[quick[group]][:_TRIES].tolist():
-                if k in self._tried:
-                    continue
-                candidate = self._predict(k)
+    def _find_alternatives(self, order: Integers) -> None:
+        """Evaluate the likeliest layouts of other shapes and of little memory, until one of each fits."""
+        space, shapes = self.space, self.space.shapes[order]
+        found = {shape_of(candidate.layout) for candidate in self.candidates.values() if candidate.fits}
+        others = [shape for shape in dict.fromkeys(map(tuple, shapes.tolist())) if shape not in found]
+        groups = [order[(shapes == shape).all(axis=1)] for shape in others[: max(0, _ALTERNATIVES - len(found))]]
+        groups += [order[self.bounds.bytes[order] <= share * self.capacity][:_TRIES] for share in _LEANER]
+        is_quick = space.stages**2 * space.chunks <= _QUICK
+        for group in groups:
+            quick = [k for k in group[is_quick[group]].tolist() if k not in self._evaluated]
+            for k in quick[:_TRIES]:
+                candidate = self._evaluate(k)
                 if candidate is not None and candidate.fits:
                     break
 
-    def _bound(self, layout: Layout) -> float:
+    def _near_bound(self, layout: Layout) -> float:
         """Return the predictor's bound, the same however many layers are recomputed together."""
         key = layout.model_copy(update={"recompute": min(1, layout.recompute)})
         if key not in self._least:
             self._least[key] = self._predictor.least(key) / (WORTH_HALVES if layout.units else 1.0)
         return self._least[key]
 
-    def _predict(self, k: int, best: float = np.inf) -> Candidate | None:
-        """Return None for a layout that can't fit."""
-        self._tried.add(k)
+    def _evaluate(self, k: int, best: float = np.inf) -> Candidate | None:
+        """Predict layout k, see `evaluate`; return None if it can't fit."""
+        self._evaluated.add(k)
         layout = self.space.layout(k)
-        refused = out_of_memory(self._predictor, layout, self._bound(layout))
+        refused = out_of_memory(self._predictor, layout, self._near_bound(layout))
         if refused is not None:
             self.refused.append(refused)
             return None

@@ -16,8 +16,8 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 # Layers recomputed together, 0 for none. The more there are, the fewer inputs are kept, but the more is held while they are
-# recomputed. If n are recomputed together, a stage of 1F1B keeps the inputs of 1/n of as many layers as the whole model has, and
-# for a time what n layers hold, each ten inputs or more: for models of up to 160 layers the least for n <= 4.
+# recomputed. If n are recomputed together, a stage of 1F1B keeps the inputs of 1/n of as many layers as the whole model has,
+# and for a time what n layers hold, each ten inputs or more: for models of up to 160 layers the least for n <= 4.
 RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
 # Most chunks of all stages whose order is searched for: for more that takes too long, on many ranks even earlier.

@@ -13,6 +13,7 @@ from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
 from parallel3d.schedule.order import validate
 
+
 def planned(text: str, memory: str | None = None) -> tuple[Candidate, Candidate]:
     """(as named, with "auto") of one layout of 4 GPUs in a row."""
     fixed = parse_layout(text)
