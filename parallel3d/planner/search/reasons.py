@@ -71,8 +71,8 @@ def _ruled_out(search: BranchAndBound, known: set[Shape], winner: Prediction | N
     """Return one layout of each shape of which none was evaluated."""
     found: dict[Shape, Rejected] = {}
     space, bounds = search.space, search.bounds
-    for k in np.argsort(bounds.seconds, kind="stable").tolist():
-        stages, replicas, slices = space.shapes[k].tolist()
+    order = np.argsort(bounds.seconds, kind="stable")
+    for k, (stages, replicas, slices) in zip(order.tolist(), space.shapes[order].tolist(), strict=True):
         shape = (stages, replicas, slices)
         if shape in known or shape in found:
             continue
