@@ -23,7 +23,7 @@ def is_quick(layout: Layout) -> bool:
 
 
 def with_auto(predictor: Predictor, candidate: Candidate) -> Candidate | None:
-    """Predict schedule "auto" on a candidate's chunks and devices exactly.
+    """Predict schedule "auto" on a candidate's chunks and devices.
 
     Return None for a single stage, for a placement of chunks that "auto" doesn't have, or if no micro-batch fits.
     """

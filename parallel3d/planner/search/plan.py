@@ -1,4 +1,4 @@
-"""From a model and a cluster to a plan: searched, placed, and put into words."""
+"""Plan of a model on a cluster: search, improvement of the best layouts, and result."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _OF_A_SHAPE = 3  # candidates of one shape that are listed
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned.
+    """Model and cluster to plan for.
 
-    fixed: what of the layout the user has decided already; its axes where they are above 1. measured: see Predictor.
-    every_auto: whether schedule "auto" is planned for all that are listed, however long that takes.
+    - fixed: what the user has decided of the layout; measured: see Predictor.
+    - every_auto: whether schedule "auto" is planned for all listed layouts, however long that takes.
     """
 
     model: PlannedModel
@@ -158,13 +158,13 @@ class Planner:
 
 
 def possible_slices(gpus: int) -> list[int]:
-    """Over how many GPUs of a host with so many a layer may be sliced: powers of two, and what fills the host evenly."""
+    """Return the possible tensor-parallel ranks on hosts of this many GPUs: powers of two, and what fills a host evenly."""
     return [n for n in range(1, gpus + 1) if n & (n - 1) == 0 or gpus % n == 0]
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect garbage rarely inside, and only what is new: programs are a million objects, none of them in a cycle."""
+    """Collect only new garbage, and rarely: programs are a million objects, none of them in a cycle."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(200_000, 50, 50)
@@ -176,14 +176,14 @@ def rare_collections() -> Iterator[None]:
 
 
 def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any]) -> ModelProfile:
-    """Of the model on a cluster's kind of device, under a configuration."""
+    """Return the profile of the model on the cluster's kind of device, under a configuration."""
     on_cpu = all(gpu.device.name == "cpu" for gpu in cluster.gpus)
     inputs, labels = model.sample(1)
     return ModelProfile(model.layers, inputs, labels, model.loss_fn, load(config), "cpu" if on_cpu else "cuda")
 
 
 def timeline_of(step: StepPrediction) -> tuple[TimelineSpan, ...]:
-    """Of the micro-batches that were timed."""
+    """Return the timeline of the micro-batches that were simulated."""
     return tuple(
         TimelineSpan(
             stage=span.rank,
@@ -199,7 +199,7 @@ def timeline_of(step: StepPrediction) -> tuple[TimelineSpan, ...]:
 
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:
-    """Where each rank runs."""
+    """Return the device of each rank."""
     ranks = step.links.ranks
     places = []
     for rank, (pipe, data, model) in enumerate(np.ndindex(*ranks.shape)):
