@@ -194,12 +194,10 @@ def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
     return sums
 
 
-def pace(times: Times, placement: Sequence[int]) -> float:
-    """Return the seconds by which each further micro-batch makes a full pipeline's step longer: its busiest stage's."""
-    return float(of_stages(times.total, placement).max())
-
-
 def makespan(length: Length, times: Times, placement: Sequence[int], untimed: int) -> float:
-    """Return the makespan of a program from its length with `untimed` micro-batches fewer."""
-    host = float(of_stages(times.host.sum(axis=0), placement).max())
-    return length.makespan + untimed * max(pace(times, placement), length.pace, host)
+    """Return the makespan of a program from its length with `untimed` micro-batches fewer.
+
+    Each of these makes the step of a full pipeline longer by the seconds of the busiest stage, or of the busiest host.
+    """
+    pace, host = (float(of_stages(each, placement).max()) for each in (times.total, times.host.sum(axis=0)))
+    return length.makespan + untimed * max(pace, length.pace, host)

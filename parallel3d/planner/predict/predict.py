@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from parallel3d.config.layout import Layout
@@ -73,7 +74,7 @@ class Predictor:
         self._memories: dict[Units, MemoryModel] = {}
         self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
         if measured is not None:
-            factors = self.expected_times().factors_of(measured)
+            factors = self.expected.factors_of(measured)
             blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
             self._factors = {None: factors, "half": factors[:, blocks]}
         self._programs = Programs()
@@ -104,14 +105,16 @@ class Predictor:
         """Return what ZeRO does under the layout's configuration."""
         return self.profile().policy(layout.zero)
 
-    def expected_times(self, units: Units = None) -> Times:
-        """Return the expected times of each unsplit layer on the reference device, from its FLOPs and bytes."""
-        return layer_times(self.profile(units).layers(), self.network.cluster.gpus[0].device, lambda collective: 0.0)
+    @cached_property
+    def expected(self) -> Times:
+        """Expected times of each unsplit layer on the reference device, from its FLOPs and bytes."""
+        return layer_times(self.profile().layers(), self.network.cluster.gpus[0].device, lambda collective: 0.0)
 
-    def least_factor(self, units: Units = None) -> float:
-        """Return measured over expected seconds of all layers together, at most 1."""
-        expected = self.expected_times(units)
-        return min(1.0, float(expected.scaled(self._factors[units]).total.sum() / expected.total.sum()))
+    @cached_property
+    def least_factor(self) -> float:
+        """Measured over expected seconds of all layers together, at most 1."""
+        measured = self.expected.scaled(self._factors[None])
+        return min(1.0, float(measured.total.sum() / self.expected.total.sum()))
 
     def predict(
         self,
@@ -279,7 +282,7 @@ class Predictor:
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
         memory, replay = self._memory(layout.units), self._programs.replay(layout, timed, roughly=True)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
-        samples, one = layout.micro_batch * untimed_flight(layout, timed), _one_sample(layout)
+        samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
         # A long pipeline is the fullest at its ends, or in the middle.
         for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
             for found in memory.stages(replay, bounds, one, _capacities(links), samples, {stage}):
@@ -346,11 +349,6 @@ def _fastest(times: Sequence[Times]) -> tuple[Times, tuple[float, ...]]:
     """Return the times of the fastest stage, and every stage's total over that one's."""
     totals = [float(each.total.sum()) for each in times]
     return times[totals.index(min(totals))], tuple(total / min(totals) for total in totals)
-
-
-def _one_sample(layout: Layout) -> Layout:
-    """Return the layout with micro-batches of a single sample, from which rough predictions are made."""
-    return layout.model_copy(update={"micro_batch": 1})
 
 
 def _capacities(links: LayoutLinks) -> list[int]:

@@ -17,7 +17,7 @@ from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.links import Integers
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.timing import compute_seconds, layer_times
+from parallel3d.planner.predict.timing import Floats, compute_seconds, layer_times
 from parallel3d.planner.search.space import Space
 from parallel3d.zero.memory import predict_state
 
@@ -44,11 +44,12 @@ class Bounds:
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
         self._exchanges: dict[tuple[int, Collective], float] = {}
         self.why_not_sliced: dict[int, str] = {}
-        self.seconds, self.bytes = np.full(len(space), np.inf), np.zeros(len(space))
-        self._bound_seconds(space)
-        self._bound_bytes(space)
+        self.seconds, self.bytes = self._bound_seconds(space), np.zeros(len(space))
+        possible = np.isfinite(self.seconds)
+        self.bytes[possible] = self._bound_bytes(space.where(possible))
 
-    def _bound_seconds(self, space: Space) -> None:
+    def _bound_seconds(self, space: Space) -> Floats:
+        found = np.full(len(space), np.inf)
         predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
         columns = (space.slices, space.sequence_parallel, space.recompute > 0, space.micro_batch, space.halves, whole)
         for chosen in _groups(*columns):
@@ -67,7 +68,8 @@ class Bounds:
             computing = m * times.total.sum() / p
             longest = 0.0 if layout.units else times.total.max()
             step = predictor.cooled(np.maximum(computing + late * (p - 1) / (p * chunks), m * longest), computing)
-            self.seconds[chosen] = _SLACK * predictor.least_factor() * np.maximum(step, m * times.host.sum() / p)
+            found[chosen] = _SLACK * predictor.least_factor * np.maximum(step, m * times.host.sum() / p)
+        return found
 
     def _fastest(self, slices: int, collective: Collective) -> float:
         """Return the seconds of a collective over the best placed of some tensor-parallel groups, alone on its links."""
@@ -79,25 +81,21 @@ class Bounds:
             self._exchanges[key] = float(network.each(collective.kind, some, collective.nbytes).min())
         return self._exchanges[key]
 
-    def _bound_bytes(self, space: Space) -> None:
-        predictor, possible = self._predictor, np.isfinite(self.seconds)
-        for chosen in _groups(space.slices, space.replicas, space.zero, possible):
-            if not possible[chosen[0]]:
-                continue
+    def _bound_bytes(self, space: Space) -> Floats:
+        predictor, found = self._predictor, np.zeros(len(space))
+        for chosen in _groups(space.slices, space.replicas, space.zero):
             layout = space.layout(chosen[0])
             parameters = [p for layer in predictor.layers(Layout(slices=layout.slices)) for _, p in layer.parameters]
             dtype = parameters[0].dtype if parameters else torch.float32
             merged = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device="meta")
             info = ParameterInfo("", nn.Parameter(merged), (0,))
             state = predict_state([info], predictor.policy(layout), layout.replicas)
-            self.bytes[chosen] = state.steady / space.stages[chosen]
-        for chosen in _groups(space.slices, space.sequence_parallel, space.recompute, possible):
-            if not possible[chosen[0]]:
-                continue
+            found[chosen] = state.steady / space.stages[chosen]
+        for chosen in _groups(space.slices, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
-            in_flight = np.minimum(stages, space.micro_batches[chosen])
-            self.bytes[chosen] += predictor.held(one) * samples * in_flight / stages
+            found[chosen] += predictor.held(one) * samples * np.minimum(stages, space.micro_batches[chosen]) / stages
+        return found
 
 
 def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:

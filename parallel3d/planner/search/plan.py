@@ -184,18 +184,11 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any])
 
 def timeline_of(step: StepPrediction) -> tuple[TimelineSpan, ...]:
     """Return the timeline of the micro-batches that were simulated."""
-    return tuple(
-        TimelineSpan(
-            stage=span.rank,
-            op=span.instruction.op.value,
-            chunk=span.instruction.chunk,
-            micro_batch=span.instruction.micro_batch,
-            start=span.start,
-            end=span.end,
-            bucket=span.instruction.bucket,
-        )
-        for span in step.timeline.spans
-    )
+    spans = []
+    for span in step.timeline.spans:
+        op, chunk, micro_batch, bucket = span.instruction
+        spans.append(TimelineSpan(span.rank, op.value, chunk, micro_batch, span.start, span.end, bucket))
+    return tuple(spans)
 
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:

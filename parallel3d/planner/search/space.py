@@ -93,21 +93,9 @@ class Space:
 
     def layout(self, k: int) -> Layout:
         """Return layout k, fully specified."""
-        variant = VARIANTS[self.variant[k]]
-        return Layout(
-            stages=int(self.stages[k]),
-            slices=int(self.slices[k]),
-            replicas=int(self.replicas[k]),
-            zero=int(self.zero[k]),
-            sequence_parallel=bool(self.sequence_parallel[k]),
-            micro_batch=int(self.micro_batch[k]),
-            micro_batches=int(self.micro_batches[k]),
-            chunks=variant.chunks,
-            recompute=int(self.recompute[k]),
-            schedule=variant.schedule,
-            placement=variant.placement,
-            units="half" if self.halves[k] else None,
-        )
+        values = {field.name: int(getattr(self, field.name)[k]) for field in fields(self)}
+        halves, variant = values.pop("halves"), VARIANTS[values.pop("variant")]
+        return Layout(**values, **variant._asdict(), units="half" if halves else None)
 
 
 def enumerate_space(
@@ -143,11 +131,12 @@ def enumerate_space(
     space = Space(**columns)
     layers = np.where(space.halves, num_halves, num_layers)
     num_chunks = space.stages * space.chunks
-    most = np.array([_most_chunks(variant, num_ranks) for variant in VARIANTS])[space.variant]
+    most_searched = _MOST_SEARCHED_LARGE if num_ranks > _LARGE else _MOST_SEARCHED
+    is_searched = np.array([variant.schedule == "zb-looped" for variant in VARIANTS])[space.variant]
     kept = (
         (space.shapes.prod(axis=1) == num_ranks)
         & (space.replicas * space.micro_batches * space.micro_batch == global_batch)
-        & (num_chunks <= np.minimum(layers, most))
+        & (num_chunks <= np.where(is_searched, np.minimum(layers, most_searched), layers))
         & ((space.stages > 1) | ((space.variant == 0) & (space.halves == 0)))
         & ((space.slices > 1) | (space.sequence_parallel == 0))
         & ((space.replicas > 1) | (space.zero == 0))
@@ -167,9 +156,3 @@ def _is_searched(variant: Variant, fixed: PartialLayout) -> bool:
     )
     usual = (1,) if schedule == "gpipe" else _USUAL_CHUNKS[variant.schedule]
     return is_possible and variant.chunks in (usual if chunks is None else (chunks,))
-
-
-def _most_chunks(variant: Variant, num_ranks: int) -> int:
-    if variant.schedule != "zb-looped":
-        return 1 << 30
-    return _MOST_SEARCHED_LARGE if num_ranks > _LARGE else _MOST_SEARCHED

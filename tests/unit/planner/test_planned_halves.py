@@ -122,7 +122,7 @@ def test_layers_chosen_by_name_stay_as_they_are_given(section: dict[str, object]
 
 def test_a_halfs_measured_seconds_are_longer_as_its_blocks_are() -> None:
     asked = planner("gpt2-xl", "pp4,m8", 8)
-    expected = asked.predictor.expected_times()
+    expected = asked.predictor.expected
     slower = 1.0 + np.arange(len(expected.total)) / 10
     works = expected.compute * slower
     seconds = [LayerSeconds(*each) for each in works.T.tolist()]
