@@ -42,7 +42,6 @@ from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
 from parallel3d.zero.memory import update_traffic
-from parallel3d.zero.policy import ZeroPolicy
 
 Units = Literal["half"] | None  # of layers, see Layout
 _Seconds = TypeVar("_Seconds", float, Floats)
@@ -100,10 +99,6 @@ class Predictor:
         micro_batch = layout.micro_batch if exactly else 1
         profile = self.profile(layout.units)
         return profile.layers(layout.slices, layout.sequence_parallel, micro_batch, layout.recompute)
-
-    def policy(self, layout: Layout) -> ZeroPolicy:
-        """Return what ZeRO does under the layout's configuration."""
-        return self.profile().policy(layout.zero)
 
     @cached_property
     def expected(self) -> Times:
@@ -192,7 +187,7 @@ class Predictor:
         bounds: Sequence[int] | None = None,
     ) -> tuple[SplitLayout, list[list[ParameterInfo]]]:
         """Return the split layout, and the parameters of each stage; those of equal owners as one unless exactly."""
-        links, policy = self.links(layout, places, exactly), self.policy(layout)
+        links, policy = self.links(layout, places, exactly), self.profile().policy(layout.zero)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
         stages = self.profile(layout.units).stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
@@ -340,7 +335,7 @@ class Predictor:
         """Return the schedule's makespan as a function of the chunks' costs, divided into parts as the whole model's."""
         shares = by_op(times.compute.sum(axis=1) / times.total.sum())
         none = Buckets(((),) * (layout.stages * layout.chunks), ())
-        policy, timed = replace(self.policy(layout), stage=0), timed_micro_batches(layout, exactly=False)
+        policy, timed = replace(self.profile().policy(layout.zero), stage=0), timed_micro_batches(layout, exactly=False)
         simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)
         return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 

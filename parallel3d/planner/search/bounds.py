@@ -89,7 +89,7 @@ class Bounds:
             dtype = parameters[0].dtype if parameters else torch.float32
             merged = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device="meta")
             info = ParameterInfo("", nn.Parameter(merged), (0,))
-            state = predict_state([info], predictor.policy(layout), layout.replicas)
+            state = predict_state([info], predictor.profile().policy(layout.zero), layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.slices, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})

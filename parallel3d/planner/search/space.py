@@ -108,14 +108,18 @@ def enumerate_space(
 ) -> Space:
     """Return all layouts of this many ranks whose micro-batches make up the global batch (samples).
 
-    - num_halves: layers of the model in half blocks, which make pipelines only; 0 if these aren't layers.
+    - num_halves: layers of the model in half blocks, which make pipelines only; 0 if these aren't layers. On very many ranks
+      they are searched only if the user asks for them: predictions take long.
     - slices: possible numbers of tensor-parallel ranks.
     - fixed: what the user has decided of the layout, also values that aren't searched otherwise.
     """
     fixed = fixed or PartialLayout()
     recompute, micro_batch = fixed.decided("recompute"), fixed.decided("micro_batch")
+    halves = [1] if fixed.units == "half" else [0]
+    if fixed.units is None and num_halves and num_ranks <= _LARGE:
+        halves = [0, 1]
     choices = {
-        "halves": [1] if fixed.units == "half" else [0, 1][: 1 + (num_halves > 0)],
+        "halves": halves,
         "slices": slices,
         "stages": [n for n in range(1, min(num_ranks, max(num_layers, num_halves)) + 1) if num_ranks % n == 0],
         "sequence_parallel": [0, 1],
