@@ -114,20 +114,7 @@ def enumerate_space(
     - fixed: what the user has decided of the layout, also values that aren't searched otherwise.
     """
     fixed = fixed or PartialLayout()
-    recompute, micro_batch = fixed.decided("recompute"), fixed.decided("micro_batch")
-    halves = [1] if fixed.units == "half" else [0]
-    if fixed.units is None and num_halves and num_ranks <= _LARGE:
-        halves = [0, 1]
-    choices = {
-        "halves": halves,
-        "slices": slices,
-        "stages": [n for n in range(1, min(num_ranks, max(num_layers, num_halves)) + 1) if num_ranks % n == 0],
-        "sequence_parallel": [0, 1],
-        "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
-        "zero": [0, 1, 2],
-        "recompute": _HALVES_RECOMPUTED if recompute is None else [recompute],
-        "variant": [k for k, variant in enumerate(VARIANTS) if _is_searched(variant, fixed)],
-    }
+    choices = _choices(num_ranks, num_layers, num_halves, slices, fixed)
     axes = np.meshgrid(*(np.array(values, dtype=np.int64) for values in choices.values()), indexing="ij")
     columns = {name: axis.ravel() for name, axis in zip(choices, axes, strict=True)}
     columns["replicas"] = num_ranks // (columns["stages"] * columns["slices"])
@@ -145,11 +132,31 @@ def enumerate_space(
         & ((space.slices > 1) | (space.sequence_parallel == 0))
         & ((space.replicas > 1) | (space.zero == 0))
         & ((space.recompute <= 1) | (space.recompute * num_chunks <= layers))
-        & ((space.recompute <= RECOMPUTED[-1]) | (space.halves > 0) | (recompute is not None))
+        & ((space.recompute <= RECOMPUTED[-1]) | (space.halves > 0) | ("recompute" in fixed.given))
     )
     for name in fixed.given - {"schedule", "chunks", "placement", "units"}:
         kept &= getattr(space, name) == getattr(fixed, name)
     return space.where(kept)
+
+
+def _choices(
+    num_ranks: int, num_layers: int, num_halves: int, slices: Sequence[int], fixed: PartialLayout
+) -> dict[str, Sequence[int]]:
+    """Return the values of the columns that are combined."""
+    recompute, micro_batch = fixed.decided("recompute"), fixed.decided("micro_batch")
+    halves = [1] if fixed.units == "half" else [0]
+    if fixed.units is None and num_halves and num_ranks <= _LARGE:
+        halves = [0, 1]
+    return {
+        "halves": halves,
+        "slices": slices,
+        "stages": [n for n in range(1, min(num_ranks, max(num_layers, num_halves)) + 1) if num_ranks % n == 0],
+        "sequence_parallel": [0, 1],
+        "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
+        "zero": [0, 1, 2],
+        "recompute": _HALVES_RECOMPUTED if recompute is None else [recompute],
+        "variant": [k for k, variant in enumerate(VARIANTS) if _is_searched(variant, fixed)],
+    }
 
 
 def _is_searched(variant: Variant, fixed: PartialLayout) -> bool:
