@@ -48,38 +48,38 @@ def add_command(commands: Any) -> None:
     option(
         "--model",
         metavar="MODEL",
-        help="a Hugging Face directory or its config.json; script.py:FUNCTION as p3d check takes it; or one of "
+        help="a Hugging Face directory or its config.json; script.py:FUNCTION, as for p3d check; or one of "
         + ", ".join(MODELS),
     )
     option(
         "--cluster",
         metavar="CLUSTER",
-        help='a YAML file, or hosts and GPUs such as "8xH100" and "128x8xH100" (default: what --measure has found)',
+        help='a YAML file, or hosts and GPUs such as "8xH100" and "128x8xH100" (default: the host as --measure found it)',
     )
     option("--global-batch", type=int, metavar="N", help="samples of a step, over all ranks")
     option("--seq", type=int, metavar="N", help="tokens of a sample (default: the most that the model takes)")
-    option("--config", metavar="FILE", help="configuration that every layout has: precision, optimizer, ...")
+    option("--config", metavar="FILE", help="configuration of every layout: precision, optimizer, ...")
     option("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
     option(
         "--auto",
         action="store_true",
-        help='plan schedule "auto" for all layouts that are listed, however long that takes; for the best one it is planned '
-        "anyway where the pipeline is short",
+        help='plan schedule "auto" for all listed layouts, however long that takes; for the best one it is planned anyway if '
+        "its pipeline is short",
     )
     option("--explain", metavar="LAYOUT", help='compare one layout, such as "pp4,dp2", with the winner')
-    option("--out", type=Path, default="plan", metavar="DIR", help="directory of what is written (default: plan)")
+    option("--out", type=Path, default="plan", metavar="DIR", help="directory of the output (default: plan)")
     option(
         "--measure",
         nargs="?",
         const="",
         metavar="FILE",
-        help="measure this host's GPUs and links first, keep them in FILE and plan for them, with the model's layers measured "
-        "on one; without --model, only measure",
+        help="first measure this host's GPUs and links, store them in FILE and plan for them, with the model's layers measured "
+        "on one GPU; without --model, only measure",
     )
     runs: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "RUN"}
-    option("--calibrate", **runs, help="correct the predictions by what these runs measured")
-    option("--compare", **runs, help="print predicted beside measured for these runs, and end")
-    option("--calibration", metavar="FILE", help="corrections that an earlier --calibrate has written")
+    option("--calibrate", **runs, help="correct the predictions by these recorded runs")
+    option("--compare", **runs, help="print predicted and measured values of these runs, and end")
+    option("--calibration", metavar="FILE", help="corrections that an earlier --calibrate wrote")
 
 
 @rare_collections()
@@ -113,8 +113,7 @@ def _run(options: argparse.Namespace) -> int:
     result = Planner(question).answer()
     show(result, console)
     if fixed is not None:
-        explained = Planner(replace(question, num_best=1, fixed=fixed, every_auto=False)).answer()
-        explain(result, explained, console)
+        explain(result, Planner(replace(question, num_best=1, fixed=fixed, every_auto=False)).answer(), console)
     written = [*write_report(result, options.out)]
     contents = {"config.json": result.config, "ranks.json": [place.model_dump() for place in result.map]}
     for name, content in contents.items() if result.best else ():

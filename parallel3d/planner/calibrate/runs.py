@@ -20,8 +20,8 @@ from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds
+from parallel3d.planner.search.candidate import Candidate, prediction_of
 from parallel3d.planner.search.comparison import Comparison, compare
-from parallel3d.planner.search.found import Found, prediction_of
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.plan import profile_of
 from parallel3d.planner.search.presets import preset_of
@@ -61,11 +61,10 @@ class RunPredictor:
     def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:
         """Return the prediction of the run's step, and the seconds of its instructions, named by kind_name."""
         predictor, predicted = self._predict_step(record, calibration)
-        found = Found(predicted, predictor.memory(predicted))
         samples = record.micro_batch * record.micro_batches * record.replicas
         run = self.parts(record, calibration)
         seconds = {name: calibration.seconds(parts, run.idle) for name, parts in run.instructions.items()}
-        return prediction_of(predictor, found, samples), seconds
+        return prediction_of(predictor, Candidate(predicted, predictor.memory(predicted)), samples), seconds
 
     def parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
         """Return the uncorrected parts of the run, and of its step along the path that is the longest when corrected."""
@@ -108,7 +107,7 @@ class RunPredictor:
         predictor = Predictor(model, self._profiles[key], self._networks[corrections], calibration)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         compute = None if record.program is None else from_lists(record.program, placement)
-        return predictor, predictor.predict(layout, exactly=True, whole=True, bounds=record.bounds, compute=compute)
+        return predictor, predictor.predict(layout, bounds=record.bounds, compute=compute)
 
     def _model_of(self, record: RunRecord) -> PlannedModel:
         """Return the model as it is, or in half blocks if those ran."""

@@ -174,11 +174,8 @@ class SplitLayout:
             seconds[Op.REDUCE_REPLICAS, owners[0], bucket] = over_replicas + links.over_stages(shard, tuple(stages))
         return StepCost(self.times, seconds)
 
-    def least_computing(self) -> tuple[float, float, float]:
-        """Return lower bounds of the seconds until the last stage is done, and the mean of what the stages compute.
-
-        The first bound holds for these chunks, the second for stages that take equally long.
-        """
+    def least_computing(self) -> tuple[float, float]:
+        """Return a lower bound of the seconds until the last stage is done, and the mean of what the stages compute."""
         times = self.times
         late = times.compute[0]  # by which each chunk makes those after it start late, and those before it end late
         if self.layout.schedule in WHOLE_BACKWARDS:
@@ -188,15 +185,7 @@ class SplitLayout:
         ends = np.cumsum(late) - late
         waits = ends[[self.placement.index(stage) for stage in range(self.layout.stages)]]
         loads = of_stages(times.total, self.placement) * self.layout.micro_batches
-        mean = float(loads.mean())
-        return float((loads + waits).max()), mean + float(waits.max()), mean
-
-
-class Least(NamedTuple):
-    """Seconds that hardly any prediction of a layout is below; evenly: if its stages took equally long."""
-
-    seconds: float
-    evenly: float
+        return float((loads + waits).max()), float(loads.mean())
 
 
 def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
@@ -205,12 +194,10 @@ def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
     return sums
 
 
-def pace(times: Times, placement: Sequence[int]) -> float:
-    """Return the seconds by which each further micro-batch makes a full pipeline's step longer: its busiest stage's."""
-    return float(of_stages(times.total, placement).max())
-
-
 def makespan(length: Length, times: Times, placement: Sequence[int], untimed: int) -> float:
-    """Return the makespan of a program from its length with `untimed` micro-batches fewer."""
-    host = float(of_stages(times.host.sum(axis=0), placement).max())
-    return length.makespan + untimed * max(pace(times, placement), length.pace, host)
+    """Return the makespan of a program from its length with `untimed` micro-batches fewer.
+
+    Each of these makes the step of a full pipeline longer by the seconds of the busiest stage, or of the busiest host.
+    """
+    pace, host = (float(of_stages(each, placement).max()) for each in (times.total, times.host.sum(axis=0)))
+    return length.makespan + untimed * max(pace, length.pace, host)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
-
-import numpy as np
+from typing import Literal, TypeVar
 
 from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
@@ -18,7 +16,7 @@ from parallel3d.partition.chain import cut, segment_costs
 from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.predict.costs import Least, SplitLayout, StepCost, makespan, of_stages
+from parallel3d.planner.predict.costs import SplitLayout, StepCost, makespan, of_stages
 from parallel3d.planner.predict.links import LayoutLinks, Shape
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.memory_replay import MemoryReplay
@@ -43,8 +41,8 @@ from parallel3d.schedule.memory import ChunkBytes, most_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
 from parallel3d.zero.memory import update_traffic
-from parallel3d.zero.policy import ZeroPolicy
 
+Units = Literal["half"] | None  # of layers, see Layout
 _Seconds = TypeVar("_Seconds", float, Floats)
 _SMALL = 256  # ranks; with more, a rough prediction assumes that all stages have equal links
 
@@ -52,12 +50,13 @@ _SMALL = 256  # ranks; with more, a rough prediction assumes that all stages hav
 class Predictor:
     """Predicts steps of one model on one cluster, on as many of its GPUs as a layout has ranks.
 
-    A prediction is exact, with all gradient buckets and micro-batches of their real size; or rough, with a few buckets and
-    micro-batches estimated from those of a single sample.
+    Predictions have all gradient buckets, and micro-batches of their real size. Bounds are found roughly: with a few buckets,
+    and micro-batches estimated from those of a single sample.
 
+    - profile: of the layers as they are given. A layout whose units are "half" is predicted by the profile of half blocks,
+      which is made when it is first needed.
     - network: of the cluster as the calibration corrects it.
     - measured: seconds of each layer on the cluster's device. Predicted times are corrected by the ratio, in every layout.
-    - shared: a predictor for the same network whose programs and links this one reuses.
     """
 
     def __init__(
@@ -67,60 +66,67 @@ class Predictor:
         network: Network,
         calibration: Calibration | None = None,
         measured: Sequence[LayerSeconds] | None = None,
-        shared: Predictor | None = None,
     ):
-        self.model, self.profile, self.network = model, profile, network
-        self.calibration = calibration or Calibration()
-        self._measured = measured
-        self._memory = MemoryModel(profile)
-        self._programs: Programs = Programs() if shared is None else shared._programs
-        self._links: dict[tuple[object, ...], LayoutLinks] = {} if shared is None else shared._links
+        self.model, self.network, self.calibration = model, network, calibration or Calibration()
+        self._profiles: dict[Units, ModelProfile] = {None: profile}
+        self._memories: dict[Units, MemoryModel] = {}
+        self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
+        if measured is not None:
+            factors = self.expected.factors_of(measured)
+            blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
+            self._factors = {None: factors, "half": factors[:, blocks]}
+        self._programs = Programs()
+        self._links: dict[tuple[object, ...], LayoutLinks] = {}
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
         self._merged: dict[int, list[list[ParameterInfo]]] = {}
         self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
 
+    def profile(self, units: Units = None) -> ModelProfile:
+        """Return the profile of the layers, or of their half blocks. Raises ConfigError if half blocks aren't known."""
+        if units not in self._profiles:
+            self._profiles[units] = self._profiles[None].of_layers(self.model.in_halves().layers)
+        return self._profiles[units]
+
+    def _memory(self, units: Units) -> MemoryModel:
+        if units not in self._memories:
+            self._memories[units] = MemoryModel(self.profile(units))
+        return self._memories[units]
+
     def layers(self, layout: Layout, exactly: bool = True) -> tuple[LayerProfile, ...]:
         """Return the profiles of the layers on a rank of the layout, of a single sample unless exactly."""
         micro_batch = layout.micro_batch if exactly else 1
-        return self.profile.layers(layout.slices, layout.sequence_parallel, micro_batch, layout.recompute)
-
-    def policy(self, layout: Layout) -> ZeroPolicy:
-        """Return what ZeRO does under the layout's configuration."""
-        return self.profile.policy(layout.zero)
+        profile = self.profile(layout.units)
+        return profile.layers(layout.slices, layout.sequence_parallel, micro_batch, layout.recompute)
 
     @cached_property
     def expected(self) -> Times:
         """Expected times of each unsplit layer on the reference device, from its FLOPs and bytes."""
-        return layer_times(self.profile.layers(), self.network.cluster.gpus[0].device, lambda collective: 0.0)
+        return layer_times(self.profile().layers(), self.network.cluster.gpus[0].device, lambda collective: 0.0)
 
-    @property
+    @cached_property
     def least_factor(self) -> float:
         """Measured over expected seconds of all layers together, at most 1."""
-        if self._measured is None:
-            return 1.0
-        return min(1.0, float(np.array(self._measured).sum() / self.expected.total.sum()))
+        measured = self.expected.scaled(self._factors[None])
+        return min(1.0, float(measured.total.sum() / self.expected.total.sum()))
 
     def predict(
         self,
         layout: Layout,
         places: Sequence[int] | None = None,
-        exactly: bool = False,
-        whole: bool = False,
         bounds: Sequence[int] | None = None,
         compute: Program | None = None,
     ) -> StepPrediction:
         """Predict one step of a fully specified layout.
 
         - places: the GPU of each rank, in the cluster's order by default.
-        - whole: simulate more micro-batches, in most cases all of them.
         - bounds: the chunks' layers, if they are split already.
         - compute: the schedule, if it isn't a named one.
         """
-        split, stages = self._split_layout(layout, places, exactly, bounds)
+        split, stages = self._split_layout(layout, places, bounds=bounds)
         if compute is None:
-            timed = timed_micro_batches(layout, exactly, whole)
-            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed, roughly=not exactly)
+            timed = timed_micro_batches(layout)
+            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed)
         else:
             timed = compute.num_micro_batches
             simulation = given_simulation(compute, layout, split.buckets, split.policy)
@@ -133,7 +139,6 @@ class Predictor:
             simulation=simulation,
             cost=cost,
             timed=timed,
-            exact=exactly,
             makespan=seconds,
             optimizer=optimizer,
             seconds=seconds + optimizer + self.calibration.fixed.value,
@@ -141,21 +146,17 @@ class Predictor:
             reducing=split.reducing,
         )
 
-    def least(self, layout: Layout) -> Least:
-        """Return lower bounds of a rough prediction of the layout.
+    def least(self, layout: Layout) -> float:
+        """Return a lower bound of the seconds of a layout's step.
 
         Every stage computes all micro-batches, after those before it have begun the first one, and before they end the last
         one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
-        split, stages = self._split_layout(layout)
-        exchanging = split.reduction_seconds()
-        optimizer = self._optimizer_seconds(split, stages)
-        computing, evenly, mean = split.least_computing()
+        split, stages = self._split_layout(layout, exactly=False)
+        computing = self.cooled(*split.least_computing())
         host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
-        return Least(
-            max(self.cooled(computing, mean), float(exchanging.max()), float(host.max())) + optimizer,
-            max(self.cooled(evenly, mean), float(exchanging.mean()), float(host.mean())) + optimizer,
-        )
+        longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
+        return longest + self._optimizer_seconds(split, stages)
 
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
         """Return `seconds` of devices that compute during `computing` of them and idle else (see Calibration.idle)."""
@@ -181,14 +182,14 @@ class Predictor:
         self,
         layout: Layout,
         places: Sequence[int] | None = None,
-        exactly: bool = False,
+        exactly: bool = True,
         bounds: Sequence[int] | None = None,
     ) -> tuple[SplitLayout, list[list[ParameterInfo]]]:
         """Return the split layout, and the parameters of each stage; those of equal owners as one unless exactly."""
-        links, policy = self.links(layout, places, exactly), self.policy(layout)
+        links, policy = self.links(layout, places, exactly), self.profile().policy(layout.zero)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
-        stages = self.profile.stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
+        stages = self.profile(layout.units).stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
         if exactly:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         else:
@@ -240,18 +241,13 @@ class Predictor:
             of_device: dict[object, Times] = {}
             for device in {device: None for devices in links.devices for device in devices}:
                 times = layer_times(layers, device, links.over_slices, samples, links.overlap, splits)
-                of_device[device] = times if self._measured is None else times.scaled(self._factors)
+                of_device[device] = times.scaled(self._factors[layout.units])
             slowest = {
                 stage: max((of_device[d] for d in links.devices[stage]), key=lambda times: float(times.total.sum()))
                 for stage in set(links.first_alike)
             }
             self._stage_times[key] = [slowest[stage] for stage in links.first_alike]
         return self._stage_times[key]
-
-    @cached_property
-    def _factors(self) -> Floats:
-        assert self._measured is not None
-        return self.expected.factors_of(self._measured)
 
     def _optimizer_seconds(self, split: SplitLayout, stages: Sequence[Sequence[ParameterInfo]]) -> float:
         """Return the seconds of the slowest stage's step. stages: their parameters."""
@@ -261,46 +257,34 @@ class Predictor:
         ]
         return self.calibration.factors["optimizer"].value * max(seconds)
 
-    def held(self, slices: int, recompute: int) -> int:
-        """Return the bytes of activations that a micro-batch of one sample leaves for its backward, over all layers."""
-        return self._memory.held(Layout(slices=slices, recompute=recompute, micro_batch=1))
+    def held(self, layout: Layout) -> int:
+        """Return the bytes of activations that a micro-batch leaves for its backward, over all layers as one chunk."""
+        return self._memory(layout.units).held(layout)
 
-    def memory(self, step: StepPrediction, every: bool = False) -> tuple[StageMemory, ...]:
-        """Return the memory of each stage, as the calibration corrects it; of a rough prediction from a single sample's.
-
-        Of a rough prediction, only the stages that may be the fullest are included, unless `every` one is wanted.
-        """
-        only = None if step.exact or every else _ends(step.layout)
-        replay = MemoryReplay.of(step.program)
-        return self._stage_memories(step.layout, step.links, step.bounds, step.timed, replay, step.exact, only)
+    def memory(self, step: StepPrediction) -> tuple[StageMemory, ...]:
+        """Return the memory of each stage, as the calibration corrects it."""
+        memory, replay = self._memory(step.layout.units), MemoryReplay.of(step.program)
+        samples = untimed_flight(step.layout, step.timed)
+        stages = memory.stages(replay, step.bounds, step.layout, _capacities(step.links), samples)
+        return tuple(map(self.calibration.correct_memory, stages))
 
     def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
-        """Yield `memory` of a rough prediction of the layout, without one: only those stages' lists are needed."""
+        """Yield about the `memory` of the stages that may be the fullest, scaled from that of a single sample.
+
+        No prediction is needed, only those stages' lists of instructions.
+        """
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
-        replay = self._programs.replay(layout, timed, roughly=True)
+        memory, replay = self._memory(layout.units), self._programs.replay(layout, timed, roughly=True)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
-        for stage in sorted(_ends(layout)):
-            yield from self._stage_memories(layout, links, bounds, timed, replay, False, {stage})
+        samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
+        # A long pipeline is the fullest at its ends, or in the middle.
+        for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
+            for found in memory.stages(replay, bounds, one, _capacities(links), samples, {stage}):
+                yield self.calibration.correct_memory(found)
 
     def chunk_bytes(self, step: StepPrediction) -> list[ChunkBytes]:
-        """Return what a micro-batch holds on each chunk of an exact prediction, with weight gradients deferred."""
-        return self._memory.chunk_bytes(step.program.placement, step.bounds, step.layout)
-
-    def _stage_memories(
-        self,
-        layout: Layout,
-        links: LayoutLinks,
-        bounds: Sequence[int],
-        timed: int,
-        replay: MemoryReplay,
-        exactly: bool,
-        only: Collection[int] | None,
-    ) -> tuple[StageMemory, ...]:
-        capacities = [min(device.memory for device in devices) for devices in links.devices]
-        samples = 1 if exactly else layout.micro_batch * untimed_flight(layout, timed)
-        traced = layout if exactly else _one_sample(layout)
-        stages = self._memory.stages(replay, bounds, traced, capacities, samples, only)
-        return tuple(map(self.calibration.correct_memory, stages))
+        """Return what a micro-batch holds on each chunk, with weight gradients deferred."""
+        return self._memory(step.layout.units).chunk_bytes(step.program.placement, step.bounds, step.layout)
 
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
         """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
@@ -313,13 +297,12 @@ class Predictor:
         memory: of the prediction. What isn't the layers' own is assumed to stay.
         """
         layout, links, placement = step.layout, step.links, step.program.placement
-        samples = 1 if step.exact else layout.micro_batch
-        state, activations = self._memory.of_layers(layout if step.exact else _one_sample(layout))
-        ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile.specs]
-        limit = StageLimit(0.0, state, [samples * a for a in activations], most_in_flight(step.program), ties)
+        state, activations = self._memory(layout.units).of_layers(layout)
+        ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile(layout.units).specs]
+        limit = StageLimit(0.0, state, activations, most_in_flight(step.program), ties)
         own = cut(step.bounds, limit.chunk_bytes()).loads(placement)
         limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in memory))
-        fastest, paces = _fastest(self.stage_times(layout, links, step.exact, samples))
+        fastest, paces = _fastest(self.stage_times(layout, links))
         costs, of_chunks = segment_costs(fastest.total.tolist()), [paces[stage] for stage in placement]
         try:
             return partition_layers(costs, len(placement), placement=placement, limit=limit, paces=of_chunks).bounds
@@ -347,7 +330,7 @@ class Predictor:
         """Return the schedule's makespan as a function of the chunks' costs, divided into parts as the whole model's."""
         shares = by_op(times.compute.sum(axis=1) / times.total.sum())
         none = Buckets(((),) * (layout.stages * layout.chunks), ())
-        policy, timed = replace(self.policy(layout), stage=0), timed_micro_batches(layout, exactly=False)
+        policy, timed = replace(self.profile().policy(layout.zero), stage=0), timed_micro_batches(layout, exactly=False)
         simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)
         return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 
@@ -358,11 +341,6 @@ def _fastest(times: Sequence[Times]) -> tuple[Times, tuple[float, ...]]:
     return times[totals.index(min(totals))], tuple(total / min(totals) for total in totals)
 
 
-def _one_sample(layout: Layout) -> Layout:
-    """Return the layout with micro-batches of a single sample, from which rough predictions are made."""
-    return layout.model_copy(update={"micro_batch": 1})
-
-
-def _ends(layout: Layout) -> set[int]:
-    """Return the stages of a long pipeline that may be the fullest: those at its ends, and in the middle."""
-    return {0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}
+def _capacities(links: LayoutLinks) -> list[int]:
+    """Return the bytes of the smallest device of each stage."""
+    return [min(device.memory for device in devices) for devices in links.devices]

@@ -20,8 +20,8 @@ from parallel3d.zero.policy import ZeroPolicy
 
 _ROUGH_BUCKETS = 4  # of a chunk, in a rough prediction
 # Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
-_MOST_STEPS, _MOST_STEPS_WHOLE = 256, 2048
-_ROUGH_ROUNDS = 2  # how often the pipeline is filled in a rough prediction
+_MOST_STEPS = 2048
+_ROUNDS = 2  # how often the pipeline is filled by the micro-batches of a long program that are simulated
 _LONG = 16  # stages
 
 
@@ -124,16 +124,15 @@ def _collectives(
     return tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
 
 
-def timed_micro_batches(layout: Layout, exactly: bool, whole: bool = False) -> int:
+def timed_micro_batches(layout: Layout, exactly: bool = True) -> int:
     """Return how many micro-batches are simulated: enough to fill the pipeline a few times, in whole rounds of the stages.
 
-    All are for gpipe, which holds all of them, and for small programs. whole: all are in most cases.
+    All are for gpipe, which holds all of them, and exactly for programs that aren't long.
     """
     stages, wanted = layout.stages, layout.micro_batches
-    most_steps = _MOST_STEPS_WHOLE if whole else _MOST_STEPS
-    if layout.schedule == "gpipe" or (exactly and wanted * stages * layout.chunks <= most_steps):
+    if layout.schedule == "gpipe" or (exactly and wanted * stages * layout.chunks <= _MOST_STEPS):
         return wanted
-    rounds = _ROUGH_ROUNDS + exactly - (stages >= _LONG)
+    rounds = _ROUNDS + (exactly and stages < _LONG)
     return min(wanted, rounds * stages + wanted % stages)
 
 

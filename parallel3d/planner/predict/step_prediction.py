@@ -18,7 +18,6 @@ class StepPrediction:
     """Predicted step of a layout.
 
     - simulation: of the pipeline's program, with `timed` micro-batches if it has too many to be simulated.
-    - exact: whether every gradient bucket, and micro-batches of their real size, were predicted.
     - makespan: seconds of the program; optimizer: seconds of the optimizer's step; seconds: of the whole step.
     - reductions, reducing: of each chunk, see SplitLayout.
     """
@@ -29,7 +28,6 @@ class StepPrediction:
     simulation: Simulation
     cost: StepCost
     timed: int
-    exact: bool
     makespan: float
     optimizer: float
     seconds: float

@@ -1,4 +1,4 @@
-"""Ways to put ranks on GPUs: all that differ, structured ones, and exchanges in a given one. Each is [ways, ranks] of GPUs."""
+"""Arrangements of ranks on GPUs, [arrangements, ranks]: all that differ, structured ones, and exchanges in a given one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from parallel3d.planner.network.links import Network
 
 Grid = tuple[int, int, int]  # stages, replicas, slices
 
-_SMALL = 64  # GPUs: in larger clusters of equal hosts a structured way is as good as its exchanges
-_GROWTH = 16  # what the first stage leaves out again may be so many times more than what remains
-_STRUCTURED = 1 << 14  # ranks of all structured ways: bounds the time to compare them
+_SMALL = 64  # GPUs: in larger clusters of equal hosts a structured arrangement is as good as its exchanges
+_GROWTH = 16  # limit of the arrangements of the first ranks, in multiples of the limit of the complete ones
+_STRUCTURED = 1 << 14  # ranks of all structured arrangements: bounds the time to compare them
 _LISTED = 1 << 14  # exchanges to choose from
-_FEW = 4  # structured ways of the largest clusters
+_FEW = 4  # structured arrangements of the largest clusters
 
 
 def every_arrangement(network: Network, shape: Grid, most: int) -> Integers | None:
-    """One of each set of arrangements that no time can tell apart; None if they are more than `most`.
+    """Return one of each set of arrangements that take the same time; None if there are more than `most`.
 
-    GPUs that could change their names are one kind; so are replicas, and slices, of the layout.
+    GPUs that could change places are of one kind. Replicas and tensor-parallel ranks can be permuted.
     """
     if len(network.cluster.gpus) > _SMALL:
         return None
@@ -51,7 +51,7 @@ def every_arrangement(network: Network, shape: Grid, most: int) -> Integers | No
 
 
 def _canonical(ways: Integers, replicas: int, slices: int) -> npt.NDArray[np.bool_]:
-    """Of first stages equal up to the order of replicas and of slices at least one: with rows and columns in order."""
+    """Select first stages with rows and columns in order: at least one of those that are permutations of each other."""
     if ways.shape[1] <= slices:
         return np.all(np.diff(ways, axis=1) >= 0, axis=1)
     complete = ways.shape[1] // slices
@@ -71,7 +71,7 @@ def _ascending(grids: Integers) -> npt.NDArray[np.bool_]:
 
 
 def _interchangeable(network: Network) -> list[list[int]]:
-    """GPUs that could change places with all they alone are linked to, and nobody would notice; by locality."""
+    """Return groups of GPUs that could change places, with all that only they are linked to; by locality."""
     graph, gpus, fabric = network.cluster.graph, network.cluster.gpus, network.fabric
     nodes = {gpu.node for gpu in gpus}
     kinds: dict[object, list[int]] = {}
@@ -94,16 +94,16 @@ def _edge(graph: nx.Graph, a: str, b: str) -> tuple[object, ...]:
 
 
 def structured(network: Network, shape: Grid) -> Integers:
-    """Blocks of GPUs of one island, tiled by a part of each axis; the rest of the axes in turn over blocks.
+    """Return arrangements of blocks of GPUs of one island: a part of each axis tiles a block, the rest runs over blocks.
 
-    Of too many the likeliest: slices within islands, replicas along rails, stages across.
+    If there are too many, these are the likeliest: tensor-parallel ranks within islands, replicas along rails, stages across.
     """
     world = int(np.prod(shape))
     ways: dict[bytes, Integers] = {}
     nestings = [
         (order, nesting) for order in _orders(network, shape) for nesting in _nestings(shape, _block(network, order))
     ]
-    # By their place in their order's list: all orders get their likeliest.
+    # The likeliest of each order come first.
     for order, nesting in sorted(nestings, key=lambda each: each[1].unlikely):
         placed = _tiled(order, shape, nesting)
         ways.setdefault(placed.tobytes(), placed)
@@ -113,13 +113,15 @@ def structured(network: Network, shape: Grid) -> Integers:
 
 
 class _Nesting(NamedTuple):
-    unlikely: int
-    tile: Grid  # of each axis, how much is in a block
+    """Order in which the axes run over GPUs."""
+
+    unlikely: int  # rank among the nestings of an order, the likeliest first
+    tile: Grid  # the part of each axis that is in a block
     axes: tuple[int, ...]  # the rest, the slowest first
 
 
 def _orders(network: Network, shape: Grid) -> list[Integers]:
-    """The GPUs to use, in turn: by locality, and the fast and well connected first; groups of slices within islands lead."""
+    """Return orders of the GPUs to use: by locality, and the fast and well connected first. Whole tensor groups lead."""
     fabric, gpus = network.fabric, network.cluster.gpus
     speed = np.array([gpu.device.gemm_flops for gpu in gpus])
     unit_exit = np.array([_exit(network, unit) for unit in range(len(fabric.first_link))])
@@ -137,14 +139,14 @@ def _orders(network: Network, shape: Grid) -> list[Integers]:
 
 
 def _exit(network: Network, unit: int) -> float:
-    """Bytes a second out of a unit."""
+    """Return the bandwidth out of a unit."""
     fabric = network.fabric
     ports = fabric.classes[fabric.attachments[fabric.attachment[unit]][0]]
     return sum(ports.edges[port].edge[1] for port in ports.ports)
 
 
 def _block(network: Network, order: Integers) -> int:
-    """Into how large blocks of one island the order can be cut."""
+    """Return the size of the largest blocks of one island that the order can be cut into."""
     starts = np.flatnonzero(np.diff(network.fabric.island[order], prepend=-1))
     return gcd(*np.diff(starts, append=len(order)).tolist())
 
@@ -168,10 +170,10 @@ def _tiled(order: Integers, shape: Grid, nesting: _Nesting) -> Integers:
 
 
 def exchanges(network: Network, shape: Grid, placed: Integers, most: int) -> Integers:
-    """`placed` with two islands, two slice groups or two GPUs exchanged, or a GPU with an unused one; at most `most` such ways.
+    """Return `placed` with two islands, tensor-parallel groups or GPUs exchanged, or a GPU with an unused one, at most `most`.
 
-    There are none where all GPUs are alike in islands of one size, which the structured ways suit; large clusters have those of
-    unlike GPUs alone.
+    There are none if all GPUs are alike in islands of one size, which structured arrangements suit. In large clusters only
+    unlike GPUs are exchanged.
     """
     fabric, gpus = network.fabric, network.cluster.gpus
     unused = np.setdiff1d(np.arange(len(gpus)), placed)
@@ -195,7 +197,7 @@ def exchanges(network: Network, shape: Grid, placed: Integers, most: int) -> Int
 def _pairs(
     island: Integers, kind: Integers, world: int, slices: int, unlike: bool
 ) -> Iterator[tuple[Integers, Integers]]:
-    """Places to exchange: of islands, of slice groups, of GPUs. unlike: only those of different kinds."""
+    """Yield places to exchange: islands, tensor-parallel groups, GPUs. unlike: only those of different kinds."""
     in_use = island[:world]
     islands = [np.flatnonzero(in_use == each) for each in dict.fromkeys(in_use.tolist())]
     groups = list(np.arange(world).reshape(-1, slices))

@@ -1,20 +1,20 @@
-"""What was predicted of a run beside what it measured."""
+"""Predicted and measured values of a run, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from parallel3d.monitor.run_record import RunRecord
 from parallel3d.planner.search.result import Prediction
 
-# Of more instructions, or ranks, than this the table shows the worst alone, and the mean error of all.
+# Of more instructions, or ranks, than this, the table shows only the worst, and the mean error of all.
 _MOST_LINES = 16
-# Parts of a step as Prediction.breakdown names them -> as RunRecord.breakdown does.
+# Name of a part of the step in Prediction.breakdown -> names in RunRecord.breakdown.
 _PARTS = {
     "forward": ("forward",),
     "backward": ("backward",),
@@ -23,19 +23,22 @@ _PARTS = {
 }
 
 
+Unit = Literal["s", "B", "share"]  # seconds, bytes, or share of the time
+
+
 class Line(BaseModel):
-    """One number twice. unit: seconds, bytes, or a share of the time."""
+    """One predicted and measured number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     what: str
-    unit: Literal["s", "B", "share"]
+    unit: Unit
     predicted: float
     measured: float
 
     @property
     def error(self) -> float:
-        """(predicted - measured) / measured; of shares the difference."""
+        """(predicted - measured) / measured; the difference if these are shares."""
         difference = self.predicted - self.measured
         if self.unit == "share" or not difference:
             return difference
@@ -43,7 +46,7 @@ class Line(BaseModel):
 
 
 class Comparison(BaseModel):
-    """A run, by lines. step: its seconds, their parts, and the bubble; instructions: medians; memory: peaks of each rank."""
+    """Comparison of a run. step: seconds, their parts, and the bubble; instructions: medians; memory: peaks of each rank."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,7 +58,10 @@ class Comparison(BaseModel):
 
 
 def compare(record: RunRecord, prediction: Prediction, instructions: Mapping[str, float]) -> Comparison:
-    """prediction: of the layout that ran; instructions: predicted seconds by kind_name. What one side lacks is left out."""
+    """Compare a run with its prediction. What one side lacks is left out.
+
+    instructions: predicted seconds, by kind_name.
+    """
     parts = [
         _line(name, "s", prediction.breakdown[name], sum(record.breakdown.get(part, 0.0) for part in measured))
         for name, measured in _PARTS.items()
@@ -75,16 +81,17 @@ def compare(record: RunRecord, prediction: Prediction, instructions: Mapping[str
     )
 
 
-def _line(what: str, unit: Literal["s", "B", "share"], predicted: float, measured: float) -> Line:
+def _line(what: str, unit: Unit, predicted: float, measured: float) -> Line:
     return Line(what=what, unit=unit, predicted=predicted, measured=measured)
 
 
 def _peaks(record: RunRecord, prediction: Prediction) -> Iterator[Line]:
+    """Yield the peak memory of each rank."""
     stages = {stage.stage: stage for stage in prediction.memory}
     for rank in record.ranks:
-        stage = stages.get(rank.stage)
-        if stage is None:
+        if rank.stage not in stages:
             continue
+        stage = stages[rank.stage]
         if rank.allocated is not None:
             yield _line(f"rank {rank.rank} allocated", "B", stage.allocated, rank.allocated)
         if rank.reserved is not None and rank.outside is not None:
@@ -92,12 +99,12 @@ def _peaks(record: RunRecord, prediction: Prediction) -> Iterator[Line]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Predicted beside measured, with the error in percent (of shares, in percentage points)."""
-    table = Table(title=f"{comparison.layout} on {comparison.device}", title_justify="left")
-    for column in ("", "predicted", "measured", "error"):
-        table.add_column(column, justify="right" if column else "left")
+    """Return a table with the errors in percent, of shares in percentage points."""
+    columns = [Column(name, justify="right" if name else "left") for name in ("", "predicted", "measured", "error")]
+    table = Table(*columns, title=f"{comparison.layout} on {comparison.device}", title_justify="left")
     for lines in (comparison.step, comparison.instructions, comparison.memory):
-        for line in _shown(lines):
+        worst = sorted(lines, key=lambda line: -abs(line.error))[:_MOST_LINES]
+        for line in (line for line in lines if line in worst):
             error = f"{line.error * 100:+.1f} " + ("pp" if line.unit == "share" else "%")
             table.add_row(line.what, _text(line, line.predicted), _text(line, line.measured), error)
         if len(lines) > _MOST_LINES:
@@ -107,13 +114,6 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def _shown(lines: Sequence[Line]) -> Sequence[Line]:
-    if len(lines) <= _MOST_LINES:
-        return lines
-    worst = sorted(range(len(lines)), key=lambda k: -abs(lines[k].error))[:_MOST_LINES]
-    return [lines[k] for k in sorted(worst)]
-
-
 def _text(line: Line, value: float) -> str:
     if line.unit == "share":
         return f"{value:.1%}"
@@ -121,6 +121,6 @@ def _text(line: Line, value: float) -> str:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """To standard output, as wide as the terminal, or as most files are read."""
+    """Print to standard output, as wide as the terminal, else 100 columns."""
     console = Console()
     (console if console.is_terminal else Console(width=100)).print(comparison_table(comparison), highlight=False)

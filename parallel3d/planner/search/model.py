@@ -1,4 +1,4 @@
-"""What is planned for: a model by name, by its Hugging Face directory, or by a user's function."""
+"""Model to plan for: by name, by its Hugging Face directory, or by a user's function."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MODELS: Mapping[str, DecoderConfig] = {
     "megatron-530b": _gpt(20480, 105, 128),
     "megatron-1t": _gpt(25600, 128, 160),
 }
-# What a training in bf16 has where nobody says otherwise.
+# Default configuration of a training.
 DEFAULTS: Mapping[str, Any] = {
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -68,10 +68,11 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model and what it is trained on.
+    """Model with its samples and configuration.
 
-    sample(n): (inputs, labels) of n samples, of `seq` tokens each; config: keys of the configuration that hold in every
-    layout; halves: the same layers with each block as two, its attention and its feed-forward; None where that isn't known.
+    - sample(n): return (inputs, labels) of n samples, of `seq` tokens each.
+    - config: keys of the configuration that hold in every layout.
+    - halves: the same layers with each block as two, its attention and its feed-forward; None if that isn't known.
     """
 
     name: str
@@ -83,7 +84,7 @@ class PlannedModel:
     halves: Sequence[Layer] | None = None
 
     def in_halves(self) -> PlannedModel:
-        """The model of half blocks. Raises ConfigError where it isn't known."""
+        """Return the model in half blocks. Raises ConfigError if these aren't known."""
         if self.halves is None:
             raise ConfigError(
                 f"how to divide the blocks of {self.name} isn't known, as it is for a Hugging Face directory and for "
@@ -95,29 +96,25 @@ class PlannedModel:
 def load_model(
     target: str, seq: int | None = None, config: str | Path | Mapping[str, Any] | None = None
 ) -> PlannedModel:
-    """target: one of MODELS, a Hugging Face directory or its config.json, or script.py:FUNCTION as `p3d check` takes it.
+    """Return a model. Raises ConfigError.
 
-    seq: tokens of a sample, the model's longest for None; a function's samples are as long as they are. config: what every
-    layout has, over DEFAULTS. Raises ConfigError.
+    - target: one of MODELS, a Hugging Face directory or its config.json, or script.py:FUNCTION, as for `p3d check`.
+    - seq: tokens of a sample, by default as many as the model takes; a function's samples have a length already.
+    - config: configuration of every layout, in addition to DEFAULTS.
     """
     given = {} if config is None else dict(read_source(config)[1])
     if target in MODELS:
         return _decoder(target, MODELS[target], decoder(MODELS[target]), seq, {**DEFAULTS, **given})
     path = Path(target)
     if path.is_dir() or path.name == "config.json":
-        layers = from_hf(path if path.is_dir() else path.parent, weights=False)
+        directory = path if path.is_dir() else path.parent
+        layers = from_hf(directory, weights=False)
         first = layers[0].module_args[0]
         assert isinstance(first, DecoderConfig)
-        return _decoder(
-            path.resolve().name if path.is_dir() else path.resolve().parent.name,
-            first,
-            layers,
-            seq,
-            {**DEFAULTS, **given},
-        )
+        return _decoder(directory.resolve().name, first, layers, seq, {**DEFAULTS, **given})
     if ":" not in target:
         raise ConfigError(
-            f"{target!r} is no model that is known.{nearest(target, MODELS)} Give one of {', '.join(MODELS)}, a Hugging Face "
+            f"unknown model {target!r}.{nearest(target, MODELS)} Give one of {', '.join(MODELS)}, a Hugging Face "
             "directory, or script.py:FUNCTION"
         )
     return _of_function(target, seq, given)

@@ -1,4 +1,4 @@
-"""Devices and machines as data sheets and measurements have them. `p3d plan --measure` gives the numbers of one's own."""
+"""Devices and machines by data sheets and measurements. `p3d plan --measure` gives the numbers of your own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster.cluster import Device
 
 _GIB = 1 << 30
-# Of a decoder's block, whose forward takes the host 0.8 ms and its backward 1.2 ms, eager or compiled (virtual machines with
-# H200s, PyTorch 2.11).
+# Measured: the forward of a decoder's block takes the host 0.8 ms and its backward 1.2 ms, eager or compiled (virtual machines
+# with H200s, PyTorch 2.11).
 HOST_SECONDS = 30e-6
 
 
@@ -20,7 +20,7 @@ HOST_SECONDS = 30e-6
 # does for minutes at its power cap, not in the first milliseconds; gemm_flops is without the time in which a product reads
 # and writes its operands, see Device. "Best burst": the fastest bf16 product of any shape in S. Bekman's table of maximum
 # achievable matmul FLOPS (github.com/stas00/ml-engineering, compute/accelerator). Only the H200's rates were measured; others
-# are estimated as told, and every memory_bandwidth is 86-87% of its data sheet's.
+# are estimated, and every memory_bandwidth is 86-87% of its data sheet's.
 _H200 = Device(
     name="H200",
     memory=int(139.81 * _GIB),
@@ -107,7 +107,7 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 
-# By what factor compute is slower while a collective runs beside it: NCCL's rings over NVLink take 16 of 132
+# Factor by which compute is slower while a collective runs beside it: NCCL's rings over NVLink take 16 of 132
 # multiprocessors, bandwidth, and power. By steps that reduce gradients in every micro-batch beside ones that don't
 # (tools/bench/results): in fp32, eager, on 2 H200s it would be 1.8; in bf16, compiled, on 4 of them 1.3.
 OVERLAP = 1.5
@@ -115,9 +115,10 @@ OVERLAP = 1.5
 
 @dataclass(frozen=True)
 class _Wiring:
-    """How machines of a device are wired. Bandwidths in B/s each way; nvlink None: PCIe only.
+    """Links of the machines of a device, in B/s each way.
 
-    island: GPUs that NVLink joins, None for all of the machine; gpus_per_nic: that share one network card.
+    - nvlink: None for PCIe only; island: number of GPUs that NVLink joins, None for all of the machine.
+    - gpus_per_nic: number of GPUs that share a network card.
     """
 
     pcie: float
@@ -161,7 +162,7 @@ COLLECTIVE_SECONDS = 20e-6
 LATENCY: Mapping[str, float] = {"nvlink": 0.9e-6, "pcie": 1e-6, "nic": 6e-6, "network": 0.5e-6}
 _CPU_LATENCY = 30e-6  # of sockets
 
-# Names that machines are sold by.
+# Product names of machines.
 MACHINES: Mapping[str, str] = {
     "dgx-a100": "8xA100",
     "dgx-h100": "8xH100",
@@ -170,7 +171,7 @@ MACHINES: Mapping[str, str] = {
 }
 
 
-# How CUDA calls the presets: the first word that is part of its name for a device.
+# A part of CUDA's name for a device -> its preset; the first match counts.
 _CUDA_NAMES: Mapping[str, str] = {
     "H200": "H200",
     "H100 PCIe": "H100-PCIe",
@@ -185,19 +186,19 @@ _CUDA_NAMES: Mapping[str, str] = {
 
 
 def preset_of(cuda_name: str) -> Device | None:
-    """The preset of a device by CUDA's name for it, such as "NVIDIA H100 80GB HBM3"; None where there is none."""
+    """Return the preset of a device by CUDA's name for it, such as "NVIDIA H100 80GB HBM3"; None if there is none."""
     return next((DEVICES[name] for word, name in _CUDA_NAMES.items() if word in cuda_name), None)
 
 
 class Catalogue:
-    """Devices and machines by name, whatever its case: the presets, and devices that a cluster describes itself."""
+    """Devices and machines by name, in any case: the presets, and devices that a cluster describes itself."""
 
     def __init__(self) -> None:
         self._devices = {name.lower(): found for name, found in DEVICES.items()}
         self._wiring = {name.lower(): wiring for name, wiring in _WIRING.items()}
 
     def add(self, described: Device, base: str | None) -> None:
-        """Know one more, which is wired as `base` is. Raises ConfigError where there is one of this name."""
+        """Add a device, which is wired as `base` is. Raises ConfigError if there is one of this name."""
         name = described.name.lower()
         if name in self._devices:
             raise ConfigError(f"there is a device {self._devices[name].name!r} already; call yours something else")
@@ -206,7 +207,7 @@ class Catalogue:
             self._wiring[name] = self._wiring[base.lower()]
 
     def device(self, name: str) -> Device:
-        """The device of this name. Raises ConfigError, with the nearest name."""
+        """Return the device of this name. Raises ConfigError, with the nearest name."""
         if name.lower() not in self._devices:
             names = [found.name for found in self._devices.values()]
             raise ConfigError(
@@ -216,7 +217,7 @@ class Catalogue:
         return self._devices[name.lower()]
 
     def machine(self, text: str) -> dict[str, Any]:
-        """A host, in the words of a cluster's YAML, of '8xH100' or a name of MACHINES. Raises ConfigError."""
+        """Return the host that '8xH100' or a name of MACHINES stands for, as in a cluster's YAML. Raises ConfigError."""
         match = re.fullmatch(r"(\d+) *x *(.+)", MACHINES.get(text.lower(), text).strip())
         if match is None:
             raise ConfigError(

@@ -1,92 +1,84 @@
-"""Why layouts lost, what memory buys, and what would have to change where nothing fits."""
+"""Why layouts lost, what memory buys, and what would have to change if nothing fits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, log2
 
 import numpy as np
 
 from parallel3d.planner.predict.links import Shape
-from parallel3d.planner.search.found import Found, Refused, shape_of
+from parallel3d.planner.search.candidate import Candidate, OutOfMemory, fullness_of, shape_of
 from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
-from parallel3d.planner.search.search import Search
+from parallel3d.planner.search.search import BranchAndBound
 
 _GIB = 2**30
-_MOST = 24  # that are told
+_MOST = 24  # rejected layouts that are listed
 
 
-def why_not(search: Search, shown: Sequence[Prediction], winner: Prediction | None) -> tuple[Rejected, ...]:
-    """The best of each shape that isn't shown, the closest first; then those that can't be had at all."""
-    told = {prediction.layout for prediction in shown}
-    every: list[Found | Refused] = [*search.found, *search.refused]
-    best: dict[Shape, Found | Refused] = {}
-    for found in sorted(every, key=_closeness):
-        if found.layout.text not in told:
-            best.setdefault(shape_of(found.layout), found)
+def why_not(search: BranchAndBound, shown: Sequence[Prediction]) -> tuple[Rejected, ...]:
+    """Return the best layout of each shape that isn't shown, the closest first; then shapes that bounds have ruled out."""
+    winner, texts = shown[0] if shown else None, {prediction.layout for prediction in shown}
+    best: dict[Shape, Candidate | OutOfMemory] = {}
+    for evaluated in sorted(search.evaluated, key=lambda each: each.rank):
+        if evaluated.layout.text not in texts:
+            best.setdefault(shape_of(evaluated.layout), evaluated)
     rejected = [
         Rejected(
-            layout=found.layout.text,
-            why=_why(found, winner),
-            seconds=found.outlook.seconds if isinstance(found, Found) else None,
-            peak=max(stage.reserved for stage in found.memory),
+            layout=evaluated.layout.text,
+            why=_why(evaluated, winner),
+            seconds=evaluated.step.seconds if isinstance(evaluated, Candidate) else None,
+            peak=max(stage.reserved for stage in evaluated.memory),
         )
-        for found in best.values()
+        for evaluated in best.values()
     ]
-    known = {shape_of(found.layout) for found in every}
-    return tuple([*rejected, *_unpredicted(search, known, winner)][:_MOST])
+    known = {*best, *map(shape_of, shown)}
+    return tuple([*rejected, *_ruled_out(search, known, winner)][:_MOST])
 
 
-def _closeness(found: Found | Refused) -> tuple[bool, float]:
-    if isinstance(found, Refused):
-        return True, found.least
-    return not found.fits, found.outlook.seconds
-
-
-def _why(found: Found | Refused, winner: Prediction | None) -> str:
-    if isinstance(found, Refused):
-        return f"{does_not_fit(found.memory)}; a step would take {found.least:.3g} s or more"
-    if not found.fits:
-        return does_not_fit(found.memory)
+def _why(evaluated: Candidate | OutOfMemory, winner: Prediction | None) -> str:
+    if isinstance(evaluated, OutOfMemory):
+        return f"{_does_not_fit(evaluated.memory)}; a step would take {evaluated.least:.3g} s or more"
+    if not evaluated.fits:
+        return _does_not_fit(evaluated.memory)
     if winner is None:
         return "fits"
-    outlook = found.outlook
+    step = evaluated.step
+    host = step.hosts - winner.breakdown["host"]
+    idle = step.bubble * step.makespan - winner.bubble * (winner.seconds - winner.breakdown["optimizer"])
     parts = {
-        "bubble": outlook.bubble * outlook.makespan
-        - winner.bubble * (winner.seconds - winner.breakdown["optimizer"])
-        - (outlook.hosts - winner.breakdown["host"]),
-        "the host's calls": outlook.hosts - winner.breakdown["host"],
-        "communication that it waits for": outlook.exposed - winner.exposed_communication,
-        "optimizer": outlook.optimizer - winner.breakdown["optimizer"],
+        "bubble": idle - host,
+        "the host's calls": host,
+        "communication that it waits for": step.exposed - winner.exposed_communication,
+        "optimizer": step.optimizer - winner.breakdown["optimizer"],
     }
-    later = outlook.seconds - winner.seconds
+    later = step.seconds - winner.seconds
     parts["compute"] = later - sum(parts.values())
-    name, seconds = max(parts.items(), key=lambda part: part[1])
-    return f"{later / winner.seconds:.1%} longer: {seconds * 1e3:,.3g} ms more of {name}"
+    name = max(parts, key=lambda part: parts[part])
+    return f"{later / winner.seconds:.1%} longer: {parts[name] * 1e3:,.3g} ms more of {name}"
 
 
-def does_not_fit(memory: Sequence[StageMemory]) -> str:
-    """Which stage is too large, and for what."""
+def _does_not_fit(memory: Sequence[StageMemory]) -> str:
+    """Say which stage is too large, and what takes the most of it."""
     worst = max(memory, key=lambda stage: stage.reserved / stage.capacity)
     largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:2]
     parts = " and ".join(f"{nbytes / _GIB:.1f} GiB of {name}" for name, nbytes in largest)
-    return (
-        f"stage {worst.stage} needs {worst.reserved / _GIB:.1f} GiB of {worst.capacity / _GIB:.1f}: "
-        f"{parts or 'model state'}"
-    )
+    sizes = f"{worst.reserved / _GIB:.1f} GiB of {worst.capacity / _GIB:.1f}"
+    return f"stage {worst.stage} needs {sizes}: {parts or 'model state'}"
 
 
-def _unpredicted(search: Search, known: set[Shape], winner: Prediction | None) -> list[Rejected]:
-    """One of each shape that bounds alone have ruled out."""
+def _ruled_out(search: BranchAndBound, known: set[Shape], winner: Prediction | None) -> list[Rejected]:
+    """Return one layout of each shape of which none was evaluated."""
     found: dict[Shape, Rejected] = {}
-    space = search.space
-    for k in np.argsort(search.seconds, kind="stable").tolist():
-        shape = (int(space.stages[k]), int(space.replicas[k]), int(space.slices[k]))
+    space, bounds = search.space, search.bounds
+    order = np.argsort(bounds.seconds, kind="stable")
+    for k, (stages, replicas, slices) in zip(order.tolist(), space.shapes[order].tolist(), strict=True):
+        shape = (stages, replicas, slices)
         if shape in known or shape in found:
             continue
-        seconds, nbytes = float(search.seconds[k]), int(search.bytes[k])
+        seconds, nbytes = bounds.seconds[k], bounds.bytes[k]
         if not np.isfinite(seconds):
-            why = search.why_not_sliced[shape[2]]
+            why = bounds.why_not_sliced[slices]
         elif nbytes > search.capacity:
             why = f"state and activations take at least {nbytes / _GIB:.1f} GiB a rank, of {search.capacity / _GIB:.1f}"
         elif winner is not None:
@@ -97,9 +89,9 @@ def _unpredicted(search: Search, known: set[Shape], winner: Prediction | None) -
     return list(found.values())
 
 
-def trade_off(found: Sequence[Found]) -> tuple[tuple[int, float, str], ...]:
-    """(peak bytes, seconds, layout) of those that no other beats in both, the leanest first."""
-    points = sorted((max(s.reserved for s in f.memory), f.outlook.seconds, f.outlook.layout.text) for f in found)
+def trade_off(found: Sequence[Candidate]) -> tuple[tuple[int, float, str], ...]:
+    """Return (peak bytes, seconds, layout) of the candidates that no other one beats in both, the leanest first."""
+    points = sorted((max(s.reserved for s in c.memory), c.step.seconds, c.layout.text) for c in found)
     front: list[tuple[int, float, str]] = []
     for point in points:
         if not front or point[1] < front[-1][1]:
@@ -107,40 +99,28 @@ def trade_off(found: Sequence[Found]) -> tuple[tuple[int, float, str], ...]:
     return tuple(front)
 
 
-def what_would_fit(search: Search) -> str:
-    """What binds where nothing fits, and the smallest change that fits."""
-    if not search.found and not search.refused:
-        return _state_alone(search)
-    every: list[Found | Refused] = [*search.found, *search.refused]
-    nearest = min(every, key=lambda f: f.fullness)
-    worst = max(nearest.memory, key=lambda stage: stage.reserved / stage.capacity)
-    needed = ceil(worst.reserved / _GIB)
-    return (
-        f"nothing fits: {nearest.layout.text} comes closest, but {does_not_fit(nearest.memory)}. The smallest change: "
-        f"GPUs with {needed} GiB, {_gpus(search, worst)}, or shorter samples (--seq)"
-    )
-
-
-def _gpus(search: Search, worst: StageMemory) -> str:
-    have = int(search.space.stages[0] * search.space.replicas[0] * search.space.slices[0])
-    return f"about {_doubled(have, have * worst.reserved / worst.capacity)} GPUs instead of {have}"
-
-
-def _doubled(have: int, wanted: float) -> int:
-    """So often that it suffices."""
-    while have < wanted:
-        have *= 2
-    return have
-
-
-def _state_alone(search: Search) -> str:
-    have = int(search.space.stages[0] * search.space.replicas[0] * search.space.slices[0])
-    least = float(search.bytes[np.isfinite(search.seconds)].min(initial=np.inf))
-    if not np.isfinite(least):
-        return "nothing can be built: " + "; ".join(search.why_not_sliced.values())
-    needed, doubled = ceil(least / _GIB), _doubled(have, have * least / search.capacity)
+def what_would_fit(search: BranchAndBound) -> str:
+    """Say what binds if nothing fits, and the smallest change that fits."""
+    have, capacity = int(search.space.shapes[0].prod()), search.capacity
+    if search.evaluated:
+        nearest = min(search.evaluated, key=lambda each: fullness_of(each.memory))
+        worst = max(nearest.memory, key=lambda stage: stage.reserved / stage.capacity)
+        return (
+            f"nothing fits: {nearest.layout.text} comes closest, but {_does_not_fit(nearest.memory)}. The smallest change: "
+            f"GPUs with {ceil(worst.reserved / _GIB)} GiB, about {_doubled(have, worst.reserved / worst.capacity)} GPUs "
+            f"instead of {have}, or shorter samples (--seq)"
+        )
+    possible = np.isfinite(search.bounds.seconds)
+    if not possible.any():
+        return "nothing can be built: " + "; ".join(search.bounds.why_not_sliced.values())
+    least = float(search.bounds.bytes[possible].min())
     return (
         f"nothing fits: weights, gradients, optimizer state and activations take at least {least / _GIB:.1f} GiB a rank, "
-        f"however they are spread over {have} GPUs of {search.capacity / _GIB:.1f} GiB. The smallest change: about {doubled} "
-        f"GPUs, or GPUs with more than {needed} GiB"
+        f"however they are spread over {have} GPUs of {capacity / _GIB:.1f} GiB. The smallest change: about "
+        f"{_doubled(have, least / capacity)} GPUs, or GPUs with more than {ceil(least / _GIB)} GiB"
     )
+
+
+def _doubled(gpus: int, times: float) -> int:
+    """Return a number of GPUs, doubled until it is at least this many times as large."""
+    return gpus * 2 ** max(0, ceil(log2(times)))

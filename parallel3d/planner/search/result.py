@@ -1,4 +1,4 @@
-"""What a plan says: predictions of layouts, what was rejected and why, as the report shows them and JSON stores them."""
+"""Result of a plan, as the report shows it and JSON stores it: predicted layouts, rejected ones, and the reasons."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class _Result(BaseModel):
 
 
 class StageMemory(_Result):
-    """Bytes that each rank of a stage holds at most.
+    """Peak memory of each rank of a stage, in bytes.
 
-    parts: of what is held at the peak, by name (weights, gradients, masters, optimizer, activations, workspace, transient,
-    update, messages, ...); phases: the most allocated in each (steady, backward, step, save); allocated: at the peak, as
-    torch.cuda.max_memory_allocated counts; reserved: with the allocator's gaps and with what is outside of it, CUDA's context
-    and NCCL's buffers; capacity: of the smallest device that the stage lies on.
+    - parts: what is held at the peak, by name (weights, gradients, masters, optimizer, activations, workspace, transient,
+      update, messages, ...); phases: the most allocated in each phase (steady, backward, step, save).
+    - allocated: at the peak, as torch.cuda.max_memory_allocated counts.
+    - reserved: with the allocator's gaps and with `outside`, which is CUDA's context and NCCL's buffers.
+    - capacity: of the smallest device of the stage.
     """
 
     stage: int
@@ -32,12 +33,15 @@ class StageMemory(_Result):
 
 
 class Prediction(Layout):
-    """One layout. layout: in words, "pp4,dp2,zero1,zbv,m16"; numbers as predicted for one training step.
+    """Predicted training step of a layout.
 
-    low, high: of the seconds, where a measured step is expected in nine cases of ten; bubble: share of the pipeline's time;
-    exposed_communication: seconds in which a rank only waits for links, the mean of ranks; breakdown: seconds of a step by what
-    takes them, the mean of ranks (forward, backward, bubble, exposed communication, optimizer); bounds: of the partition in
-    layers, one part a chunk.
+    - layout: in words, "pp4,dp2,zero1,zbv,m16".
+    - low, high: 90% interval of the measured seconds.
+    - bubble: share of the pipeline's time; exposed_communication: seconds in which a rank only waits for links, the mean of
+      ranks.
+    - breakdown: seconds of a step by what takes them, the mean of ranks (forward, backward, bubble, exposed communication,
+      optimizer).
+    - bounds: the partition in layers, one part per chunk.
     """
 
     layout: str
@@ -54,14 +58,14 @@ class Prediction(Layout):
 
     @property
     def peak(self) -> int:
-        """The most bytes reserved on any rank."""
+        """Most bytes reserved on any rank."""
         return max(stage.reserved for stage in self.memory)
 
 
 class TimelineSpan(NamedTuple):
-    """One instruction of one stage in seconds from the step's begin; op: the value of its schedule Op, "F", "B", "RED", ...
+    """Instruction of a stage, in seconds from the begin of the step. op: value of the schedule's Op, "F", "B", "RED", ...
 
-    A tuple, and a list in JSON: a step has hundreds of thousands of them.
+    It is a tuple, and a list in JSON, because a step has hundreds of thousands of them.
     """
 
     stage: int
@@ -74,9 +78,10 @@ class TimelineSpan(NamedTuple):
 
 
 class LinkLoad(_Result):
-    """What one kind of link carries in a step. a, b: nodes of the cluster's graph, or groups of alike ones ("host 0-15").
+    """Load of one kind of link in a step.
 
-    nbytes: of a step, the busiest of its kind; seconds: that these take; by_axis: the bytes of each axis (pipe, data, model).
+    - a, b: nodes of the cluster's graph, or groups of alike ones ("host 0-15").
+    - nbytes: bytes of the busiest link of the kind, and the seconds that they take; by_axis: of pipe, data and model.
     """
 
     a: str
@@ -88,7 +93,7 @@ class LinkLoad(_Result):
 
 
 class Rejected(_Result):
-    """A layout that lost, and why: seconds, where its step was predicted, and the fullest stage's bytes, where these were."""
+    """Layout that lost, and why. seconds: if its step was predicted; peak: bytes of the fullest stage, if predicted."""
 
     layout: str
     why: str
@@ -97,7 +102,7 @@ class Rejected(_Result):
 
 
 class RankPlace(_Result):
-    """Where a rank runs, and what it is."""
+    """Device of a rank, and its coordinates."""
 
     rank: int
     host: str
@@ -108,13 +113,14 @@ class RankPlace(_Result):
 
 
 class PlanResult(_Result):
-    """What `p3d plan` found.
+    """Result of `p3d plan`.
 
-    best: ranked, the winner first; empty where nothing fits, and then `remedy` says what binds and the smallest change that
-    fits. rejected: alternatives, the closest first; trade_off: (peak bytes, seconds, layout) that no other beats in both;
-    timeline, links, map: of the winner; config: a configuration to run it with; layers: names, one a layer of the model, and
-    halves: of the model of half blocks, which layouts with such units have.
-    considered: layouts in the search; simulated: those whose program was built and timed.
+    - best: ranked layouts, the winner first. It is empty if nothing fits; then `remedy` says what binds and the smallest
+      change that fits.
+    - rejected: alternatives, the closest first; trade_off: (peak bytes, seconds, layout) that no other one beats in both.
+    - timeline, links, map: of the winner; config: a configuration to run it with.
+    - layers: names of the model's layers, and halves: of its half blocks, which layouts with such units count.
+    - considered: layouts of the space; simulated: those that were predicted.
     """
 
     model: str

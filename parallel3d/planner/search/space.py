@@ -1,26 +1,27 @@
-"""Every layout that the runtime can run on so many ranks, as columns of numbers."""
+"""Space of all layouts that the runtime can run on a number of ranks, as columns of numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config.layout import Layout, PartialLayout
+from parallel3d.schedule.builders import WHOLE_BACKWARDS
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
-# Layers recomputed together, 0 for none: of more less is kept, and more is held at once while they are. Of n together a stage
-# of 1F1B keeps the inputs of 1/n of as many layers as the whole model has, and at once what n layers hold, each ten inputs or
-# more: for models of up to 160 layers the least for n <= 4.
+# Layers recomputed together, 0 for none. The more there are, the fewer inputs are kept, but the more is held while they are
+# recomputed. If n are recomputed together, a stage of 1F1B keeps the inputs of 1/n of as many layers as the whole model has,
+# and for a time what n layers hold, each ten inputs or more: for models of up to 160 layers the least for n <= 4.
 RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
-# Chunks of all stages: the order of a longer pipeline is searched for too long; on so many ranks all else takes long, too.
-_MOST_SEARCHED, _MOST_SEARCHED_THERE, _LARGE = 32, 16, 4096
+# Most chunks of all stages whose order is searched for: for more that takes too long, on many ranks even earlier.
+_MOST_SEARCHED, _MOST_SEARCHED_LARGE, _LARGE = 32, 16, 4096
 
 
 class Variant(NamedTuple):
@@ -39,122 +40,130 @@ VARIANTS = (
     *(Variant("zb-looped", chunks, "loop") for chunks in range(2, 9)),
     Variant("gpipe", 1, "loop"),
 )
-# What nobody asks for isn't looked at: gpipe, for 1F1B takes no longer and holds no more; and chunks between these.
-_OFFERED = {"1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zbv": (2,), "zb-looped": (2, 3, 4)}
+# Chunks that are searched without being asked for. gpipe isn't: 1F1B takes no longer and holds no more.
+_USUAL_CHUNKS = {
+    "1f1b": (1,),
+    "interleaved": (2, 3, 4, 6, 8),
+    "zb-h1": (1,),
+    "zbv": (2,),
+    "zb-looped": (2, 3, 4),
+    "gpipe": (),
+}
 
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts: element k of each column is one. variant: place in VARIANTS; sequence_parallel: 0 or 1; halves: 1 where
-    layers are half blocks.
+    """Layouts: element k of each column belongs to layout k.
+
+    variant: index in VARIANTS; sequence_parallel: 0 or 1; halves: 1 if layers are half blocks.
     """
 
+    halves: IntArray
+    slices: IntArray
     stages: IntArray
     replicas: IntArray
-    slices: IntArray
     sequence_parallel: IntArray
     micro_batch: IntArray
     micro_batches: IntArray
     zero: IntArray
     recompute: IntArray
     variant: IntArray
-    halves: IntArray
 
     def __len__(self) -> int:
         return len(self.stages)
 
-    def where(self, kept: npt.NDArray[np.bool_]) -> Space:
-        """Those that are kept."""
+    @property
+    def chunks(self) -> IntArray:
+        """Chunks of a stage."""
+        return np.array([variant.chunks for variant in VARIANTS])[self.variant]
+
+    @property
+    def whole_backwards(self) -> BoolArray:
+        """Whether the schedule leaves backwards whole."""
+        return np.array([variant.schedule in WHOLE_BACKWARDS for variant in VARIANTS])[self.variant]
+
+    @property
+    def shapes(self) -> IntArray:
+        """Ranks along pipe, data, model, [layouts, 3]."""
+        return np.stack([self.stages, self.replicas, self.slices], axis=1)
+
+    def where(self, kept: BoolArray) -> Space:
+        """Return the layouts that are kept."""
         return Space(*(getattr(self, f.name)[kept] for f in fields(self)))
 
     def layout(self, k: int) -> Layout:
-        """Layout k, of which nothing is left open."""
-        variant = VARIANTS[self.variant[k]]
-        return Layout(
-            stages=int(self.stages[k]),
-            slices=int(self.slices[k]),
-            replicas=int(self.replicas[k]),
-            zero=int(self.zero[k]),
-            sequence_parallel=bool(self.sequence_parallel[k]),
-            micro_batch=int(self.micro_batch[k]),
-            micro_batches=int(self.micro_batches[k]),
-            chunks=variant.chunks,
-            recompute=int(self.recompute[k]),
-            schedule=variant.schedule,
-            placement=variant.placement,
-            units="half" if self.halves[k] else None,
-        )
+        """Return layout k, fully specified."""
+        values = {field.name: int(getattr(self, field.name)[k]) for field in fields(self)}
+        halves, variant = values.pop("halves"), VARIANTS[values.pop("variant")]
+        return Layout(**values, **variant._asdict(), units="half" if halves else None)
 
 
 def enumerate_space(
     num_ranks: int,
     global_batch: int,
     num_layers: int,
+    num_halves: int,
     slices: Sequence[int],
-    num_halves: int = 0,
-    asked: PartialLayout | None = None,
+    fixed: PartialLayout | None = None,
 ) -> Space:
-    """All layouts on so many ranks whose micro-batches make up the global batch (samples).
+    """Return all layouts of this many ranks whose micro-batches make up the global batch (samples).
 
-    slices: that are possible; num_halves: layers of the model of half blocks, whose pipelines come last; 0 for none; asked:
-    what of a layout the user has decided, which may be what isn't looked at otherwise.
+    - num_halves: layers of the model in half blocks, which make pipelines only; 0 if these aren't layers. On very many ranks
+      they are searched only if the user asks for them: predictions take long.
+    - slices: possible numbers of tensor-parallel ranks.
+    - fixed: what the user has decided of the layout, also values that aren't searched otherwise.
     """
-    asked = asked or PartialLayout()
-    variants = [k for k, variant in enumerate(VARIANTS) if _is_looked_at(variant, asked)]
-    micro_batches = _with(MICRO_BATCHES, asked.decided("micro_batch"))
-    together = [_with(usual, asked.decided("recompute")) for usual in (RECOMPUTED, _HALVES_RECOMPUTED)]
-    rows = [
-        (stages, replicas, tp, *rest, halves)
-        for halves, layers in enumerate((num_layers, num_halves))
-        for stages, replicas, tp in _shapes(num_ranks, layers, slices)
-        for rest in _rest(stages, replicas, tp, global_batch, layers, variants, together[halves], micro_batches)
-        if stages > 1 or not halves
-    ]
-    return Space(*np.array(rows, dtype=np.int64).reshape(-1, len(fields(Space))).T)
+    fixed = fixed or PartialLayout()
+    choices = _choices(num_ranks, num_layers, num_halves, slices, fixed)
+    axes = np.meshgrid(*(np.array(values, dtype=np.int64) for values in choices.values()), indexing="ij")
+    columns = {name: axis.ravel() for name, axis in zip(choices, axes, strict=True)}
+    columns["replicas"] = num_ranks // (columns["stages"] * columns["slices"])
+    columns["micro_batches"] = global_batch // np.maximum(1, columns["replicas"] * columns["micro_batch"])
+    space = Space(**columns)
+    layers = np.where(space.halves, num_halves, num_layers)
+    num_chunks = space.stages * space.chunks
+    most_searched = _MOST_SEARCHED_LARGE if num_ranks > _LARGE else _MOST_SEARCHED
+    is_searched = np.array([variant.schedule == "zb-looped" for variant in VARIANTS])[space.variant]
+    kept = (
+        (space.shapes.prod(axis=1) == num_ranks)
+        & (space.replicas * space.micro_batches * space.micro_batch == global_batch)
+        & (num_chunks <= np.where(is_searched, np.minimum(layers, most_searched), layers))
+        & ((space.stages > 1) | ((space.variant == 0) & (space.halves == 0)))
+        & ((space.slices > 1) | (space.sequence_parallel == 0))
+        & ((space.replicas > 1) | (space.zero == 0))
+        & ((space.recompute <= 1) | (space.recompute * num_chunks <= layers))
+        & ((space.recompute <= RECOMPUTED[-1]) | (space.halves > 0) | ("recompute" in fixed.given))
+    )
+    for name in fixed.given - {"schedule", "chunks", "placement", "units"}:
+        kept &= getattr(space, name) == getattr(fixed, name)
+    return space.where(kept)
 
 
-def _is_looked_at(variant: Variant, asked: PartialLayout) -> bool:
-    if variant.schedule == "gpipe":
-        return asked.decided("schedule") == "gpipe"
-    return variant.chunks in _with(_OFFERED[variant.schedule], asked.decided("chunks"))
+def _choices(
+    num_ranks: int, num_layers: int, num_halves: int, slices: Sequence[int], fixed: PartialLayout
+) -> dict[str, Sequence[int]]:
+    """Return the values of the columns that are combined."""
+    recompute, micro_batch = fixed.decided("recompute"), fixed.decided("micro_batch")
+    halves = [1] if fixed.units == "half" else [0]
+    if fixed.units is None and num_halves and num_ranks <= _LARGE:
+        halves = [0, 1]
+    return {
+        "halves": halves,
+        "slices": slices,
+        "stages": [n for n in range(1, min(num_ranks, max(num_layers, num_halves)) + 1) if num_ranks % n == 0],
+        "sequence_parallel": [0, 1],
+        "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
+        "zero": [0, 1, 2],
+        "recompute": _HALVES_RECOMPUTED if recompute is None else [recompute],
+        "variant": [k for k, variant in enumerate(VARIANTS) if _is_searched(variant, fixed)],
+    }
 
 
-def _with(usual: Sequence[int], asked: int | None) -> list[int]:
-    return sorted({*usual, *(() if asked is None else (asked,))})
-
-
-def _most_chunks(variant: Variant, num_ranks: int) -> int:
-    if variant.schedule != "zb-looped":
-        return 1 << 30
-    return _MOST_SEARCHED_THERE if num_ranks > _LARGE else _MOST_SEARCHED
-
-
-def _shapes(num_ranks: int, num_layers: int, slices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    for tp in (t for t in slices if num_ranks % t == 0):
-        for stages in range(1, min(num_layers, num_ranks // tp) + 1):
-            if num_ranks % (tp * stages) == 0:
-                yield stages, num_ranks // (tp * stages), tp
-
-
-def _rest(
-    stages: int,
-    replicas: int,
-    tp: int,
-    global_batch: int,
-    num_layers: int,
-    possible: Sequence[int],
-    recomputed: Sequence[int],
-    micro_batches: Sequence[int],
-) -> Iterator[tuple[int, ...]]:
-    """(sequence_parallel, micro_batch, micro_batches, zero, recompute, variant) of each layout of one shape."""
-    fitting = [mb for mb in micro_batches if global_batch % (replicas * mb) == 0]
-    if stages == 1:
-        variants = [0]
-    else:
-        most = {k: min(num_layers, _most_chunks(VARIANTS[k], stages * replicas * tp)) for k in possible}
-        variants = [k for k in possible if stages * VARIANTS[k].chunks <= most[k]]
-    sharing = (0, 1) if tp > 1 else (0,)
-    zeros = (0, 1, 2) if replicas > 1 else (0,)
-    for sp, mb, zero, recompute, variant in product(sharing, fitting, zeros, recomputed, variants):
-        if recompute <= 1 or recompute * stages * VARIANTS[variant].chunks <= num_layers:
-            yield sp, mb, global_batch // (replicas * mb), zero, recompute, variant
+def _is_searched(variant: Variant, fixed: PartialLayout) -> bool:
+    """Whether a variant is what the user has decided, else a usual one. "auto" begins with a schedule of split backwards."""
+    schedule, chunks = fixed.decided("schedule"), fixed.decided("chunks")
+    is_possible = (
+        variant.schedule not in WHOLE_BACKWARDS if schedule == "auto" else schedule in (None, variant.schedule)
+    )
+    usual = (1,) if schedule == "gpipe" else _USUAL_CHUNKS[variant.schedule]
+    return is_possible and variant.chunks in (usual if chunks is None else (chunks,))

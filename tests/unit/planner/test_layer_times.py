@@ -73,12 +73,12 @@ def test_predictions_follow_what_was_measured(times: float) -> None:
     cluster = load_cluster("2xH200")
     plain = Planner(Question(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8")))
     layout = plain.space.layout(0)
-    before = plain.predictor.predict(layout, exactly=True)
-    of_layers = layer_times(plain.profile.layers(), cluster.gpus[0].device, lambda collective: 0.0)
+    before = plain.predictor.predict(layout)
+    of_layers = layer_times(plain.predictor.profile().layers(), cluster.gpus[0].device, lambda collective: 0.0)
     seconds = of_layers.compute.T
     measured = [LayerSeconds(*(times * float(s) for s in layer)) for layer in seconds]
     planner = Planner(Question(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8"), measured=measured))
-    after = planner.predictor.predict(layout, exactly=True)
+    after = planner.predictor.predict(layout)
     assert after.breakdown()["forward"] == pytest.approx(times * before.breakdown()["forward"])
     assert after.breakdown()["backward"] == pytest.approx(times * before.breakdown()["backward"])
     result = planner.answer()

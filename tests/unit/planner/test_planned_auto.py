@@ -8,23 +8,22 @@ from test_search import hosts, small_model
 from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.search.auto_schedule import is_quick, with_auto
-from parallel3d.planner.search.found import Found, find
+from parallel3d.planner.search.candidate import Candidate, evaluate
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
 from parallel3d.schedule.order import validate
 
-PLACES = range(4)
 
-
-def planned(text: str, memory: str | None = None) -> tuple[Found, Found]:
+def planned(text: str, memory: str | None = None) -> tuple[Candidate, Candidate]:
     """(as named, with "auto") of one layout of 4 GPUs in a row."""
     fixed = parse_layout(text)
     model = small_model(layers=16)
     planner = Planner(Question(model, load_cluster(hosts(1, memory)), 8, fixed=fixed))
     layout = next(found for k in range(len(planner.space)) if (found := planner.space.layout(k)).recompute == 0)
-    auto = with_auto(planner.predictor, layout, PLACES)
+    named = evaluate(planner.predictor, layout)
+    auto = with_auto(planner.predictor, named)
     assert auto is not None
-    return find(planner.predictor, layout, PLACES, exactly=True), auto
+    return named, auto
 
 
 def compute_of(program: Program) -> Program:
@@ -38,10 +37,10 @@ def test_it_is_as_short_as_the_named_schedule_on_the_same_chunks(text: str) -> N
     named, auto = planned(text)
     assert auto.layout == named.layout.model_copy(update={"schedule": "auto"})
     assert parse_layout(auto.layout.text).schedule == "auto"
-    assert auto.outlook.program.placement == named.outlook.program.placement
-    validate(compute_of(auto.outlook.program))
+    assert auto.step.program.placement == named.step.program.placement
+    validate(compute_of(auto.step.program))
     # The rest is what the plan doesn't know of: which transfers share a link, and the collectives of a step.
-    assert auto.outlook.makespan <= 1.01 * named.outlook.makespan
+    assert auto.step.makespan <= 1.01 * named.step.makespan
     assert auto.fits
 
 
@@ -51,12 +50,12 @@ def test_it_keeps_within_the_devices_memory() -> None:
     most = max(stage.reserved for stage in free.memory)
     _, bound = planned("pp4,zbv,v,chunks2,m8,mb1", f"{(2 * least + most) // 3} B")
     assert max(stage.reserved for stage in bound.memory) < most
-    assert bound.outlook.makespan > free.outlook.makespan
+    assert bound.step.makespan > free.step.makespan
 
 
 def test_a_single_stage_has_none() -> None:
     planner = Planner(Question(small_model(), load_cluster(hosts(1)), 8, fixed=parse_layout("dp4")))
-    assert with_auto(planner.predictor, planner.space.layout(0), PLACES) is None
+    assert with_auto(planner.predictor, evaluate(planner.predictor, planner.space.layout(0))) is None
 
 
 def test_short_pipelines_are_quick() -> None:

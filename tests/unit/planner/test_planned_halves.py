@@ -23,8 +23,7 @@ from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.calibrate.runs import RunPredictor
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.report import html_page
-from parallel3d.planner.search.found import find
-from parallel3d.planner.search.halves import predictor_of_halves
+from parallel3d.planner.search.candidate import evaluate
 from parallel3d.planner.search.model import load_model
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.planner.search.result import PlanResult
@@ -46,8 +45,8 @@ def test_the_plan_is_the_shortest_of_all_layouts_of_blocks_and_of_halves(
 ) -> None:
     asked = planner(name, words, batch)
     layouts = map(asked.space.layout, range(len(asked.space)))
-    every = [find(asked.predictor_of(layout), layout, exactly=True) for layout in layouts]
-    seconds = {f.layout.text: f.outlook.seconds for f in every if f.fits}
+    every = [evaluate(asked.predictor, layout) for layout in layouts]
+    seconds = {f.layout.text: f.step.seconds for f in every if f.fits}
     assert {f.layout.units for f in every} == {None, "half"}
     result = asked.answer()
     winner = next(p for p in result.best if p.schedule != "auto")
@@ -64,10 +63,10 @@ def test_halves_are_found_though_their_whole_blocks_were_too_long_to_be_predicte
     asked = planner("gpt3-22b", "pp4,tp2,sp,mb2,ckpt0", 32, "8xA100", 2048)
     result = asked.answer()
     layouts = map(asked.space.layout, range(len(asked.space)))
-    every = [find(asked.predictor_of(layout), layout, exactly=True) for layout in layouts]
-    best = min((f for f in every if f.fits), key=lambda f: f.outlook.seconds)
+    every = [evaluate(asked.predictor, layout) for layout in layouts]
+    best = min((f for f in every if f.fits), key=lambda f: f.step.seconds)
     assert result.best[0].units == best.layout.units == "half"
-    assert result.best[0].seconds <= best.outlook.seconds * (1 + 1e-9)
+    assert result.best[0].seconds <= best.step.seconds * (1 + 1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +125,11 @@ def test_a_halfs_measured_seconds_are_longer_as_its_blocks_are() -> None:
     expected = asked.predictor.expected
     slower = 1.0 + np.arange(len(expected.total)) / 10
     works = expected.compute * slower
-    measured = predictor_of_halves(asked.predictor, [LayerSeconds(*each) for each in works.T.tolist()])
+    seconds = [LayerSeconds(*each) for each in works.T.tolist()]
+    measured = Planner(replace(asked.question, measured=seconds)).predictor
     layout = asked.space.where(asked.space.halves > 0).layout(0)
-    own, plain = (each.stage_times(layout, each.links(layout))[0].compute[0] for each in (measured, asked.of_halves))
-    blocks = [k for k, name in enumerate(asked.predictor.profile.names) for _ in range(1 + (name == "Block"))]
+    own, plain = (each.stage_times(layout, each.links(layout))[0].compute[0] for each in (measured, asked.predictor))
+    blocks = [k for k, name in enumerate(asked.predictor.profile().names) for _ in range(1 + (name == "Block"))]
     assert len(blocks) == len(own)
     np.testing.assert_allclose(own / plain, slower[blocks])
 
@@ -160,7 +160,7 @@ def test_runs_of_half_blocks_are_predicted_by_half_blocks() -> None:
     prediction, _ = RunPredictor(model, cluster).predict(record, Calibration())
     asked = Planner(Question(model, cluster, 8, fixed=parse_layout("pp2,half,1f1b,mb2")))
     layout = asked.space.layout(0)
-    wanted = asked.of_halves.predict(layout, exactly=True, whole=True, bounds=record.bounds)
+    wanted = asked.predictor.predict(layout, bounds=record.bounds)
     assert prediction.seconds == pytest.approx(wanted.seconds, rel=1e-9)
     with pytest.raises(ConfigError, match="give the run's model"):
         RunPredictor(replace(model, halves=None), cluster).predict(record, Calibration())

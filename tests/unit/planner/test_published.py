@@ -211,7 +211,7 @@ def test_a_published_step_is_predicted(run: Published):
     layout = parse_layout(run.layout)
     bounds = equal_block_bounds(run.layers, layout.stages * layout.chunks, behind=2)
     # Long pipelines as a search predicts them, in a tenth of the time; their micro-batches are single samples anyway.
-    predicted = predictor.predict(layout, exactly=layout.stages <= 16, bounds=bounds)
+    predicted = predictor.predict(layout, bounds=bounds)
     assert predicted.seconds == pytest.approx(run.seconds, rel=TOLERANCE)
 
 
@@ -269,5 +269,5 @@ def test_a_measured_step_is_predicted(name: str, micro_batches: int, seconds: fl
     predictor._programs = PROGRAMS
     balanced = bool({"weights", "profile"} & case.options)
     bounds = None if balanced else equal_block_bounds(32, case.pp * case.chunks, behind=2)
-    predicted = predictor.predict(layout_of(case, micro_batches), exactly=not balanced, bounds=bounds)
+    predicted = predictor.predict(layout_of(case, micro_batches), bounds=bounds)
     assert predicted.seconds == pytest.approx(seconds, rel=TOLERANCE)

@@ -18,11 +18,11 @@ from parallel3d.planner.calibrate.calibration import Calibration, Factor
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.step_prediction import StepPrediction
-from parallel3d.planner.search.found import Found, find, refuse
+from parallel3d.planner.search.candidate import Candidate, evaluate, out_of_memory
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.search.plan import Planner, Question, possible_slices
 from parallel3d.planner.search.result import PlanResult, Prediction
-from parallel3d.planner.search.search import Search
+from parallel3d.planner.search.search import BranchAndBound
 from parallel3d.planner.search.space import VARIANTS, Space
 
 GPU = {"device": "H200", "count": 4}
@@ -61,7 +61,7 @@ def small_model(seq: int = 256, vocab: int = 1024, layers: int = 6) -> PlannedMo
 
 
 def of_blocks(planner: Planner) -> Space:
-    """The planner's space, but for layouts of half blocks, which another predictor is for."""
+    """The planner's space without layouts of half blocks."""
     return planner.space.where(planner.space.halves == 0)
 
 
@@ -69,20 +69,20 @@ def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
     """(seconds, fits) of each layout of whole blocks."""
     predictor, space, found = planner.predictor, of_blocks(planner), {}
     for k in range(len(space)):
-        one = find(predictor, space.layout(k))
-        found[one.outlook.layout.text] = (one.outlook.seconds, one.fits)
+        one = evaluate(predictor, space.layout(k))
+        found[one.layout.text] = (one.step.seconds, one.fits)
     return found
 
 
 @pytest.mark.parametrize(("memory", "batch"), [(None, 8), ("1.55 GB", 16)])
 def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | None, batch: int) -> None:
     planner = Planner(Question(small_model(), load_cluster(hosts(1, memory)), batch))
-    search = Search(planner.predictor, of_blocks(planner))
+    search = BranchAndBound(planner.predictor, of_blocks(planner))
     found = search.run()
     everything = every_prediction(planner)
     fitting = [seconds for seconds, fits in everything.values() if fits]
-    assert found[0].outlook.seconds == pytest.approx(min(fitting), rel=1e-9)
-    assert len(search.found) < len(everything) / 3
+    assert found[0].step.seconds == pytest.approx(min(fitting), rel=1e-9)
+    assert len(search.candidates) < len(everything) / 3
     if memory is not None:
         assert 0 < len(fitting) < len(everything), "memory doesn't bind: the case is too easy"
 
@@ -90,19 +90,19 @@ def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | Non
 def test_layers_are_split_within_the_devices_memory() -> None:
     """The vocabulary makes one end heavy in bytes but not in time."""
 
-    def found(memory: str | None) -> Found:
+    def found(memory: str | None) -> Candidate:
         model = small_model(vocab=40_000)
         planner = Planner(Question(model, load_cluster(hosts(1, memory)), 16, fixed=parse_layout("pp4,1f1b,m16,mb1")))
         layout = next(found for k in range(len(planner.space)) if (found := planner.space.layout(k)).recompute == 0)
-        return find(planner.predictor, layout, exactly=True)
+        return evaluate(planner.predictor, layout)
 
     free = found(None)
     *_, second, most = sorted(stage.reserved for stage in free.memory)
     assert most > 1.02 * second
     bound = found(f"{(most + second) // 2} B")
     assert bound.fits
-    assert bound.outlook.bounds != free.outlook.bounds
-    assert bound.outlook.seconds >= free.outlook.seconds
+    assert bound.step.bounds != free.step.bounds
+    assert bound.step.seconds >= free.step.seconds
 
 
 def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
@@ -114,7 +114,7 @@ def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
 
     free = planner(None)
     fullest = {
-        layout.recompute: max(stage.reserved for stage in find(free.predictor, layout, exactly=True).memory)
+        layout.recompute: max(stage.reserved for stage in evaluate(free.predictor, layout).memory)
         for layout in map(free.space.layout, range(len(free.space)))
     }
     assert fullest[2] < 0.9 * fullest[1]
@@ -131,17 +131,15 @@ def test_slices_are_powers_of_two_or_fill_a_host(gpus: int, slices: list[int]) -
 
 
 def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
-    """By the same bytes, without a program."""
+    """By bytes scaled from those of one sample, without a program."""
     planner = Planner(Question(small_model(), load_cluster(hosts(1, "1.55 GB")), 16))
     refused = 0
     space = of_blocks(planner)
     for k in range(0, len(space), 3):
         layout = space.layout(k)
-        free = planner.predictor.predict(layout)
-        assert tuple(planner.predictor.rough_memory(layout)) == planner.predictor.memory(free)
-        if refuse(planner.predictor, layout, least=0.0) is not None:
+        if out_of_memory(planner.predictor, layout, least=0.0) is not None:
             refused += 1
-            assert not find(planner.predictor, layout).fits
+            assert not evaluate(planner.predictor, layout).fits
     assert refused
 
 
@@ -149,12 +147,12 @@ def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
 def test_no_prediction_is_below_its_bounds(idle: float) -> None:
     calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
     planner = Planner(Question(small_model(), load_cluster(hosts(2)), 16, calibration=calibration))
-    search = Search(planner.predictor, of_blocks(planner))
+    search = BranchAndBound(planner.predictor, of_blocks(planner))
     for k in range(0, len(search.space), 7):
         outlook = planner.predictor.predict(search.space.layout(k))
-        assert outlook.seconds >= search.seconds[k]
+        assert outlook.seconds >= search.bounds.seconds[k]
         memory = planner.predictor.memory(outlook)
-        assert max(stage.allocated for stage in memory) >= search.bytes[k]
+        assert max(stage.allocated for stage in memory) >= search.bounds.bytes[k]
 
 
 @pytest.mark.parametrize("layout", ["pp1,1f1b,m8,mb1", "pp4,1f1b,m8,mb1", "pp2,zb-h1,m8,mb1"])
@@ -169,7 +167,7 @@ def test_a_step_is_no_shorter_than_a_host_needs_to_call_it(layout: str) -> None:
     )
     planner = Planner(Question(small_model(), cluster, 8))
     given = parse_layout(layout)
-    outlook = planner.predictor.predict(given, exactly=True)
+    outlook = planner.predictor.predict(given)
     splits = "zb" in layout
     operators = [
         layer.forward.operators
@@ -178,7 +176,7 @@ def test_a_step_is_no_shorter_than_a_host_needs_to_call_it(layout: str) -> None:
     ]
     busiest = max(sum(operators[a:b]) for a, b in pairwise(outlook.bounds))
     assert outlook.makespan == pytest.approx(8 * each * busiest, rel=0.05)
-    quick = Planner(Question(small_model(), with_quick_hosts(cluster), 8)).predictor.predict(given, exactly=True)
+    quick = Planner(Question(small_model(), with_quick_hosts(cluster), 8)).predictor.predict(given)
     assert outlook.hosts == pytest.approx(outlook.makespan - quick.makespan, rel=1e-6)
     assert outlook.breakdown()["host"] == outlook.hosts > 0.9 * outlook.makespan
 
@@ -189,7 +187,7 @@ def test_what_idles_computes_faster_where_runs_say_so() -> None:
         cluster = with_quick_hosts(load_cluster(hosts(1)))
         planner = Planner(Question(small_model(), cluster, 8, calibration=calibration))
         given = parse_layout(layout)
-        return planner.predictor.predict(given, exactly=True)
+        return planner.predictor.predict(given)
 
     before, after = (predicted("pp4,1f1b,m8,mb1", idle) for idle in (0.0, 0.4))
     assert before.bubble > 0.25
@@ -282,9 +280,9 @@ def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyP
     exact = MemoryModel.stages
 
     def fuller(self: MemoryModel, *args: Any) -> Any:
-        """Much more, where all stages are asked for, as of exact predictions."""
+        """Much more if all stages are asked for, as predictions do."""
         stages = exact(self, *args)
-        more = {"reserved": 1 << 50} if args[5] is None else {}
+        more = {"reserved": 1 << 50} if len(args) < 6 else {}
         return tuple(stage.model_copy(update=more) for stage in stages)
 
     monkeypatch.setattr(MemoryModel, "stages", fuller)
