@@ -18,7 +18,7 @@ from parallel3d.kernels.workspace import WORLD_SIZES
 from parallel3d.optim import build_optimizer
 from parallel3d.optim.memory import step_bytes
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.predict.chunk_memory import ChunkMemory, Entering, chunk_memory
+from parallel3d.planner.predict.chunk_memory import ChunkMemory, chunk_memory
 from parallel3d.planner.predict.memory_replay import ActivationPeak, MemoryReplay
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.result import StageMemory
@@ -131,14 +131,19 @@ class MemoryModel:
         key = (layout.micro_batch, interval, is_local, splits, id(before), *map(id, layers[start:stop]))
         if key not in self._chunks:
             loaded, labels = self._model.loaded(layout.micro_batch)
-            has_loss = stop == len(layers) and layers[-1].loss is not None
-            entering = Entering(
-                loaded if before is None else tuple(b.nbytes for b in before.outputs),
-                (0,) * len(loaded) if before is None else tuple(b.nbytes * b.requires_grad for b in before.outputs),
-                labels if has_loss else (),
-                "loaded" if before is None else "local" if is_local else "message",
+            inputs = (
+                [(nbytes, 0) for nbytes in loaded]
+                if before is None
+                else [(b.nbytes, b.nbytes * b.requires_grad) for b in before.outputs]
             )
-            self._chunks[key] = chunk_memory(layers[start:stop], entering, splits, interval)
+            self._chunks[key] = chunk_memory(
+                layers[start:stop],
+                inputs,
+                labels if layers[stop - 1].loss is not None else (),
+                "loader" if before is None else "local" if is_local else "message",
+                splits,
+                interval,
+            )
         return self._chunks[key]
 
     def _stage(

@@ -50,7 +50,7 @@ class MemoryReplay:
         if not len(order):
             return ActivationPeak(0, 0, 0)
         changes = np.array([_change(kind, chunks) for kind in kinds], dtype=np.int64)[order]
-        own = np.array([_own(op, chunks[c]) if c in chunks else 0 for op, c, _ in kinds], dtype=np.int64)[order]
+        own = np.array([chunks[c].within.get(op, 0) if c in chunks else 0 for op, c, _ in kinds], dtype=np.int64)[order]
         after = np.cumsum(changes)
         before = after - changes
         # What arrives without an instruction's own need, such as a message's buffer, is there between instructions.
@@ -95,11 +95,3 @@ def _change(kind: _Kind, chunks: Mapping[int, ChunkMemory]) -> int:
     if hands:
         change += -chunks[chunk].kept_input if op is Op.BACKWARD_WEIGHT else chunks[chunk + 1].kept_input
     return change
-
-
-def _own(op: Op, chunk: ChunkMemory) -> int:
-    """Return the most bytes that an instruction adds while it runs."""
-    held = chunk.held
-    backward = chunk.backward - (held.saved + held.received + held.loaded + held.output_gradient)
-    added = {Op.FORWARD: chunk.forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
-    return chunk.weight if op is Op.BACKWARD_WEIGHT else added.get(op, 0)
