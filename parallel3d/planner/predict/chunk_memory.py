@@ -160,9 +160,10 @@ def _shared_gradients(regions: Sequence[_Region]) -> list[_SharedGradient]:
     """Return the gradients of tied weights, to which several layers add."""
     found: dict[str, _SharedGradient] = {}
     for r, region in enumerate(regions):
-        for layer in (step.layer for step in region.steps if step.layer.tie is not None):
-            first, *_ = found.get(layer.tie, (r,))
-            found[layer.tie] = first, r, layer.tied_gradient
+        for layer in (step.layer for step in region.steps):
+            if layer.tie is not None:
+                first, *_ = found.get(layer.tie, (r,))
+                found[layer.tie] = first, r, layer.tied_gradient
     return list(found.values())
 
 

@@ -180,5 +180,5 @@ def test_an_output_taken_on_its_own_rank_is_held_once():
                 else:
                     del alive["output", m]
         totals.append(sum(alive.values()))
-    assert flight.between == max(totals)
+    assert flight.held == max(totals)
     assert totals[-1] == 0
