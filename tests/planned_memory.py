@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -123,5 +123,8 @@ def predict(
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
     program = Programs().simulation(layout, buckets, policy, layout.micro_batches).program
     replay = MemoryReplay.of(program)
-    between = [memory.peak(replay, bounds, layout, stage).between for stage in range(layout.stages)]
+    between = []
+    for stage in range(layout.stages):
+        chunks = memory.chunks(replay, bounds, layout, stage).items()
+        between.append(replay.peak(stage, {c: replace(chunk, within={}) for c, chunk in chunks}).held)
     return memory.stages(replay, bounds, layout, [2**40] * layout.stages), between, program

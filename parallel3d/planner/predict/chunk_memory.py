@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.tracing import LayerBytes
+from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.memory import ChunkBytes
-
-
-@dataclass(frozen=True)
-class Entering:
-    """Bytes of each tensor that enters a chunk: inputs, and labels on the last chunk.
-
-    - gradients: bytes of each input's gradient, 0 if none is wanted.
-    - how: inputs come as a message, from the loader, or from a chunk of the same rank, which holds them.
-    """
-
-    inputs: tuple[int, ...]
-    gradients: tuple[int, ...]
-    labels: tuple[int, ...] = ()
-    how: Literal["message", "loaded", "local"] = "message"
 
 
 @dataclass(frozen=True)
@@ -31,44 +18,53 @@ class ChunkMemory:
     """Bytes of one micro-batch on one chunk.
 
     - held: between instructions.
-    - forward: peak of a FORWARD, beyond what was held before; backward: peak of this micro-batch in a BACKWARD or
-      BACKWARD_INPUT; weight: peak of a BACKWARD_WEIGHT, beyond what was held before.
+    - within: the most that an instruction adds while it runs to what was held before, by its operation.
     - kept_input: bytes of an input from a chunk of the same rank that deferred gradients keep.
     """
 
     held: ChunkBytes
-    forward: int
-    backward: int
-    weight: int
+    within: Mapping[Op, int]
     kept_input: int
 
 
-def chunk_memory(layers: Sequence[LayerProfile], entering: Entering, splits: bool, interval: int) -> ChunkMemory:
+def chunk_memory(
+    layers: Sequence[LayerProfile],
+    inputs: Sequence[tuple[int, int]],
+    labels: Sequence[int],
+    source: Literal["message", "loader", "local"],
+    splits: bool,
+    interval: int,
+) -> ChunkMemory:
     """Return the memory of a chunk of these layers, as PipelineModule.forward_chunk and Executor run them.
 
-    splits: whether weight gradients are deferred; interval: layers recomputed together, 0 for none.
+    - inputs: bytes of each tensor that enters the chunk, and of its gradient, 0 if none is wanted.
+    - labels: bytes of each tensor of the labels, if the chunk ends with the loss.
+    - source: of the inputs. "local" ones come from a chunk of the same rank, which holds them.
+    - splits: whether weight gradients are deferred; interval: layers recomputed together, 0 for none.
     """
-    counted = [0 if entering.how == "local" else nbytes for nbytes in entering.inputs]
-    inputs = [_Tensor(*pair) for pair in zip(counted, entering.gradients, strict=True)]
-    given = [*inputs, *(_Tensor(nbytes, 0) for nbytes in entering.labels)]
-    steps = _chain(layers, inputs, given[len(inputs) :], splits)
-    regions = _regions(layers, steps, interval)
-    outputs = steps[-1].leaving
-    walk = _Walk(regions, outputs, [] if splits else _shared_gradients(layers, steps, regions))
+    entering = [_Tensor(0 if source == "local" else nbytes, gradient) for nbytes, gradient in inputs]
+    input_bytes = _bytes(entering)
+    given = [*entering, *(_Tensor(nbytes, 0) for nbytes in labels)]
+    regions = _regions(_chain(layers, entering, given[len(entering) :], splits), interval)
+    outputs = regions[-1].steps[-1].leaving
+    walk = _Walk(regions, outputs, [] if splits else _shared_gradients(regions))
     # With a loss the backward is given nothing but a number, which the forward makes.
     has_loss = layers[-1].loss is not None
     output_gradient = _gradient_bytes(outputs)
     held = ChunkBytes(
         saved=walk.saved - _bytes(given) + (output_gradient if has_loss else 0),
-        received=sum(counted) if entering.how == "message" else 0,
-        loaded=sum(entering.labels) + (sum(counted) if entering.how == "loaded" else 0),
+        received=input_bytes if source == "message" else 0,
+        loaded=sum(labels) + (input_bytes if source == "loader" else 0),
         output_gradient=0 if has_loss else output_gradient,
-        input_gradient=sum(entering.gradients),
+        input_gradient=_gradient_bytes(entering),
         deferred=walk.deferred if splits else 0,
     )
-    local = entering.inputs if entering.how == "local" else ()
-    kept_input = sum(nbytes for tensor, nbytes in zip(inputs, local, strict=False) if tensor in walk.deferred_tensors)
-    return ChunkMemory(held, walk.forward(given), walk.backward(), walk.weight() if splits else 0, kept_input)
+    backward = walk.backward() - (held.saved + held.received + held.loaded + held.output_gradient)
+    within = {Op.FORWARD: walk.forward(given), Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
+    if splits:
+        within[Op.BACKWARD_WEIGHT] = walk.weight()
+    kept = [nbytes for tensor, (nbytes, _) in zip(entering, inputs, strict=True) if tensor in walk.deferred_tensors]
+    return ChunkMemory(held, within, sum(kept) if source == "local" else 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +90,7 @@ class _Step(NamedTuple):
     graph keeps; deferred, deferred_gradients: tensors that its weights' gradients keep, and tensors whose gradients they keep.
     """
 
+    layer: LayerProfile
     held: LayerBytes
     inputs: Sequence[_Tensor]
     made: set[_Tensor]
@@ -127,7 +124,7 @@ def _chain(
         )
         gradients = {leaving[k] for k in held.deferred.output_gradients}
         gradients |= {entering[k] for k in held.deferred.input_gradients}
-        steps.append(_Step(held, current, made, entering, leaving, kept, deferred, gradients))
+        steps.append(_Step(layer, held, current, made, entering, leaving, kept, deferred, gradients))
         current, entering = outputs, leaving
     return steps
 
@@ -136,43 +133,38 @@ class _Region(NamedTuple):
     """Layers that are recomputed together; or one that isn't recomputed. own, kept: what it holds until its backward."""
 
     steps: Sequence[_Step]
-    recomputed: bool
+    is_recomputed: bool
     own: int
     kept: Collection[_Tensor]
 
     @staticmethod
-    def of(steps: Sequence[_Step], recomputed: bool) -> _Region:
-        if recomputed:
+    def of(steps: Sequence[_Step], is_recomputed: bool) -> _Region:
+        if is_recomputed:
             return _Region(steps, True, 0, set(steps[0].inputs))
         return _Region(steps, False, steps[0].held.saved.own, steps[0].kept)
 
 
-def _regions(layers: Sequence[LayerProfile], steps: Sequence[_Step], interval: int) -> list[_Region]:
-    again = [layer.recomputed and interval > 0 for layer in layers]
-    again += [False] * (len(steps) - len(layers))  # the loss
+def _regions(steps: Sequence[_Step], interval: int) -> list[_Region]:
     regions = []
-    for recomputed, group in groupby(zip(again, steps, strict=True), key=lambda pair: pair[0]):
-        run = [step for _, step in group]
-        size = interval if recomputed else 1
-        regions += [_Region.of(run[start : start + size], recomputed) for start in range(0, len(run), size)]
+    for is_recomputed, group in groupby(steps, key=lambda step: step.layer.recomputed):
+        run, size = list(group), interval if is_recomputed else 1
+        regions += [_Region.of(run[start : start + size], is_recomputed) for start in range(0, len(run), size)]
     return regions
 
 
-# Of a gradient that autograd holds from the last region that adds to it until the first one: both, and its bytes.
+# Gradient that autograd holds from the last region that adds to it until the first one: both, and its bytes.
 _SharedGradient = tuple[int, int, int]
 
 
-def _shared_gradients(
-    layers: Sequence[LayerProfile], steps: Sequence[_Step], regions: Sequence[_Region]
-) -> list[_SharedGradient]:
-    """Return the gradients of what layers share."""
-    region_of = {id(step): r for r, region in enumerate(regions) for step in region.steps}
-    users: dict[str, list[int]] = {}
-    for layer, step in zip(layers, steps, strict=False):
-        if layer.tie is not None:
-            users.setdefault(layer.tie, []).append(region_of[id(step)])
-    nbytes = {layer.tie: layer.tied_gradient for layer in layers}
-    return [(min(at), max(at), nbytes[tie]) for tie, at in users.items()]
+def _shared_gradients(regions: Sequence[_Region]) -> list[_SharedGradient]:
+    """Return the gradients of tied weights, to which several layers add."""
+    found: dict[str, _SharedGradient] = {}
+    for r, region in enumerate(regions):
+        for layer in (step.layer for step in region.steps):
+            if layer.tie is not None:
+                first, *_ = found.get(layer.tie, (r,))
+                found[layer.tie] = first, r, layer.tied_gradient
+    return list(found.values())
 
 
 class _Walk:
@@ -187,16 +179,12 @@ class _Walk:
     def __init__(
         self, regions: Sequence[_Region], outputs: Sequence[_Tensor] = (), shared: Sequence[_SharedGradient] = ()
     ):
-        self._regions, self._outputs, self._shared = regions, outputs, shared
+        self._regions, self._outputs, self._shared = regions, set(outputs), shared
         self.first = dict.fromkeys(outputs, 0)
         for r, region in enumerate(regions):
             for tensor in region.kept:
                 self.first.setdefault(tensor, r)
-        own = [0, *accumulate(region.own for region in regions)]
-        between = accumulate(_bytes(t for t, first in self.first.items() if first == r) for r in range(len(regions)))
-        # What the regions up to each hold: tensors between layers, and their own without that region's.
-        self._until = [before + tensors for before, tensors in zip(own, between, strict=False)]
-        self.saved = self._until[-1] + regions[-1].own
+        self.saved = _bytes(self.first) + sum(region.own for region in regions)
         self._steps = [step for region in regions for step in region.steps]
         self.deferred_tensors = set[_Tensor]().union(*(step.deferred for step in self._steps))
         gradients = set[_Tensor]().union(*(step.deferred_gradients for step in self._steps))
@@ -219,15 +207,16 @@ class _Walk:
 
     def backward(self) -> int:
         """Return the peak of the backward."""
-        most = own = 0
+        most, own = 0, sum(region.own for region in self._regions)
         deferred, gradients = set[_Tensor](), set[_Tensor]()
         for r, region in reversed(list(enumerate(self._regions))):
-            left = (tensor for tensor in deferred if self.first.get(tensor, len(self._regions)) > r)
-            still = gradients - set(region.steps[-1].leaving)
-            around = self._until[r] + own + _bytes(left) + _gradient_bytes(still)
-            around += sum(nbytes for first, last, nbytes in self._shared if first <= r < last)
+            own -= region.own
+            tensors = deferred.union(tensor for tensor, first in self.first.items() if first <= r)
+            waiting = gradients - set(region.steps[-1].leaving)
             if r < len(self._regions) - 1:  # the executor holds what the backward began with
-                around += _gradient_bytes(set(self._outputs) - still)
+                waiting |= self._outputs
+            shared = sum(nbytes for first, last, nbytes in self._shared if first <= r < last)
+            around = own + _bytes(tensors) + _gradient_bytes(waiting) + shared
             most = max(most, around + self._inside(region, r))
             for step in region.steps:
                 deferred |= step.deferred
@@ -237,7 +226,7 @@ class _Walk:
 
     def _inside(self, region: _Region, number: int) -> int:
         """Return the peak of a region's own bytes in its backward, the gradients of its outputs included."""
-        if not region.recomputed:
+        if not region.is_recomputed:
             (step,) = region.steps
             # What it keeps of its outputs is in its own peak.
             outputs = _bytes(step.kept & step.made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,13 +19,13 @@ from parallel3d.kernels.workspace import WORLD_SIZES
 from parallel3d.optim import build_optimizer
 from parallel3d.optim.memory import step_bytes
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.predict.chunk_memory import ChunkMemory, Entering, chunk_memory
-from parallel3d.planner.predict.memory_replay import ActivationPeak, MemoryReplay
+from parallel3d.planner.predict.chunk_memory import ChunkMemory, chunk_memory
+from parallel3d.planner.predict.memory_replay import MemoryReplay
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.memory import ChunkBytes
 from parallel3d.specs import TiedLayerSpec
-from parallel3d.zero.memory import StateBytes, communicated_bytes, moments_of, piece_sizes, predict_state
+from parallel3d.zero.memory import communicated_bytes, moments_of, piece_sizes, predict_state
 
 # cuBLAS's workspace, of Hopper's size (CUBLAS_WORKSPACE_CONFIG's documentation), which PyTorch allocates for each thread that
 # multiplies: the script's, and autograd's.
@@ -34,18 +34,17 @@ _LIBRARY_BYTES = 2 * 32 * 2**20
 _GAPS = 0.05
 
 
-@dataclass(frozen=True)
-class _State:
-    """Model state of a stage's ranks in bytes.
+class _State(NamedTuple):
+    """Model state of a stage's ranks in bytes, by name.
 
-    others: frozen parameters and buffers; communicated: copies of gradients in the dtype in which they are reduced; step: what
-    the optimizer needs for itself.
+    - steady: always; kept: from the first backward on; step: while the optimizer runs.
+    - shared: bytes of weights in memory that replicas map, which PyTorch's allocator doesn't count.
     """
 
-    state: StateBytes
-    others: int
-    communicated: int
-    step: int
+    steady: dict[str, int]
+    kept: dict[str, int]
+    step: dict[str, int]
+    shared: int
 
 
 class MemoryModel:
@@ -108,11 +107,10 @@ class MemoryModel:
         """Return the bytes that a micro-batch saves for its backward in all layers, as one chunk."""
         return self._chunk((0,), (0, len(self._model.specs)), layout, 0, splits=False).held.saved
 
-    def peak(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> ActivationPeak:
-        """Return the peak of a stage's activations and messages."""
-        splits = replay.splits(stage)
-        own = [c for c, s in enumerate(replay.placement) if s == stage]
-        return replay.peak(stage, {c: self._chunk(replay.placement, bounds, layout, c, splits) for c in own})
+    def chunks(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> dict[int, ChunkMemory]:
+        """Return the memory of a micro-batch on each chunk of a stage."""
+        splits, placement = replay.splits(stage), replay.placement
+        return {c: self._chunk(placement, bounds, layout, c, splits) for c, s in enumerate(placement) if s == stage}
 
     def chunk_bytes(self, placement: Sequence[int], bounds: Sequence[int], layout: Layout) -> list[ChunkBytes]:
         """Return the bytes of a micro-batch on each chunk, with weight gradients deferred."""
@@ -132,56 +130,46 @@ class MemoryModel:
         key = (layout.micro_batch, interval, is_local, splits, id(before), *map(id, layers[start:stop]))
         if key not in self._chunks:
             loaded, labels = self._model.loaded(layout.micro_batch)
-            has_loss = stop == len(layers) and layers[-1].loss is not None
-            entering = Entering(
-                loaded if before is None else tuple(b.nbytes for b in before.outputs),
-                (0,) * len(loaded) if before is None else tuple(b.nbytes * b.requires_grad for b in before.outputs),
-                labels if has_loss else (),
-                "loaded" if before is None else "local" if is_local else "message",
+            inputs = (
+                [(nbytes, 0) for nbytes in loaded]
+                if before is None
+                else [(b.nbytes, b.nbytes * b.requires_grad) for b in before.outputs]
             )
-            self._chunks[key] = chunk_memory(layers[start:stop], entering, splits, interval)
+            self._chunks[key] = chunk_memory(
+                layers[start:stop],
+                inputs,
+                labels if layers[stop - 1].loss is not None else (),
+                "loader" if before is None else "local" if is_local else "message",
+                splits,
+                interval,
+            )
         return self._chunks[key]
 
     def _stage(
         self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int, capacity: int, samples: float
     ) -> StageMemory:
-        on_cuda, layers, placement = self._model.device == "cuda", self._layers(layout), replay.placement
-        model = self._state(replay, bounds, layout, stage)
-        peak = self.peak(replay, bounds, layout, stage)
-        within, held = round(samples * peak.within), round(samples * peak.held)
-        # Weights may be in memory that replicas map, which PyTorch's allocator doesn't count.
-        is_shared = self._steps_by_kernel and bool(layout.zero) and layout.replicas in WORLD_SIZES
-        shared = model.state.weights if is_shared else 0
+        on_cuda, own = self._model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
+        model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
+        within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
+        # The transport keeps the last gradients sent until it sends again.
+        sent = max(chunk.held.input_gradient if chunk.held.received else 0 for chunk in chunks.values())
         steady = {
-            "weights": model.state.weights + model.others - shared,
-            "gradients": model.state.gradients,
-            "masters": model.state.masters,
-            "optimizer": model.state.optimizer,
-            "tables": max((layer.tables for layer in _own(layers, bounds, placement, stage)), default=0),
+            **model.steady,
+            "tables": max((layer.tables for layer in own), default=0),
             "libraries": _LIBRARY_BYTES if on_cuda else 0,
         }
-        kept = {"transient": model.state.transient, "communication": model.communicated}
-        # The transport keeps the last gradients sent until it sends again.
-        sent = [
-            layers[bounds[c] - 1] for c, s in enumerate(placement) if s == stage and c > 0 and placement[c - 1] != s
-        ]
-        messages = max((layer.gradient_bytes for layer in sent), default=0)
+        messages = {"messages": round(samples * sent) if on_cuda else 0}
         extra = {
             "steady": {},
-            "backward": {
-                "activations": held,
-                "workspace": within - held,
-                **kept,
-                "messages": round(samples * messages) if on_cuda else 0,
-            },
-            "step": {"update": 0 if self._steps_by_kernel else model.state.update, "workspace": model.step, **kept},
-            "save": kept,  # a save copies tensors to the host as they are
+            "backward": {"activations": held, "workspace": within - held, **model.kept, **messages},
+            "step": {**model.step, **model.kept},
+            "save": model.kept,  # a save copies tensors to the host as they are
         }
         base = sum(steady.values())
         phases = {phase: base + sum(parts.values()) for phase, parts in extra.items()}
         most = max(phases, key=lambda phase: phases[phase])
         allocated = phases[most]
-        gaps, outside = (round(allocated * _GAPS), self._outside(layout) + shared) if on_cuda else (0, 0)
+        gaps, outside = (round(allocated * _GAPS), self._outside(layout) + model.shared) if on_cuda else (0, 0)
         return StageMemory(
             stage=stage,
             parts={name: nbytes for name, nbytes in {**steady, **extra[most]}.items() if nbytes},
@@ -194,8 +182,8 @@ class MemoryModel:
 
     def _outside(self, layout: Layout) -> int:
         """Return the bytes outside of PyTorch's allocator: CUDA's context, and buffers of communication."""
-        stages, replicas = layout.stages, layout.replicas or 1
-        communicators = communicator_bytes((stages * replicas * layout.slices, replicas, layout.slices))
+        stages, replicas = layout.stages, layout.replicas
+        communicators = communicator_bytes((layout.world_size, replicas, layout.slices))
         config, buffers = self._model.config, 0
         if stages > 1 and config.pipeline.peer_copies:
             buffers += pipeline_channels(stages).num_bytes
@@ -217,16 +205,30 @@ class MemoryModel:
         where: tuple[object, ...] = (stage, tuple(bounds), placement) if self._has_ties else (chunks, *map(id, own))
         key = (where, layout.slices, layout.sequence_parallel, layout.zero, layout.replicas, splits)
         if key not in self._states:
-            policy, replicas = model.policy(layout.zero), layout.replicas or 1
+            policy, replicas = model.policy(layout.zero), layout.replicas
             infos = model.stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)[stage]
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
-            frozen = sum(self._cast_bytes(parameter) for layer in own for _, parameter in layer.frozen)
+            others = sum(layer.buffers for layer in own)
+            others += sum(self._cast_bytes(parameter) for layer in own for _, parameter in layer.frozen)
+            state = predict_state(infos, policy, replicas, self._moments, early if splits else set())
+            shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas)
             self._states[key] = _State(
-                predict_state(infos, policy, replicas, self._moments, early if splits else set()),
-                frozen + sum(layer.buffers for layer in own),
-                communicated_bytes(infos, policy, replicas),
-                step_bytes(self._optimizer, total, largest, 4, model.device == "cuda"),
+                steady={
+                    "weights": state.weights - shared + others,
+                    "gradients": state.gradients,
+                    "masters": state.masters,
+                    "optimizer": state.optimizer,
+                },
+                kept={
+                    "transient": state.transient,
+                    "communication": communicated_bytes(infos, policy, replicas),
+                },
+                step={
+                    "update": 0 if self._steps_by_kernel else state.update,
+                    "workspace": step_bytes(self._optimizer, total, largest, 4, model.device == "cuda"),
+                },
+                shared=shared,
             )
         return self._states[key]
 

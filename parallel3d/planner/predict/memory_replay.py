@@ -1,10 +1,10 @@
-"""Replay of a stage's instructions: the bytes in flight, for any bytes of its chunks."""
+"""Replay of a stage's instructions: the most bytes in flight, for any bytes of its chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,15 +12,12 @@ from parallel3d.planner.predict.chunk_memory import ChunkMemory
 from parallel3d.schedule.instructions import Instruction, Op, Program
 
 
-@dataclass(frozen=True)
-class ActivationPeak:
+class ActivationPeak(NamedTuple):
     """Peak bytes of activations, messages and their gradients on a rank.
 
-    between: between instructions; within: inside one, with what it needs for itself; held: between instructions, when
-    `within` is reached.
+    within: inside an instruction, with what it needs for itself; held: then, of what is held between instructions.
     """
 
-    between: int
     within: int
     held: int
 
@@ -47,19 +44,14 @@ class MemoryReplay:
     def peak(self, stage: int, chunks: Mapping[int, ChunkMemory]) -> ActivationPeak:
         """Return the peak of a stage. chunks: bytes of one micro-batch on each of the stage's chunks."""
         kinds, order = self._prepared(stage)
-        if not len(order):
-            return ActivationPeak(0, 0, 0)
-        changes = np.array([_change(kind, chunks) for kind in kinds], dtype=np.int64)[order]
-        own = np.array([_own(op, chunks[c]) if c in chunks else 0 for op, c, _ in kinds], dtype=np.int64)[order]
+        changes, own = np.array([_bytes_of(kind, chunks) for kind in kinds], dtype=np.int64)[order].T
         after = np.cumsum(changes)
         before = after - changes
         # What arrives without an instruction's own need, such as a message's buffer, is there between instructions.
         around = np.maximum(before, after)
         within = np.maximum(before + own, around)
-        between, most = max(0, int(after.max())), int(within.argmax())
-        if within[most] <= 0:
-            return ActivationPeak(between, 0, 0)
-        return ActivationPeak(between, int(within[most]), int(around[most]))
+        most = int(within.argmax())
+        return ActivationPeak(int(within[most]), int(around[most]))
 
 
 def _prepare(instructions: Sequence[Instruction]) -> tuple[list[_Kind], np.ndarray[tuple[int], np.dtype[np.int64]]]:
@@ -69,9 +61,8 @@ def _prepare(instructions: Sequence[Instruction]) -> tuple[list[_Kind], np.ndarr
     the chunk that used it, if its deferred gradients keep it: the backward hands it over.
     """
     kinds: dict[_Kind, int] = {}
-    deferred: dict[
-        tuple[int, int], bool
-    ] = {}  # (chunk, micro-batch) with deferred gradients -> whether it was handed over
+    # (chunk, micro-batch) with deferred gradients -> whether it was handed over
+    deferred: dict[tuple[int, int], bool] = {}
     order = []
     for op, chunk, micro_batch, _ in instructions:
         if op is Op.BACKWARD_WEIGHT:
@@ -86,20 +77,12 @@ def _prepare(instructions: Sequence[Instruction]) -> tuple[list[_Kind], np.ndarr
     return list(kinds), np.array(order, dtype=np.int64)
 
 
-def _change(kind: _Kind, chunks: Mapping[int, ChunkMemory]) -> int:
-    """Return by how much bytes grow over an instruction."""
+def _bytes_of(kind: _Kind, chunks: Mapping[int, ChunkMemory]) -> tuple[int, int]:
+    """Return by how much an instruction changes the bytes that are held, and the most that it adds while it runs."""
     op, chunk, hands = kind
     if chunk not in chunks:
-        return 0
+        return 0, 0
     change = chunks[chunk].held.change(Instruction(op, chunk, 0))
     if hands:
         change += -chunks[chunk].kept_input if op is Op.BACKWARD_WEIGHT else chunks[chunk + 1].kept_input
-    return change
-
-
-def _own(op: Op, chunk: ChunkMemory) -> int:
-    """Return the most bytes that an instruction adds while it runs."""
-    held = chunk.held
-    backward = chunk.backward - (held.saved + held.received + held.loaded + held.output_gradient)
-    added = {Op.FORWARD: chunk.forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
-    return chunk.weight if op is Op.BACKWARD_WEIGHT else added.get(op, 0)
+    return change, chunks[chunk].within.get(op, 0)

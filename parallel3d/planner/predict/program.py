@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from parallel3d.config.layout import Layout
 from parallel3d.parameters import ParameterInfo
@@ -57,57 +56,48 @@ def rough_buckets(stages: Sequence[Sequence[ParameterInfo]], num_chunks: int) ->
     return Buckets(tuple((part,) * _ROUGH_BUCKETS for part in parts), tuple(replicas))
 
 
-class _Shape(NamedTuple):
-    """What the schedule of a layout depends on. roughly: an order is searched for that is about as short."""
+# Arguments of schedule.builders.build, and whether an order is searched for that is about as short.
+_Schedule = tuple[str, int, int, int, str, bool]
 
-    schedule: str
-    stages: int
-    num_micro_batches: int
-    chunks: int
-    placement: str
-    roughly: bool
 
-    @staticmethod
-    def of(layout: Layout, num_micro_batches: int, roughly: bool) -> _Shape:
-        is_rough = roughly and layout.schedule == "zb-looped"
-        return _Shape(layout.schedule, layout.stages, num_micro_batches, layout.chunks, layout.placement, is_rough)
+def _schedule(layout: Layout, num_micro_batches: int, roughly: bool) -> _Schedule:
+    is_rough = roughly and layout.schedule == "zb-looped"
+    return layout.schedule, layout.stages, num_micro_batches, layout.chunks, layout.placement, is_rough
 
 
 class Programs:
     """Programs of fully specified layouts, each part made once for all layouts that share it."""
 
     def __init__(self) -> None:
-        self._compute = cache(_compute)
-        self._lowered = cache(lambda shape: lower(self._compute(shape)))
-        self._simulations: dict[tuple[object, ...], Simulation] = {}
-        self._replays: dict[_Shape, MemoryReplay] = {}
+        compute = cache(_compute)
+        lowered = cache(lambda schedule: lower(compute(schedule)))
+        self._simulation = cache(lambda schedule, added: Simulation(add_collectives(lowered(schedule), *added)))
+        self._replay = cache(lambda schedule: _replay(compute(schedule)))
 
     def simulation(
         self, layout: Layout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int, roughly: bool = False
     ) -> Simulation:
         """Return a simulation of what the executor runs."""
-        shape, collectives = _Shape.of(layout, num_micro_batches, roughly), _collectives(layout, buckets, policy)
-        if (shape, collectives) not in self._simulations:
-            program = add_collectives(self._lowered(shape), *collectives)
-            self._simulations[shape, collectives] = Simulation(program)
-        return self._simulations[shape, collectives]
+        schedule = _schedule(layout, num_micro_batches, roughly)
+        return self._simulation(schedule, _collectives(layout, buckets, policy))
 
     def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
         """Return the replay of the program without collectives, which hold nothing.
 
         A stage's list is lowered when it is first used: for most layouts a few stages show that they don't fit.
         """
-        shape = _Shape.of(layout, num_micro_batches, roughly)
-        if shape not in self._replays:
-            compute = self._compute(shape)
-            self._replays[shape] = MemoryReplay(compute.placement, lambda stage: lower_rank(compute, stage))
-        return self._replays[shape]
+        return self._replay(_schedule(layout, num_micro_batches, roughly))
 
 
-def _compute(shape: _Shape) -> Program:
-    if shape.roughly:
-        return looped_zero_bubble(shape.stages, shape.num_micro_batches, shape.chunks, roughly=True)
-    return build(*shape[:-1])
+def _compute(schedule: _Schedule) -> Program:
+    name, stages, num_micro_batches, chunks, placement, roughly = schedule
+    if roughly:
+        return looped_zero_bubble(stages, num_micro_batches, chunks, roughly=True)
+    return build(name, stages, num_micro_batches, chunks, placement)
+
+
+def _replay(compute: Program) -> MemoryReplay:
+    return MemoryReplay(compute.placement, lambda stage: lower_rank(compute, stage))
 
 
 def given_simulation(compute: Program, layout: Layout, buckets: Buckets, policy: ZeroPolicy) -> Simulation:

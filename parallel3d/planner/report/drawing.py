@@ -22,25 +22,19 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"memory": words.memory, "duration": words.duration, "percent": words.percent, "count": words.count}
-    environment.filters |= {**filters, "px": _pixels}
+    environment.filters |= {
+        "memory": words.memory,
+        "duration": words.duration,
+        "percent": "{:.1%}".format,
+        "count": "{:,.0f}".format,
+        "px": lambda value: f"{value:.2f}".rstrip("0").rstrip("."),
+    }
     return environment
-
-
-def _pixels(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def render(template: str, **values: object) -> Markup:
     """Render a file of the folder `page`; all values but Markup are escaped."""
     return Markup(_environment().get_template(template).render(values))
-
-
-def source(name: str) -> Markup:
-    """Return a file of the folder `page` as it is."""
-    environment = _environment()
-    assert environment.loader is not None
-    return Markup(environment.loader.get_source(environment, name)[0])
 
 
 def place_legend(

@@ -6,16 +6,17 @@ import base64
 import json
 import re
 import zlib
-from itertools import pairwise
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from markupsafe import Markup
 
 from parallel3d.planner.report.charts import breakdown_chart, memory_chart, topology_chart, trade_off_chart
-from parallel3d.planner.report.drawing import render, source
+from parallel3d.planner.report.drawing import render
 from parallel3d.planner.report.timeline import as_timeline, columns, timeline_chart
-from parallel3d.planner.report.words import by_stage, natural
-from parallel3d.planner.search.result import PlanResult, Prediction, RankPlace
+from parallel3d.planner.report.words import natural
+from parallel3d.planner.search.result import PlanResult, Prediction
 from parallel3d.schedule.builders import placement_of
 
 # Rows of the page's tables; JSON has all. A browser is still quick with them, and the page small.
@@ -58,13 +59,14 @@ def html_page(result: PlanResult) -> str:
     ranked = result.best[:_MOST_RANKED]
     details = [_details(result, prediction) for prediction in ranked]
     drawn = columns(as_timeline(result.timeline, ranked[0].stages)) if ranked and result.timeline else None
+    places = sorted(result.map[:_MOST_PLACES], key=lambda place: natural(place.host))
     links = sorted(result.links, key=lambda link: -link.seconds)
     return render(
         "page.html",
         plan=result,
         ranked=ranked,
         rejected=result.rejected[:_MOST_REJECTED],
-        places=_hosts(result.map[:_MOST_PLACES]),
+        hosts={host: {place.gpu: place for place in own} for host, own in groupby(places, key=attrgetter("host"))},
         gpus=sorted({place.gpu for place in result.map}),
         cut_places=_MOST_PLACES if len(result.map) > _MOST_PLACES else None,
         details=details[0] if details else None,
@@ -73,8 +75,6 @@ def html_page(result: PlanResult) -> str:
         links=links[:_MOST_LINKS],
         config=_indented(result.config),
         data=_packed({"details": details, "timeline": drawn}),
-        style=source("page.css"),
-        script=source("page.js"),
     )
 
 
@@ -87,35 +87,20 @@ def _details(result: PlanResult, prediction: Prediction) -> Markup:
         names=names,
         breakdown=breakdown_chart(prediction),
         memory=memory_chart(prediction, names),
-        partition=_partition(prediction, result.halves if prediction.units == "half" else result.layers),
+        placement=placement_of(prediction.placement, prediction.stages, prediction.chunks),
+        layers=result.halves if prediction.units == "half" else result.layers,
     )
 
 
 def _stage_names(result: PlanResult, prediction: Prediction) -> list[str]:
-    """Name the stages, with their ranks where the layout has the winner's shape: then its ranks are numbered alike."""
-    winner = result.best[0]
-    shapes = {(p.stages, p.replicas, p.slices) for p in (prediction, winner)}
-    places = result.map if len(shapes) == 1 else ()
-    return by_stage(((place.pipe, place.rank) for place in places), prediction.stages)
-
-
-def _partition(prediction: Prediction, layers: tuple[str, ...]) -> list[tuple[int, int, int, str]]:
-    """Return (chunk, stage, number of layers, their names) of each chunk."""
-    placement = placement_of(prediction.placement, prediction.stages, prediction.chunks)
-    rows = []
-    for chunk, (start, stop) in enumerate(pairwise(prediction.bounds)):
-        names = layers[start:stop]
-        shown = " … ".join(dict.fromkeys((names[0], names[-1]))) if names else "none"
-        rows.append((chunk, placement[chunk], stop - start, shown))
-    return rows
-
-
-def _hosts(places: tuple[RankPlace, ...]) -> dict[str, dict[int, RankPlace]]:
-    """Return host -> GPU -> its rank; hosts in their natural order."""
-    hosts: dict[str, dict[int, RankPlace]] = {}
-    for place in sorted(places, key=lambda place: natural(place.host)):
-        hosts.setdefault(place.host, {})[place.gpu] = place
-    return hosts
+    """Name the stages, with their ranks where the layout has the winner's shape: where these run the page says below."""
+    names = [f"stage {stage}" for stage in range(prediction.stages)]
+    shapes = {(p.stages, p.replicas, p.slices) for p in (prediction, result.best[0])}
+    if len(shapes) > 1:
+        return names
+    size = prediction.replicas * prediction.slices
+    ranks = [f"ranks {k * size}–{(k + 1) * size - 1}" if size > 1 else f"rank {k}" for k in range(len(names))]
+    return [f"{name} · {own}" for name, own in zip(names, ranks, strict=True)]
 
 
 def _indented(config: dict[str, object]) -> str:

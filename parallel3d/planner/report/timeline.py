@@ -8,7 +8,7 @@ from parallel3d.planner.report.drawing import WIDTH, place_legend, render
 from parallel3d.planner.report.words import duration
 from parallel3d.planner.search.result import TimelineSpan
 from parallel3d.schedule import draw
-from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
+from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Span, Timeline
 
 # Ticks of a step, in the page. A window of a thousandth of a step still shows times to three digits.
@@ -32,7 +32,7 @@ def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
     """
     full = timeline.makespan or 1.0
     spans, gap = _both_ends(timeline, limit)
-    shades, depth = draw.chunk_shades(timeline)
+    shades, colours = _colours(timeline)
     ops = sorted({s.instruction.op for s in timeline.spans}, key=list(Op).index)
     lanes: list[dict[str, list[int]]] = [{name: [] for name in _COLUMNS} for _ in range(timeline.num_ranks)]
     ends = [0] * timeline.num_ranks
@@ -48,18 +48,23 @@ def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
         "seconds": full,
         "ticks": _TICKS,
         "shades": [shades.get(chunk, 0) for chunk in range(max(shades, default=-1) + 1)],
-        "ops": [_op(op, depth) for op in ops],
+        "ops": [_op(op, colours) for op in ops],
         "left_out": None if gap is None else [round(gap[0] / full * _TICKS), round(gap[1] / full * _TICKS), gap[2]],
         "lanes": lanes,
     }
 
 
-def _op(op: Op, depth: int) -> dict[str, object]:
+def _colours(timeline: Timeline) -> tuple[dict[int, int], dict[Op, list[str]]]:
+    """Return each chunk's place among the chunks of its stage, and the colours of each compute operation by that place."""
+    shades, depth = draw.chunk_shades(timeline)
+    used = [op for op in draw.BOX_COLOURS if any(s.instruction.op is op for s in timeline.spans)]
+    return shades, {op: [draw.box_colour(op, k, depth) for k in range(depth)] for op in used}
+
+
+def _op(op: Op, colours: dict[Op, list[str]]) -> dict[str, object]:
     name = draw.NAMES[op]
-    if op in COMPUTE_OPS:
-        colours = [draw.box_colour(op, shade, depth) for shade in range(depth)]
-        return {"short": op.value, "name": name, "colours": colours, "row": None}
-    return {"short": op.value, "name": name, "colours": [draw.MARK_COLOURS[name]], "row": draw.MARK_ROWS[name]}
+    shown = colours[op] if op in colours else [draw.MARK_COLOURS[name]]
+    return {"short": op.value, "name": name, "colours": shown, "row": draw.MARK_ROWS.get(name)}
 
 
 def _both_ends(timeline: Timeline, limit: int) -> tuple[list[Span], tuple[float, float, int] | None]:
@@ -79,20 +84,16 @@ def timeline_chart(timeline: Timeline, name: str) -> str:
         return draw.svg({name: timeline}, {name: "s"})
     left, lane = 70, max(5.0, min(24.0, 1200 / timeline.num_ranks))
     pixels = (WIDTH - left - 20) / (timeline.makespan or 1.0)
-    bottom, thickness = 34 + lane * timeline.num_ranks, 10 * (lane - min(2.0, lane / 5))
-    ops = [op for op in draw.BOX_COLOURS if any(s.instruction.op is op for s in timeline.spans)]
-    colours = {draw.NAMES[op]: draw.box_colour(op, 0, 1) for op in ops}
-    legend, below = place_legend(colours, left, bottom + 42)
+    bottom = 34 + lane * timeline.num_ranks
+    _, colours = _colours(timeline)
+    legend, below = place_legend({draw.NAMES[op]: first for op, (first, *_) in colours.items()}, left, bottom + 42)
     return render(
         "timeline.jinja",
         label=f"{name}: {duration(timeline.makespan)}, bubble {timeline.bubble:.1%}",
         ticks=[(left + pixels * tick, duration(tick)) for tick in draw.ticks(0, timeline.makespan)],
-        stages=[(34 + lane * k + 10, k) for k in range(0, timeline.num_ranks, max(1, round(13 / lane)))],
-        bars=[
-            (path, colour, 34 + lane * stage + thickness / 20)
-            for (stage, colour), path in _paths(timeline, 10 * pixels).items()
-        ],
-        thickness=thickness,
+        num_stages=timeline.num_ranks,
+        bars=_paths(timeline, 10 * pixels),
+        lane=lane,
         legend=legend,
         left=left,
         bottom=bottom,
@@ -102,13 +103,14 @@ def timeline_chart(timeline: Timeline, name: str) -> str:
 
 def _paths(timeline: Timeline, scale: float) -> dict[tuple[int, str], str]:
     """Return a path for each lane and colour, by differences in tenths of a pixel: eight bytes a span."""
-    shades, depth = draw.chunk_shades(timeline)
-    moves: dict[tuple[int, str], list[str]] = defaultdict(lambda: ["M0 0"])
+    shades, colours = _colours(timeline)
+    paths: dict[tuple[int, str], list[str]] = defaultdict(lambda: ["M0 0"])
     ends: dict[tuple[int, str], int] = defaultdict(int)
     for s in timeline.spans:
-        if s.instruction.op in COMPUTE_OPS:
-            key = s.rank, draw.box_colour(s.instruction.op, shades[s.instruction.chunk], depth)
+        op, chunk, *_ = s.instruction
+        if op in colours:
+            key = s.rank, colours[op][shades[chunk]]
             start, end = round(scale * s.start), round(scale * s.end)
-            moves[key].append(f"m{start - ends[key]} 0h{end - start}")
+            paths[key].append(f"m{start - ends[key]} 0h{end - start}")
             ends[key] = end
-    return {key: "".join(parts) for key, parts in moves.items()}
+    return {key: "".join(moves) for key, moves in paths.items()}

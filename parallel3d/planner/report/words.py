@@ -1,12 +1,11 @@
-"""Numbers, ranges of numbers, and colours of the report."""
+"""Numbers, names and colours of the report."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-_MEMORY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+MEMORY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 # In a chart's order. Two neighbours differ in lightness too, for readers who see few colours and for grey print.
@@ -37,52 +36,29 @@ def colours_of(parts: Iterable[str]) -> dict[str, str]:
     return known | {part: _FURTHER_COLOURS[k % len(_FURTHER_COLOURS)] for k, part in enumerate(further)}
 
 
-def memory_unit(full: float) -> tuple[int, str]:
-    """Return (bytes, name) of the largest unit of which `full` holds two or more, to label an axis with."""
-    return next(((size, unit) for size, unit in _MEMORY_UNITS if full >= 2 * size), (1, "B"))
+def unit_of(number: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Return (size, name) of the largest unit of which the number holds one or more; else the smallest unit."""
+    return next((unit for unit in units if abs(number) >= unit[0]), units[-1])
 
 
 def memory(nbytes: float) -> str:
     """Format bytes: 1610612736 -> "1.50 GiB"."""
-    size, unit = next(((size, unit) for size, unit in _MEMORY_UNITS if abs(nbytes) >= size), (1, "B"))
-    return f"{_three_digits(nbytes / size)} {unit}"
+    return _in_unit(nbytes, MEMORY_UNITS)
 
 
 def duration(seconds: float) -> str:
     """Format seconds: 0.0123 -> "12.3 ms"."""
-    size, unit = next(((size, unit) for size, unit in _TIME_UNITS if abs(seconds) >= size), _TIME_UNITS[-1])
-    return f"{_three_digits(seconds / size)} {unit}"
+    return _in_unit(seconds, _TIME_UNITS)
 
 
-def _three_digits(value: float) -> str:
+def _in_unit(number: float, units: Sequence[tuple[float, str]]) -> str:
+    """Format a number to three digits, in the unit that suits it."""
+    size, unit = unit_of(number, units)
+    value = number / size
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:.{digits}f}" if value else "0"
-
-
-def percent(share: float) -> str:
-    """Format a share: 0.4213 -> "42.1%"."""
-    return f"{share:.1%}"
-
-
-def count(number: float) -> str:
-    """Format a number: 12345.6 -> "12,346"."""
-    return f"{number:,.0f}"
+    return f"{value:.{digits}f} {unit}" if value else f"0 {unit}"
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:
     """Return a key to sort names by that puts "host2" before "host10"."""
     return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name))
-
-
-def by_stage(ranks: Iterable[tuple[int, int]], num_stages: int) -> list[str]:
-    """Name each stage from pairs (stage, rank): "stage 3 · ranks 24–31", without ranks where none are given.
-
-    The ranks of a stage follow each other.
-    """
-    names = [f"stage {stage}" for stage in range(num_stages)]
-    held: dict[int, list[int]] = defaultdict(list)
-    for stage, rank in ranks:
-        held[stage].append(rank)
-    for stage, own in held.items():
-        names[stage] += f" · ranks {min(own)}–{max(own)}" if len(own) > 1 else f" · rank {own[0]}"
-    return names

@@ -16,10 +16,11 @@ from parallel3d.models import DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import LayerSpec
-from parallel3d.planner.predict.chunk_memory import ChunkMemory, Entering, chunk_memory
+from parallel3d.planner.predict.chunk_memory import ChunkMemory, chunk_memory
 from parallel3d.planner.predict.memory_replay import MemoryReplay
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.schedule.builders import build
+from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.lowering import lower
 from parallel3d.schedule.memory import ChunkBytes
 
@@ -118,11 +119,11 @@ def run(specs: list[LayerSpec], splits: bool) -> dict[str, int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_together_hold_what_they_do_in_plain_pytorch(name: str, splits: bool):
     specs = MODELS[name]
-    parts = chunk_memory(traced(specs), Entering((0,), (0,), how="loaded"), splits, 0)
+    parts = chunk_memory(traced(specs), [(0, 0)], (), "loader", splits, 0)
     found = {
-        "forward": parts.forward,
+        "forward": parts.within[Op.FORWARD],
         "saved": parts.held.saved,
-        "backward": parts.backward,
+        "backward": parts.held.saved + parts.held.output_gradient + parts.within[Op.BACKWARD],
         "deferred": parts.held.deferred,
     }
     assert found == run(specs, splits)
@@ -131,7 +132,7 @@ def test_layers_together_hold_what_they_do_in_plain_pytorch(name: str, splits: b
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_recomputed_layers_hold_the_inputs_of_their_groups(interval: int):
     specs = [LayerSpec(Starts), *[LayerSpec(Both)] * 4, LayerSpec(Ends)]
-    held = chunk_memory(traced(specs, interval), Entering((1000,), (0,), how="loaded"), False, interval).held
+    held = chunk_memory(traced(specs, interval), [(1000, 0)], (), "loader", False, interval).held
     hidden, mask = 4 * SAMPLES * SEQ * HIDDEN, 4 * SAMPLES * SEQ
     groups = -(-len(specs) // interval)
     # Of each group but the first, its input; and the chunk's output. The mask is one tensor for all.
@@ -143,8 +144,8 @@ def test_an_output_taken_on_its_own_rank_is_held_once():
     """zbv on 2 stages: the last stage hands chunk 1's output to chunk 2, whose weight gradients keep it."""
     handed, deferred = 100, 7
     chunks = {
-        1: ChunkMemory(ChunkBytes(saved=handed, deferred=1), 0, handed, 0, 0),
-        2: ChunkMemory(ChunkBytes(saved=10, deferred=deferred), 0, 10, 0, handed),
+        1: ChunkMemory(ChunkBytes(saved=handed, deferred=1), {}, 0),
+        2: ChunkMemory(ChunkBytes(saved=10, deferred=deferred), {}, handed),
     }
     program = lower(build("zbv", 2, 4, 2, "v"))
     flight = MemoryReplay.of(program).peak(1, chunks)
@@ -179,5 +180,5 @@ def test_an_output_taken_on_its_own_rank_is_held_once():
                 else:
                     del alive["output", m]
         totals.append(sum(alive.values()))
-    assert flight.between == max(totals)
+    assert flight.held == max(totals)
     assert totals[-1] == 0

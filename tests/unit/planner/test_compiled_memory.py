@@ -76,8 +76,8 @@ def partitioned(function: Callable[[Tensor], Tensor]) -> int:
 def predicted(function: Callable[[Tensor], Tensor], compiled: bool) -> int:
     x = torch.zeros(SHAPE)
     specs = [LayerSpec(Begin), LayerSpec(Region, function)]
-    config = load({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}})
-    profile = ModelProfile(specs, x, x, None, config, "cuda", compiled)
+    settings = {"optimizer": {"type": "SGD"}, "compile": {"enabled": compiled}}
+    profile = ModelProfile(specs, x, x, None, load({"train_micro_batch_size_per_gpu": 2, **settings}), "cuda")
     layer = profile.layers(1, False, SHAPE[0], 0)[1]
     held = layer.whole.saved
     outputs = [layer.outputs[k].storage for k in held.outputs]

@@ -197,7 +197,9 @@ def profile(kind: str, hidden: int, layers: int, heads: int, selective: bool) ->
 
     model = PlannedModel(kind, layers_of(run), causal_lm_loss, sample, seq, DEFAULTS)
     of = Waiting if kind == "megatron-2021" else ModelProfile
-    return model, of(model.layers, *model.sample(1), model.loss_fn, config_of(DEFAULTS), compiled=True)
+    return model, of(
+        model.layers, *model.sample(1), model.loss_fn, config_of({**DEFAULTS, "compile": {"enabled": True}})
+    )
 
 
 def config_of(given: Any) -> Any:
@@ -235,9 +237,8 @@ def profile_of_7b(compiled: bool, bf16: bool, units: str, each: bool) -> tuple[P
         "7b", 4096, {**given, "zero_optimization": {"reduce_per_micro_batch": "auto" if each else False}}
     )
     model = replace(model, layers=decoder(MODELS["7b"], units=units))
-    return model, ModelProfile(
-        model.layers, *model.sample(1), model.loss_fn, config_of(model.config), compiled=compiled
-    )
+    config = config_of({**model.config, "compile": {"enabled": compiled}})
+    return model, ModelProfile(model.layers, *model.sample(1), model.loss_fn, config)
 
 
 def layout_of(case: Case, micro_batches: int) -> Layout:
