@@ -1,4 +1,4 @@
-"""Axis-aligned boxes of tensors: what a flat range is made of, and what one box has in common with others. Pure arithmetic."""
+"""Axis-aligned boxes of tensors: their intersections, and the boxes that a flat range consists of. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from parallel3d.parameters import Slicing
 
 @dataclass(frozen=True)
 class Box:
-    """Elements start[d] to start[d] + shape[d] along each dim d of a tensor. The box of a 0-dim tensor is its one element."""
+    """Elements start[d] to start[d] + shape[d] along each dim d of a tensor; its one element for a 0-dim tensor."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """Behind the last element along each dim."""
+        """Index after the last element along each dim."""
         return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
 
     @property
@@ -32,33 +32,36 @@ class Box:
         shape = tuple(min(a, b) - s for a, b, s in zip(self.stop, other.stop, start, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
+    def along(self, d: int, start: int, size: int) -> Box:
+        """Return the box with another range along dim d."""
+        return Box((*self.start[:d], start, *self.start[d + 1 :]), (*self.shape[:d], size, *self.shape[d + 1 :]))
+
     def without(self, other: Box) -> list[Box]:
-        """Disjoint boxes that hold the rest of this one: at most two for each dim."""
+        """Return disjoint boxes that cover this one except `other`: at most two for each dim."""
         common = self.common(other)
         if common is None:
             return [self]
-        rest, start, shape = [], list(self.start), list(self.shape)
-        for d in range(len(shape)):
-            end = start[d] + shape[d]
-            for low, high in ((start[d], common.start[d]), (common.stop[d], end)):
+        rest, left = [], self
+        for d, (start, stop) in enumerate(zip(common.start, common.stop, strict=True)):
+            for low, high in ((left.start[d], start), (stop, left.stop[d])):
                 if low < high:
-                    rest.append(Box((*start[:d], low, *start[d + 1 :]), (*shape[:d], high - low, *shape[d + 1 :])))
-            start[d], shape[d] = common.start[d], common.shape[d]
+                    rest.append(left.along(d, low, high - low))
+            left = left.along(d, start, stop - start)
         return rest
 
     def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
-        """Where the box lies in a tensor whose first element is at `origin`."""
+        """Return the index of the box in a tensor whose first element is at `origin`."""
         pairs = zip(self.start, self.shape, origin, strict=True)
         return tuple(slice(start - first, start - first + size) for start, size, first in pairs)
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Return the box of all elements of a tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that hold elements start to stop of the flattened tensor, each a range of it, in order: at most 2 dim - 1."""
+    """Yield the boxes of elements start to stop of the flattened tensor, each a range of it, in order: at most 2 dim - 1."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -81,24 +84,20 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
 
 
 def in_whole(box: Box, slicing: Slicing | None) -> Iterator[tuple[Box, Box]]:
-    """A box of a rank's part of a tensor as boxes of the whole: (of the part, of the whole), a pair for each range it meets."""
+    """Map a box of a rank's part of a tensor to the whole: yield (box of the part, box of the whole) for each range."""
     if slicing is None:
         yield box, box
         return
-    begin = 0
+    dim, begin = slicing.dim, 0
     for start, stop in slicing.ranges:
-        ranged = list(box.shape), list(box.start)
-        ranged[0][slicing.dim], ranged[1][slicing.dim] = stop - start, begin
-        here = box.common(Box(tuple(ranged[1]), tuple(ranged[0])))
+        here = box.common(box.along(dim, begin, stop - start))
         if here is not None:
-            there = list(here.start)
-            there[slicing.dim] += start - begin
-            yield here, Box(tuple(there), here.shape)
+            yield here, here.along(dim, here.start[dim] + start - begin, here.shape[dim])
         begin += stop - start
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
-    """The box in boxes of at most `most` elements (or one), cut along the first dim that is longer than 1."""
+    """Yield the box cut, along the first dim that is longer than 1, into boxes of at most `most` elements (or one)."""
     if box.numel <= most or box.numel <= 1:
         yield box
         return
@@ -106,8 +105,5 @@ def cut(box: Box, most: int) -> Iterator[Box]:
     row = box.numel // box.shape[d]
     rows = max(1, most // row)
     for begin in range(0, box.shape[d], rows):
-        size = min(rows, box.shape[d] - begin)
-        part = Box(
-            (*box.start[:d], box.start[d] + begin, *box.start[d + 1 :]), (*box.shape[:d], size, *box.shape[d + 1 :])
-        )
+        part = box.along(d, box.start[d] + begin, min(rows, box.shape[d] - begin))
         yield from cut(part, most) if row > most else (part,)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from statistics import median
 
 import torch
 from pydantic import ValidationError
@@ -16,17 +16,16 @@ from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import PipelineConfig
 from parallel3d.errors import ConfigError, ScheduleError
 from parallel3d.monitor.memory import MemoryProfile
-from parallel3d.monitor.records import StepRecord, instruction_cost, traffic_times, transfer_time
-from parallel3d.monitor.steps import StepMonitor
+from parallel3d.monitor.records import StepRecord, instruction_times, traffic_times
+from parallel3d.monitor.steps import Profile, StepMonitor
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
 from parallel3d.schedule.auto import Measured, Plan, make_plan
 from parallel3d.schedule.fuse import whole_backwards
+from parallel3d.schedule.instructions import SEND_OPS
 from parallel3d.schedule.list_clock import Traffic
 from parallel3d.schedule.memory import learn_chunks
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
-
-Profile = Literal["time", "memory"]
 
 # Profile of each of the first steps. In those with None, kernels are loaded and layers compiled.
 _STEPS: tuple[Profile | None, ...] = (None, None, "memory", None, "time", "time", "time", "time")
@@ -112,26 +111,23 @@ class AutoSchedule:
     def _measured(self) -> Measured:
         """Return the measurements of all ranks, the same on every rank. Collective."""
         held, deferred, room = self._bytes()
-        gather, reductions = traffic_times(self._along("data"), len(self._model.placement))
+        samples = instruction_times(self._recorded, self._model.groups.topology)
+        seconds = {i: median(times) for i, times in samples.items()}
+        gather, reductions = traffic_times(samples, len(self._model.placement))
         return Measured.of(
             self._model.placement,
-            instruction_cost(self._recorded),
+            lambda i: seconds.get(i, 0.0),
             held,
             deferred,
             self._config.max_in_flight or DEFAULT_MAX_IN_FLIGHT,
             room,
-            transfer_time(self._along("pipe")),
+            median([s for i, times in samples.items() if i.op in SEND_OPS for s in times] or [0.0]),
             Traffic(
                 gather=gather,
                 reductions=reductions,
                 reduces_every_micro_batch=self._programs.reduce_per_micro_batch,
             ),
         )
-
-    def _along(self, axis: str) -> list[list[StepRecord]]:
-        """Return the records of each group of ranks along the axis, in each recorded step."""
-        groups = self._model.groups.topology.get_axis_comm_lists(axis)
-        return [[records[rank] for rank in ranks] for records in self._recorded for ranks in groups]
 
     def _bytes(self) -> tuple[tuple[float, ...], tuple[float, ...], list[float]]:
         """Return (held, deferred, room) in bytes: for each chunk the most of any replica, for each stage the least room."""

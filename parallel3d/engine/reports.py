@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ from parallel3d.config.layout import Layout
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.breakdown import Breakdown
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
+from parallel3d.monitor.records import Breakdown, step_seconds
 from parallel3d.monitor.run_record import RankRecord, RunRecord, Timing, fingerprint, measure_times
 from parallel3d.monitor.state import print_state
-from parallel3d.monitor.steps import StepMonitor, StepSummary
+from parallel3d.monitor.steps import Profile, StepMonitor
 from parallel3d.parameters import whole_shape
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.executor import Batch, Recorder, nest, no_record
@@ -37,7 +37,7 @@ from parallel3d.schedule.timing import Timeline
 from parallel3d.zero.memory import StateBytes, moments_of, predict_state
 
 # Profiles of the steps after run_record.after_steps.
-_RECORDED: tuple[Literal["time", "memory"], ...] = ("memory", "time", "time", "time")
+_RECORDED: tuple[Profile, ...] = ("memory", "time", "time", "time")
 
 
 class Reports:
@@ -60,16 +60,14 @@ class Reports:
         self.memory: MemoryProfile | None = None
         self._model, self._config, self._groups = model, config, model.groups
         self._checkpointer, self._update, self._data = checkpointer, update, data
-        self._memory_next = False
         self._recorded_steps = 0  # that count towards run_record.after_steps
 
-    def profile_next_batch(self, what: Literal["time", "memory"] = "time") -> None:
+    def profile_next_batch(self, what: Profile = "time") -> None:
         """Record, in the next train_batch, when each instruction runs, or how much memory each holds.
 
         The results are those of `timeline` and `time_breakdown`, or of `memory_report`.
         """
-        self._memory_next = self._memory_next or what == "memory"
-        self.monitor.profile_next(record=what == "time")
+        self.monitor.profile_next(what)
 
     def timeline(self) -> tuple[Program, Timeline]:
         """Return the program of the last recorded batch and its measured timeline, of this rank's pipeline, in seconds.
@@ -131,7 +129,7 @@ class Reports:
         """
         recorder = self.monitor.recorder_of(program, batch.micro_batches[:1]) if batch.training else None
         record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
-        if not (batch.training and self._memory_next):
+        if not (batch.training and "memory" in self.monitor.profiles):
             yield record, wait
             return
         with messages.tracking() as in_transit:
@@ -142,17 +140,22 @@ class Reports:
 
     def updating(self) -> AbstractContextManager[None]:
         """Record the memory of the optimizer's step inside, if the batch's memory was recorded."""
-        wanted, self._memory_next = self._memory_next, False
+        wanted = "memory" in self.monitor.profiles
         return self.memory.step.running() if wanted and self.memory is not None else nullcontext()
 
     def after_step(self, progress: StepProgress, loss: Tensor, records: bool) -> None:
         """Print what is due after a step and, if `records`, profile or write what run_record requests."""
-        groups = self._update.optimizer.param_groups
-        momentum = [g.get("betas", g.get("momentum")) for g in groups if "betas" in g or "momentum" in g]
-        rates = [group["lr"] for group in groups]
-        steps, samples = progress.global_steps, progress.global_samples
-        skipped, norm = self._update.skipped_steps, self._update.grad_norm
-        self.monitor.finish(StepSummary(steps, samples, loss, norm, rates, momentum, skipped))
+        steps, update = progress.global_steps, self._update
+
+        def describe() -> str:
+            groups = update.optimizer.param_groups
+            norm = "-" if update.grad_norm is None else f"{float(update.grad_norm):.4g}"
+            rates = " ".join(f"{group['lr']:.4g}" for group in groups)
+            moments = [str(g.get("betas", g.get("momentum"))) for g in groups if "betas" in g or "momentum" in g]
+            momentum = f", mom {' '.join(moments)}" if moments else ""
+            return f"loss {float(loss):.4f}, grad norm {norm}, lr {rates}{momentum}, skipped {update.skipped_steps}"
+
+        self.monitor.finish(steps, progress.global_samples, describe)
         if self.monitor.prints(steps):
             if self._config.memory_breakdown:
                 self.memory_report()
@@ -209,15 +212,14 @@ class Reports:
 
     def _make_record(self) -> RunRecord:
         program, steps = self.monitor.records()
-        others = self.monitor.step_seconds(program)
-        recorded = [max(r.end for r in records) - max(r.begin for r in records) for records in steps]
+        others = self.monitor.unrecorded(program)
         layout, model = self._run_layout(program, self._data.sizes), self._model
         infos = (*model.parameter_infos(), *model.frozen_infos())
         own = (
             {info.name: math.prod(whole_shape(info.parameter)) for info in infos},
             self.monitor.sequence,
             socket.gethostname(),
-            self._rank_record(),
+            self._rank_fields(),
         )
         counts, sequences, hosts, ranks = zip(*all_gather_object(own, self._groups.control), strict=True)
         numbers = {host: k for k, host in enumerate(dict.fromkeys(hosts))}
@@ -226,16 +228,16 @@ class Reports:
             layout=layout.text,
             bounds=tuple(model.partition.bounds),
             seq=next((length for length in sequences if length is not None), None),
-            program=_compute_lists(program) if layout.schedule == "auto" else None,
+            program=tuple(tuple(str(i) for i in rank if i.op in COMPUTE_OPS) for rank in program.instructions)
+            if layout.schedule == "auto"
+            else None,
             model=fingerprint(model.layer_names, counts),
             backend=self._groups.backend,
             versions=_versions(self._groups.backend),
             config=self._config_in_force(),
-            step=Timing.of(others or recorded),
+            step=Timing.of(list(map(step_seconds, others or steps))),
             **measure_times(steps, self._groups.topology),
-            ranks=tuple(
-                rank.model_copy(update={"host": numbers[host]}) for rank, host in zip(ranks, hosts, strict=True)
-            ),
+            ranks=tuple(RankRecord(host=numbers[host], **rank) for rank, host in zip(ranks, hosts, strict=True)),
         )
 
     def _run_layout(self, program: Program, sizes: BatchSizes) -> Layout:
@@ -260,30 +262,25 @@ class Reports:
         values["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
         return values
 
-    def _rank_record(self) -> RankRecord:
-        """Return this rank's record, without the number of its host."""
+    def _rank_fields(self) -> dict[str, Any]:
+        """Return the fields of this rank's record but the number of its host."""
         parts = {name: measured for name, (_, measured) in self._memory_rows().items()}
         device, profile = self._model.device, self.memory
-        processor = platform.processor() or platform.machine()
-        own = RankRecord(rank=self._groups.rank, stage=self._model.stage_id, device=processor, parts=parts)
+        own = {"rank": self._groups.rank, "stage": self._model.stage_id, "parts": parts}
         if device.type != "cuda":
             most = None if profile is None else max(parts["backward"], parts["step"])
-            return own.model_copy(update={"allocated": most})
+            return {**own, "device": platform.processor() or platform.machine(), "allocated": most}
         recorders = () if profile is None else (profile.batch, profile.step)
         peaks = [recorder.start + recorder.peak for recorder in recorders]
         free, capacity = torch.cuda.mem_get_info(device)
-        measured = {
+        return {
+            **own,
             "device": torch.cuda.get_device_name(device),
             "capacity": capacity,
             "allocated": max(torch.cuda.max_memory_allocated(device), self.monitor.peak, *peaks),
             "reserved": torch.cuda.max_memory_reserved(device),
             "outside": capacity - free - torch.cuda.memory_reserved(device),
         }
-        return own.model_copy(update=measured)
-
-
-def _compute_lists(program: Program) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(str(i) for i in rank if i.op in COMPUTE_OPS) for rank in program.instructions)
 
 
 def _versions(backend: str) -> dict[str, str]:

@@ -1,26 +1,15 @@
-"""Records of steps: when each part ran on each rank, and the times of instructions and transfers that follow from them.
-
-Times come from the host's clock on the CPU and from events on CUDA; nothing synchronizes while a step runs.
-"""
+"""Records of steps of all ranks, and what follows from them: parts of a step's time, and seconds of each instruction."""
 
 from __future__ import annotations
 
-import socket
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from statistics import median
-from typing import Any, Literal
 
-import torch
-
-from parallel3d.clock import Clock
-from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
-from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, depends_on
-from parallel3d.schedule.timing import Cost, Span, Timeline, measured_cost
-
-_CLOCK_ROUNDS = 10
+from parallel3d.monitor.memory import format_table
+from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, SEND_OPS, Instruction, Op, depends_on
+from parallel3d.schedule.timing import Span
+from parallel3d.topology import ProcessTopology
 
 
 @dataclass(frozen=True)
@@ -38,102 +27,131 @@ class StepRecord:
     begin: float
     reduced: float
     end: float
-    spans: tuple[Span, ...]
-    waits: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
+    waits: tuple[Span, ...] = ()
     reductions: tuple[Span, ...] = ()
     gathers: tuple[Span, ...] = ()
 
 
-class StepRecorder:
-    """Recorder of one step on this rank, which begins now.
+def step_seconds(records: Sequence[StepRecord]) -> float:
+    """Return how long a step took: from when the last rank began until all had ended. records: of all ranks."""
+    return max(record.end for record in records) - max(record.begin for record in records)
 
-    - stage: the rank's position along the pipeline.
-    - side: on CUDA, a stream on which nothing else runs. A span lasts from when the current stream reaches the instruction
-      to when it has passed it.
+
+def pipelines_of(topology: ProcessTopology) -> list[list[int]]:
+    """Return the ranks of each pipeline."""
+    return topology.get_axis_comm_lists("pipe") or [[rank] for rank in range(topology.world_size())]
+
+
+# Parts of a step
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Seconds of a step, of one rank or combined over several; the parts add up to the total.
+
+    - forward, backward: of all micro-batches, with the waits inside them for gathered weights and gradients' reductions.
+    - reduce: from the pipeline's last backward to the reduced gradients.
+    - step: from there on: the norm, clipping, the optimizer, and the launch of the gathers.
+    - communication: waits for a neighbour's tensors that were already computed, and posting transfers.
+    - bubble: idle because the schedule leaves nothing to do, or a neighbour is late.
+    - other: loading micro-batches, agreeing on them, and whatever keeps the device from the next instruction.
     """
 
-    def __init__(self, stage: int, clock: Clock, side: torch.cuda.Stream | None = None):
-        self._stage, self._clock, self._side = stage, clock, side
-        # Field of StepRecord -> (instruction, mark of its begin, mark of its end once it is there).
-        self._marks: dict[str, list[tuple[Instruction, Any, list[Any]]]] = {
-            name: [] for name in ("spans", "waits", "reductions", "gathers")
-        }
-        self._begin = clock.mark()
-        self._reduced = self._end = self._begin
-        self._record: StepRecord | None = None
+    forward: float = 0.0
+    backward: float = 0.0
+    reduce: float = 0.0
+    step: float = 0.0
+    communication: float = 0.0
+    bubble: float = 0.0
+    other: float = 0.0
 
-    def running(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """Time the block as `instruction`."""
-        return self._time("spans", instruction)
-
-    def waiting(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """Time the block as the wait of `instruction` for other ranks."""
-        return self._time("waits", instruction)
-
-    @contextmanager
-    def _time(self, name: str, instruction: Instruction) -> Iterator[None]:
-        begin = self._clock.mark()
-        yield
-        self._marks[name].append((instruction, begin, [self._clock.mark()]))
-
-    def launched(self, instruction: Instruction, work: Work) -> None:
-        """Record a reduction or gather that has just been launched, until it is done."""
-        if isinstance(work, Awaited):
-            end: list[Any] = []
-            name = "gathers" if instruction.op is Op.GATHER_PARAMS else "reductions"
-            self._marks[name].append((instruction, self._clock.mark(), end))
-            work.when_done(lambda: end.append(self._clock.mark()), self._side)
-
-    def reduced(self) -> None:
-        """Record that the gradients are reduced."""
-        self._reduced = self._clock.mark()
-
-    def finish(self) -> None:
-        """Record that the step is over."""
-        self._end = self._clock.mark()
-
-    def read(self, offset: float = 0.0) -> StepRecord:
-        """Return the record, its times `offset` seconds later; waits for the device the first time."""
-        if self._record is None:
-            if self._side is not None:
-                self._side.synchronize()
-            marks = {name: [row for row in rows if row[2]] for name, rows in self._marks.items()}
-            if len(marks["gathers"]) < len(self._marks["gathers"]):
-                marks["gathers"] = []
-            pairs = [mark for rows in marks.values() for _, begin, [end] in rows for mark in (begin, end)]
-            times = iter([t + offset for t in self._clock.read([self._begin, self._reduced, self._end, *pairs])])
-            begin, reduced, end = next(times), next(times), next(times)
-            spans = [
-                tuple(Span(self._stage, i, next(times), next(times)) for i, _, _ in rows) for rows in marks.values()
-            ]
-            self._record = StepRecord(begin, reduced, end, *spans)
-            self._marks.clear()
-        return self._record
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return sum(asdict(self).values())
 
 
-def clock_offset(control: Group) -> float:
-    """Return seconds to add to this rank's `time.monotonic` to get that of the group's first rank; 0 on one host. Collective.
+PARTS = tuple(f.name for f in fields(Breakdown))
+_PART_OF_OP = {
+    Op.FORWARD: "forward",
+    **dict.fromkeys(COMPUTE_OPS - {Op.FORWARD}, "backward"),
+    **dict.fromkeys((*SEND_OPS, *RECV_OPS), "communication"),
+}
+# A table of more ranks than this shows mean and max alone.
+_MOST_RANKS = 16
 
-    Hosts' clocks start anywhere. No rank leaves an exchange before all have entered it, which bounds the difference from both
-    sides; the error is at most the time that the fastest of several exchanges takes.
+
+def break_down(records: Sequence[StepRecord], pipelines: Sequence[Sequence[int]]) -> list[Breakdown]:
+    """Break down the step of every rank of the world.
+
+    - records: of all ranks.
+    - pipelines: as `pipelines_of` returns them.
+
+    A wait for a neighbour is bubble until the neighbour has computed what is waited for, and communication from then on.
     """
-    if len(set(all_gather_object(socket.gethostname(), control))) == 1:
-        return 0.0
-    rounds = []
-    for _ in range(_CLOCK_ROUNDS):
-        entered = time.monotonic()
-        all_gather_integers([0], control)
-        rounds.append((entered, time.monotonic()))
-    return offset_between(rounds, all_gather_object(rounds, control)[0])
+    reduced = max(record.reduced for record in records)
+    parts: dict[int, Breakdown] = {}
+    for ranks in pipelines:
+        spans = [span for rank in ranks for span in records[rank].spans]
+        ended = {span.instruction: span.end for span in spans if span.instruction.op in COMPUTE_OPS}
+        parts |= {rank: _of_rank(records[rank], ended, reduced) for rank in ranks}
+    return [parts[rank] for rank in range(len(records))]
 
 
-def offset_between(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float:
-    """Return what to add to my times to get theirs, from when each entered and left the same exchanges."""
-    pairs = list(zip(mine, theirs, strict=True))
-    at_least = max(entered - my_exit for (_, my_exit), (entered, _) in pairs)
-    at_most = min(left - my_entry for (my_entry, _), (_, left) in pairs)
-    return (at_least + at_most) / 2
+def _of_rank(record: StepRecord, ended: Mapping[Instruction, float], reduced: float) -> Breakdown:
+    """Break down one rank's step.
 
+    - ended: when each compute instruction of the pipeline ended.
+    - reduced: when the last rank of the world had its gradients reduced.
+    """
+    parts = dict.fromkeys(PARTS, 0.0)
+    own_last = max((s.end for s in record.spans if s.instruction.op in COMPUTE_OPS), default=record.begin)
+    intervals = [(s.start, s.end, s.instruction, False) for s in record.spans]
+    intervals += [(s.start, s.end, s.instruction, True) for s in record.waits]
+    now = record.begin
+    for start, end, instruction, waits in sorted(intervals, key=lambda interval: interval[:2]):
+        if end > own_last:
+            continue
+        parts["other"] += max(start - now, 0.0)
+        now = max(now, start)
+        if waits:
+            computed = max((ended[d] for d in depends_on(instruction) if d in ended), default=now)
+            idle = min(max(computed - now, 0.0), end - now)
+            parts["bubble"] += idle
+            parts["communication"] += end - now - idle
+        else:
+            parts[_PART_OF_OP.get(instruction.op, "other")] += end - now
+        now = end
+    # After its own last backward a rank only waits, for the others' backwards and then for their reductions.
+    backwards_end = min(max([now, *ended.values()]), record.end)
+    reductions_end = min(max(backwards_end, reduced), record.end)
+    parts["bubble"] += backwards_end - now
+    parts["reduce"] += reductions_end - backwards_end
+    parts["step"] += record.end - reductions_end
+    return Breakdown(**parts)
+
+
+def mean_of(ranks: Sequence[Breakdown]) -> Breakdown:
+    """Return the mean over ranks of each part."""
+    return Breakdown(*(sum(getattr(rank, name) for rank in ranks) / len(ranks) for name in PARTS))
+
+
+def breakdown_table(step: int, ranks: Sequence[Breakdown]) -> str:
+    """Format seconds by part: mean and max over ranks, the mean's share of the step, and each rank if there are few."""
+    columns, mean = (*PARTS, "total"), mean_of(ranks)
+    rows: dict[str, Sequence[str]] = {
+        f"step {step}, s": columns,
+        "mean": [f"{getattr(mean, c):.4g}" for c in columns],
+        "share": [f"{getattr(mean, c) / (mean.total or 1.0):.1%}" for c in columns],
+        "max": [f"{max(getattr(rank, c) for rank in ranks):.4g}" for c in columns],
+    }
+    if 1 < len(ranks) <= _MOST_RANKS:
+        rows |= {f"rank {r}": [f"{getattr(rank, c):.4g}" for c in columns] for r, rank in enumerate(ranks)}
+    return format_table(rows, 14)
+
+
+# Seconds of instructions
 
 # Instruction with micro_batch 0, standing for those of all micro-batches -> the seconds that each took.
 Samples = dict[Instruction, list[float]]
@@ -141,75 +159,63 @@ Samples = dict[Instruction, list[float]]
 _SENDS = {Op.FORWARD: Op.SEND_ACTIVATION, Op.BACKWARD: Op.SEND_GRADIENT, Op.BACKWARD_INPUT: Op.SEND_GRADIENT}
 
 
-def instruction_cost(steps: Sequence[Sequence[StepRecord]]) -> Cost:
-    """Return the median time of each kind of compute on each chunk. steps: of each step, the records of all ranks."""
-    spans = [span for records in steps for record in records for span in record.spans]
-    return measured_cost(Timeline.of(spans, num_ranks=1))
-
-
-def compute_times(steps: Sequence[Sequence[StepRecord]]) -> Samples:
-    """Return all times of each kind of compute on each chunk. steps: of each step, the records of all ranks."""
+def instruction_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTopology) -> Samples:
+    """Return the times of each kind of compute, send, reduction and gather. steps: of each, the records of all ranks."""
     samples: Samples = {}
-    for span in (span for records in steps for record in records for span in record.spans):
-        if span.instruction.op in COMPUTE_OPS:
-            samples.setdefault(span.instruction._replace(micro_batch=0), []).append(span.end - span.start)
+    for records in steps:
+        measured = [(s.instruction, s.end - s.start) for record in records for s in record.spans]
+        measured = [(i, seconds) for i, seconds in measured if i.op in COMPUTE_OPS]
+        for ranks in pipelines_of(topology):
+            measured += transfer_times([records[rank] for rank in ranks])
+        for ranks in topology.get_axis_comm_lists("data"):
+            replicas = [records[rank] for rank in ranks]
+            measured += collective_times([record.reductions for record in replicas])
+            measured += collective_times([record.gathers for record in replicas])
+        for i, seconds in measured:
+            samples.setdefault(i._replace(micro_batch=0), []).append(seconds)
     return samples
 
 
-def transfer_times(pipelines: Sequence[Sequence[StepRecord]]) -> Samples:
-    """Return the times of sends: from when a tensor is computed to when a rank that waits for it has it, for all such waits.
+def transfer_times(pipeline: Sequence[StepRecord]) -> Iterator[tuple[Instruction, float]]:
+    """Yield the times of sends: from when a tensor is computed to when a rank that waits for it has it, for all such waits.
 
-    pipelines: of each step and pipeline, the records of its ranks. A rank that had other work tells nothing of a transfer.
+    pipeline: the records of its ranks. A rank that had other work tells nothing of a transfer.
     """
-    samples: Samples = {}
-    for records in pipelines:
-        computed = {s.instruction: s for record in records for s in record.spans if s.instruction.op in COMPUTE_OPS}
-        for wait in (w for record in records for w in record.waits):
-            for source in (computed[d] for d in depends_on(wait.instruction) if d in computed):
-                if source.rank != wait.rank and wait.start < source.end < wait.end:
-                    sent = Instruction(_SENDS[wait.instruction.op], source.instruction.chunk, 0)
-                    samples.setdefault(sent, []).append(wait.end - source.end)
-    return samples
+    computed = {s.instruction: s for record in pipeline for s in record.spans if s.instruction.op in COMPUTE_OPS}
+    for wait in (w for record in pipeline for w in record.waits):
+        for source in (computed[d] for d in depends_on(wait.instruction) if d in computed):
+            if source.rank != wait.rank and wait.start < source.end < wait.end:
+                sent = Instruction(
+                    _SENDS[wait.instruction.op], source.instruction.chunk, source.instruction.micro_batch
+                )
+                yield sent, wait.end - source.end
 
 
-def transfer_time(pipelines: Sequence[Sequence[StepRecord]]) -> float:
-    """Return the median of all `transfer_times`, or 0."""
-    return median([s for samples in transfer_times(pipelines).values() for s in samples] or [0.0])
+def collective_times(replicas: Sequence[Sequence[Span]]) -> Iterator[tuple[Instruction, float]]:
+    """Yield the times of each bucket's REDUCE_GRADS or GATHER_PARAMS: from when its last rank is ready until it is done.
 
-
-def collective_times(
-    replicas: Sequence[Sequence[StepRecord]], which: Literal["reductions", "gathers"] = "reductions"
-) -> Samples:
-    """Return the times of each bucket's REDUCE_GRADS or GATHER_PARAMS: from when its last rank is ready until it is done.
-
-    replicas: of each step, and of each group of ranks that reduce together, their records. A rank is ready when it has
-    launched the collective and has finished those that it launched before.
+    replicas: for each rank of a group, the collectives that it launched in a step. A rank is ready when it has launched the
+    collective and has finished those that it launched before.
     """
-    samples: Samples = {}
-    for records in replicas:
-        ready: dict[Instruction, float] = {}
-        done: dict[Instruction, float] = {}
-        for record in records:
-            before = float("-inf")
-            for span in sorted(getattr(record, which), key=lambda s: s.start):
-                i = span.instruction
-                ready[i] = max(ready.get(i, before), span.start, before)
-                before = max(before, span.end)
-                done[i] = max(done.get(i, span.end), span.end)
-        for i, start in ready.items():
-            samples.setdefault(i._replace(micro_batch=0), []).append(max(done[i] - start, 0.0))
-    return samples
+    ready: dict[Instruction, float] = {}
+    done: dict[Instruction, float] = {}
+    for launched in replicas:
+        before = float("-inf")
+        for span in sorted(launched, key=lambda s: s.start):
+            i = span.instruction
+            ready[i] = max(ready.get(i, before), span.start, before)
+            before = max(before, span.end)
+            done[i] = max(done.get(i, span.end), span.end)
+    for i, start in ready.items():
+        yield i, max(done[i] - start, 0.0)
 
 
-def traffic_times(
-    replicas: Sequence[Sequence[StepRecord]], num_chunks: int
-) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
-    """Return the median seconds of each chunk's gather, and of each of its buckets' reductions, by `collective_times`."""
-    samples = {**collective_times(replicas, "gathers"), **collective_times(replicas)}
+def traffic_times(samples: Samples, num_chunks: int) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
+    """Return the median seconds of each chunk's gather, all its buckets together, and of each of its buckets' reductions."""
     gather, reductions = [0.0] * num_chunks, [[0.0] * 0 for _ in range(num_chunks)]
     for i, times in sorted(samples.items(), key=lambda item: item[0].bucket or 0):
         if i.op is Op.GATHER_PARAMS:
             gather[i.chunk] += median(times)
-        else:
+        elif i.op is Op.REDUCE_GRADS:
             reductions[i.chunk].append(median(times))
     return tuple(gather), tuple(map(tuple, reductions))

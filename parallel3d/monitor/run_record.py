@@ -17,8 +17,7 @@ from parallel3d.atomic_write import write_whole
 from parallel3d.config import without_removed
 from parallel3d.config.layout import Layout
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.breakdown import PARTS, break_down, mean_of, pipelines_of
-from parallel3d.monitor.records import Samples, StepRecord, collective_times, compute_times, transfer_times
+from parallel3d.monitor.records import PARTS, StepRecord, break_down, instruction_times, mean_of, pipelines_of
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Timeline
 from parallel3d.topology import ProcessTopology
@@ -132,23 +131,19 @@ def measure_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTopolo
 
     steps: of one program, at least one, each with the records of all ranks of `topology`.
     """
-    pipes, replicas = pipelines_of(topology), topology.get_axis_comm_lists("data")
-    pipelines = [[[records[rank] for rank in ranks] for ranks in pipes] for records in steps]
-    samples: Samples = {
-        **compute_times(steps),
-        **transfer_times([records for step in pipelines for records in step]),
-        **collective_times([[records[rank] for rank in ranks] for records in steps for ranks in replicas]),
-    }
-    ops, parts = list(Op), [mean_of(break_down(records, pipes)) for records in steps]
-    ordered = sorted(samples, key=lambda i: (ops.index(i.op), i.chunk, i.bucket or 0))
-    timelines = [
-        [Timeline.of([s for r in records for s in r.spans], len(records)) for records in step] for step in pipelines
+    pipelines, ops = pipelines_of(topology), list(Op)
+    samples = instruction_times(steps, topology)
+    kinds = sorted(samples, key=lambda i: (ops.index(i.op), i.chunk, i.bucket or 0))
+    parts = [mean_of(break_down(records, pipelines)) for records in steps]
+    bubbles = [
+        mean(Timeline.of([s for r in ranks for s in records[r].spans], len(ranks)).bubble for ranks in pipelines)
+        for records in steps
     ]
     return {
-        "instructions": {kind_name(i): Timing.of(samples[i]) for i in ordered},
+        "instructions": {kind_name(i): Timing.of(samples[i]) for i in kinds if i.op is not Op.GATHER_PARAMS},
         "optimizer": Timing.of([step.step for step in parts]),
         "breakdown": {name: median(getattr(step, name) for step in parts) for name in PARTS},
-        "bubble": median(mean(timeline.bubble for timeline in step) for step in timelines),
+        "bubble": median(bubbles),
     }
 
 

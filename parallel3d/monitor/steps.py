@@ -1,69 +1,140 @@
-"""Monitoring of steps: every steps_per_print a line, the breakdown of the time, and the memory in use."""
+"""Monitoring of steps: every steps_per_print a line, the breakdown of the time, and the memory in use.
+
+Times come from the host's clock on the CPU and from events on CUDA; nothing synchronizes while a step runs.
+"""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.clock import clock_of
-from parallel3d.comm.collectives import Work, all_gather_object
+from parallel3d.clock import Clock, clock_of
+from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.breakdown import Breakdown, break_down, breakdown_table, pipelines_of
 from parallel3d.monitor.memory import memory_in_use, phase_table
-from parallel3d.monitor.records import StepRecord, StepRecorder, clock_offset
-from parallel3d.schedule.instructions import Instruction, Program
+from parallel3d.monitor.records import Breakdown, StepRecord, break_down, breakdown_table, pipelines_of
+from parallel3d.schedule.instructions import Instruction, Op, Program
+from parallel3d.schedule.timing import Span
 
-
-@dataclass(frozen=True)
-class StepSummary:
-    """A finished step.
-
-    - samples: trained on so far, over all replicas.
-    - loss, grad_norm: scalars on the device.
-    - lr, momentum: of each parameter group.
-    - skipped: number of skipped steps so far.
-    """
-
-    step: int
-    samples: int
-    loss: Tensor
-    grad_norm: Tensor | None
-    lr: Sequence[float]
-    momentum: Sequence[object] = ()
-    skipped: int = 0
-
-    def line(self, loss: float, grad_norm: float | None, seconds: float, samples: float) -> str:
-        """Return the printed line. loss, grad_norm: their values; seconds: per step; samples: per second."""
-        norm = "-" if grad_norm is None else f"{grad_norm:.4g}"
-        rates = " ".join(f"{rate:.4g}" for rate in self.lr)
-        moments = f", mom {' '.join(str(m) for m in self.momentum)}" if self.momentum else ""
-        return (
-            f"step {self.step}: loss {loss:.4f}, grad norm {norm}, lr {rates}{moments}, skipped {self.skipped}, "
-            f"{seconds:.4g} s/step, {samples:.4g} samples/s"
-        )
-
-
+# When each instruction of a step runs, or how much memory each holds.
+Profile = Literal["time", "memory"]
 # Numbers of recorded steps that are kept, and of other steps whose begin and end are kept.
 _RECORDED, _OTHERS = 5, 32
 # The first steps of a process load kernels, compile, and fill the allocator.
 _WARM_UP = 2
+_CLOCK_ROUNDS = 10
+
+
+class StepRecorder:
+    """Recorder of one step on this rank, which begins now.
+
+    - stage: the rank's position along the pipeline.
+    - side: on CUDA, a stream on which nothing else runs. A span lasts from when the current stream reaches the instruction
+      to when it has passed it.
+    - program: the program that the step runs; None as long as it is unknown.
+    """
+
+    def __init__(self, stage: int, clock: Clock, side: torch.cuda.Stream | None = None):
+        self._stage, self._clock, self._side = stage, clock, side
+        self.program: Program | None = None
+        # Field of StepRecord -> (instruction, mark of its begin, mark of its end once it is there).
+        self._marks: dict[str, list[tuple[Instruction, Any, list[Any]]]] = {
+            name: [] for name in ("spans", "waits", "reductions", "gathers")
+        }
+        self._begin = clock.mark()
+        self._reduced = self._end = self._begin
+        self._record: StepRecord | None = None
+
+    def running(self, instruction: Instruction) -> AbstractContextManager[None]:
+        """Time the block as `instruction`."""
+        return self._time("spans", instruction)
+
+    def waiting(self, instruction: Instruction) -> AbstractContextManager[None]:
+        """Time the block as the wait of `instruction` for other ranks."""
+        return self._time("waits", instruction)
+
+    @contextmanager
+    def _time(self, name: str, instruction: Instruction) -> Iterator[None]:
+        begin = self._clock.mark()
+        yield
+        self._marks[name].append((instruction, begin, [self._clock.mark()]))
+
+    def launched(self, instruction: Instruction, work: Work) -> None:
+        """Record a reduction or gather that has just been launched, until it is done."""
+        if isinstance(work, Awaited):
+            end: list[Any] = []
+            name = "gathers" if instruction.op is Op.GATHER_PARAMS else "reductions"
+            self._marks[name].append((instruction, self._clock.mark(), end))
+            work.when_done(lambda: end.append(self._clock.mark()), self._side)
+
+    def reduced(self) -> None:
+        """Record that the gradients are reduced."""
+        self._reduced = self._clock.mark()
+
+    def finish(self) -> None:
+        """Record that the step is over."""
+        self._end = self._clock.mark()
+
+    def read(self, offset: float = 0.0) -> StepRecord:
+        """Return the record, its times `offset` seconds later; waits for the device the first time."""
+        if self._record is None:
+            if self._side is not None:
+                self._side.synchronize()
+            marks = {name: [row for row in rows if row[2]] for name, rows in self._marks.items()}
+            if len(marks["gathers"]) < len(self._marks["gathers"]):
+                marks["gathers"] = []
+            pairs = [mark for rows in marks.values() for _, begin, [end] in rows for mark in (begin, end)]
+            times = iter([t + offset for t in self._clock.read([self._begin, self._reduced, self._end, *pairs])])
+            begin, reduced, end = next(times), next(times), next(times)
+            spans = [
+                tuple(Span(self._stage, i, next(times), next(times)) for i, _, _ in rows) for rows in marks.values()
+            ]
+            self._record = StepRecord(begin, reduced, end, *spans)
+            self._marks.clear()
+        return self._record
+
+
+def clock_offset(control: Group) -> float:
+    """Return seconds to add to this rank's `time.monotonic` to get that of the group's first rank; 0 on one host. Collective.
+
+    Hosts' clocks start anywhere. No rank leaves an exchange before all have entered it, which bounds the difference from both
+    sides; the error is at most the time that the fastest of several exchanges takes.
+    """
+    if len(set(all_gather_object(socket.gethostname(), control))) == 1:
+        return 0.0
+    rounds = []
+    for _ in range(_CLOCK_ROUNDS):
+        entered = time.monotonic()
+        all_gather_integers([0], control)
+        rounds.append((entered, time.monotonic()))
+    return offset_between(rounds, all_gather_object(rounds, control)[0])
+
+
+def offset_between(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float:
+    """Return what to add to my times to get theirs, from when each entered and left the same exchanges."""
+    pairs = list(zip(mine, theirs, strict=True))
+    at_least = max(entered - my_exit for (_, my_exit), (entered, _) in pairs)
+    at_most = min(left - my_entry for (my_entry, _), (_, left) in pairs)
+    return (at_least + at_most) / 2
 
 
 class StepMonitor:
     """Monitor of train_batch: call `begin`, `recorder_of`, `computed`, `reduced` and `finish` in every step on every rank.
 
-    Only steps that print are recorded (if nothing is printed, every step, and the last ones are kept); of the others only
-    begin and end are marked. Nothing waits for the device before records are read.
+    Only steps that print or are profiled are recorded (if nothing is printed, every step, and the last ones are kept); of the
+    others only begin and end are marked. Nothing waits for the device before records are read.
 
+    - profiles: what is to be profiled of the current step.
     - sequence: tokens of a sample of the last recorded step, if this rank's inputs show it.
     - peak: the most bytes that CUDA allocated in any phase of a step with memory_breakdown.
     """
@@ -73,43 +144,37 @@ class StepMonitor:
         self._times, self._memory = config.wall_clock_breakdown, config.memory_breakdown
         self._groups, self._device = groups, device
         self._clock = clock_of(device)
-        self._record_next = False
-        self._recorder: StepRecorder | None = None
-        self._recorded: deque[tuple[Program | None, StepRecorder]] = deque(maxlen=_RECORDED)
         self._side: torch.cuda.Stream | None = None
-        self._program: Program | None = None
-        self._begin: Any = None
+        self._next: frozenset[Profile] = frozenset()
+        self.profiles: frozenset[Profile] = frozenset()
+        self._step: StepRecorder | None = None  # the current step, whether or not it is recorded
+        self._is_recorded = False
+        self._recorded: deque[StepRecorder] = deque(maxlen=_RECORDED)
+        self._others: deque[StepRecorder] = deque(maxlen=_OTHERS)
         self._steps = 0
-        self._leave_out = False
         self.sequence: int | None = None
         self.peak = 0
-        # Begin, end and program of steps that were not recorded.
-        self._others: deque[tuple[Any, Any, Program | None]] = deque(maxlen=_OTHERS)
         self._phases: dict[str, Mapping[str, int]] = {}
         self._offset: float | None = None
         # When the last line was printed, and the step and the samples so far.
         self._printed = (0.0, -1, 0)
 
-    def profile_next(self, record: bool) -> None:
-        """Record the next step, whatever the configuration says, or leave it out of `step_seconds`: its time isn't typical."""
-        if record:
-            self._record_next = True
-        else:
-            self._leave_out = True
+    def profile_next(self, what: Profile) -> None:
+        """Profile the next step, whatever the configuration says."""
+        self._next |= {what}
 
     def prints(self, step: int) -> bool:
         """Return whether rank 0 prints after this step, counted from 1."""
-        return bool(self._every) and step % (self._every or 1) == 0
+        return self._every is not None and step % self._every == 0
 
     def begin(self, step: int, samples: int) -> None:
         """Begin a step, counted from 1. samples: trained on so far."""
+        self.profiles = self._next
         due = self.prints(step) or self._every is None
-        self._recorder = None
-        if self._record_next or (self._times and due):
-            if self._side is None and self._device.type == "cuda":
-                self._side = torch.cuda.Stream(self._device)
-            self._recorder = StepRecorder(self._groups.coordinate("pipe"), self._clock, self._side)
-        self._program, self._begin = None, self._clock.mark()
+        self._is_recorded = "time" in self.profiles or (self._times and due)
+        if self._is_recorded and self._side is None and self._device.type == "cuda":
+            self._side = torch.cuda.Stream(self._device)
+        self._step = StepRecorder(self._groups.coordinate("pipe"), self._clock, self._side)
         self._phases = {}
         if self._memory and self.prints(step):
             memory_in_use(self._device)  # from here on, a new peak
@@ -119,15 +184,17 @@ class StepMonitor:
 
     def recorder_of(self, program: Program, inputs: Any = None) -> StepRecorder | None:
         """Return the recorder of this step, which runs the program, if it is recorded. inputs: of a micro-batch, if any."""
-        self._program = program
-        if self._recorder is not None:
-            self.sequence = _tokens(inputs)
-        return self._recorder
+        if self._step is not None:
+            self._step.program = program
+        if not self._is_recorded:
+            return None
+        self.sequence = _tokens(inputs)
+        return self._step
 
     def launched(self, instruction: Instruction, work: Work) -> None:
         """Record a reduction of gradients or a gather of weights that has just been launched."""
-        if self._recorder is not None:
-            self._recorder.launched(instruction, work)
+        if self._is_recorded and self._step is not None:
+            self._step.launched(instruction, work)
 
     def computed(self) -> None:
         """Note that the step's program has run."""
@@ -135,38 +202,42 @@ class StepMonitor:
 
     def reduced(self) -> None:
         """Note that the step's gradients are reduced."""
-        if self._recorder is not None:
-            self._recorder.reduced()
+        if self._is_recorded and self._step is not None:
+            self._step.reduced()
         self._sample("reduce")
 
-    def finish(self, summary: StepSummary) -> None:
-        """End the step and print what is due. Collective if something is."""
+    def finish(self, step: int, samples: int, describe: Callable[[], str]) -> None:
+        """End a step, counted from 1, and print what is due. Collective if something is.
+
+        - samples: trained on so far.
+        - describe: returns the printed line but for its times, on rank 0; it may wait for the device.
+        """
+        assert self._step is not None
         self._sample("step")
         self._steps += 1
-        if self._recorder is not None:
-            self._recorder.finish()
-            self._recorded.append((self._program, self._recorder))
-            self._recorder, self._record_next = None, False
-        elif self._steps > _WARM_UP and not self._leave_out:
-            self._others.append((self._begin, self._clock.mark(), self._program))
-        self._leave_out = False
-        if not self.prints(summary.step):
+        self._step.finish()
+        if self._is_recorded:
+            self._recorded.append(self._step)
+        elif self._steps > _WARM_UP and not self.profiles:  # the time of a profiled step isn't typical
+            self._others.append(self._step)
+        self._next -= self.profiles
+        self._step, self._is_recorded, self.profiles = None, False, frozenset()
+        if not self.prints(step):
             return
-        texts = [self._line(summary)] if self._groups.rank == 0 else []
+        texts = [self._line(step, samples, describe())] if self._groups.rank == 0 else []
         if self._times:
-            texts.append(breakdown_table(summary.step, self.breakdown()))
+            texts.append(breakdown_table(step, self.breakdown()))
         if self._memory:
-            texts.append(phase_table(summary.step, all_gather_object(self._phases, self._groups.control)))
+            texts.append(phase_table(step, all_gather_object(self._phases, self._groups.control)))
         if self._groups.rank == 0:
             print("\n".join(texts), flush=True)
-        self._printed = (time.monotonic(), summary.step, summary.samples)
+        self._printed = (time.monotonic(), step, samples)
 
-    def _line(self, summary: StepSummary) -> str:
-        loss = float(summary.loss)  # waits for the device
-        norm = None if summary.grad_norm is None else float(summary.grad_norm)
-        when, step, samples = self._printed
+    def _line(self, step: int, samples: int, description: str) -> str:
+        when, printed_step, printed_samples = self._printed
         seconds = max(time.monotonic() - when, 1e-9)
-        return summary.line(loss, norm, seconds / (summary.step - step), (summary.samples - samples) / seconds)
+        per_step, rate = seconds / (step - printed_step), (samples - printed_samples) / seconds
+        return f"step {step}: {description}, {per_step:.4g} s/step, {rate:.4g} samples/s"
 
     def _sample(self, phase: str) -> None:
         if self._memory and (self._phases or phase == "start"):
@@ -178,35 +249,24 @@ class StepMonitor:
 
         Collective. Raises ConfigError when none was recorded.
         """
-        program = self._recorded[-1][0] if self._recorded else None
+        program = self._recorded[-1].program if self._recorded else None
         if program is None:
             raise ConfigError(
                 "no batch was profiled; call engine.reports.profile_next_batch() before train_batch, or set "
                 "wall_clock_breakdown"
             )
-        offset, same = self._clock_offset(), [recorder for ran, recorder in self._recorded if ran is program]
-        everyone = all_gather_object([recorder.read(offset) for recorder in same[-most:]], self._groups.control)
-        return program, [list(ranks) for ranks in zip(*everyone, strict=True)]
+        return program, self._read([step for step in self._recorded if step.program is program][-most:])
 
-    def _clock_offset(self) -> float:
-        """Return what to add to times of this rank's clock. Collective the first time."""
+    def unrecorded(self, program: Program) -> list[list[StepRecord]]:
+        """Return every rank's records of the last other steps of this program: begin and end alone. Collective."""
+        return self._read([step for step in self._others if step.program is program])
+
+    def _read(self, steps: Sequence[StepRecorder]) -> list[list[StepRecord]]:
+        """Return the records of all ranks of each step. Collective."""
         if self._offset is None:
             self._offset = clock_offset(self._groups.control)
-        return self._offset
-
-    def step_seconds(self, program: Program) -> list[float]:
-        """Return the times of the last unrecorded steps of this program, from when the last rank began until all had ended.
-
-        Collective.
-        """
-        same = [(begin, end) for begin, end, ran in self._others if ran is program]
-        times = self._clock.read([mark for pair in same for mark in pair])
-        offset = self._clock_offset()
-        own = [(begin + offset, end + offset) for begin, end in zip(times[::2], times[1::2], strict=True)]
-        everyone = all_gather_object(own, self._groups.control)
-        return [
-            max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in zip(*everyone, strict=True)
-        ]
+        own = [step.read(self._offset) for step in steps]
+        return [list(ranks) for ranks in zip(*all_gather_object(own, self._groups.control), strict=True)]
 
     def breakdown(self) -> list[Breakdown]:
         """Return the breakdown of the last recorded step for every rank of the world. Collective; raises as `records`."""

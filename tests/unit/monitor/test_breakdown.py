@@ -6,14 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.monitor.breakdown import Breakdown, break_down, breakdown_table, mean_of
 from parallel3d.monitor.memory import phase_table
-from parallel3d.monitor.records import StepRecord, offset_between
-from parallel3d.monitor.steps import StepSummary
+from parallel3d.monitor.records import Breakdown, StepRecord, break_down, breakdown_table, mean_of
+from parallel3d.monitor.steps import offset_between
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import COMPUTE_OPS, SEND_OPS, Instruction
 from parallel3d.schedule.timing import Span, Timeline, simulate
@@ -128,7 +126,3 @@ def test_tables_literally():
     ]
     rows = [line.split() for line in phase_table(7, memory).splitlines()]
     assert rows == ["step 7, MiB allocated peak (mean / max over ranks)".split(), "start 2.0 / 3.0 3.0 / 3.0".split()]
-    summary = StepSummary(3, 512, torch.tensor(2.0), None, [0.1, 0.2], skipped=1)
-    assert summary.line(2.0, None, 0.5, 128.0) == (
-        "step 3: loss 2.0000, grad norm -, lr 0.1 0.2, skipped 1, 0.5 s/step, 128 samples/s"
-    )

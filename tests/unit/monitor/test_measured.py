@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from parallel3d.clock import Clock
 from parallel3d.comm.collectives import Awaited, Group
-from parallel3d.monitor.records import StepRecord, StepRecorder, traffic_times
+from parallel3d.monitor.records import StepRecord, instruction_times, traffic_times
+from parallel3d.monitor.steps import StepRecorder
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Span
+from parallel3d.topology import ProcessTopology
 
 Work = tuple[str, int, int, int, float, float]
 
@@ -20,13 +25,19 @@ def record(*works: Work) -> StepRecord:
     return StepRecord(0.0, 0.0, 0.0, (), (), *of_op)
 
 
+def traffic(steps: Sequence[Sequence[StepRecord]], num_chunks: int) -> tuple[Any, Any]:
+    """steps: of each, the records of all replicas."""
+    topology = ProcessTopology(["data"], [len(steps[0]) if steps else 1])
+    return traffic_times(instruction_times(steps, topology), num_chunks)
+
+
 def test_the_last_replica_to_come_says_how_long_a_reduction_takes_and_the_median_step_counts():
     early = record(("RED", 3, 1, 0, 0, 10), ("RED", 3, 1, 1, 1, 12))
     late = record(("RED", 3, 1, 0, 8, 10), ("RED", 3, 1, 1, 9, 12))
     slow, fast = (
-        [record(("RED", 3, 1, 0, 0, first), ("RED", 3, 1, 1, 0, second))] for first, second in ((50, 99), (3, 4))
+        record(("RED", 3, 1, 0, 0, first), ("RED", 3, 1, 1, 0, second)) for first, second in ((50, 99), (3, 4))
     )
-    gather, reductions = traffic_times([[early, late], slow, fast], 3)
+    gather, reductions = traffic([[early, late], [slow, slow], [fast, fast]], 3)
     assert gather == (0, 0, 0)
     assert reductions == ((), (3, 2), ())
 
@@ -36,12 +47,12 @@ def test_a_chunks_gather_is_that_of_all_its_buckets_one_behind_the_other_and_eve
         *(("AG", 0, 0, 0, 20, 22), ("AG", 0, 2, 1, 20, 23), ("AG", 0, 0, 2, 20, 26)),
         *(("RED", 0, 1, 0, 0, 1), ("RED", 1, 1, 0, 2, 5), ("RED", 2, 1, 0, 9, 11)),
     )
-    assert traffic_times([[step]], 3) == ((2 + 3, 0, 1), ((), (2,), ()))
+    assert traffic([[step]], 3) == ((2 + 3, 0, 1), ((), (2,), ()))
 
 
 def test_nothing_recorded_takes_no_time():
-    assert traffic_times([[record()]], 2) == ((0, 0), ((), ()))
-    assert traffic_times([], 1) == ((0,), ((),))
+    assert traffic([[record()]], 2) == ((0, 0), ((), ()))
+    assert traffic([], 1) == ((0,), ((),))
 
 
 class Told:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from parallel3d.clock import Clock
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
 from parallel3d.config import Config, without_removed
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.records import StepRecord, StepRecorder, collective_times, transfer_time, transfer_times
+from parallel3d.monitor.records import StepRecord, instruction_times
 from parallel3d.monitor.run_record import Timing, find_run_records, kind_name, read_run_record
+from parallel3d.monitor.steps import StepRecorder
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.timing import Span
+from parallel3d.topology import ProcessTopology
 
 
 def spans(rank: int, *given: tuple[str, float, float]) -> tuple[Span, ...]:
@@ -31,13 +34,18 @@ def record(
     return StepRecord(0.0, 0.0, 0.0, spans(rank, *ran), spans(rank, *waited), spans(rank, *reduced))
 
 
+def times_of(records: Sequence[StepRecord], topology: ProcessTopology) -> dict[str, list[float]]:
+    """records: of one step, of all ranks."""
+    return {kind_name(i): times for i, times in instruction_times([records], topology).items()}
+
+
 def test_a_reduction_takes_from_when_its_last_rank_is_ready_until_it_is_done():
     """The second waits behind the first on each rank; a later micro-batch's of the same bucket counts with the first."""
     first = record(0, reduced=(("RED0@2#0", 1.0, 5.0), ("RED0@2#1", 2.0, 6.5), ("RED1@2#0", 9.0, 9.5)))
     second = record(0, reduced=(("RED0@2#0", 3.0, 5.0), ("RED0@2#1", 4.0, 6.5), ("RED1@2#0", 9.25, 9.5)))
     alone = record(1, reduced=(("RED0@1#0", 0.0, 4.0),))
-    found = {kind_name(i): times for i, times in collective_times([[first, second], [alone]]).items()}
-    assert found == {"RED@2#0": [5.0 - 3.0, 9.5 - 9.25], "RED@2#1": [6.5 - 5.0], "RED@1#0": [4.0]}
+    by_name = times_of([first, alone, second, record(1)], ProcessTopology(["data", "pipe"], [2, 2]))
+    assert by_name == {"RED@2#0": [5.0 - 3.0, 9.5 - 9.25], "RED@2#1": [6.5 - 5.0], "RED@1#0": [4.0]}
 
 
 def test_a_send_takes_from_when_it_is_made_until_it_is_there_where_somebody_waits_for_it():
@@ -49,9 +57,9 @@ def test_a_send_takes_from_when_it_is_made_until_it_is_there_where_somebody_wait
         waited=(("F0@1", 0.0, 2.5), ("F1@1", 8.0, 8.0)),
     )
     back = record(0, waited=(("B0@0", 4.0, 8.125),))
-    found = transfer_times([[sender, receiver, back]])
-    assert {kind_name(i): times for i, times in found.items()} == {"SA@0": [0.5], "SG@1": [0.125]}
-    assert transfer_time([[sender, receiver, back]]) == pytest.approx((0.5 + 0.125) / 2)
+    by_name = times_of([sender, receiver, back], ProcessTopology(["pipe"], [3]))
+    assert {name: times for name, times in by_name.items() if name[0] == "S"} == {"SA@0": [0.5], "SG@1": [0.125]}
+    assert (by_name["F@0"], by_name["I@1"]) == ([2.0, 2.0], [3.0])
 
 
 class _Future:
