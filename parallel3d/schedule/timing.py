@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
+from statistics import median
 from typing import NamedTuple
 
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_behind
@@ -211,3 +212,13 @@ class Simulation:
 def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
     """Time a program once, as Simulation does."""
     return Simulation(program).run(cost)
+
+
+def measured_cost(timeline: Timeline) -> Cost:
+    """Return a cost: the median duration of each kind of compute on each chunk of a timeline; all else is free."""
+    durations: dict[tuple[Op, int], list[float]] = {}
+    for s in timeline.spans:
+        if s.instruction.op in COMPUTE_OPS:
+            durations.setdefault((s.instruction.op, s.instruction.chunk), []).append(s.end - s.start)
+    medians = {kind: median(values) for kind, values in durations.items()}
+    return lambda i: medians.get((i.op, i.chunk), 0.0)
