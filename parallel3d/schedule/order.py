@@ -23,7 +23,7 @@ _BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 class WaitGraph:
-    """What waits for what in a program with communication: host order, channel order, dependences and other ends of transfers.
+    """Waits in a program with communication: host order, channel order, dependences and other ends of transfers.
 
     The host passes compute instructions in list order and blocks in them, as a CPU does; transfers and collectives are
     posted and go on by themselves, but start only when every end has posted them (rendezvous) and when the transfer

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from parallel3d.comm.collectives import Group, Work, all_gather_integers
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket
-from parallel3d.zero.fused_adamw import FusedAdamW
 from parallel3d.zero.memory import MOMENTS, bytes_of
+
+if TYPE_CHECKING:
+    from parallel3d.zero.fused_adamw import FusedAdamW
 
 # An elementwise optimizer updates each element from that element's own history, so that a shard is as good as the whole.
 # Other classes say so by a class attribute `elementwise = True`.

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_collectives_and_point_to_point_go_through_comm_alone():
 
 
 def test_modules_of_tests_have_names_of_their_own():
-    """They are imported by them, from whatever folder they are in."""
+    """Tests import each other by these names, from any folder."""
     times = Counter(path.name for path in Path(__file__).parents[1].rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in times.items() if count > 1] == []
 
@@ -81,6 +82,45 @@ def test_only_the_instructions_name_rules_of_dependence():
         if path.name != "instructions.py":
             for node in ast.walk(ast.parse(path.read_text())):
                 assert not (isinstance(node, ast.FunctionDef) and node.name in named), path
+
+
+def _nodes() -> Iterator[tuple[Path, ast.AST]]:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            yield path.relative_to(PACKAGE), node
+
+
+def test_docstrings_are_sentences_of_their_own():
+    """A summary is understood without the code: it doesn't begin as the rest of a sentence."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = [(path, ast.get_docstring(node) or "") for path, node in _nodes() if isinstance(node, kinds)]
+    assert [(path, doc) for path, doc in docs if re.match(r"(Of|See|What)\b", doc)] == []
+
+
+def test_the_package_has_no_mocks_and_no_globals_that_change():
+    changed = [(path, node.names) for path, node in _nodes() if isinstance(node, ast.Global)]
+    assert changed == []
+    assert [path for path in PACKAGE.rglob("*.py") if any("unittest" in name for name in _imports(path))] == []
+    targets = [(path, target) for path, node in _nodes() if isinstance(node, ast.Assign) for target in node.targets]
+    assert [path for path, target in targets if isinstance(target, ast.Attribute) and target.attr == "__class__"] == []
+
+
+def test_only_models_name_their_loss():
+    name = "CausalLMLoss"
+    named = {path for path, node in _nodes() if isinstance(node, ast.Name) and node.id == name}
+    named |= {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if name in str(_imports(path))}
+    assert {path.parts[0] for path in named} == {"models"}
+
+
+def test_parity_uses_public_names_alone():
+    own = ("self", "cls", "torch")
+    reached = [
+        (path, ast.unparse(node))
+        for path, node in _nodes()
+        if path.parts[0] == "parity" and isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)
+        if not (isinstance(node.value, ast.Name) and node.value.id in own)
+    ]
+    assert reached == []
 
 
 def test_links_of_the_architecture_page_lead_to_what_they_name():

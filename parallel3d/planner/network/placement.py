@@ -22,7 +22,7 @@ _TOO_SMALL = 1e6  # seconds for a GPU that can't hold its stage: those are avoid
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a training step sends, and what it computes on unequal GPUs.
+    """Bytes that a training step sends, and its computation on unequal GPUs.
 
     - model, data: (collective, how often a step waits for it) of each tensor-parallel group and of each group of replicas.
     - pipe: (bytes, how often) of messages between neighbouring stages. What compute hides counts less.

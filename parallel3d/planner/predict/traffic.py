@@ -1,4 +1,4 @@
-"""What a predicted layout sends in a step: for the placement of its ranks, and link by link."""
+"""Bytes that a predicted layout sends in a step: for the placement of its ranks, and link by link."""
 
 from __future__ import annotations
 
