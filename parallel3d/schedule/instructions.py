@@ -154,6 +154,11 @@ def v_placement(num_stages: int) -> tuple[int, ...]:
     return (*range(num_stages), *reversed(range(num_stages)))
 
 
+def chunks_by_rank(placement: Sequence[int]) -> list[list[int]]:
+    """Return the chunks that each rank holds, in ascending order."""
+    return [[c for c, r in enumerate(placement) if r == rank] for rank in range(max(placement) + 1)]
+
+
 @dataclass(frozen=True)
 class Program:
     """A schedule: `instructions[rank]` is that rank's ordered list, `placement[chunk]` the rank that holds the chunk.
