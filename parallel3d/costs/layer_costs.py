@@ -112,7 +112,7 @@ def alike(a: Layer, b: Layer) -> bool:
 
 
 def bind_forward(
-    layer: Layer, module: Any, loss: Callable[[Any, Any], Any] | None, labels: Any
+    layer: Layer, module: Any, loss: Callable[[Any, Any], Any] | None = None, labels: Any = None
 ) -> Callable[[Any], Any]:
     """Return the function that runs a layer, built as `module`, and then the loss, if there is one."""
     function = module

@@ -70,10 +70,8 @@ class FlopProfiler(LayerProfiler):
 
         share, model = 1, self.context.groups.model
         if model.size > 1 and isinstance(layer, LayerSpec):
-            is_sliced = any(
-                slicing_of(parameter) is not None for parameter in blueprint(layer, self.context).parameters()
-            )
-            share = model.size if is_sliced else 1
+            parameters = list(blueprint(layer, self.context).parameters())
+            share = model.size if any(slicing_of(parameter) is not None for parameter in parameters) else 1
         with self._fakes.mode:
             parameters = prepare(module, self.context.device, self.sample.precision.weights)
             function = bind_forward(layer, module, self._loss if is_last else None, labels)

@@ -84,8 +84,8 @@ class TrainedLayer:
 
     function: Callable[[Any], Any]
     precision: Precision
-    parameters: Sequence[nn.Parameter] = ()
     sink: GradientSink = field(default_factory=GradientSink)
+    parameters: Sequence[nn.Parameter] = ()
     accumulators: Sequence[Tensor] = ()
 
     def run(self, x: Any) -> Any:
