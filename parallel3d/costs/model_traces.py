@@ -102,11 +102,8 @@ class ModelTraces:
 
     def profiles(self, samples: int) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer. Raises PartitionError, which names the layer, for one that can't be traced."""
-        if samples not in self._profiles:
-            self._profiles[samples] = self._trace_all(samples)
-        return self._profiles[samples]
-
-    def _trace_all(self, samples: int) -> tuple[LayerProfile, ...]:
+        if samples in self._profiles:
+            return self._profiles[samples]
         with self._fakes.mode, self._fakes.device:
             inputs, labels = _resized(self._fakes.place(self._model.sample), samples)
             x = TensorTree.of(self._model.precision.cast(inputs))
@@ -116,7 +113,8 @@ class ModelTraces:
             profiles.append(profile)
         if self._loss is not None and labels is not None:
             profiles[-1] = self._with_loss(profiles[-1], x, labels)
-        return tuple(profiles)
+        self._profiles[samples] = tuple(profiles)
+        return self._profiles[samples]
 
     def _profile(self, k: int, x: TensorTree) -> tuple[LayerProfile, TensorTree]:
         layer, kind = self._model.layers[k], self._model.kinds[k]

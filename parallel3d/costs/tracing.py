@@ -109,11 +109,6 @@ class _NextLayer(torch.autograd.Function):
         return None, *gradients
 
 
-def _held(memories: Sequence[Memory]) -> frozenset[int]:
-    """Return the indices of those that something keeps."""
-    return frozenset(k for k, memory in enumerate(memories) if memory.is_held)
-
-
 class LayerTrace:
     """Trace of the forward and the backward of one micro-batch through a layer.
 
@@ -204,11 +199,12 @@ class LayerTrace:
         return work, peak, self._counter.peak_with_others - self._base
 
     def _held_now(self) -> Held:
-        groups = self._output_memories, self._output_gradients, self._input_gradients
-        outputs, output_gradients, input_gradients = map(_held, groups)
+        groups = self._input_memories, self._output_memories, self._output_gradients, self._input_gradients
+        # Of each group the indices of those that something keeps.
+        held = [frozenset(k for k, memory in enumerate(group) if memory.is_held) for group in groups]
         made = zip(self._output_memories, self.outputs, strict=True)
         shared = [memory for memory, boundary in made if boundary.source is None]
         shared += [*self._output_gradients, *self._input_gradients]
         others = {memory.key: memory.nbytes for memory in shared if memory.is_held}
         own = self._counter.nbytes - self._base - sum(others.values())
-        return Held(own, _held(self._input_memories), outputs, output_gradients, input_gradients)
+        return Held(own, *held)

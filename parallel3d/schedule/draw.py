@@ -220,7 +220,7 @@ def _marked(timeline: Timeline) -> list[tuple[Span, str]]:
 
 
 def _panel(name: str, timeline: Timeline, scale: _Scale, first: float) -> dict[str, Any]:
-    """Return what the template draws of a timeline; first: y of its first lane."""
+    """Return what the template draws for a timeline; first: y of its first lane."""
     shades, depth = chunk_shades(timeline)
     marks = [
         (s, max(scale.x(s.end) - scale.x(s.start), 1), MARK_COLOURS[kind], kind, MARK_ROWS[kind])
