@@ -53,46 +53,42 @@ class Sample:
     loss_fn: Callable[[Any, Any], Any] | LayerSpec | None
     precision: Precision
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether the last layer's cost includes the loss."""
-        return self.loss_fn is not None and self.labels is not None
-
     def build_loss(self, context: BuildContext) -> Callable[[Any, Any], Any] | None:
-        """Return the loss function, built if it is a spec; None if the cost doesn't include it."""
-        if not self.has_loss:
+        """Return the loss function, built if it is a spec; None without labels: the cost then doesn't include it."""
+        if self.labels is None:
             return None
         return self.loss_fn.build(context) if isinstance(self.loss_fn, LayerSpec) else self.loss_fn
 
 
 class LayerProfiler(ABC):
-    """Finds the cost of layers, in their order."""
+    """Finds the cost of layers, in their order. loss: as Sample.build_loss returns it; it is part of the last layer."""
 
-    def __init__(self, sample: Sample, context: BuildContext):
-        self.sample, self.context = sample, context
+    def __init__(self, sample: Sample, context: BuildContext, loss: Callable[[Any, Any], Any] | None):
+        self.sample, self.context, self._loss = sample, context, loss
 
     @abstractmethod
     def place(self, tree: Any) -> Any:
         """Return the sample's tensors on the device on which layers run."""
 
     @abstractmethod
-    def measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
-        """Return (cost, output) of a layer on x; if is_last, the loss is part of both where the sample has one."""
+    def measure(self, layer: Layer, x: Any, loss: Callable[[Any], Any] | None) -> tuple[LayerCost, Any]:
+        """Return (cost, output) of a layer on x; the loss of the layer's output is part of both, if there is one."""
 
     def measure_all(self, layers: Sequence[Layer]) -> list[LayerCost]:
         """Return the cost of each layer. Raises PartitionError that names the layer which can't run, and the remedy."""
         x = self.sample.precision.cast(self.place(self.sample.inputs))
-        labels = self.place(self.sample.labels)
+        labels, loss_fn = self.place(self.sample.labels), self._loss
+        loss = None if loss_fn is None else lambda output: loss_fn(output, labels)
         known: list[tuple[Layer, Structure, tuple[LayerCost, Any]]] = []
         costs = []
         for k, layer in enumerate(layers):
-            structure, is_last = describe(x)[0], k == len(layers) - 1
-            result = None
-            if not (is_last and self.sample.has_loss):
-                result = next((r for other, s, r in known if alike(layer, other) and structure == s), None)
+            structure = describe(x)[0]
+            own_loss = loss if k == len(layers) - 1 else None
+            same = (r for other, s, r in known if own_loss is None and alike(layer, other) and structure == s)
+            result = next(same, None)
             if result is None:
                 try:
-                    result = self.measure(layer, x, labels, is_last)
+                    result = self.measure(layer, x, own_loss)
                 except PartitionError as error:
                     raise PartitionError(f"layer {k} ({layer_name(layer)}): {error}") from error
                 known.append((layer, structure, result))
@@ -111,14 +107,12 @@ def alike(a: Layer, b: Layer) -> bool:
     return same_call and a.costs_like(b)
 
 
-def bind_forward(
-    layer: Layer, module: Any, loss: Callable[[Any, Any], Any] | None, labels: Any
-) -> Callable[[Any], Any]:
+def bind_forward(layer: Layer, module: Any, loss: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
     """Return the function that runs a layer, built as `module`, and then the loss, if there is one."""
     function = module
     if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
         function = partial(layer.forward_fn, module)
-    return function if loss is None else lambda x: loss(function(x), labels)
+    return function if loss is None else lambda x: loss(function(x))
 
 
 def replace_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
@@ -148,11 +142,7 @@ def prepare(module: Any, device: torch.device, weights: torch.dtype | None) -> l
     """
     if not isinstance(module, nn.Module):
         return []
-
-    def convert(tensor: Tensor) -> Tensor:
-        return tensor.to(device, weights if tensor.is_floating_point() else None)
-
-    replace_tensors(module, convert)
+    replace_tensors(module, lambda t: t.to(device, weights if t.is_floating_point() else None))
     return list(module.train().parameters())
 
 

@@ -74,14 +74,15 @@ def recomputed(profile: LayerProfile) -> LayerProfile:
         loss = profile.loss.forward
         own = again.exchanges[: len(again.exchanges) - len(loss.exchanges)]
         again = replace(again.beyond(loss), exchanges=own)
-    inputs, both = again + profile.input_gradient, again + profile.backward
-    forward = _add_operators(profile.forward, _SAVING * again.operators)
-    inputs, both = (_add_operators(work, 2 * _SAVING * again.operators) for work in (inputs, both))
-    return replace(profile, forward=forward, input_gradient=inputs, backward=both, recomputed=True)
-
-
-def _add_operators(work: Work, operators: float) -> Work:
-    return replace(work, operators=work.operators + operators)
+    saving = Work(operators=_SAVING * again.operators)
+    again += saving + saving
+    return replace(
+        profile,
+        forward=profile.forward + saving,
+        input_gradient=again + profile.input_gradient,
+        backward=again + profile.backward,
+        recomputed=True,
+    )
 
 
 class _NotLinear(Exception):
@@ -99,24 +100,21 @@ def extrapolated(one: LayerProfile, two: LayerProfile, steps: float) -> LayerPro
             return type(a)(a + (b - a) * steps)
         if isinstance(a, Work) and (a.kernels, a.operators) != (b.kernels, b.operators):
             raise _NotLinear
-        if isinstance(a, LayerProfile):
-            return at_steps(a, b)
         if isinstance(a, tuple) and len(a) == len(b):
             parts = [line(x, y) for x, y in zip(a, b, strict=True)]
             return type(a)(*parts) if hasattr(a, "_fields") else tuple(parts)
         if is_dataclass(a) and not isinstance(a, type):
-            return replace(a, **{f.name: line(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)})
+            names = _GROW if isinstance(a, LayerProfile) else [field.name for field in fields(a)]
+            return replace(a, **{name: line(getattr(a, name), getattr(b, name)) for name in names})
         if a != b:
             raise _NotLinear
         return a
 
-    def at_steps(a: LayerProfile, b: LayerProfile) -> LayerProfile:
-        return replace(a, **{name: line(getattr(a, name), getattr(b, name)) for name in _GROW})
-
     try:
-        return at_steps(one, two)
+        profile: LayerProfile = line(one, two)
     except _NotLinear:
         return None
+    return profile
 
 
 _GROW = ("forward", "input_gradient", "weight_gradient", "backward", "inputs", "outputs", "whole", "split", "loss")

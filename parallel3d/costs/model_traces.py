@@ -51,13 +51,9 @@ class TracedModel:
     @cached_property
     def kinds(self) -> list[int]:
         """Index of the first layer that costs the same, for each layer."""
-        first: list[int] = []
-        kinds = []
+        kinds: list[int] = []
         for k, layer in enumerate(self.layers):
-            kind = next((j for j in first if alike(layer, self.layers[j])), k)
-            if kind == k:
-                first.append(k)
-            kinds.append(kind)
+            kinds.append(next((j for j in dict.fromkeys(kinds) if alike(layer, self.layers[j])), k))
         return kinds
 
     @cached_property
@@ -106,11 +102,8 @@ class ModelTraces:
 
     def profiles(self, samples: int) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer. Raises PartitionError, which names the layer, for one that can't be traced."""
-        if samples not in self._profiles:
-            self._profiles[samples] = self._trace_all(samples)
-        return self._profiles[samples]
-
-    def _trace_all(self, samples: int) -> tuple[LayerProfile, ...]:
+        if samples in self._profiles:
+            return self._profiles[samples]
         with self._fakes.mode, self._fakes.device:
             inputs, labels = _resized(self._fakes.place(self._model.sample), samples)
             x = TensorTree.of(self._model.precision.cast(inputs))
@@ -120,7 +113,8 @@ class ModelTraces:
             profiles.append(profile)
         if self._loss is not None and labels is not None:
             profiles[-1] = self._with_loss(profiles[-1], x, labels)
-        return tuple(profiles)
+        self._profiles[samples] = tuple(profiles)
+        return self._profiles[samples]
 
     def _profile(self, k: int, x: TensorTree) -> tuple[LayerProfile, TensorTree]:
         layer, kind = self._model.layers[k], self._model.kinds[k]
@@ -142,19 +136,23 @@ class ModelTraces:
         return self._known[key]
 
     def _trace(self, kind: int, x: TensorTree, splits: bool) -> LayerTrace:
+        precision, policy, fakes = self._model.precision, self._model.policy, self._fakes
         # Whole backwards of half-precision weights also add past autograd.
-        splittable = splits or self._model.precision.weights is not None
+        splittable = splits or precision.weights is not None
         if (kind, splittable) in self._modules:
             return self._run(self._modules[kind, splittable][0], x, splits)
         layer = self._model.layers[kind]
 
         def traced(module: Any) -> LayerTrace:
-            trained, tensors = self._prepare(layer, module, splittable)
+            tensors = _tensors_of(module, precision.weights)
+            with fakes.mode, fakes.device:
+                trains = attach_sink(module, fakes.device, precision.weights, policy.accumulator_dtype, splittable)
+            trained = TrainedLayer(bind_forward(layer, module), precision, *trains)
             result = self._run(trained, x, splits)
             self._modules[kind, splittable] = trained, tensors
             return result
 
-        result: LayerTrace = self._fakes.first_that_works(layer, traced)
+        result: LayerTrace = fakes.first_that_works(layer, traced)
         return result
 
     def _run(self, layer: TrainedLayer, x: TensorTree, splits: bool) -> LayerTrace:
@@ -162,16 +160,6 @@ class ModelTraces:
         # Tensor-parallel layers draw the seed of a rank's own random stream.
         with torch.random.fork_rng(devices=[]), self._fakes.mode, standing_for(self._model.device), on_cuda:
             return LayerTrace(layer, x, splits, self._counter)
-
-    def _prepare(self, layer: Layer, module: Any, splittable: bool) -> tuple[TrainedLayer, dict[str, Any]]:
-        """Make a layer as it is trained, with a sink that adds its gradients to accumulators."""
-        precision, dtype = self._model.precision, self._model.policy.accumulator_dtype
-        tensors = _tensors_of(module, precision.weights)
-        with self._fakes.mode, self._fakes.device:
-            made = attach_sink(module, self._fakes.device, precision.weights, dtype, splittable)
-        sink, parameters, accumulators = made
-        function = bind_forward(layer, module, None, None)
-        return TrainedLayer(function, precision, parameters, sink, accumulators), tensors
 
     def _with_loss(self, last: LayerProfile, x: TensorTree, labels: Any) -> LayerProfile:
         """Return the last layer's profile with the loss added."""

@@ -44,23 +44,21 @@ class FlopProfiler(LayerProfiler):
     """
 
     def __init__(self, sample: Sample, context: BuildContext):
-        super().__init__(sample, context)
         whole = replace(context, groups=context.groups.unsliced(), sequence_parallel=False)
+        super().__init__(sample, context, sample.build_loss(whole))
         self._fakes = Fakes(whole, _INSTEAD)
-        self._loss = sample.build_loss(whole)
 
     def place(self, tree: Any) -> Any:
         """Return fake tensors on the device."""
         return self._fakes.place(tree)
 
-    def measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
+    def measure(self, layer: Layer, x: Any, loss: Callable[[Any], Any] | None) -> tuple[LayerCost, Any]:
         """Trace the layer on fake tensors."""
-        result: tuple[LayerCost, Any] = self._fakes.first_that_works(
-            layer, lambda module: self._trace(layer, module, x, labels, is_last)
-        )
+        trace = partial(self._trace, layer, x, loss)
+        result: tuple[LayerCost, Any] = self._fakes.first_that_works(layer, trace)
         return result
 
-    def _trace(self, layer: Layer, module: Any, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
+    def _trace(self, layer: Layer, x: Any, loss: Callable[[Any], Any] | None, module: Any) -> tuple[LayerCost, Any]:
         counter = OperatorCounter(_INSTEAD)
         saved: dict[int, int] = {}  # storage -> bytes
 
@@ -70,14 +68,11 @@ class FlopProfiler(LayerProfiler):
 
         share, model = 1, self.context.groups.model
         if model.size > 1 and isinstance(layer, LayerSpec):
-            is_sliced = any(
-                slicing_of(parameter) is not None for parameter in blueprint(layer, self.context).parameters()
-            )
-            share = model.size if is_sliced else 1
+            parameters = list(blueprint(layer, self.context).parameters())
+            share = model.size if any(slicing_of(parameter) is not None for parameter in parameters) else 1
         with self._fakes.mode:
             parameters = prepare(module, self.context.device, self.sample.precision.weights)
-            function = bind_forward(layer, module, self._loss if is_last else None, labels)
-            run = LayerRun(function, x, self.sample.precision.autocasting(self.context.device))
+            run = LayerRun(bind_forward(layer, module, loss), x, self.sample.precision.autocasting(self.context.device))
             with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 run.forward()
             forward = _flops(counter.take())
@@ -115,28 +110,27 @@ class TimeProfiler(LayerProfiler):
             "method 'flops' or 'parameters'"
         ),
     ):
-        super().__init__(sample, context)
+        super().__init__(sample, context, sample.build_loss(context))
         self._clock = clock or clock_of(context.device)
         self._accumulator_dtype, self._remedy = accumulator_dtype, remedy
-        self._loss = sample.build_loss(context)
 
     def place(self, tree: Any) -> Any:
         """Return the tensors on the device."""
         return tree_map(lambda t: t.detach().to(self.context.device) if isinstance(t, Tensor) else t, tree)
 
-    def measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
+    def measure(self, layer: Layer, x: Any, loss: Callable[[Any], Any] | None) -> tuple[LayerCost, Any]:
         """Run the layer. Raises PartitionError if it fails."""
         try:
-            return self._measure(layer, x, labels, is_last)
+            return self._measure(layer, x, loss)
         except Exception as error:  # whatever a layer's own code raises
             raise PartitionError(
                 f"it failed while it was measured: {type(error).__name__}: {error}; {self._remedy}"
             ) from error
 
-    def _measure(self, layer: Layer, x: Any, labels: Any, is_last: bool) -> tuple[LayerCost, Any]:
+    def _measure(self, layer: Layer, x: Any, loss: Callable[[Any], Any] | None) -> tuple[LayerCost, Any]:
         module, precision = self._build(layer), self.sample.precision
         sink, *_ = attach_sink(module, self.context.device, precision.weights, self._accumulator_dtype)
-        function = bind_forward(layer, module, self._loss if is_last else None, labels)
+        function = bind_forward(layer, module, loss)
         marks: list[Any] = []
         for _ in range(_WARM_UP + _TIMED):
             run = LayerRun(function, x, precision.autocasting(self.context.device))
@@ -157,12 +151,12 @@ class TimeProfiler(LayerProfiler):
     def _build(self, layer: Layer) -> Any:
         """Return a layer for this profiler alone: a run changes dtypes, and what modules count and average."""
         module: Any = layer
+        given: list[Any] = [layer]
         if isinstance(layer, LayerSpec):
             with self.context.device:
                 module = layer.build(self.context)
-        given = tree_leaves((layer.module_args, layer.module_kwargs)) if isinstance(layer, LayerSpec) else [layer]
-        shares_modules = any(isinstance(value, nn.Module) for value in given)
-        return copy.deepcopy(module) if shares_modules else module
+            given = tree_leaves((layer.module_args, layer.module_kwargs))
+        return copy.deepcopy(module) if any(isinstance(value, nn.Module) for value in given) else module
 
 
 class LayerSeconds(NamedTuple):
@@ -183,5 +177,4 @@ def measure_layers(layers: Sequence[Layer], sample: Sample, config: Config, devi
     remedy = "give a cluster by --cluster instead of --measure, which needs no device"
     context = BuildContext(ProcessGroups.imagined(1, lambda kind, nbytes: DONE), device)
     profiler = TimeProfiler(sample, context, policy.accumulator_dtype, remedy=remedy)
-    costs = profiler.measure_all(layers)
-    return [LayerSeconds(cost.forward, cost.backward, cost.weight) for cost in costs]
+    return [LayerSeconds(cost.forward, cost.backward, cost.weight) for cost in profiler.measure_all(layers)]

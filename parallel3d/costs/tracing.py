@@ -84,8 +84,8 @@ class TrainedLayer:
 
     function: Callable[[Any], Any]
     precision: Precision
-    parameters: Sequence[nn.Parameter] = ()
     sink: GradientSink = field(default_factory=GradientSink)
+    parameters: Sequence[nn.Parameter] = ()
     accumulators: Sequence[Tensor] = ()
 
     def run(self, x: Any) -> Any:
@@ -107,11 +107,6 @@ class _NextLayer(torch.autograd.Function):
         gradients = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds]
         ctx.made += [Memory(gradient) for gradient in gradients]
         return None, *gradients
-
-
-def _held(memories: Sequence[Memory]) -> frozenset[int]:
-    """Return the indices of those that something keeps."""
-    return frozenset(k for k, memory in enumerate(memories) if memory.is_held)
 
 
 class LayerTrace:
@@ -204,11 +199,12 @@ class LayerTrace:
         return work, peak, self._counter.peak_with_others - self._base
 
     def _held_now(self) -> Held:
-        groups = self._output_memories, self._output_gradients, self._input_gradients
-        outputs, output_gradients, input_gradients = map(_held, groups)
+        groups = self._input_memories, self._output_memories, self._output_gradients, self._input_gradients
+        # Of each group the indices of those that something keeps.
+        held = [frozenset(k for k, memory in enumerate(group) if memory.is_held) for group in groups]
         made = zip(self._output_memories, self.outputs, strict=True)
         shared = [memory for memory, boundary in made if boundary.source is None]
         shared += [*self._output_gradients, *self._input_gradients]
         others = {memory.key: memory.nbytes for memory in shared if memory.is_held}
         own = self._counter.nbytes - self._base - sum(others.values())
-        return Held(own, _held(self._input_memories), outputs, output_gradients, input_gradients)
+        return Held(own, *held)

@@ -47,19 +47,15 @@ def resolve_partition(
     else:
         kind, colon, pattern = method.partition(":") if isinstance(method, str) else ("", "", "")
         kind = kind.lower()
-        match kind, colon:
-            case "uniform", "":
-                costs = [1.0] * len(names)
-            case (("parameters" | "flops" | "profile"), ""):
-                costs = chain_costs
-            case "type", ":":
-                costs = _type_costs(pattern, names)
-            case _:
-                hint = nearest(kind, _NAMED).replace("type", "type:REGEX")
-                raise PartitionError(
-                    f"unknown partition method {method!r}.{hint} Use 'uniform', 'parameters', 'type:REGEX', 'flops', "
-                    "'profile', bounds such as [0, 3, 8], or {\"weights\": [one number a layer]}"
-                )
+        if kind not in _NAMED or (kind == "type") != bool(colon):
+            hint = nearest(kind, _NAMED).replace("type", "type:REGEX")
+            raise PartitionError(
+                f"unknown partition method {method!r}.{hint} Use 'uniform', 'parameters', 'type:REGEX', 'flops', "
+                "'profile', bounds such as [0, 3, 8], or {\"weights\": [one number a layer]}"
+            )
+        costs = _type_costs(pattern, names) if kind == "type" else chain_costs
+        if kind == "uniform":
+            costs = [1.0] * len(names)
     segments = segment_costs(costs, names, tie_keys if kind == "parameters" else None)
     are_times = kind in (*MEASURED, "weights")
     return partition_layers(segments, num_parts, what, placement, limit, step if are_times else None)

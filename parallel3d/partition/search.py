@@ -32,8 +32,8 @@ class Search:
     """Splits of a chain into len(placement) chunks, chunk c on stage placement[c].
 
     cost: [n + 1, n + 1], element (a, b) for layers [a, b) as one chunk, or one such matrix a chunk; inf where that is empty.
-    held: likewise, [chunks, n + 1, n + 1]: what a chunk adds to what its stage may hold, at most `limit`. evenness: so many
-    times the largest chunk is added to the largest stage.
+    held: likewise, [chunks, n + 1, n + 1]: what a chunk adds to what its stage may hold, at most `limit`. evenness: the
+    multiple of the largest chunk that is added to the largest stage.
     """
 
     def __init__(

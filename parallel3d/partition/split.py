@@ -94,7 +94,7 @@ def partition_layers(
     if limit is not None:
         held, most = limit.chunk_bytes(), limit.limit
         starts = [_leanest(held, most, placement)]
-    if _is_single(placement):
+    if len(set(placement)) == num_parts:  # each stage holds one part
         return cut(_min_max(cost if held is None else np.where(held <= most, cost, np.inf)), cost)
     starts = [_min_max(cost), *starts]
     weights = _EVENNESS if step is not None else _EVENNESS[:1]
@@ -106,17 +106,12 @@ def partition_layers(
     return min((cut(bounds, cost) for bounds in dict.fromkeys(found)), key=lambda partition: step(partition.costs))
 
 
-def _is_single(placement: Sequence[int]) -> bool:
-    """Return whether each stage holds one part."""
-    return len(set(placement)) == len(placement)
-
-
 def _leanest(held: FloatArray, limit: float, placement: Sequence[int]) -> Sequence[int]:
     """Return the split whose fullest stage holds least: it is within the limit if any that is found is.
 
     held: bytes of each part, see StageLimit.chunk_bytes. Raises PartitionError if that stage holds more than `limit`.
     """
-    single, bounds = _is_single(placement), _min_max(held)
+    single, bounds = len(set(placement)) == len(placement), _min_max(held)
     if not single:
         bounds = list(Search(held, placement).best([bounds]))
     loads = cut(bounds, held).loads(placement)

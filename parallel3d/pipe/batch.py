@@ -110,16 +110,12 @@ class MicroBatchSource:
                 f"data_iter is a {type(iterator).__name__}, which starts again at each batch; pass an iterator: "
                 "iter(loader), or RepeatingLoader(loader) to go on over epochs"
             )
-        kept = self.forget(iterator)
-        taken = kept[:most]
-        self.give_back(iterator, kept[most:])
-        try:
-            for item in islice(iterator, most - len(taken)):
-                taken.append(item)  # those before an exception are kept
-        except BaseException:
-            self.give_back(iterator, taken)
-            raise
-        return taken
+        _, kept = self._left.setdefault(id(iterator), (iterator, []))
+        for item in islice(iterator, max(0, most - len(kept))):
+            kept.append(item)  # those before an exception stay in _left
+        taken = self.forget(iterator)
+        self.give_back(iterator, taken[most:])
+        return taken[:most]
 
     def give_back(self, iterator: Iterator[Any], micro_batches: list[Any]) -> None:
         """Keep micro-batches that a step could not use, because another rank had fewer or failed, for the next `take`."""

@@ -19,7 +19,7 @@ from parallel3d.optim.precision import Precision
 from parallel3d.pipe.messages import Messages, Receipt
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer, same_stream
-from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_behind
+from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_after
 from parallel3d.structures import Structure, describe
 from parallel3d.zero.reducer import GradientReducer
 
@@ -186,7 +186,7 @@ class Executor:
                     continue  # launched by the backward before it
                 run = self._run[i.op]
                 if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-                    run = partial(run, reduces=reduces_behind(instructions, k))
+                    run = partial(run, reduces=reduces_after(instructions, k))
                 tasks.append(_Task(k, i, self._wait.get(i.op), run))
             self._task_list = program, tasks
         return self._task_list[1]

@@ -74,9 +74,6 @@ class NumericsCheck:
         kind = "NaN" if bool(values.isnan().any()) else "inf"
         amount = f"{count} of {values.numel()} values, the first at {wrong.nonzero()[0].tolist()}"
         # In a schedule, the executor adds rank, stage, micro-batch and instruction.
-        place = (
-            ""
-            if self._model.groups.activity.slots[PHASE] == Phase.PROGRAM
-            else f"{self._place}, micro-batch {self._micro_batch()}: "
-        )
+        in_schedule = self._model.groups.activity.slots[PHASE] == Phase.PROGRAM
+        place = "" if in_schedule else f"{self._place}, micro-batch {self._micro_batch()}: "
         raise NumericsError(f"{place}{kind} in {what} ({amount}), the first that check_numerics found")

@@ -43,9 +43,8 @@ def _loss_of(outputs: Any, _: Any) -> Tensor:
     loss = getattr(outputs, "loss", None)
     if loss is None and isinstance(outputs, Mapping):
         loss = outputs.get("loss")
-    if loss is None and isinstance(outputs, (tuple, list)) and outputs:
-        loss = outputs[0]
-    loss = outputs if loss is None else loss
+    if loss is None:
+        loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
     if not isinstance(loss, Tensor):
         raise ValueError(
             f"the module returned {type(outputs).__name__} without a loss; let its forward return the loss (or .loss, "

@@ -124,15 +124,13 @@ class LayerSplitter:
         for rank, answer in enumerate(everyone):
             if isinstance(answer, str):
                 raise PartitionError(answer if len(everyone) == 1 else f"rank {rank}: {answer}")
-        return [
-            replace(
-                of_ranks[0],
-                forward=median(c.forward for c in of_ranks),
-                backward=median(c.backward for c in of_ranks),
-                weight=median(c.weight for c in of_ranks),
-            )
-            for of_ranks in zip(*everyone, strict=True)
-        ]
+        costs = []
+        for of_ranks in zip(*everyone, strict=True):
+            times: dict[str, Any] = {
+                name: median(getattr(cost, name) for cost in of_ranks) for name in ("forward", "backward", "weight")
+            }
+            costs.append(replace(of_ranks[0], **times))
+        return costs
 
     # What a stage holds, for pipeline.max_stage_bytes
 

@@ -67,7 +67,7 @@ class Measured(Memory, Traffic):
         )
 
     def cost(self, i: Instruction) -> float:
-        """As simulate() takes it."""
+        """Return the seconds of an instruction, as simulate() takes them; those of a transfer by its SEND."""
         if i.op in SEND_OPS:
             return self.transfer
         times = {

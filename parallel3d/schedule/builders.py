@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from parallel3d.errors import ScheduleError, nearest
-from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, loop_placement, v_placement
+from parallel3d.schedule.instructions import (
+    COMPUTE_OPS,
+    Instruction,
+    Op,
+    Program,
+    chunks_by_rank,
+    loop_placement,
+    v_placement,
+)
 from parallel3d.schedule.zero_bubble import check_sizes, looped_zero_bubble, zb_h1, zbv
 
 
 def _each(op: Op, chunk: int, micro_batches: Sequence[int]) -> list[Instruction]:
     return [Instruction(op, chunk, m) for m in micro_batches]
-
-
-def _chunks_by_rank(placement: Sequence[int]) -> list[list[int]]:
-    chunks: list[list[int]] = [[] for _ in range(max(placement) + 1)]
-    for chunk, rank in enumerate(placement):
-        chunks[rank].append(chunk)
-    return chunks
 
 
 def placement_of(kind: str, num_stages: int, num_chunks: int) -> tuple[int, ...]:
@@ -40,7 +41,7 @@ def gpipe(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placemen
     where = placement_of(placement, num_stages, num_chunks)
     order = range(num_micro_batches)
     lists = []
-    for chunks in _chunks_by_rank(where):
+    for chunks in chunks_by_rank(where):
         forwards = [i for c in chunks for i in _each(Op.FORWARD, c, order)]
         backwards = [i for c in reversed(chunks) for i in _each(Op.BACKWARD, c, order[::-1])]
         lists.append(tuple(forwards + backwards))
@@ -101,7 +102,7 @@ def inference(num_stages: int, num_micro_batches: int, num_chunks: int = 1, plac
     groups = [order[start : start + num_stages] for start in range(0, num_micro_batches, num_stages)]
     lists = tuple(
         tuple(i for group in groups for c in chunks for i in _each(Op.FORWARD, c, group))
-        for chunks in _chunks_by_rank(where)
+        for chunks in chunks_by_rank(where)
     )
     return Program("inference", where, num_micro_batches, lists)
 

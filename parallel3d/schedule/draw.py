@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from graphlib import CycleError
 from math import ceil, floor, log10
-from typing import Any, NamedTuple
+from typing import Any
 
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.order import blocks_host
@@ -45,14 +44,8 @@ def _computes(timeline: Timeline) -> list[Span]:
 # ---------------------------------------------------------------------------------------------------------- text
 
 _BRACKETS = {Op.FORWARD: "{}", Op.BACKWARD: "[{}]", Op.BACKWARD_INPUT: "({})", Op.BACKWARD_WEIGHT: "<{}>"}
-
-
-class _Cell(NamedTuple):
-    """A box of the text grid: slots start to stop (exclusive) of a rank's row."""
-
-    start: int
-    stop: int
-    label: str
+# A box of the text grid: its first slot in a rank's row, the slot after its last one, its label.
+_Cell = tuple[int, int, str]
 
 
 def text_grid(program: Program, cost: Cost = unit_cost, max_width: int = 160) -> str:
@@ -65,11 +58,11 @@ def text_grid(program: Program, cost: Cost = unit_cost, max_width: int = 160) ->
     timeline = simulate(program, cost)
     rows = _cells(timeline)
     cells = [c for row in rows for c in row]
-    width = max((ceil((len(c.label) + 1) / (c.stop - c.start)) for c in cells), default=2)
-    num_slots = max((c.stop for c in cells), default=0)
+    width = max((ceil((len(label) + 1) / (stop - start)) for start, stop, label in cells), default=2)
+    num_slots = max((stop for _, stop, _ in cells), default=0)
     if num_slots * width > max_width:
         # Rows will be cut between slots: no label may lie across a cut.
-        width = max(width, *(len(c.label) for c in cells))
+        width = max(width, *(len(label) for *_, label in cells))
     heads = [f"stage {rank}".ljust(len(f"stage {len(rows) - 1}")) + " |" for rank in range(len(rows))]
     lines = [_row(row, num_slots, width) for row in rows]
     block = max(1, (max_width - len(heads[0])) // width) * width
@@ -91,18 +84,18 @@ def _cells(timeline: Timeline) -> list[list[_Cell]]:
     rows: list[list[_Cell]] = [[] for _ in range(timeline.num_ranks)]
     for s in spans:
         row, i = rows[s.rank], s.instruction
-        start = max(floor(s.start / slot + 0.5), row[-1].stop if row else 0)
+        start = max(floor(s.start / slot + 0.5), row[-1][1] if row else 0)
         letter = string.ascii_letters[letters[i.chunk] % len(string.ascii_letters)] if depth > 1 else ""
         label = _BRACKETS[i.op].format(f"{i.micro_batch}{letter}")
-        row.append(_Cell(start, max(start + 1, floor(s.end / slot + 0.5)), label))
+        row.append((start, max(start + 1, floor(s.end / slot + 0.5)), label))
     return rows
 
 
 def _row(cells: Iterable[_Cell], num_slots: int, width: int) -> str:
     idle, line, at = ".".rjust(width), "", 0
-    for c in cells:
-        line += idle * (c.start - at) + c.label.rjust((c.stop - c.start) * width)
-        at = c.stop
+    for start, stop, label in cells:
+        line += idle * (start - at) + label.rjust((stop - start) * width)
+        at = stop
     return line + idle * (num_slots - at)
 
 
@@ -158,21 +151,13 @@ _LEFT, _RIGHT, _TITLE, _AXIS, _LANE, _MARK, _GAP = 62, 18, 30, 34, 24, 4, 6
 _INK, _FAINT = "#24292f", "#6e7781"
 
 
-@dataclass(frozen=True)
 class _Scale:
     """Time -> x. `shown` is the unit printed on the axis, worth 1 / factor of the timeline's."""
 
-    pixels: float
-    full: float
-    factor: float
-    shown: str
-
-    @staticmethod
-    def of(full: float, unit: str, pixels: float) -> _Scale:
-        factor, shown = 1.0, unit
+    def __init__(self, full: float, unit: str, pixels: float):
+        self.pixels, self.full, self.factor, self.shown = pixels, full or 1.0, 1.0, unit
         if unit == "s" and full < 1:
-            factor, shown = (1e3, "ms") if full >= 1e-3 else (1e6, "µs")
-        return _Scale(pixels, full or 1.0, factor, shown)
+            self.factor, self.shown = (1e3, "ms") if full >= 1e-3 else (1e6, "µs")
 
     def x(self, time: float) -> float:
         return _LEFT + self.pixels * time / self.full
@@ -203,7 +188,7 @@ def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = Non
     panels, top = [], 10.0
     for name, timeline in timelines.items():
         full = max(t.makespan for n, t in timelines.items() if unit[n] == unit[name])
-        scale = _Scale.of(full, unit[name], width - _LEFT - _RIGHT)
+        scale = _Scale(full, unit[name], width - _LEFT - _RIGHT)
         panels.append(_panel(name, timeline, scale, top + _TITLE))
         top = panels[-1]["bottom"] + _AXIS
     # Here: a process that only draws text, for a failure's message, needs no templates.
@@ -228,15 +213,19 @@ def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = Non
     )
 
 
-def _is_marked(s: Span) -> bool:
-    """Return whether a span is everything but compute and takes time: a simulation may count it as free."""
-    return s.instruction.op not in COMPUTE_OPS and s.end > s.start
+def _marked(timeline: Timeline) -> list[tuple[Span, str]]:
+    """Return the spans, with their kinds, of all but compute that take time: a simulation may count them as free."""
+    spans = (s for s in timeline.spans if s.instruction.op not in COMPUTE_OPS and s.end > s.start)
+    return [(s, NAMES[s.instruction.op]) for s in spans]
 
 
 def _panel(name: str, timeline: Timeline, scale: _Scale, first: float) -> dict[str, Any]:
-    """Return what the template draws of a timeline; first: y of its first lane."""
+    """Return what the template draws for a timeline; first: y of its first lane."""
     shades, depth = chunk_shades(timeline)
-    marks = [_mark(s, scale) for s in timeline.spans if _is_marked(s)]
+    marks = [
+        (s, max(scale.x(s.end) - scale.x(s.start), 1), MARK_COLOURS[kind], kind, MARK_ROWS[kind])
+        for s, kind in _marked(timeline)
+    ]
     lane = _LANE + _GAP + (_MARK * (1 + max(row for *_, row in marks)) + 4 if marks else 0)
     return {
         "name": name,
@@ -260,12 +249,6 @@ def _box(s: Span, scale: _Scale, shade: int, depth: int) -> tuple[Span, float, s
     return s, width, colour, size, "#ffffff" if is_dark else _INK
 
 
-def _mark(s: Span, scale: _Scale) -> tuple[Span, float, str, str, int]:
-    """Return (span, width, colour, kind, row below the lane)."""
-    kind = NAMES[s.instruction.op]
-    return s, max(scale.x(s.end) - scale.x(s.start), 1), MARK_COLOURS[kind], kind, MARK_ROWS[kind]
-
-
 def box_colour(op: Op, shade: int, depth: int) -> str:
     """Return the kind's colour, mixed with up to 65% white for the last of `depth` chunks, as "#2f69b4"."""
     white = 0.65 * shade / max(depth - 1, 1)
@@ -277,13 +260,11 @@ def _legend(timelines: Iterable[Timeline]) -> list[tuple[float, int, list[str], 
     drawn = list(timelines)
     depth = max((chunk_shades(t)[1] for t in drawn), default=1)
     ops = {s.instruction.op for t in drawn for s in _computes(t)}
-    kinds = {NAMES[s.instruction.op] for t in drawn for s in t.spans if _is_marked(s)}
+    kinds = {kind for t in drawn for _, kind in _marked(t)}
     shaded = {op: [box_colour(op, shade, depth) for shade in range(depth)] for op in BOX_COLOURS}
     named = [(12, colours, NAMES[op]) for op, colours in shaded.items() if op in ops]
     named += [(_MARK - 1, [colour], kind) for kind, colour in MARK_COLOURS.items() if kind in kinds]
-    named.append(
-        (0, [], "paler: a later chunk of the stage; number: micro-batch" if depth > 1 else "number: micro-batch")
-    )
+    named.append((0, [], "paler: a later chunk of the stage; " * (depth > 1) + "number: micro-batch"))
     entries, x = [], float(_LEFT)
     for height, colours, name in named:
         entries.append((x, height, colours, name))
@@ -302,15 +283,13 @@ def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) ->
     """
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items(), start=1):
-        events.append(_metadata("process_name", pid, 0, {"name": name}))
-        events.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
+        events += _titles("process", pid, 0, name, pid)
         tid = 1000 * pid  # Perfetto keeps 0 to itself and takes tid == pid for a process's main thread.
         for rank in range(timeline.num_ranks):
             for title, is_host in ((f"stage {rank}", True), (f"stage {rank} communication", False)):
                 own = [s for s in timeline.spans if s.rank == rank and blocks_host(s.instruction.op) is is_host]
                 for row in _rows_without_overlap(own):
-                    events.append(_metadata("thread_name", pid, tid, {"name": title}))
-                    events.append(_metadata("thread_sort_index", pid, tid, {"sort_index": tid}))
+                    events += _titles("thread", pid, tid, title, tid)
                     events += [_event(s, pid, tid, scale_to_us) for s in row]
                     tid += 1
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -327,8 +306,13 @@ def _rows_without_overlap(spans: Iterable[Span]) -> list[list[Span]]:
     return rows
 
 
-def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+def _titles(kind: str, pid: int, tid: int, name: str, place: int) -> list[dict[str, Any]]:
+    """Return the events that name a process or a thread, and put it at its place among the others."""
+    settings = {"name": name, "sort_index": place}
+    return [
+        {"ph": "M", "name": f"{kind}_{key}", "pid": pid, "tid": tid, "args": {key: value}}
+        for key, value in settings.items()
+    ]
 
 
 def _event(s: Span, pid: int, tid: int, scale_to_us: float) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from parallel3d.schedule.list_clock import ListClock
 from parallel3d.schedule.timing import Cost, simulate
 
 _MOST_TRIALS = 40
-
-Pair = tuple[int, int]  # (rank, position of the input gradient in the rank's list)
+_Pair = tuple[int, int]  # (rank, position of the input gradient in the rank's list)
 
 
 def fuse_backwards(program: Program, cost: Cost) -> Program:
@@ -32,11 +31,11 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
         return max(clock.ends(clock.lists(fused))[0])
 
     shortest = length(program)
-    accepted: list[Pair] = []
-    waiting = deque([pairs]) if (pairs := _pairs(program)) else deque()
-    for _ in range(_MOST_TRIALS):
-        if not waiting:
-            break
+    accepted: list[_Pair] = []
+    waiting = deque([_pairs(program)])
+    trials = 0
+    while waiting and trials < _MOST_TRIALS:
+        trials += 1
         tried = waiting.popleft()
         seconds = length(_fused(program, [*accepted, *tried]))
         if seconds <= shortest * (1 + 1e-9):
@@ -49,7 +48,7 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
     return program if later else fused
 
 
-def _pairs(program: Program) -> list[Pair]:
+def _pairs(program: Program) -> list[_Pair]:
     """Return the halves that stand side by side, from the front of the lists to their ends."""
     halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     found = [
@@ -61,7 +60,7 @@ def _pairs(program: Program) -> list[Pair]:
     return sorted(found, key=lambda pair: pair[1])
 
 
-def _fused(program: Program, pairs: Sequence[Pair]) -> Program:
+def _fused(program: Program, pairs: Sequence[_Pair]) -> Program:
     """Return the program with these pairs fused."""
     chosen = set(pairs)
     lists = [

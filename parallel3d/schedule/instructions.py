@@ -113,28 +113,29 @@ def depends_on(i: Instruction) -> tuple[Instruction, ...]:
             return ()
 
 
+# Transfer -> its other end, and the step from its chunk to that end's.
+_OTHER_ENDS = {
+    Op.SEND_ACTIVATION: (Op.RECV_ACTIVATION, 1),
+    Op.RECV_ACTIVATION: (Op.SEND_ACTIVATION, -1),
+    Op.SEND_GRADIENT: (Op.RECV_GRADIENT, -1),
+    Op.RECV_GRADIENT: (Op.SEND_GRADIENT, 1),
+}
+
+
 def matches(i: Instruction) -> Instruction | None:
     """Return the other end of a transfer, or `i` itself for a collective: all ranks whose list holds it take part.
 
     REDUCE_REPLICAS is written with the first chunk that owns the replica, on every owner, so that it is one instruction.
     """
-    m, c = i.micro_batch, i.chunk
-    match i.op:
-        case Op.SEND_ACTIVATION:
-            return Instruction(Op.RECV_ACTIVATION, c + 1, m)
-        case Op.RECV_ACTIVATION:
-            return Instruction(Op.SEND_ACTIVATION, c - 1, m)
-        case Op.SEND_GRADIENT:
-            return Instruction(Op.RECV_GRADIENT, c - 1, m)
-        case Op.RECV_GRADIENT:
-            return Instruction(Op.SEND_GRADIENT, c + 1, m)
-        case Op.GATHER_PARAMS | Op.REDUCE_GRADS | Op.REDUCE_REPLICAS:
-            return i
-        case _:
-            return None
+    if i.op in COLLECTIVE_OPS:
+        return i
+    if i.op not in _OTHER_ENDS:
+        return None
+    op, step = _OTHER_ENDS[i.op]
+    return Instruction(op, i.chunk + step, i.micro_batch)
 
 
-def reduces_behind(instructions: Sequence[Instruction], position: int) -> Sequence[Instruction]:
+def reduces_after(instructions: Sequence[Instruction], position: int) -> Sequence[Instruction]:
     """Return the REDUCE_GRADS that the backward at `position` launches: those right after it."""
     if instructions[position].op not in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
         return ()
@@ -152,6 +153,11 @@ def loop_placement(num_stages: int, num_chunks: int) -> tuple[int, ...]:
 def v_placement(num_stages: int) -> tuple[int, ...]:
     """Place two chunks a rank, down and back up, so that the first and the last share rank 0: arXiv:2401.10241, section 6."""
     return (*range(num_stages), *reversed(range(num_stages)))
+
+
+def chunks_by_rank(placement: Sequence[int]) -> list[list[int]]:
+    """Return the chunks that each rank holds, in ascending order."""
+    return [[c for c, r in enumerate(placement) if r == rank] for rank in range(max(placement) + 1)]
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from parallel3d.schedule.instructions import Instruction, Op, Program, depends_on
+from parallel3d.schedule.instructions import Instruction, Op, Program, chunks_by_rank, depends_on
 from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, send_after, with_communication
 from parallel3d.schedule.timing import Cost
 
 SPLIT_OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-ALL_OPS = (*SPLIT_OPS, Op.BACKWARD)
 
 
 class Traffic(BaseModel):
@@ -51,12 +50,11 @@ class Traffic(BaseModel):
 
     def busy(self, placement: Sequence[int], num_micro_batches: int) -> float:
         """Return the longest time for which a rank gathers and reduces in a step."""
-        total = [0.0] * (max(placement) + 1)
-        for rank, seconds in zip(placement, self.gather, strict=False):
-            total[rank] += seconds
-        for rank, buckets in zip(placement, self.reductions, strict=False):
-            total[rank] += sum(buckets) * (num_micro_batches if self.reduces_every_micro_batch else 1)
-        return max(total)
+        count = num_micro_batches if self.reduces_every_micro_batch else 1
+        gathers = self.gather or (0.0,) * len(placement)
+        reductions = self.reductions or ((),) * len(placement)
+        seconds = [gather + count * sum(buckets) for gather, buckets in zip(gathers, reductions, strict=True)]
+        return max(sum(seconds[c] for c in chunks) for chunks in chunks_by_rank(placement))
 
 
 class Row(NamedTuple):
@@ -91,7 +89,7 @@ class ListClock:
         self,
         program: Program,
         cost: Cost,
-        ops: Sequence[Op] = ALL_OPS,
+        ops: Sequence[Op] = (*SPLIT_OPS, Op.BACKWARD),
         traffic: Traffic | None = None,
         slack: float = 0.0,
     ):

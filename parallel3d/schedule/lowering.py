@@ -69,7 +69,7 @@ def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruc
 
     def with_transfers(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         posted = dict.fromkeys(queues, 0)
-        made: list[Instruction] = []  # sends of the last backward: they stand behind the reductions that it launches
+        made: list[Instruction] = []  # sends of the last backward: they follow the reductions that it launches
         for i, following in pairwise((None, *instructions, None)):
             if i is not None and i.op is not Op.REDUCE_GRADS:
                 yield from made
@@ -113,7 +113,7 @@ _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # of a chunk's gradients
 def add_gradient_reduction(program: Program, num_buckets: Sequence[int], per_micro_batch: bool = False) -> Program:
     """Reduce each of a chunk's `num_buckets[chunk]` buckets after the chunk's last backward, or after each backward.
 
-    They stand right behind that backward, which launches each as its bucket fills, in list order.
+    They follow that backward, which launches each as its bucket fills, in list order.
     """
     lists = []
     for instructions in program.instructions:

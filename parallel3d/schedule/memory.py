@@ -67,17 +67,11 @@ def learn_chunks(measured: Sequence[tuple[Instruction, int]]) -> dict[int, Chunk
     medians = {kind: median_low(values) for kind, values in changes.items()}
     learned: dict[int, ChunkBytes] = {}
     for chunk in sorted({chunk for _, chunk in medians}, reverse=True):
-        # Of a chunk on the same rank: handed over, not received.
+        grown = {op: medians.get((op, chunk), 0) for op in Op}
+        saved, received, loaded = grown[Op.FORWARD], grown[Op.RECV_ACTIVATION], grown[Op.LOAD_MICRO_BATCH]
+        # The gradient from a chunk on the same rank is handed over, not received.
         handed = learned[chunk + 1].input_gradient if chunk + 1 in learned else 0
-        learned[chunk] = _learn(medians, chunk, handed)
+        output_gradient, deferred = handed or grown[Op.RECV_GRADIENT], -grown[Op.BACKWARD_WEIGHT]
+        left = grown[Op.BACKWARD] + grown[Op.BACKWARD_INPUT] + saved + received + loaded + output_gradient
+        learned[chunk] = ChunkBytes(saved, received, loaded, output_gradient, left - deferred, deferred)
     return learned
-
-
-def _learn(change: Mapping[tuple[Op, int], int], chunk: int, handed: int) -> ChunkBytes:
-    def of(op: Op) -> int:
-        return change.get((op, chunk), 0)
-
-    saved, received, loaded = of(Op.FORWARD), of(Op.RECV_ACTIVATION), of(Op.LOAD_MICRO_BATCH)
-    output_gradient, deferred = handed or of(Op.RECV_GRADIENT), -of(Op.BACKWARD_WEIGHT)
-    left = of(Op.BACKWARD) + of(Op.BACKWARD_INPUT) + saved + received + loaded + output_gradient
-    return ChunkBytes(saved, received, loaded, output_gradient, left - deferred, deferred)

@@ -56,10 +56,8 @@ class WaitGraph:
                 op, chunk, m, _ = i
                 if i[:2] not in rules:
                     needs = () if op in RECV_OPS else depends_on(Instruction(op, chunk, 1))
-                    rules[op, chunk] = (
-                        _line(program, rank, i),
-                        [(*d[:2], d.micro_batch == 1) for d in needs if d[:2] in kinds],
-                    )
+                    known_kinds = [(*d[:2], d.micro_batch == 1) for d in needs if d[:2] in kinds]
+                    rules[op, chunk] = _line(program, rank, i), known_kinds
                 line, dependences = rules[op, chunk]
                 waits = self.waits[number]
                 if passed is not None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import product
 from math import inf
-from typing import Literal
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.instructions import Program, chunks_by_rank
 from parallel3d.schedule.list_clock import SPLIT_OPS, ListClock
 from parallel3d.schedule.timing import Cost
 
@@ -51,31 +51,24 @@ class Memory(BaseModel):
 
     def least(self, placement: Sequence[int]) -> list[float]:
         """Return what one micro-batch alone needs on each rank."""
-        least = [0.0] * (max(placement) + 1)
-        for rank, needed in zip(placement, self.needed, strict=True):
-            least[rank] += needed
-        return least
+        needed = self.needed
+        return [sum(needed[c] for c in chunks) for chunks in chunks_by_rank(placement)]
 
 
-_Choice = Literal["alternate", "gradient", "forward"]
-
-
-@dataclass(frozen=True)
-class _Rule:
+class _Rule(NamedTuple):
     """How a rank chooses among what is ready.
 
-    choice: between a forward and an input gradient; slack: transfers are taken to be longer by so many forwards, for an
-    order that bears delays; patience: a weight gradient waits for what will be ready before this share of it would be
-    through.
+    - choice: between a forward and an input gradient: "alternate", "gradient" or "forward".
+    - slack: the number of forwards by which transfers are taken to be longer, for an order that bears delays.
+    - patience: a weight gradient waits for what will be ready before this share of it would be done.
     """
 
-    choice: _Choice
+    choice: str
     slack: float
     patience: float
 
 
-_CHOICES: tuple[_Choice, ...] = ("alternate", "gradient", "forward")
-_RULES = [_Rule(*r) for r in product(_CHOICES, (0.5, 0.1, 0.0), (0.0, 0.5))]
+_RULES = [_Rule(*r) for r in product(("alternate", "gradient", "forward"), (0.5, 0.1, 0.0), (0.0, 0.5))]
 # Three that are seldom all bad: their best order is within 2% of the best of all.
 _LIKELY = [_Rule("alternate", 0.1, 0.5), _Rule("alternate", 0.1, 0.0), _Rule("gradient", 0.0, 0.0)]
 _SLACKS = (0.0, 0.1, 0.5)  # forwards by which transfers may be longer: of equals the order that bears more is better
@@ -168,7 +161,7 @@ class _ListSchedule:
         self._chunks = [row.instruction.chunk for row in clock.rows]
         self._needs = [row.needs for row in clock.rows]
         self._needed, self._deferred = memory.needed, memory.deferred
-        own = [[c for c, r in enumerate(placement) if r == rank] for rank in range(max(placement) + 1)]
+        own = chunks_by_rank(placement)
         self._room = [sum(self._needed[d] for d in own[rank] if d >= c) for c, rank in enumerate(placement)]
         m = self._per_op // len(placement)
         self._ranks = []

@@ -10,7 +10,7 @@ from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
-from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_behind
+from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_after
 from parallel3d.schedule.lowering import with_communication
 from parallel3d.schedule.order import WaitGraph
 
@@ -99,7 +99,7 @@ class CriticalPath(NamedTuple):
 class Simulation:
     """A program, with or without communication, made ready to be timed for any number of costs.
 
-    The k-th of n reductions behind a backward is released when k/n of that backward is through: buckets fill in order.
+    The k-th of n reductions after a backward is released when k/n of that backward is done: buckets fill in order.
     Raises graphlib.CycleError for a program that deadlocks; validate() says so in words.
     """
 
@@ -111,7 +111,7 @@ class Simulation:
         self._releases: list[tuple[int, float] | None] = [None] * len(graph.nodes)
         for instructions, numbers in zip(self.program.instructions, self._lists, strict=True):
             for position, backward in enumerate(numbers):
-                count = len(reduces_behind(instructions, position))
+                count = len(reduces_after(instructions, position))
                 for k, reduce in enumerate(numbers[position + 1 : position + 1 + count], start=1):
                     self._releases[reduce] = backward, k / count
                     self._waits[reduce] = [w for w in self._waits[reduce] if w != backward]
@@ -171,11 +171,9 @@ class Simulation:
             if until > start[k]:
                 path.append((self._nodes[k], until - start[k]))
             until, release = start[k], self._releases[k]
-            last = max(self._waits[k], key=lambda w: end[w], default=-1)
-            if release is not None and (last < 0 or end[last] < until):
+            k = max(self._waits[k], key=lambda w: end[w], default=-1)
+            if release is not None and (k < 0 or end[k] < until):
                 k = release[0]
-            else:
-                k = last
         return CriticalPath(0.0, path[::-1])
 
     def _times(self, cost: Cost, host: Cost | None = None) -> tuple[list[float], list[float], list[float]]:

@@ -37,24 +37,22 @@ def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) 
     least = search.least + min(buckets[-1] if buckets else 0.0 for buckets in traffic.reductions)
     for share, turn in product(_SHARES, (1, -1)):
         search.accepts([next(_completing(rows, [_chunks(rows)[::turn]], share), rows) for rows in search.lists])
-    while search.makespan > least * (1 + _ROUNDING) and search.improve():
+    while max(search.ends) > least * (1 + _ROUNDING) and search.improve():
         pass
     return program.with_instructions([renamed(row.instruction for row in rows) for rows in search.lists])
 
 
 class _Search:
-    """Changes the order of weight gradients, rank by rank, as long as that helps. lists: the best so far."""
+    """Changes the order of weight gradients, rank by rank, as long as that helps.
+
+    lists: the best so far; ends: when each rank's compute and traffic end with them; least: the longest compute at first.
+    """
 
     def __init__(self, program: Program, clock: ListClock, fits: Fits):
         self._clock, self.lists, self._fits = clock, clock.lists(program), fits
         self._left = max(1, _MOST_TIMED // max(1, sum(map(len, self.lists))))
-        compute, self._ends = clock.ends(self.lists)
+        compute, self.ends = clock.ends(self.lists)
         self.least = max(compute)
-
-    @property
-    def makespan(self) -> float:
-        """The makespan of the best lists so far."""
-        return max(self._ends)
 
     def improve(self) -> bool:
         """Make the first change that helps, or the first two that do together. Returns whether there are any."""
@@ -71,7 +69,7 @@ class _Search:
         if depth == 0:
             yield lists
             return
-        for rank in sorted(range(len(lists)), key=lambda rank: -self._ends[rank]):
+        for rank in sorted(range(len(lists)), key=lambda rank: -self.ends[rank]):
             for rows in _neighbours(lists[rank], self._clock):
                 yield from self._changed([*lists[:rank], rows, *lists[rank + 1 :]], depth - 1)
 
@@ -79,14 +77,14 @@ class _Search:
         """Take these lists if they are better. Returns whether they are."""
         self._left -= 1
         _, ends = self._clock.ends(lists)
-        now, before = max(ends), max(self._ends)
+        now, before = max(ends), max(self.ends)
         shorter = now < before * (1 - _ROUNDING)
-        if not shorter and (now > before * (1 + _ROUNDING) or sum(ends) >= sum(self._ends) * (1 - _ROUNDING)):
+        if not shorter and (now > before * (1 + _ROUNDING) or sum(ends) >= sum(self.ends) * (1 - _ROUNDING)):
             return False
         for rank, (new, old) in enumerate(zip(lists, self.lists, strict=True)):
             if new is not old and not self._fits(rank, [row.instruction for row in new]):
                 return False
-        self.lists, self._ends = lists, ends
+        self.lists, self.ends = lists, ends
         return True
 
 

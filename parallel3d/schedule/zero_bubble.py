@@ -100,12 +100,7 @@ def looped_zero_bubble(
     """
     check_sizes(num_stages, num_micro_batches, num_chunks)
     placement = loop_placement(num_stages, num_chunks)
-    bound = _bound(num_stages, num_chunks, max_in_flight)
-    return search("zb-looped", placement, num_micro_batches, Memory.of_activations(placement, bound), cost, roughly)
-
-
-def _bound(num_stages: int, num_chunks: int, max_in_flight: float | None) -> float:
-    """Return the most activations of a chunk that a rank may hold; a micro-batch has one for each chunk of the rank."""
+    # The most activations of a chunk that a rank may hold; a micro-batch has one for each chunk of the rank.
     multiple = DEFAULT_MAX_IN_FLIGHT if max_in_flight is None else max_in_flight
     bound = multiple * num_stages * num_chunks + 1e-9  # a third of 3 is 1
     if not bound >= num_chunks:
@@ -114,4 +109,4 @@ def _bound(num_stages: int, num_chunks: int, max_in_flight: float | None) -> flo
             f"max_in_flight {multiple:g} lets a stage hold {bound:.3g} activations of a chunk, but a micro-batch alone "
             f"needs those of its {num_chunks} chunks; set pipeline.max_in_flight to {least:g} or more"
         )
-    return bound
+    return search("zb-looped", placement, num_micro_batches, Memory.of_activations(placement, bound), cost, roughly)

@@ -64,7 +64,7 @@ def test_compute_is_slower_beside_what_it_hides():
     assert exchange_seconds(exchange, DEVICE, lambda c: c.nbytes, overlap=1.25) == pytest.approx(0.25 * 4)
 
 
-def test_whole_backwards_hide_all_reduces_behind_weights_gradients_and_split_ones_have_none_to_hide_behind():
+def test_whole_backwards_hide_all_reduces_after_weights_gradients_and_split_ones_have_none_to_hide_behind():
     profile = block(samples=1)
     split = [part for exchange in profile.input_gradient.exchanges for part in exchange.parts]
     whole = [part for exchange in profile.backward.exchanges for part in exchange.parts]
