@@ -1,4 +1,4 @@
-"""An optimizer's state to a checkpoint and back, by the names of parameters: torch's own load_state_dict takes it in."""
+"""An optimizer's state in a checkpoint, by the names of parameters; torch's own load_state_dict loads it."""
 
 from __future__ import annotations
 
@@ -86,8 +86,7 @@ class OptimizerTarget:
             source = self._source(shard, key)
             if source is not None:
                 tensors[key] = self._memory(shard, key, source)
-                for part in state_parts(shard, key, tensors[key]):
-                    self._wanted.add(self._reader, part)
+                self._wanted.add(self._reader, state_parts(shard, key, tensors[key]))
         return tensors
 
     def _source(self, shard: ParameterShard, key: str) -> StoredTensor | None:

@@ -138,24 +138,24 @@ Misshapen = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 class Wanted:
     """The parts that a rank wants to read, and those that are missing or differ.
 
-    - targets: each with the name of the stored tensor that it is read from.
+    - parts: each has the name of the stored tensor that it is read from.
     - known: names of the model's tensors.
     """
 
-    targets: list[tuple[str, Part]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
-    def add(self, reader: Reader, part: Part, source: str | None = None) -> None:
-        """Add a part, to be read from the tensor `source`, by default the one of its name."""
-        source = source or part.name
-        if source not in reader.tensors:
-            self.missing.add(source)
-        elif reader.tensors[source].shape != part.shape:
-            self.misshapen[source] = (part.shape, reader.tensors[source].shape)
-        else:
-            self.targets.append((source, part))
+    def add(self, reader: Reader, parts: Iterable[Part]) -> None:
+        """Add parts, each to be read from the tensor of its name."""
+        for part in parts:
+            if part.name not in reader.tensors:
+                self.missing.add(part.name)
+            elif reader.tensors[part.name].shape != part.shape:
+                self.misshapen[part.name] = (part.shape, reader.tensors[part.name].shape)
+            else:
+                self.parts.append(part)
 
 
 def find_checkpoint(decision: CollectiveDecision, load_dir: Path, tag: str | None) -> Path | None:
@@ -192,8 +192,8 @@ def agree_to_read(decision: CollectiveDecision, reader: Reader, wanted: Wanted, 
 
     def check() -> dict[str, Any]:
         try:
-            for source, part in wanted.targets:
-                reader.verify(source, part.box)
+            for part in wanted.parts:
+                reader.verify(part.name, part.box)
         except CheckpointError as error:
             raise CheckpointError(f"{error}{other_tags(reader.directory.parent, reader.directory.name)}") from None
         return {"known": list(wanted.known), "missing": list(wanted.missing), "misshapen": wanted.misshapen}
