@@ -10,6 +10,8 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,7 @@ _MOST = 5
 
 
 def check_tag(tag: object) -> str:
-    """The tag as a name of a directory. Raises CheckpointError for what is none."""
+    """Return the tag as the name of a directory. Raises CheckpointError if it can't be one."""
     name = str(tag)
     if name in ("", ".", "..", LATEST) or Path(name).name != name or _ASIDE.fullmatch(name):
         raise CheckpointError(
@@ -42,7 +44,7 @@ class Found:
 
 
 def check_complete(path: Path) -> Manifest:
-    """The manifest of a directory whose files are all there, in their sizes. Raises CheckpointError."""
+    """Return the manifest of a directory whose files are all there, in their sizes. Raises CheckpointError."""
     manifest = read_manifest(path)
     for name, file in manifest.files.items():
         there = path / name
@@ -54,18 +56,21 @@ def check_complete(path: Path) -> Manifest:
     return manifest
 
 
-def complete_checkpoints(save_dir: Path) -> list[Found]:
-    """Those of a directory, the oldest first; also one that a save was about to replace when it was killed."""
-    found = []
+def _saved(save_dir: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (tag, directory) of what was saved, and of what a save was about to replace when it was killed."""
     for path in sorted(save_dir.iterdir()) if save_dir.is_dir() else ():
         aside = _ASIDE.fullmatch(path.name)
         tag = aside["tag"] if aside else path.name
-        if not path.is_dir() or (aside and (aside["kind"] != "old" or (save_dir / tag).is_dir())):
-            continue
-        try:
+        if path.is_dir() and (aside is None or (aside["kind"] == "old" and not (save_dir / tag).is_dir())):
+            yield tag, path
+
+
+def complete_checkpoints(save_dir: Path) -> list[Found]:
+    """Return the complete checkpoints of a directory, the oldest first."""
+    found = []
+    for tag, path in _saved(save_dir):
+        with suppress(CheckpointError):
             found.append(Found(tag, path, check_complete(path)))
-        except CheckpointError:
-            continue
     return sorted(found, key=lambda checkpoint: checkpoint.manifest.saved)
 
 
@@ -80,20 +85,15 @@ def latest_tag(save_dir: Path) -> str | None:
 
 
 def find(load_dir: Path, tag: str) -> Path:
-    """The directory of a tag. Raises CheckpointError, with what else can be loaded, where there is none."""
-    path = load_dir / check_tag(tag)
-    if path.is_dir():
-        return path
-    set_aside = [
-        p for p in load_dir.glob("*") if (m := _ASIDE.fullmatch(p.name)) and (m["kind"], m["tag"]) == ("old", tag)
-    ]
-    if set_aside:
-        return set_aside[0]
-    raise CheckpointError(f"{path} is not there{other_tags(load_dir, tag)}")
+    """Return the directory of a tag. Raises CheckpointError, with what else can be loaded, where there is none."""
+    saved = dict(_saved(load_dir))
+    if check_tag(tag) not in saved:
+        raise CheckpointError(f"{load_dir / tag} is not there{other_tags(load_dir, tag)}")
+    return saved[tag]
 
 
 def other_tags(load_dir: Path, tag: str) -> str:
-    """For the end of a message: what can be loaded instead of a tag."""
+    """Return the end of a message: what can be loaded instead of a tag."""
     others = [found.tag for found in complete_checkpoints(load_dir) if found.tag != tag]
     if not others:
         return f"; {load_dir} holds no other complete checkpoint"
@@ -102,7 +102,7 @@ def other_tags(load_dir: Path, tag: str) -> str:
 
 
 def begin(save_dir: Path, tag: str) -> Path:
-    """An empty directory to write a checkpoint in, beside its place. Raises OSError, CheckpointError."""
+    """Make an empty directory to write a checkpoint in, next to its place. Raises OSError, CheckpointError."""
     save_dir.mkdir(parents=True, exist_ok=True)
     remove_leftovers(save_dir)
     place = save_dir / tag
