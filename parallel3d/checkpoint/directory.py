@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from parallel3d.errors import CheckpointError, nearest
 
 LATEST = "latest"
 _ASIDE = re.compile(r"(?P<tag>.+)\.(?P<kind>tmp|old|gone)-[0-9a-f]{8}")
-# How many tags a message lists.
+# Number of tags that a message lists.
 _MOST = 5
 
 
@@ -92,6 +92,15 @@ def find(load_dir: Path, tag: str) -> Path:
     return saved[tag]
 
 
+@contextmanager
+def naming_others(load_dir: Path, tag: str) -> Iterator[None]:
+    """Add to a CheckpointError about the checkpoint `tag` what can be loaded instead."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{other_tags(load_dir, tag)}") from None
+
+
 def other_tags(load_dir: Path, tag: str) -> str:
     """Return the end of a message: what can be loaded instead of a tag."""
     others = [found.tag for found in complete_checkpoints(load_dir) if found.tag != tag]
@@ -116,7 +125,7 @@ def begin(save_dir: Path, tag: str) -> Path:
 
 
 def commit(written: Path, save_dir: Path, tag: str) -> Path:
-    """Give a checkpoint that is on the disk its name; one that had it is removed. Raises OSError."""
+    """Give a checkpoint that is on the disk its name, and remove the one that had it. Raises OSError."""
     sync(written)
     path = save_dir / tag
     replaced = _aside(path, "old") if path.exists() else None
@@ -163,7 +172,7 @@ def remove_leftovers(save_dir: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a text, on the disk when this returns. Raises OSError."""
+    """Write a text; it is on the disk when this returns. Raises OSError."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -171,7 +180,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a directory's names, on the disk. Raises OSError."""
+    """Wait until a file, or a directory's names, is on the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -37,7 +37,7 @@ Summarize = Callable[[list[Json]], tuple[Json, list[Json]]]
 
 @dataclass(frozen=True)
 class _Job:
-    """A write under way.
+    """Checkpoint that is being written.
 
     - directory: where it is written, next to where it goes afterwards.
     - own: this rank's own mapping of JSON values.

@@ -215,6 +215,9 @@ class Reports:
         others = self.monitor.unrecorded(program)
         layout, model = self._run_layout(program, self._data.sizes), self._model
         infos = (*model.parameter_infos(), *model.frozen_infos())
+        config = self._config.model_dump(mode="json")
+        # A reader doesn't know the device's memory, by which "auto" was resolved.
+        config["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
         own = (
             {info.name: math.prod(whole_shape(info.parameter)) for info in infos},
             self.monitor.sequence,
@@ -234,7 +237,7 @@ class Reports:
             model=fingerprint(model.layer_names, counts),
             backend=self._groups.backend,
             versions=_versions(self._groups.backend),
-            config=self._config_in_force(),
+            config=config,
             step=Timing.of(list(map(step_seconds, others or steps))),
             **measure_times(steps, self._groups.topology),
             ranks=tuple(RankRecord(host=numbers[host], **rank) for rank, host in zip(ranks, hosts, strict=True)),
@@ -255,12 +258,6 @@ class Reports:
             schedule=schedule if isinstance(schedule, str) else "written",
             placement=settings.placement,
         )
-
-    def _config_in_force(self) -> dict[str, Any]:
-        """Return all values, including what "auto" resolved to: a reader does not know the device's memory."""
-        values = self._config.model_dump(mode="json")
-        values["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
-        return values
 
     def _rank_fields(self) -> dict[str, Any]:
         """Return the fields of this rank's record but the number of its host."""

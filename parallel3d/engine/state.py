@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d.activity import Phase
-from parallel3d.checkpoint.directory import complete_checkpoints, other_tags
+from parallel3d.checkpoint.directory import complete_checkpoints, naming_others
 from parallel3d.checkpoint.export import SINGLE, huggingface_names, merge_names, write_one_file
 from parallel3d.checkpoint.format import MASTER, MODEL, checksum
 from parallel3d.checkpoint.optimizer import OptimizerTarget, describe_groups, merge_groups
@@ -236,7 +236,7 @@ class _CheckpointLoader:
 
     def prepare(self, with_optimizer: bool) -> None:
         """List the tensors to read, and read everything but the model and the optimizer."""
-        try:
+        with naming_others(self._path.parent, self._path.name):
             self.reader = Reader(self._path)
             self._model.wait_for_weights(self._model)
             self._want_model()
@@ -247,8 +247,6 @@ class _CheckpointLoader:
             others = {key: value for key, value in manifest.state.items() if key not in ("optimizer", "huggingface")}
             self.state = decode(others, self.reader.read)
             self._read_own_state(manifest.ranks)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{other_tags(self._path.parent, self._path.name)}") from None
 
     def _read_own_state(self, ranks: list[Json]) -> None:
         """Read the states of this rank's generators, of its data and of its replica."""

@@ -195,7 +195,6 @@ class WeightUpdate:
         finite = torch.isfinite(self.grad_norm) if self._checks_overflow else None
         untouched, counted = self._agreement.reach(self.reducer.sink.touched(), self._counted)
         divisor = self._divisor(self.grad_norm, finite, counted)
-        overflow = False
         if self.sharded.takes_scale():
             self.sharded.step(untouched, divisor, None if finite is None else ~finite)
             self.sharded.gather()
