@@ -12,7 +12,7 @@ from parallel3d.checkpoint.format import OPTIMIZER
 from parallel3d.parameters import slicing_of, whole_shape
 from parallel3d.zero.buckets import ParameterShard
 
-# A box is read, and its checksum compared, as a whole: of larger ones much might be read for little.
+# A stored box is verified as a whole: a larger one would have to be read where little of it is needed.
 _MOST_ELEMENTS = 1 << 24
 
 

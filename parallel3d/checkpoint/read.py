@@ -83,7 +83,7 @@ class Reader:
         found, missing = [], [box] if box.numel else []
         for stored in self.tensors[name].boxes:
             common = stored.box.common(box)
-            # Of boxes that overlap, as slices of a head that several ranks share do, one is enough.
+            # Boxes may overlap, as those of a head that several ranks share: one of them is enough.
             if common is not None and any(rest.common(common) for rest in missing):
                 found.append((stored, common))
                 missing = [part for rest in missing for part in rest.without(common)]

@@ -23,8 +23,8 @@ from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
-from parallel3d.monitor.records import Breakdown, step_seconds
-from parallel3d.monitor.run_record import RankRecord, RunRecord, Timing, fingerprint, measure_times
+from parallel3d.monitor.records import Breakdown
+from parallel3d.monitor.run_record import RankRecord, RunRecord, fingerprint, measure_times
 from parallel3d.monitor.state import print_state
 from parallel3d.monitor.steps import Profile, StepMonitor
 from parallel3d.parameters import whole_shape
@@ -212,7 +212,6 @@ class Reports:
 
     def _make_record(self) -> RunRecord:
         program, steps = self.monitor.records()
-        others = self.monitor.unrecorded(program)
         layout, model = self._run_layout(program, self._data.sizes), self._model
         infos = (*model.parameter_infos(), *model.frozen_infos())
         config = self._config.model_dump(mode="json")
@@ -238,8 +237,7 @@ class Reports:
             backend=self._groups.backend,
             versions=_versions(self._groups.backend),
             config=config,
-            step=Timing.of(list(map(step_seconds, others or steps))),
-            **measure_times(steps, self._groups.topology),
+            **measure_times(steps, self.monitor.unrecorded(program), self._groups.topology),
             ranks=tuple(RankRecord(host=numbers[host], **rank) for rank, host in zip(ranks, hosts, strict=True)),
         )
 

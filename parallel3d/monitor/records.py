@@ -33,11 +33,6 @@ class StepRecord:
     gathers: tuple[Span, ...] = ()
 
 
-def step_seconds(records: Sequence[StepRecord]) -> float:
-    """Return how long a step took: from when the last rank began until all had ended. records: of all ranks."""
-    return max(record.end for record in records) - max(record.begin for record in records)
-
-
 def pipelines_of(topology: ProcessTopology) -> list[list[int]]:
     """Return the ranks of each pipeline."""
     return topology.get_axis_comm_lists("pipe") or [[rank] for rank in range(topology.world_size())]
