@@ -10,6 +10,8 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +20,12 @@ from parallel3d.errors import CheckpointError, nearest
 
 LATEST = "latest"
 _ASIDE = re.compile(r"(?P<tag>.+)\.(?P<kind>tmp|old|gone)-[0-9a-f]{8}")
-# How many tags a message lists.
+# Number of tags that a message lists.
 _MOST = 5
 
 
 def check_tag(tag: object) -> str:
-    """The tag as a name of a directory. Raises CheckpointError for what is none."""
+    """Return the tag as the name of a directory. Raises CheckpointError if it can't be one."""
     name = str(tag)
     if name in ("", ".", "..", LATEST) or Path(name).name != name or _ASIDE.fullmatch(name):
         raise CheckpointError(
@@ -42,7 +44,7 @@ class Found:
 
 
 def check_complete(path: Path) -> Manifest:
-    """The manifest of a directory whose files are all there, in their sizes. Raises CheckpointError."""
+    """Return the manifest of a directory whose files are all there, in their sizes. Raises CheckpointError."""
     manifest = read_manifest(path)
     for name, file in manifest.files.items():
         there = path / name
@@ -54,18 +56,21 @@ def check_complete(path: Path) -> Manifest:
     return manifest
 
 
-def complete_checkpoints(save_dir: Path) -> list[Found]:
-    """Those of a directory, the oldest first; also one that a save was about to replace when it was killed."""
-    found = []
+def _saved(save_dir: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (tag, directory) of what was saved, and of what a save was about to replace when it was killed."""
     for path in sorted(save_dir.iterdir()) if save_dir.is_dir() else ():
         aside = _ASIDE.fullmatch(path.name)
         tag = aside["tag"] if aside else path.name
-        if not path.is_dir() or (aside and (aside["kind"] != "old" or (save_dir / tag).is_dir())):
-            continue
-        try:
+        if path.is_dir() and (aside is None or (aside["kind"] == "old" and not (save_dir / tag).is_dir())):
+            yield tag, path
+
+
+def complete_checkpoints(save_dir: Path) -> list[Found]:
+    """Return the complete checkpoints of a directory, the oldest first."""
+    found = []
+    for tag, path in _saved(save_dir):
+        with suppress(CheckpointError):
             found.append(Found(tag, path, check_complete(path)))
-        except CheckpointError:
-            continue
     return sorted(found, key=lambda checkpoint: checkpoint.manifest.saved)
 
 
@@ -80,20 +85,24 @@ def latest_tag(save_dir: Path) -> str | None:
 
 
 def find(load_dir: Path, tag: str) -> Path:
-    """The directory of a tag. Raises CheckpointError, with what else can be loaded, where there is none."""
-    path = load_dir / check_tag(tag)
-    if path.is_dir():
-        return path
-    set_aside = [
-        p for p in load_dir.glob("*") if (m := _ASIDE.fullmatch(p.name)) and (m["kind"], m["tag"]) == ("old", tag)
-    ]
-    if set_aside:
-        return set_aside[0]
-    raise CheckpointError(f"{path} is not there{other_tags(load_dir, tag)}")
+    """Return the directory of a tag. Raises CheckpointError, with what else can be loaded, where there is none."""
+    saved = dict(_saved(load_dir))
+    if check_tag(tag) not in saved:
+        raise CheckpointError(f"{load_dir / tag} is not there{other_tags(load_dir, tag)}")
+    return saved[tag]
+
+
+@contextmanager
+def naming_others(load_dir: Path, tag: str) -> Iterator[None]:
+    """Add to a CheckpointError about the checkpoint `tag` what can be loaded instead."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{other_tags(load_dir, tag)}") from None
 
 
 def other_tags(load_dir: Path, tag: str) -> str:
-    """For the end of a message: what can be loaded instead of a tag."""
+    """Return the end of a message: what can be loaded instead of a tag."""
     others = [found.tag for found in complete_checkpoints(load_dir) if found.tag != tag]
     if not others:
         return f"; {load_dir} holds no other complete checkpoint"
@@ -102,7 +111,7 @@ def other_tags(load_dir: Path, tag: str) -> str:
 
 
 def begin(save_dir: Path, tag: str) -> Path:
-    """An empty directory to write a checkpoint in, beside its place. Raises OSError, CheckpointError."""
+    """Make an empty directory to write a checkpoint in, next to its place. Raises OSError, CheckpointError."""
     save_dir.mkdir(parents=True, exist_ok=True)
     remove_leftovers(save_dir)
     place = save_dir / tag
@@ -116,7 +125,7 @@ def begin(save_dir: Path, tag: str) -> Path:
 
 
 def commit(written: Path, save_dir: Path, tag: str) -> Path:
-    """Give a checkpoint that is on the disk its name; one that had it is removed. Raises OSError."""
+    """Give a checkpoint that is on the disk its name, and remove the one that had it. Raises OSError."""
     sync(written)
     path = save_dir / tag
     replaced = _aside(path, "old") if path.exists() else None
@@ -163,7 +172,7 @@ def remove_leftovers(save_dir: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a text, on the disk when this returns. Raises OSError."""
+    """Write a text; it is on the disk when this returns. Raises OSError."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -171,7 +180,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a directory's names, on the disk. Raises OSError."""
+    """Wait until a file, or a directory's names, is on the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -31,7 +31,7 @@ class _Record(BaseModel):
 
 
 class StoredBox(_Record):
-    """A box of a tensor: tensor `key` of a file, whose bytes have this checksum."""
+    """Stored box of a tensor: tensor `key` of a file, whose bytes have this checksum."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -41,12 +41,12 @@ class StoredBox(_Record):
 
     @property
     def box(self) -> Box:
-        """Where it lies in the tensor."""
+        """Position and shape in the tensor."""
         return Box(self.start, self.shape)
 
 
 class StoredTensor(_Record):
-    """A tensor; its boxes hold each element at least once, and the same where they overlap."""
+    """Stored tensor. Its boxes hold each element at least once, and the same values where they overlap."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,20 +61,20 @@ class StoredTensor(_Record):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """The tensor's dtype."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
 
 class StoredFile(_Record):
-    """A file's size, and the checksum of what stands before its tensors' bytes."""
+    """Size of a file, and the checksum of its header, which precedes the tensors' bytes."""
 
     num_bytes: int
     header_crc32: int
 
 
 class Manifest(_Record):
-    """Everything about a checkpoint but its tensors' values.
+    """Description of a checkpoint: everything but the values of its tensors.
 
     saved: seconds since 1970; latest: whether `latest` was to name it; ranks: what each rank of the world that saved had of
     its own; state: what is one for all.
@@ -113,7 +113,7 @@ def stored_file(path: Path) -> StoredFile:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The manifest as JSON, with the checksum of all the rest."""
+    """Return the manifest as JSON, with a checksum of its other entries."""
     body = manifest.model_dump(mode="json", exclude={"state", "ranks"})
     body |= {"state": manifest.state, "ranks": manifest.ranks}  # as they are: pydantic would make null of inf
     return json.dumps({"crc32": _checksum(body), **body})
@@ -124,7 +124,7 @@ def _checksum(body: dict[str, Any]) -> int:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint's directory. Raises CheckpointError for one that is missing or damaged."""
+    """Read the manifest of a checkpoint's directory. Raises CheckpointError if it is missing or damaged."""
     path = directory / MANIFEST
     try:
         body = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""An optimizer's state to a checkpoint and back, by the names of parameters: torch's own load_state_dict takes it in."""
+"""An optimizer's state in a checkpoint, by the names of parameters; torch's own load_state_dict loads it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def merge_groups(everyone: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[s
 
 
 class OptimizerTarget:
-    """A rank's optimizer, to be given the state of a checkpoint.
+    """Optimizer of a rank that is to be given the state of a checkpoint.
 
     The constructor adds what is to be read to `wanted`, into memory of its own where the optimizer has none for it.
     Raises CheckpointError.
@@ -65,14 +65,13 @@ class OptimizerTarget:
                 "load the weights without it: load_optimizer_states=False, or load_module_only=True"
             )
         shards = {shard.master: shard for bucket in buckets for shard in bucket.pieces}
-        names = {master: shard.info.name for master, shard in shards.items()}
-        self._groups = [self._restored(place, group, names) for place, group in enumerate(optimizer.param_groups)]
+        self._groups = [self._restored(place, group, shards) for place, group in enumerate(optimizer.param_groups)]
         keys = dict.fromkeys(name.split("/", 2)[1] for name in reader.tensors if name.startswith(OPTIMIZER))
         trained = {name for group in self._saved["groups"] for name in group["names"]}
         held = {p for group in optimizer.param_groups for p in group["params"]}
         self._state: dict[Tensor, dict[str, Any]] = {}
         for master, shard in shards.items():
-            name, stored = names[master], reader.tensors.get(MODEL + names[master])
+            name, stored = shard.info.name, reader.tensors.get(MODEL + shard.info.name)
             if master not in held or stored is None or stored.shape != whole_shape(shard.info.parameter):
                 continue  # the state of a weight that doesn't fit doesn't either
             if name not in trained:
@@ -86,8 +85,7 @@ class OptimizerTarget:
             source = self._source(shard, key)
             if source is not None:
                 tensors[key] = self._memory(shard, key, source)
-                for part in state_parts(shard, key, tensors[key]):
-                    self._wanted.add(self._reader, part)
+                self._wanted.add(self._reader, state_parts(shard, key, tensors[key]))
         return tensors
 
     def _source(self, shard: ParameterShard, key: str) -> StoredTensor | None:
@@ -122,9 +120,9 @@ class OptimizerTarget:
         state = {id(master): state for master, state in self._state.items() if state}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _restored(self, place: int, group: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+    def _restored(self, place: int, group: Mapping[str, Any], shards: Mapping[Any, ParameterShard]) -> dict[str, Any]:
         """Return the settings of a group, those that were saved as they were."""
-        own = {names[p] for p in group["params"]}
+        own = {shards[p].info.name for p in group["params"]}
         saved = [s for s in self._saved["groups"] if own & set(s["names"])]
         saved = saved or [s for s in self._saved["groups"] if s["place"] == place]
         if any(s["settings"] != saved[0]["settings"] for s in saved):

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallel3d.checkpoint.boxes import Box, whole_box
-from parallel3d.checkpoint.directory import check_complete, find, latest_tag, other_tags
+from parallel3d.checkpoint.directory import check_complete, find, latest_tag, naming_others
 from parallel3d.checkpoint.format import MANIFEST, MODEL, StoredBox, StoredTensor, checksum, read_manifest, stored_file
 from parallel3d.checkpoint.parts import Part
 from parallel3d.comm.coordination import CollectiveDecision
@@ -65,12 +65,12 @@ class Reader:
             target[common.slices(box.start)].copy_(self._values(stored, common))
 
     def verify(self, name: str, box: Box | None = None) -> None:
-        """Read what `read` would, and compare it with its checksums."""
+        """Read the stored boxes that `read` would, and compare them with their checksums."""
         for stored, _ in self._sources(name, box or whole_box(self.tensors[name].shape)):
             self._verify(stored)
 
     def verify_all(self) -> Iterator[str]:
-        """Verify everything there is; yields what is wrong, a line each."""
+        """Verify all files and tensors; yield a line for each fault."""
         checks = [(self._open, name) for name in self.manifest.files] + [(self.verify, name) for name in self.tensors]
         for check, name in checks:
             try:
@@ -83,7 +83,7 @@ class Reader:
         found, missing = [], [box] if box.numel else []
         for stored in self.tensors[name].boxes:
             common = stored.box.common(box)
-            # Of boxes that overlap, as slices of a head that several ranks share do, one is enough.
+            # Boxes may overlap, as those of a head that several ranks share: one of them is enough.
             if common is not None and any(rest.common(common) for rest in missing):
                 found.append((stored, common))
                 missing = [part for rest in missing for part in rest.without(common)]
@@ -136,26 +136,26 @@ Misshapen = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 @dataclass
 class Wanted:
-    """The parts that a rank wants to read, and those that are missing or differ.
+    """Parts that a rank wants to read, and those that are missing or have another shape.
 
-    - targets: each with the name of the stored tensor that it is read from.
+    - parts: each has the name of the stored tensor that it is read from.
     - known: names of the model's tensors.
     """
 
-    targets: list[tuple[str, Part]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
-    def add(self, reader: Reader, part: Part, source: str | None = None) -> None:
-        """Add a part, to be read from the tensor `source`, by default the one of its name."""
-        source = source or part.name
-        if source not in reader.tensors:
-            self.missing.add(source)
-        elif reader.tensors[source].shape != part.shape:
-            self.misshapen[source] = (part.shape, reader.tensors[source].shape)
-        else:
-            self.targets.append((source, part))
+    def add(self, reader: Reader, parts: Iterable[Part]) -> None:
+        """Add parts, each to be read from the tensor of its name."""
+        for part in parts:
+            if part.name not in reader.tensors:
+                self.missing.add(part.name)
+            elif reader.tensors[part.name].shape != part.shape:
+                self.misshapen[part.name] = (part.shape, reader.tensors[part.name].shape)
+            else:
+                self.parts.append(part)
 
 
 def find_checkpoint(decision: CollectiveDecision, load_dir: Path, tag: str | None) -> Path | None:
@@ -170,10 +170,8 @@ def find_checkpoint(decision: CollectiveDecision, load_dir: Path, tag: str | Non
         if chosen is None:
             return [None] * len(values)
         path = find(place, chosen)
-        try:
+        with naming_others(place, chosen):
             check_complete(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{other_tags(place, chosen)}") from None
         return [str(path)] * len(values)
 
     path = decision.make("load_checkpoint", {"directory": str(load_dir.absolute()), "tag": tag}, decide)
@@ -191,11 +189,9 @@ def agree_to_read(decision: CollectiveDecision, reader: Reader, wanted: Wanted, 
     """
 
     def check() -> dict[str, Any]:
-        try:
-            for source, part in wanted.targets:
-                reader.verify(source, part.box)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{other_tags(reader.directory.parent, reader.directory.name)}") from None
+        with naming_others(reader.directory.parent, reader.directory.name):
+            for part in wanted.parts:
+                reader.verify(part.name, part.box)
         return {"known": list(wanted.known), "missing": list(wanted.missing), "misshapen": wanted.misshapen}
 
     def decide(values: list[dict[str, Any]]) -> list[None]:

@@ -29,7 +29,7 @@ from parallel3d.errors import CheckpointError
 Json = dict[str, Any]
 # How long a process that ends by an exception waits for what it saves.
 _LONGEST_FAILING_S = 20.0
-# Bytes that are on their way from the device to a file at once.
+# Bytes of one file, which are copied from the device at once.
 _FILE_BYTES = 2 << 30
 # From every rank's own mapping to what the manifest says of all, and of each.
 Summarize = Callable[[list[Json]], tuple[Json, list[Json]]]
@@ -37,7 +37,7 @@ Summarize = Callable[[list[Json]], tuple[Json, list[Json]]]
 
 @dataclass(frozen=True)
 class _Job:
-    """A write under way.
+    """Checkpoint that is being written.
 
     - directory: where it is written, next to where it goes afterwards.
     - own: this rank's own mapping of JSON values.

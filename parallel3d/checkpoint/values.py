@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel3d.errors import CheckpointError
 
-# What JSON has no word for is a mapping with this one key: [kind, value].
+# Values that JSON has no form for become a mapping with this one key: [kind, value].
 _KIND = "$"
 
 
@@ -66,7 +66,7 @@ def _refused(value: object, path: str, more: str = "") -> CheckpointError:
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """The value that `encode` was given; read: the tensor of a name."""
+    """Return the value that `encode` was given. read: returns the tensor of a name."""
     if isinstance(value, list):
         return [decode(item, read) for item in value]
     if not isinstance(value, dict):

@@ -91,17 +91,21 @@ class AutoSchedule:
             self._programs.replan(plan.model_copy(update={"instructions": lists}))
 
     def _make(self, num_micro_batches: int) -> None:
-        """Plan on the first rank, so that all ranks run the same plan."""
-        measured = self._measured()
-        control = self._model.groups.control
-        first = self._model.groups.rank == 0
+        """Plan on the first rank, so that all ranks run the same plan. A failure to write its file is only a warning."""
+        measured, first = self._measured(), self._model.groups.rank == 0
         made = make_plan(self._model.placement, num_micro_batches, measured) if first else None
-        plan = all_gather_object(made, control)[0]
+        plan = all_gather_object(made, self._model.groups.control)[0]
         self._adopt(plan, "planned")
         self._recorded = []
         self._memory = None
         if first and self._config.plan is not None:
-            _write(plan, Path(self._config.plan))
+            try:
+                write_whole(Path(self._config.plan), plan.model_dump_json(indent=1) + "\n")
+            except OSError as error:
+                warnings.warn(
+                    f"pipeline.plan '{self._config.plan}' could not be written: {error}; the run goes on by the plan",
+                    stacklevel=2,
+                )
 
     def _adopt(self, plan: Plan, how: str) -> None:
         self._programs.replan(plan)
@@ -172,16 +176,6 @@ def _read(path: Path) -> tuple[str | None, str | None]:
         return None, None
     except (OSError, UnicodeError) as error:
         return None, f"it can't be read: {error}"
-
-
-def _write(plan: Plan, path: Path) -> None:
-    """Write the plan atomically; a failure is only a warning."""
-    try:
-        write_whole(path, plan.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        warnings.warn(
-            f"pipeline.plan '{path}' could not be written: {error}; the run goes on by the plan", stacklevel=2
-        )
 
 
 def _room(device: torch.device, start: int, workspace: int) -> float:

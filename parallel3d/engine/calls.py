@@ -18,6 +18,8 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer
 from parallel3d.schedule.instructions import Instruction, Op
 
+_COUNTERS = ("global_steps", "global_samples", "micro_steps")
+
 
 class StepProgress:
     """Counters of a training and the state of the current step, for train_batch and for engine(x), backward and step.
@@ -88,14 +90,11 @@ class StepProgress:
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters."""
-        names = ("global_steps", "global_samples", "micro_steps")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _COUNTERS}
 
     def load_state_dict(self, counters: Mapping[str, int]) -> None:
         """Set the counters that are given."""
-        self.global_steps = counters.get("global_steps", self.global_steps)
-        self.global_samples = counters.get("global_samples", self.global_samples)
-        self.micro_steps = counters.get("micro_steps", self.micro_steps)
+        vars(self).update({name: counters[name] for name in _COUNTERS if name in counters})
 
 
 def check_metrics(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:

@@ -81,7 +81,8 @@ class Compilation:
         others: Counter[str] = Counter()
         for reason, count in new.items():
             if not any(own in reason for own in (SPLIT, COLLECTIVE, NORM)):
-                others[_short(reason)] += count
+                # Arguments and addresses would make one reason look like many.
+                others[re.sub(r" at 0x[0-9a-f]+", "", reason.partition(" Developer debug context: ")[0])] += count
         return others
 
 
@@ -92,11 +93,6 @@ def _compiled_loss(loss_fn: Callable[..., Any], tensor_size: int, options: Mappi
     # Without the mode: with CUDA graphs, the next call would overwrite tensors saved for the backward of this one.
     result: Callable[..., Any] = compiled(**{key: options[key] for key in ("backend", "dynamic") if key in options})
     return result
-
-
-def _short(reason: str) -> str:
-    # Arguments and addresses would make one reason look like many.
-    return re.sub(r" at 0x[0-9a-f]+", "", reason.partition(" Developer debug context: ")[0])
 
 
 def _graph_breaks() -> Counter[str]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.activity import EVALUATES, STEADY, Phase
+from parallel3d.activity import EVALUATES, PHASE, STEADY, Phase
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.transport import Transport
 from parallel3d.config import BatchSizes, Config
-from parallel3d.engine.attributed import attributed
 from parallel3d.engine.auto import AutoSchedule
 from parallel3d.engine.calls import StepByCalls, StepProgress, check_metrics
 from parallel3d.engine.compile import Compilation
@@ -23,8 +22,9 @@ from parallel3d.engine.reports import Reports
 from parallel3d.engine.state import Checkpoints, Location
 from parallel3d.engine.step import BatchRunner
 from parallel3d.engine.update import LossShare, WeightUpdate
-from parallel3d.errors import CheckpointError, ConfigError, ExecutionError
+from parallel3d.errors import CheckpointError, ConfigError, ExecutionError, PeerError
 from parallel3d.failures.attribution import Attribution
+from parallel3d.failures.watchdog import follows
 from parallel3d.kernels.all_reduce import open_tensor_parallel
 from parallel3d.monitor.steps import StepMonitor
 from parallel3d.optim.precision import make_precision
@@ -35,6 +35,10 @@ from parallel3d.pipe.numerics import NumericsCheck
 from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.rng import same_stream
 from parallel3d.schedule.auto import Plan
+
+# Phases in which an exception on one rank leaves the others waiting. Earlier phases agree on errors; after a call by the
+# script, the script may recover.
+_TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP})
 
 
 class Engine:
@@ -104,9 +108,28 @@ class Engine:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(module, name)
 
+    @contextmanager
+    def _attributing(self, phase: Phase) -> Iterator[None]:
+        """Record `phase` as this process's activity, and attribute exceptions inside to a rank, see Attribution.failed.
+
+        The activity recorded at an exception is kept, for scripts that don't catch it.
+        """
+        activity = self._groups.activity
+        activity.note(None)
+        activity.enter(phase)
+        if phase is not Phase.CALL:  # for calls, engine.eval() sets it
+            activity.slots[EVALUATES] = phase is Phase.EVALUATING
+        try:
+            yield
+        except Exception as error:
+            lost = follows(error) and not isinstance(error, PeerError)
+            if lost or activity.slots[PHASE] in _TOGETHER:
+                self._attribution.failed(error)
+            raise
+        self._attribution.done()
+
     # A step by train_batch
 
-    @attributed(Phase.LOADING)
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step on gradient_accumulation_steps micro-batches, or fewer if the iterators end.
 
@@ -117,27 +140,28 @@ class Engine:
         it. Raises StopIteration on all ranks when no micro-batch is left, DataError on all ranks when one can't load its
         micro-batches, and ExecutionError, also between the micro-batches of a step by engine.backward.
         """
-        check_metrics(self.lr_scheduler, {})
-        if done := self.progress.num_backwards:
-            raise ExecutionError(
-                f"{done} micro-batches of a step are done by engine.backward; end it by engine.step(), or drop it by "
-                "engine.zero_grad(), before engine.train_batch"
-            )
-        auto, most = self._auto, self.data.sizes.num_micro_batches
-        if auto is not None and (what := auto.wants()) is not None:
-            self.reports.profile_next_batch(what)
-        self.progress.restart()
-        self.reports.monitor.begin(self.progress.global_steps + 1, self.progress.global_samples)
-        loaded = self.data.next(data_iter if data_iter is not None else self.data.iterator, most)
-        self._model.train()
-        self.update.reducer.start_step()
-        batch, result = self._runner.run(loaded, training=True)
-        num_micro_batches = len(batch.signatures)
-        loss = self._finish_step(self._runner.share(batch, result), num_micro_batches)
-        if auto is not None and auto.plan is None:
-            with self.unwatched():  # the first rank searches while the others wait
-                auto.learn(num_micro_batches, most, self.reports.memory)
-        return loss
+        with self._attributing(Phase.LOADING):
+            check_metrics(self.lr_scheduler, {})
+            if done := self.progress.num_backwards:
+                raise ExecutionError(
+                    f"{done} micro-batches of a step are done by engine.backward; end it by engine.step(), or drop it by "
+                    "engine.zero_grad(), before engine.train_batch"
+                )
+            auto, most = self._auto, self.data.sizes.num_micro_batches
+            if auto is not None and (what := auto.wants()) is not None:
+                self.reports.profile_next_batch(what)
+            self.progress.restart()
+            self.reports.monitor.begin(self.progress.global_steps + 1, self.progress.global_samples)
+            loaded = self.data.next(data_iter if data_iter is not None else self.data.iterator, most)
+            self._model.train()
+            self.update.reducer.start_step()
+            batch, result = self._runner.run(loaded, training=True)
+            num_micro_batches = len(batch.signatures)
+            loss = self._finish_step(self._runner.share(batch, result), num_micro_batches)
+            if auto is not None and auto.plan is None:
+                with self.unwatched():  # the first rank searches while the others wait
+                    auto.learn(num_micro_batches, most, self.reports.memory)
+            return loss
 
     def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
         """Finish a step after its last backward, and return its loss. lr_kwargs: for the learning-rate schedule's `step`."""
@@ -162,7 +186,6 @@ class Engine:
         activity.slots[STEADY] = 1
         return loss
 
-    @attributed(Phase.EVALUATING)
     @torch.no_grad()
     def eval_batch(
         self,
@@ -185,43 +208,46 @@ class Engine:
 
         Raises as train_batch does.
         """
-        if reduce_output not in ("avg", None):
-            raise ConfigError(f"reduce_output is {reduce_output!r}; use 'avg', or None for one loss per micro-batch")
-        most = self.data.sizes.num_micro_batches if num_micro_batches is None else num_micro_batches
-        if most < 1:
-            raise ConfigError(f"num_micro_batches is {most}; evaluate at least 1")
-        loaded = self.data.next(data_iter, most)
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        try:
-            batch, result = self._runner.run(loaded, False, return_logits or not compute_loss, compute_loss)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        is_last = self._model.placement[-1] == self._model.stage_id
-        logits = [result.outputs[m] for m in sorted(result.outputs)] if is_last else None
-        if not compute_loss:
-            return logits
-        average = self._runner.average_loss if reduce_output else self._runner.all_losses
-        loss = average(batch, result)
-        shown = loss if bcast_loss or is_last else None
-        return (shown, logits) if return_logits else shown
+        with self._attributing(Phase.EVALUATING):
+            if reduce_output not in ("avg", None):
+                raise ConfigError(
+                    f"reduce_output is {reduce_output!r}; use 'avg', or None for one loss per micro-batch"
+                )
+            most = self.data.sizes.num_micro_batches if num_micro_batches is None else num_micro_batches
+            if most < 1:
+                raise ConfigError(f"num_micro_batches is {most}; evaluate at least 1")
+            loaded = self.data.next(data_iter, most)
+            modes = [(module, module.training) for module in self._model.modules()]
+            self._model.eval()
+            try:
+                batch, result = self._runner.run(loaded, False, return_logits or not compute_loss, compute_loss)
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+            is_last = self._model.placement[-1] == self._model.stage_id
+            logits = [result.outputs[m] for m in sorted(result.outputs)] if is_last else None
+            if not compute_loss:
+                return logits
+            average = self._runner.average_loss if reduce_output else self._runner.all_losses
+            loss = average(batch, result)
+            shown = loss if bcast_loss or is_last else None
+            return (shown, logits) if return_logits else shown
 
     # A step by calls
 
-    @attributed(Phase.CALL)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output for one micro-batch's inputs. Floating-point inputs are cast to the weights' dtype.
 
         Raises ConfigError for a model that is split over stages.
         """
-        if not self._model.training:
-            with self._runner.attention():
-                return self._calls.forward(args, kwargs, same_stream)
-        if torch.is_grad_enabled():
-            self._begin_calls()
-        with self._runner.calling():
-            return self._calls.forward(args, kwargs, self._runner.stream(self.progress.num_backwards))
+        with self._attributing(Phase.CALL):
+            if not self._model.training:
+                with self._runner.attention():
+                    return self._calls.forward(args, kwargs, same_stream)
+            if torch.is_grad_enabled():
+                self._begin_calls()
+            with self._runner.calling():
+                return self._calls.forward(args, kwargs, self._runner.stream(self.progress.num_backwards))
 
     forward = __call__
 
@@ -234,7 +260,6 @@ class Engine:
             recorder = monitor.recorder_of(program)
             progress.begin(recorder.running if recorder is not None else no_record)
 
-    @attributed(Phase.CALL)
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Add the gradients of a micro-batch's loss, a tensor of one element, to the step's gradients; return the loss.
 
@@ -247,13 +272,13 @@ class Engine:
 
         Raises ExecutionError when the step's gradients are already reduced.
         """
-        self._begin_calls()
-        weight = 1.0 / ((self.data.sizes.num_micro_batches if scale_wrt_gas else 1) * self._groups.data.size)
-        with self._runner.attention():  # for recomputed layers
-            self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
-        return loss
+        with self._attributing(Phase.CALL):
+            self._begin_calls()
+            weight = 1.0 / ((self.data.sizes.num_micro_batches if scale_wrt_gas else 1) * self._groups.data.size)
+            with self._runner.attention():  # for recomputed layers
+                self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
+            return loss
 
-    @attributed(Phase.CALL)
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At a gradient accumulation boundary, update the weights; else only count the micro-batch.
 
@@ -262,12 +287,13 @@ class Engine:
         Raises ExecutionError when there are no gradients, or they are not reduced over the replicas; ConfigError when a
         metric is missing; PrecisionError.
         """
-        boundary = self.is_gradient_accumulation_boundary()
-        if boundary:
-            check_metrics(self.lr_scheduler, lr_kwargs or {})
-            num_micro_batches = self.progress.num_backwards
-            self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
-        self.progress.advance(boundary)
+        with self._attributing(Phase.CALL):
+            boundary = self.is_gradient_accumulation_boundary()
+            if boundary:
+                check_metrics(self.lr_scheduler, lr_kwargs or {})
+                num_micro_batches = self.progress.num_backwards
+                self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
+            self.progress.advance(boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the current micro-batch is the last of its step."""

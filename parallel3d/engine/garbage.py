@@ -16,13 +16,14 @@ STEPS = (2, 4)
 class GarbageFreezer:
     """Freezes the objects that exist after certain steps, if enabled.
 
-    A frozen object that later becomes garbage in a cycle is not collected before `thaw`, which the next freezer calls first.
+    A frozen object that later becomes garbage in a cycle is collected when the next freezer is made.
     """
 
     def __init__(self, enabled: bool):
         self._enabled, self._steps = enabled, 0
-        if enabled:
-            thaw()
+        if enabled and gc.get_freeze_count():
+            gc.unfreeze()
+            gc.collect()
 
     def after_step(self) -> None:
         """Count a step; to be called after each."""
@@ -30,10 +31,3 @@ class GarbageFreezer:
         if self._enabled and self._steps in STEPS:
             gc.collect()
             gc.freeze()
-
-
-def thaw() -> None:
-    """Collect frozen objects that are not in use any more."""
-    if gc.get_freeze_count():
-        gc.unfreeze()
-        gc.collect()

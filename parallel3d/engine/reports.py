@@ -23,8 +23,8 @@ from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
-from parallel3d.monitor.records import Breakdown, step_seconds
-from parallel3d.monitor.run_record import RankRecord, RunRecord, Timing, fingerprint, measure_times
+from parallel3d.monitor.records import Breakdown
+from parallel3d.monitor.run_record import RankRecord, RunRecord, fingerprint, measure_times
 from parallel3d.monitor.state import print_state
 from parallel3d.monitor.steps import Profile, StepMonitor
 from parallel3d.parameters import whole_shape
@@ -212,9 +212,11 @@ class Reports:
 
     def _make_record(self) -> RunRecord:
         program, steps = self.monitor.records()
-        others = self.monitor.unrecorded(program)
         layout, model = self._run_layout(program, self._data.sizes), self._model
         infos = (*model.parameter_infos(), *model.frozen_infos())
+        config = self._config.model_dump(mode="json")
+        # A reader doesn't know the device's memory, by which "auto" was resolved.
+        config["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
         own = (
             {info.name: math.prod(whole_shape(info.parameter)) for info in infos},
             self.monitor.sequence,
@@ -234,9 +236,8 @@ class Reports:
             model=fingerprint(model.layer_names, counts),
             backend=self._groups.backend,
             versions=_versions(self._groups.backend),
-            config=self._config_in_force(),
-            step=Timing.of(list(map(step_seconds, others or steps))),
-            **measure_times(steps, self._groups.topology),
+            config=config,
+            **measure_times(steps, self.monitor.unrecorded(program), self._groups.topology),
             ranks=tuple(RankRecord(host=numbers[host], **rank) for rank, host in zip(ranks, hosts, strict=True)),
         )
 
@@ -255,12 +256,6 @@ class Reports:
             schedule=schedule if isinstance(schedule, str) else "written",
             placement=settings.placement,
         )
-
-    def _config_in_force(self) -> dict[str, Any]:
-        """Return all values, including what "auto" resolved to: a reader does not know the device's memory."""
-        values = self._config.model_dump(mode="json")
-        values["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
-        return values
 
     def _rank_fields(self) -> dict[str, Any]:
         """Return the fields of this rank's record but the number of its host."""

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.activity import Phase
-from parallel3d.checkpoint.directory import complete_checkpoints, other_tags
+from parallel3d.checkpoint.directory import complete_checkpoints, naming_others
 from parallel3d.checkpoint.export import SINGLE, huggingface_names, merge_names, write_one_file
-from parallel3d.checkpoint.format import MASTER, MODEL
-from parallel3d.checkpoint.optimizer import OptimizerTarget, merge_groups
-from parallel3d.checkpoint.parts import Part, frozen, masters, parts_of
+from parallel3d.checkpoint.format import MASTER, MODEL, checksum
+from parallel3d.checkpoint.optimizer import OptimizerTarget, describe_groups, merge_groups
+from parallel3d.checkpoint.parts import Part, parts_of, shard_parts, state_parts
 from parallel3d.checkpoint.read import Reader, Wanted, agree_to_read, find_checkpoint
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.values import decode, encode
 from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
 from parallel3d.engine.calls import StepProgress
-from parallel3d.engine.contents import Json, ReplicaState, layout_of, other_state, parts_of_engine
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError
+from parallel3d.parameters import slicing_of
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
 
 Location = str | os.PathLike[str]
+Json = dict[str, Any]
 
 
 class Checkpoints:
@@ -53,7 +54,7 @@ class Checkpoints:
         self._progress, self._data, self._streams = progress, data, streams
         self._decision = CollectiveDecision(model.groups.control, "checkpoint", config.timeout_s, CheckpointError)
         self._saver = Saver(self._decision, config)
-        self._replica_state = ReplicaState(model)
+        self._replica_state = _ReplicaState(model)
 
     def save(
         self,
@@ -70,7 +71,7 @@ class Checkpoints:
         def collect() -> tuple[list[Part], Json]:
             if done := self._progress.num_backwards:
                 raise CheckpointError(f"{done} micro-batches of a step are done; save after engine.step() of its last")
-            parts, optimizer = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
+            parts, optimizer = _parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             tensors: dict[str, Tensor] = {}
             own = {"optimizer": optimizer, "rank": encode(self._own_state(), f"rank{self._groups.rank}", tensors)}
             own["huggingface"] = huggingface_names(self._model.layers, self._model.global_name)
@@ -78,7 +79,7 @@ class Checkpoints:
             if self._groups.rank == 0:
                 state = {**self._shared_state(scheduler), "client_state": dict(client_state or {})}
                 own["shared"] = {key: encode(value, key, tensors) for key, value in state.items()}
-            parts += [part for path, value in tensors.items() for part in parts_of(path, value, value)]
+            parts += [part for path, value in tensors.items() for part in parts_of(path, value)]
             return parts, own
 
         with self._untimed():
@@ -99,7 +100,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"save_filename is {save_filename!r}, but weights are saved as safetensors; give {SINGLE!r}, for example"
                 )
-            parts, _ = parts_of_engine(self._model, self._update, exclude_frozen_parameters)
+            parts, _ = _parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             return [part for part in parts if part.name.startswith(MODEL)], {}
 
         def assemble() -> None:
@@ -133,7 +134,7 @@ class Checkpoints:
     def _shared_state(self, scheduler: Any) -> Json:
         update, progress = self._update, self._progress
         return {
-            "layout": layout_of(self._model),
+            "layout": _layout_of(self._model),
             "counters": {**progress.state_dict(), "skipped_steps": update.skipped_steps},
             "loss_scaler": update.scaler.state_dict() if update.scaler is not None else None,
             "streams": self._streams.state_dict(),
@@ -235,7 +236,7 @@ class _CheckpointLoader:
 
     def prepare(self, with_optimizer: bool) -> None:
         """List the tensors to read, and read everything but the model and the optimizer."""
-        try:
+        with naming_others(self._path.parent, self._path.name):
             self.reader = Reader(self._path)
             self._model.wait_for_weights(self._model)
             self._want_model()
@@ -246,12 +247,10 @@ class _CheckpointLoader:
             others = {key: value for key, value in manifest.state.items() if key not in ("optimizer", "huggingface")}
             self.state = decode(others, self.reader.read)
             self._read_own_state(manifest.ranks)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{other_tags(self._path.parent, self._path.name)}") from None
 
     def _read_own_state(self, ranks: list[Json]) -> None:
         """Read the states of this rank's generators, of its data and of its replica."""
-        rank, same = self._model.groups.rank, self.state["layout"] == layout_of(self._model)
+        rank, same = self._model.groups.rank, self.state["layout"] == _layout_of(self._model)
         # A world of another size may not have this rank. Rank 0 reads the first inputs in any layout.
         self.generators = decode(ranks[rank % len(ranks)]["generators"], self.reader.read)
         self.data = decode(ranks[rank if same else 0]["data"], self.reader.read)
@@ -261,21 +260,101 @@ class _CheckpointLoader:
             self.data["taken"] = self.data["taken"] * self.state["layout"]["data"] // replicas
 
     def _want_model(self) -> None:
-        left_out = set(self.reader.manifest.state["left_out"])
-        buckets = list(self._update.reducer.all_buckets())
-        for part in masters(buckets, wider_alone=False):
-            name = part.name.removeprefix(MASTER)
-            self.wanted.known.add(MODEL + name)
-            self.wanted.add(self.reader, part, part.name if part.name in self.reader.tensors else MODEL + name)
-        others = [part for name, tensor in other_state(self._model) for part in parts_of(name, tensor, tensor)]
-        for part in (*frozen(self._model.frozen_infos()), *others):
-            self.wanted.known.add(part.name)
-            if part.name.removeprefix(MODEL) not in left_out:
-                self.wanted.add(self.reader, part)
+        wanted, reader, left_out = self.wanted, self.reader, set(self.reader.manifest.state["left_out"])
+        for bucket in self._update.reducer.all_buckets():
+            for shard in bucket.pieces:
+                weight, master = MODEL + shard.info.name, MASTER + shard.info.name
+                wanted.known.add(weight)
+                wanted.add(reader, shard_parts(master if master in reader.tensors else weight, shard, shard.master))
+        frozen = [(MODEL + info.name, info.parameter) for info in self._model.frozen_infos()]
+        for name, tensor in (*frozen, *_other_state(self._model)):
+            wanted.known.add(name)
+            if name.removeprefix(MODEL) not in left_out:
+                wanted.add(reader, parts_of(name, tensor))
 
     def read(self) -> None:
         """Read the tensors into the model and the optimizer."""
-        for source, part in self.wanted.targets:
-            self.reader.read_into(source, part.box, part.values)
+        for part in self.wanted.parts:
+            self.reader.read_into(part.name, part.box, part.values)
         if self.optimizer is not None:
             self.optimizer.apply()
+
+
+def _parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen: bool) -> tuple[list[Part], Json]:
+    """Return the tensors that this rank saves, and the optimizer's groups and numbers."""
+    update.sharded.follow_weights()
+    buckets = list(update.reducer.all_buckets())
+    parts: list[Part] = []
+    numbers: dict[str, dict[str, Any]] = {}
+    for bucket in buckets:
+        for shard in bucket.pieces:
+            name = shard.info.name
+            parts += shard_parts(MODEL + name, shard, bucket.weights_of(shard))
+            if bucket.has_own_master:
+                parts += shard_parts(MASTER + name, shard, shard.master)
+            # A parameter that was never updated has no state.
+            for key, value in update.optimizer.state.get(shard.master, {}).items():
+                if isinstance(value, Tensor):
+                    parts += state_parts(shard, key, value)
+                else:
+                    numbers.setdefault(name, {})[key] = value
+    for info in () if exclude_frozen else model.frozen_infos():
+        parts += parts_of(MODEL + info.name, info.parameter)
+    # Replicas may differ in these, as they depend on the data that a replica sees: those of the first are saved.
+    for name, tensor in _other_state(model) if model.groups.coordinate("data") == 0 else ():
+        if slicing_of(tensor) is not None or model.groups.coordinate("model") == 0:
+            parts += parts_of(name, tensor)
+    return parts, {"groups": describe_groups(update.optimizer, buckets), "numbers": numbers}
+
+
+def _other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a state_dict's other tensors: buffers, such as running means, and those of the loss function."""
+    for layer, module in model.layers.items():
+        for name, buffer in _persistent_buffers(module):
+            yield MODEL + model.global_name(int(layer), name), buffer
+    if isinstance(model.loss_fn, nn.Module):
+        for name, tensor in (*model.loss_fn.named_parameters(), *_persistent_buffers(model.loss_fn)):
+            yield f"{MODEL}loss_fn.{name}", tensor
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's buffers that its state_dict holds, by their names there."""
+    for prefix, submodule in module.named_modules():
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and name not in submodule._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+class _ReplicaState:
+    """Tensors of this replica's modules that differ from the first replica's, such as running means of its data."""
+
+    def __init__(self, model: PipelineModule):
+        self._model = model
+        self.load({})
+
+    def load(self, own: Mapping[str, Tensor]) -> None:
+        """Copy `own`, by name, into the modules. These tensors, and those that change from now on, differ."""
+        tensors = dict(_other_state(self._model))
+        for name, value in own.items():
+            if name in tensors:
+                tensors[name].data.copy_(value)
+        self._own = set(own)
+        self._seen = self._checksums()
+
+    def _checksums(self) -> dict[str, int]:
+        """Return checksums by name. The tensors' version counters don't do: torch's batch norm writes without counting."""
+        if self._model.groups.coordinate("data") == 0:
+            return {}
+        return {name: checksum(tensor.cpu().contiguous()) for name, tensor in _other_state(self._model)}
+
+    def own(self) -> dict[str, Tensor]:
+        """Return the tensors that differ, by name; none on the first replica."""
+        now = self._checksums()
+        changed = {name for name, value in now.items() if name in self._own or self._seen.get(name) != value}
+        return {name: tensor for name, tensor in _other_state(self._model) if name in changed}
+
+
+def _layout_of(model: PipelineModule) -> dict[str, int]:
+    """Return the number of ranks along each axis."""
+    groups = model.groups
+    return {"pipe": groups.pipe.size, "data": groups.data.size, "model": groups.model.size}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,9 +95,7 @@ class BatchRunner:
         scale = self._update.loss_scale
         batch = Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss, streams)
         program, owners = self.programs.get(len(signatures), training), self.programs.replica_owners
-        with ExitStack() as stack:
-            stack.enter_context(self.calling())
-            record, wait = stack.enter_context(self._reports.recording(program, batch, self._messages))
+        with self.calling(), self._reports.recording(program, batch, self._messages) as (record, wait):
             return batch, self._executor.run(program, owners, batch, record, wait)
 
     def share(self, batch: Batch, result: BatchResult) -> LossShare:

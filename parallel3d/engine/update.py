@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -195,7 +196,6 @@ class WeightUpdate:
         finite = torch.isfinite(self.grad_norm) if self._checks_overflow else None
         untouched, counted = self._agreement.reach(self.reducer.sink.touched(), self._counted)
         divisor = self._divisor(self.grad_norm, finite, counted)
-        overflow = False
         if self.sharded.takes_scale():
             self.sharded.step(untouched, divisor, None if finite is None else ~finite)
             self.sharded.gather()
@@ -244,14 +244,14 @@ class WeightUpdate:
 
         Collective: the norm is the same on every rank.
         """
-        infos, stage = self.reducer.non_finite()[:_MAX_NAMES], self._model.stage_id
-        places = all_gather_object([(i.owners[0], i.name, stage) for i in infos], self._groups.control)
+        where = f"(stage {self._model.stage_id}, rank {self._groups.rank})"
+        own = [(info.owners[0], info.name, where) for info in self.reducer.non_finite()[:_MAX_NAMES]]
+        everywhere = chain(*all_gather_object(own, self._groups.control))
         if self._groups.rank != 0:
             return
         found: dict[str, str] = {}
-        everywhere = [(chunk, name, stage, rank) for rank, own in enumerate(places) for chunk, name, stage in own]
-        for _, name, stage, rank in sorted(everywhere, key=lambda place: -place[0]):
-            found.setdefault(name, f"{name} (stage {stage}, rank {rank})")
+        for _, name, where in sorted(everywhere, key=lambda place: -place[0]):
+            found.setdefault(name, f"{name} {where}")
         change = f"; loss scale {scale:g} -> {self.loss_scale:g}" if self.scaler is not None else ""
         listed = ", ".join(list(found.values())[:_MAX_NAMES])
         warnings.warn(f"step {number} skipped: gradients overflow, first in {listed}{change}", stacklevel=2)

@@ -116,14 +116,11 @@ class MemoryRecorder:
     def __call__(self, instruction: Instruction) -> Iterator[None]:
         """Measure the block as `instruction`."""
         yield
-        now = self._now()
-        self.held.append((instruction, now - self._before, now))
-        self._before = now
-
-    def _now(self) -> int:
         on_cuda = self._device.type == "cuda"
         held = torch.cuda.memory_allocated(self._device) - self.start if on_cuda else self._storages.nbytes
-        return held - self._in_transit()
+        now = held - self._in_transit()
+        self.held.append((instruction, now - self._before, now))
+        self._before = now
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class StepRecord:
     - begin, end: of train_batch; reduced: when the gradients of the batch were reduced.
     - spans: of the instructions.
     - waits: of instructions for what other ranks send, before they ran.
-    - reductions: from the launch of each REDUCE_GRADS until it was done, as far as the backend tells.
+    - reductions: from the launch of each REDUCE_GRADS until it was done, if the backend reports that.
     - gathers: from the launch of each bucket's GATHER_PARAMS, at the step's end, until it was done; empty if one was still
       under way on the CPU when the record was read.
     """
@@ -31,11 +31,6 @@ class StepRecord:
     waits: tuple[Span, ...] = ()
     reductions: tuple[Span, ...] = ()
     gathers: tuple[Span, ...] = ()
-
-
-def step_seconds(records: Sequence[StepRecord]) -> float:
-    """Return how long a step took: from when the last rank began until all had ended. records: of all ranks."""
-    return max(record.end for record in records) - max(record.begin for record in records)
 
 
 def pipelines_of(topology: ProcessTopology) -> list[list[int]]:
@@ -179,7 +174,7 @@ def instruction_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTo
 def transfer_times(pipeline: Sequence[StepRecord]) -> Iterator[tuple[Instruction, float]]:
     """Yield the times of sends: from when a tensor is computed to when a rank that waits for it has it, for all such waits.
 
-    pipeline: the records of its ranks. A rank that had other work tells nothing of a transfer.
+    pipeline: the records of its ranks. A rank that had other work shows nothing about a transfer.
     """
     computed = {s.instruction: s for record in pipeline for s in record.spans if s.instruction.op in COMPUTE_OPS}
     for wait in (w for record in pipeline for w in record.waits):

@@ -126,10 +126,13 @@ def kind_name(instruction: Instruction) -> str:
     return f"{instruction.op.value}@{instruction.chunk}{bucket}"
 
 
-def measure_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTopology) -> dict[str, Any]:
-    """Return the fields of a RunRecord that follow from recorded steps: instructions, optimizer, breakdown and bubble.
+def measure_times(
+    steps: Sequence[Sequence[StepRecord]], others: Sequence[Sequence[StepRecord]], topology: ProcessTopology
+) -> dict[str, Any]:
+    """Return the fields of a RunRecord that follow from steps: instructions, step, optimizer, breakdown and bubble.
 
-    steps: of one program, at least one, each with the records of all ranks of `topology`.
+    - steps: recorded steps of one program, at least one, each with the records of all ranks of `topology`.
+    - others: steps of the program that were not recorded, of which begin and end are known.
     """
     pipelines, ops = pipelines_of(topology), list(Op)
     samples = instruction_times(steps, topology)
@@ -141,6 +144,8 @@ def measure_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTopolo
     ]
     return {
         "instructions": {kind_name(i): Timing.of(samples[i]) for i in kinds if i.op is not Op.GATHER_PARAMS},
+        # A step lasts from when the last rank begins until all have ended.
+        "step": Timing.of([max(r.end for r in ranks) - max(r.begin for r in ranks) for ranks in others or steps]),
         "optimizer": Timing.of([step.step for step in parts]),
         "breakdown": {name: median(getattr(step, name) for step in parts) for name in PARTS},
         "bubble": median(bubbles),

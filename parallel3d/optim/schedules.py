@@ -23,7 +23,7 @@ PerGroup = float | Sequence[float]
 
 
 class Schedule(ABC):
-    """Learning rates by the number of steps taken. `step()` follows each optimizer step.
+    """Learning rates by the number of steps done. `step()` follows each optimizer step.
 
     last_batch_iteration: index of the last batch for which `step` was called, -1 before the first; then the learning
     rates that the first batch trains with are set at once.
@@ -137,15 +137,19 @@ class OneCycle(Schedule):
         self.decay_step_size = _number("decay_step_size", decay_step_size, at_least=0)
         self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
         self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
-        self.cycle_momentum = cycle_momentum and _has_betas(optimizer)
+        self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
+        if cycle_momentum and not self.cycle_momentum:
+            warnings.warn(
+                f"OneCycle leaves the momentum of {type(optimizer).__name__} alone: it has no betas; set cycle_momentum to "
+                "false",
+                stacklevel=3,
+            )
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group after `last_batch_iteration`."""
-        if self._decays:
-            return [low / (1 + self.decay_lr_rate * self._decay_intervals) for low in self.min_lrs]
-        height = self._height
-        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        height, decay = self._height, 1 + self.decay_lr_rate * self._decay_intervals
+        return [(low + (high - low) * height) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of each parameter group after `last_batch_iteration`, None where momentum is not cycled."""
@@ -153,10 +157,9 @@ class OneCycle(Schedule):
             return None
         if self.last_batch_iteration < 0:
             return [(low, 0.99) for low in self.min_moms]
-        if self._decays:
-            return [(high * (1 + self.decay_mom_rate * self._decay_intervals), 0.99) for high in self.max_moms]
-        height = self._height
-        return [(high - (high - low) * height, 0.99) for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        height, growth = self._height, 1 + self.decay_mom_rate * self._decay_intervals
+        pairs = zip(self.min_moms, self.max_moms, strict=True)
+        return [((high - (high - low) * height) * growth, 0.99) for low, high in pairs]
 
     def _apply(self) -> None:
         super()._apply()
@@ -164,18 +167,17 @@ class OneCycle(Schedule):
             group["betas"] = betas
 
     @property
-    def _decays(self) -> bool:
-        return self.last_batch_iteration >= self.total_size
-
-    @property
     def _decay_intervals(self) -> float:
-        if self.decay_step_size == 0:
+        """Intervals of the decay so far; 0 during the cycle."""
+        if self.last_batch_iteration < self.total_size or self.decay_step_size == 0:
             return 0.0
         return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
 
     @property
     def _height(self) -> float:
-        """Height in the cycle, from 0 to 1."""
+        """Height in the cycle, from 0 to 1; 0 after it."""
+        if self.last_batch_iteration >= self.total_size:
+            return 0.0
         position = (self.last_batch_iteration + 1) % self.total_size
         rises = position <= self.first_size
         done = position if rises else self.total_size - position
@@ -339,16 +341,6 @@ def build_scheduler(name: str, optimizer: torch.optim.Optimizer, params: Mapping
 
 def _own_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def _has_betas(optimizer: torch.optim.Optimizer) -> bool:
-    if all("betas" in group for group in optimizer.param_groups):
-        return True
-    warnings.warn(
-        f"OneCycle leaves the momentum of {type(optimizer).__name__} alone: it has no betas; set cycle_momentum to false",
-        stacklevel=4,
-    )
-    return False
 
 
 def _per_group(optimizer: torch.optim.Optimizer, name: str, value: PerGroup) -> list[float]:

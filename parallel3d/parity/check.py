@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from parallel3d.checkpoint.parts import Part, parts_of
+from parallel3d.checkpoint.parts import Part, shard_parts
 from parallel3d.comm.environment import get_rank
 from parallel3d.config import Config, PartialLayout, load
 from parallel3d.engine import Engine
@@ -120,6 +120,6 @@ def held_parts(engine: Engine, gradients: bool) -> list[Part]:
         if gradients:
             # A parameter that the loss doesn't reach has an accumulator of zeros.
             values = shard.gradient.to(values.dtype) / engine.update.gradient_scale.to(values.dtype)
-        held = parts_of(shard.info.name, shard.info.parameter, values, shard.start)
+        held = shard_parts(shard.info.name, shard, values)
         parts += [replace(part, values=part.values.cpu().clone()) for part in held]
     return parts

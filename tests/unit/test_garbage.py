@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel3d.engine import garbage
 from parallel3d.engine.garbage import STEPS, GarbageFreezer
 
 
@@ -61,5 +60,5 @@ def test_nothing_is_frozen_unless_asked_for() -> None:
     gc.freeze()
     GarbageFreezer(False)
     assert gc.get_freeze_count() > 0, "somebody else's"
-    garbage.thaw()
+    GarbageFreezer(True)
     assert gc.get_freeze_count() == 0
