@@ -15,6 +15,7 @@ from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, 
 from parallel3d.planner.calibrate.measure import default_path
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.cluster.presets import preset_of
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
@@ -24,7 +25,6 @@ from parallel3d.planner.search.candidate import Candidate, prediction_of
 from parallel3d.planner.search.comparison import Comparison, compare
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.plan import profile_of
-from parallel3d.planner.search.presets import preset_of
 from parallel3d.planner.search.result import Prediction
 from parallel3d.schedule.builders import from_lists, placement_of
 from parallel3d.schedule.instructions import Instruction, Op

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from parallel3d.config.files import YAML_SUFFIXES, read_mapping
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster.cluster import Cluster, Device
 from parallel3d.planner.cluster.graph import Host, build_cluster
-from parallel3d.planner.cluster.schema import DeviceSpec, HostSpec, read_spec
-from parallel3d.planner.search.presets import DEVICES, MACHINES, Catalogue
+from parallel3d.planner.cluster.presets import DEVICES, MACHINES, Catalogue
+from parallel3d.planner.cluster.schema import HostSpec, read_spec
 
 
 def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
@@ -49,25 +49,10 @@ def _short_form(text: str) -> Cluster:
 def _read(given: Mapping[str, Any], name: str) -> Cluster:
     spec = read_spec(given, name)
     try:
-        catalogue = Catalogue()
-        for word, device in spec.devices.items():
-            catalogue.add(_described(word, device, catalogue), device.base)
+        catalogue = Catalogue(spec.devices)
         return build_cluster(name, [host for described in spec.hosts for host in _hosts(described, catalogue)], spec)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-
-
-def _described(name: str, spec: DeviceSpec, catalogue: Catalogue) -> Device:
-    """Return a device of the file, whose base may be a preset, or a device above it in the file."""
-    given = {**spec.given, "name": name}
-    if spec.base is not None:
-        return replace(catalogue.device(given.pop("base")), **given)
-    missing = [field.name for field in fields(Device) if field.default is MISSING and field.name not in given]
-    if missing:
-        raise ConfigError(
-            f"devices.{name} lacks {', '.join(missing)}; give them, or `base`, a device that is like it otherwise, such as H100"
-        )
-    return Device(**given)
 
 
 def _hosts(spec: HostSpec, catalogue: Catalogue) -> list[Host]:

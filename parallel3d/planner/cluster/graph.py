@@ -15,8 +15,8 @@ import networkx as nx
 
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster.cluster import Cluster, Device, Gpu
+from parallel3d.planner.cluster.presets import LATENCY
 from parallel3d.planner.cluster.schema import ClusterSpec, HostSpec, LinkSpec, NicSpec, SwitchSpec, WireSpec
-from parallel3d.planner.search.presets import LATENCY
 
 T = TypeVar("T")
 
