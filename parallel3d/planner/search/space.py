@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
@@ -32,23 +32,18 @@ class Variant(NamedTuple):
     placement: Literal["loop", "v"]
 
 
-VARIANTS = (
-    Variant("1f1b", 1, "loop"),
-    *(Variant("interleaved", chunks, "loop") for chunks in range(2, 13)),
-    Variant("zb-h1", 1, "loop"),
-    Variant("zbv", 2, "v"),
-    *(Variant("zb-looped", chunks, "loop") for chunks in range(2, 9)),
-    Variant("gpipe", 1, "loop"),
-)
-# Chunks that are searched without being asked for. gpipe isn't: 1F1B takes no longer and holds no more.
-_USUAL_CHUNKS = {
-    "1f1b": (1,),
-    "interleaved": (2, 3, 4, 6, 8),
-    "zb-h1": (1,),
-    "zbv": (2,),
-    "zb-looped": (2, 3, 4),
-    "gpipe": (),
+# schedule -> placement of chunks, chunks of a stage that it can have, and those that are searched without being asked for.
+_SCHEDULES: Mapping[str, tuple[Literal["loop", "v"], Sequence[int], Sequence[int]]] = {
+    "1f1b": ("loop", [1], [1]),
+    "interleaved": ("loop", range(2, 13), [2, 3, 4, 6, 8]),
+    "zb-h1": ("loop", [1], [1]),
+    "zbv": ("v", [2], [2]),
+    "zb-looped": ("loop", range(2, 9), [2, 3, 4]),
+    "gpipe": ("loop", [1], []),  # 1F1B takes no longer and holds no more
 }
+VARIANTS = tuple(
+    Variant(name, chunks, placement) for name, (placement, possible, _) in _SCHEDULES.items() for chunks in possible
+)
 
 
 @dataclass(frozen=True)
@@ -165,5 +160,5 @@ def _is_searched(variant: Variant, fixed: PartialLayout) -> bool:
     is_possible = (
         variant.schedule not in WHOLE_BACKWARDS if schedule == "auto" else schedule in (None, variant.schedule)
     )
-    usual = (1,) if schedule == "gpipe" else _USUAL_CHUNKS[variant.schedule]
-    return is_possible and variant.chunks in (usual if chunks is None else (chunks,))
+    usual = [1] if schedule == "gpipe" else _SCHEDULES[variant.schedule][2]
+    return is_possible and variant.chunks in (usual if chunks is None else [chunks])
