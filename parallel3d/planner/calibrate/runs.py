@@ -61,10 +61,9 @@ class RunPredictor:
     def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:
         """Return the prediction of the run's step, and the seconds of its instructions, named by kind_name."""
         predictor, predicted = self._predict_step(record, calibration)
-        samples = record.micro_batch * record.micro_batches * record.replicas
         run = self.parts(record, calibration)
         seconds = {name: calibration.seconds(parts, run.idle) for name, parts in run.instructions.items()}
-        return prediction_of(predictor, Candidate(predicted, predictor.memory(predicted)), samples), seconds
+        return prediction_of(predictor, Candidate(predicted, predictor.memory(predicted))), seconds
 
     def parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
         """Return the uncorrected parts of the run, and of its step along the path that is the longest when corrected."""
