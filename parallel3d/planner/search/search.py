@@ -131,7 +131,7 @@ class BranchAndBound:
         self.bounds = Bounds(predictor, space)
         self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
         self.evaluated: dict[Layout, Candidate | OutOfMemory] = {}
-        self._least: dict[Layout, float] = {}
+        self._least = cache(predictor.least)
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -189,9 +189,7 @@ class BranchAndBound:
     def _near_bound(self, layout: Layout) -> float:
         """Return the predictor's bound, the same however many layers are recomputed together."""
         key = layout.model_copy(update={"recompute": min(1, layout.recompute)})
-        if key not in self._least:
-            self._least[key] = self._predictor.least(key) / (WORTH_HALVES if layout.units else 1.0)
-        return self._least[key]
+        return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> Candidate | OutOfMemory:
         """Predict a layout, see `evaluate`, unless it can't fit."""

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config.layout import Layout, PartialLayout
+from parallel3d.planner.network.fabric import Integers
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
 
-IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 # Layers recomputed together, 0 for none. The more there are, the fewer inputs are kept, but the more is held while they are
@@ -53,22 +53,22 @@ class Space:
     variant: index in VARIANTS; sequence_parallel: 0 or 1; halves: 1 if layers are half blocks.
     """
 
-    halves: IntArray
-    slices: IntArray
-    stages: IntArray
-    replicas: IntArray
-    sequence_parallel: IntArray
-    micro_batch: IntArray
-    micro_batches: IntArray
-    zero: IntArray
-    recompute: IntArray
-    variant: IntArray
+    halves: Integers
+    slices: Integers
+    stages: Integers
+    replicas: Integers
+    sequence_parallel: Integers
+    micro_batch: Integers
+    micro_batches: Integers
+    zero: Integers
+    recompute: Integers
+    variant: Integers
 
     def __len__(self) -> int:
         return len(self.stages)
 
     @property
-    def chunks(self) -> IntArray:
+    def chunks(self) -> Integers:
         """Chunks of a stage."""
         return np.array([variant.chunks for variant in VARIANTS])[self.variant]
 
@@ -78,7 +78,7 @@ class Space:
         return np.array([variant.schedule in WHOLE_BACKWARDS for variant in VARIANTS])[self.variant]
 
     @property
-    def shapes(self) -> IntArray:
+    def shapes(self) -> Integers:
         """Ranks along pipe, data, model, [layouts, 3]."""
         return np.stack([self.stages, self.replicas, self.slices], axis=1)
 
