@@ -62,6 +62,8 @@ setup(
         "parallel3d": ["py.typed"],
         "parallel3d.config": ["known_keys.yaml"],
         "parallel3d.schedule": ["*.jinja"],
+        "parallel3d.planner.cluster": ["presets.yaml"],
+        "parallel3d.planner.search": ["models.yaml"],
         "parallel3d.planner.report": ["page/*"],
     },
     cmdclass={"build_py": BuildWithKernels},

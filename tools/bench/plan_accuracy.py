@@ -38,11 +38,11 @@ from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, 
 from parallel3d.planner.calibrate.runs import RunPredictor
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.cluster.presets import preset_of
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.plan import profile_of
-from parallel3d.planner.search.presets import preset_of
 
 WORKER = str(Path(__file__).with_name("planned_run.py"))
 # Of one model all take the same samples a step, so that their steps are what a planner chooses by. Micro-batches are large

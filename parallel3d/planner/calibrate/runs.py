@@ -15,6 +15,7 @@ from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, 
 from parallel3d.planner.calibrate.measure import default_path
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.cluster.presets import preset_of
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
@@ -24,7 +25,6 @@ from parallel3d.planner.search.candidate import Candidate, prediction_of
 from parallel3d.planner.search.comparison import Comparison, compare
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.plan import profile_of
-from parallel3d.planner.search.presets import preset_of
 from parallel3d.planner.search.result import Prediction
 from parallel3d.schedule.builders import from_lists, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
@@ -61,10 +61,9 @@ class RunPredictor:
     def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:
         """Return the prediction of the run's step, and the seconds of its instructions, named by kind_name."""
         predictor, predicted = self._predict_step(record, calibration)
-        samples = record.micro_batch * record.micro_batches * record.replicas
         run = self.parts(record, calibration)
         seconds = {name: calibration.seconds(parts, run.idle) for name, parts in run.instructions.items()}
-        return prediction_of(predictor, Candidate(predicted, predictor.memory(predicted)), samples), seconds
+        return prediction_of(predictor, Candidate(predicted, predictor.memory(predicted))), seconds
 
     def parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
         """Return the uncorrected parts of the run, and of its step along the path that is the longest when corrected."""

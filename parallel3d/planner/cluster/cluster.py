@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import networkx as nx
@@ -64,3 +65,8 @@ class Cluster:
     graph: nx.Graph
     overlap: float = 1.0
     collective_seconds: float = 0.0
+
+
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """Return a key to sort names by that puts "host2" before "host10"."""
+    return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name))

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.planner.search.presets import COLLECTIVE_SECONDS, OVERLAP
 
 LinkKind = Literal["nvlink", "pcie", "nic", "network"]
 
@@ -54,7 +53,9 @@ Flops = Annotated[float, _reads("FLOP/s", "989e12 or '989 TFLOP/s'")]
 Bytes = Annotated[int, _reads("bytes", "80e9 or '80 GB'")]
 
 
-class _Described(BaseModel):
+class Described(BaseModel):
+    """Part of a cluster's description. Unknown keys are refused with the nearest known one."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -75,7 +76,7 @@ class _Described(BaseModel):
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
-class _Counted(_Described):
+class _Counted(Described):
     name: str
     count: int | None = Field(default=None, ge=1)
 
@@ -85,7 +86,7 @@ class _Counted(_Described):
         return [self.name] if self.count is None else [f"{self.name}{k}" for k in range(self.count)]
 
 
-class DeviceSpec(_Described):
+class DeviceSpec(Described):
     """A user's device, see cluster.Device. base: a device that gives the values that are left out."""
 
     base: str | None = None
@@ -98,7 +99,7 @@ class DeviceSpec(_Described):
     host_seconds: Seconds | None = None
 
 
-class GpusSpec(_Described):
+class GpusSpec(Described):
     """Some equal GPUs of a host. memory: where it differs from the device's."""
 
     device: str
@@ -106,7 +107,7 @@ class GpusSpec(_Described):
     memory: Bytes | None = None
 
 
-class WireSpec(_Described):
+class WireSpec(Described):
     """A link, in each direction. message_bandwidth: bandwidth of a single message, where that is less."""
 
     bandwidth: Bandwidth
@@ -159,7 +160,7 @@ class SwitchSpec(_Counted):
     """A switch, or `count` equal ones called name0, name1, ..., each faster than all that is plugged into it."""
 
 
-class LinkSpec(_Described):
+class LinkSpec(Described):
     """A link between two nodes, new or changed. between: names, or patterns such as "node*/nic3", of which all pairs.
 
     A value that is None stays as it is; a new link needs a bandwidth.
@@ -172,12 +173,15 @@ class LinkSpec(_Described):
     kind: LinkKind | None = None
 
 
-class ClusterSpec(_Described):
+class ClusterSpec(Described):
     """The file. overlap, collective_seconds: see Cluster; measured: data that the numbers were fitted to, for the reader."""
 
     name: str | None = None
-    overlap: float = Field(default=OVERLAP, ge=1)
-    collective_seconds: Seconds = COLLECTIVE_SECONDS
+    # NCCL's rings over NVLink take 16 of 132 multiprocessors, bandwidth, and power. By steps that reduce gradients in every
+    # micro-batch beside ones that don't (tools/bench/results): in fp32, eager, on 2 H200s it would be 1.8; in bf16, compiled,
+    # on 4 of them 1.3.
+    overlap: float = Field(default=1.5, ge=1)
+    collective_seconds: Seconds = 20e-6  # fitted together with the latencies of presets.yaml
     devices: Mapping[str, DeviceSpec] = {}
     hosts: tuple[HostSpec, ...]
     switches: tuple[SwitchSpec, ...] = ()

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from parallel3d.planner.cluster.cluster import natural
 from parallel3d.planner.report.charts import breakdown_chart, memory_chart, topology_chart, trade_off_chart
 from parallel3d.planner.report.drawing import render
 from parallel3d.planner.report.timeline import as_timeline, columns, timeline_chart
-from parallel3d.planner.report.words import natural
 from parallel3d.planner.search.result import PlanResult, Prediction
 from parallel3d.schedule.builders import placement_of
 

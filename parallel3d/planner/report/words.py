@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 MEMORY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
@@ -57,8 +56,3 @@ def _in_unit(number: float, units: Sequence[tuple[float, str]]) -> str:
     value = number / size
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:.{digits}f} {unit}" if value else f"0 {unit}"
-
-
-def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """Return a key to sort names by that puts "host2" before "host10"."""
-    return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, islice, product
 from math import gcd
-from typing import NamedTuple
+from operator import itemgetter
 
 import networkx as nx
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from parallel3d.planner.network.fabric import Integers
 from parallel3d.planner.network.links import Network
 
-Grid = tuple[int, int, int]  # stages, replicas, slices
+Grid = tuple[int, int, int]  # of each axis: stages, replicas, tensor-parallel ranks
 
 _SMALL = 64  # GPUs: in larger clusters of equal hosts a structured arrangement is as good as its exchanges
 _GROWTH = 16  # limit of the arrangements of the first ranks, in multiples of the limit of the complete ones
@@ -63,10 +63,8 @@ def _canonical(ways: Integers, replicas: int, slices: int) -> npt.NDArray[np.boo
 
 
 def _ascending(grids: Integers) -> npt.NDArray[np.bool_]:
-    base = int(grids.max(initial=0)) + 1
-    keys = np.zeros(grids.shape[:2])
-    for column in range(grids.shape[2]):
-        keys = keys * base + grids[:, :, column]
+    base = float(grids.max(initial=0)) + 1
+    keys = grids @ base ** np.arange(grids.shape[2])[::-1]
     return np.all(np.diff(keys, axis=1) >= 0, axis=1)
 
 
@@ -100,24 +98,17 @@ def structured(network: Network, shape: Grid) -> Integers:
     """
     world = int(np.prod(shape))
     ways: dict[bytes, Integers] = {}
-    nestings = [
-        (order, nesting) for order in _orders(network, shape) for nesting in _nestings(shape, _block(network, order))
-    ]
+    trials = [(rank, o, n) for o in _orders(network, shape) for rank, n in enumerate(_nestings(network, o, shape))]
     # The likeliest of each order come first.
-    for order, nesting in sorted(nestings, key=lambda each: each[1].unlikely):
-        placed = _tiled(order, shape, nesting)
+    for _, order, (tile, axes) in sorted(trials, key=itemgetter(0)):
+        split = [part for size, inner in zip(shape, tile, strict=True) for part in (size // inner, inner)]
+        ranks = np.arange(len(order)).reshape(split)
+        placed = np.empty_like(order)
+        placed[ranks.transpose(*(2 * axis for axis in axes), 1, 3, 5).ravel()] = order
         ways.setdefault(placed.tobytes(), placed)
         if len(ways) >= max(_FEW, _STRUCTURED // world):
             break
     return np.array(list(ways.values()))
-
-
-class _Nesting(NamedTuple):
-    """Order in which the axes run over GPUs."""
-
-    unlikely: int  # rank among the nestings of an order, the likeliest first
-    tile: Grid  # the part of each axis that is in a block
-    axes: tuple[int, ...]  # the rest, the slowest first
 
 
 def _orders(network: Network, shape: Grid) -> list[Integers]:
@@ -145,28 +136,21 @@ def _exit(network: Network, unit: int) -> float:
     return sum(ports.edges[port].edge[1] for port in ports.ports)
 
 
-def _block(network: Network, order: Integers) -> int:
-    """Return the size of the largest blocks of one island that the order can be cut into."""
+def _nestings(network: Network, order: Integers, shape: Grid) -> list[tuple[Grid, Grid]]:
+    """Return ways in which the axes can run over GPUs in this order, the likeliest first.
+
+    Each is the part of every axis that tiles a block, and the axes that run over blocks, the slowest first. Blocks are the
+    largest ones of one island that the order can be cut into.
+    """
     starts = np.flatnonzero(np.diff(network.fabric.island[order], prepend=-1))
-    return gcd(*np.diff(starts, append=len(order)).tolist())
-
-
-def _nestings(shape: Grid, block: int) -> list[_Nesting]:
+    block = gcd(*np.diff(starts, append=len(order)).tolist())
     divisors = [[part for part in range(1, size + 1) if size % part == 0 and block % part == 0] for size in shape]
-    tiles = [tile for tile in product(*divisors) if np.prod(tile) == block]
-    # Slices within islands; then neither stages nor replicas mixed with others in one.
+    tiles: list[Grid] = [(p, d, m) for p, d, m in product(*divisors) if p * d * m == block]
+    # Tensor-parallel ranks within islands; then neither stages nor replicas mixed with others in one.
     tiles.sort(key=lambda tile: (-tile[2], min(tile[:2]), -tile[0]))
-    axes = [(0, 1, 2), (1, 0, 2), (0, 2, 1), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
-    ways = [(tile, order) for order_pair in (axes[:2], axes[2:]) for tile in tiles for order in order_pair]
-    return [_Nesting(index, (tile[0], tile[1], tile[2]), order) for index, (tile, order) in enumerate(ways)]
-
-
-def _tiled(order: Integers, shape: Grid, nesting: _Nesting) -> Integers:
-    split = [part for size, tile in zip(shape, nesting.tile, strict=True) for part in (size // tile, tile)]
-    ranks = np.arange(len(order)).reshape(split)
-    placed = np.empty_like(order)
-    placed[ranks.transpose(*(2 * axis for axis in nesting.axes), 1, 3, 5).ravel()] = order
-    return placed
+    likely: list[Grid] = [(0, 1, 2), (1, 0, 2)]
+    unlikely: list[Grid] = [(0, 2, 1), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+    return [(tile, axes) for some in (likely, unlikely) for tile in tiles for axes in some]
 
 
 def exchanges(network: Network, shape: Grid, placed: Integers, most: int) -> Integers:

@@ -1,4 +1,4 @@
-"""Layouts that the search has evaluated, with the memory they take."""
+"""Evaluation of a layout: its step and memory, with ranks placed and layers split with care, and with schedule "auto"."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from functools import cached_property
 from math import inf
 
 from parallel3d.config.layout import Layout
+from parallel3d.errors import ScheduleError
 from parallel3d.planner.network.placement import place
 from parallel3d.planner.predict.links import Shape
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.traffic import traffic_of
 from parallel3d.planner.search.result import Prediction, StageMemory
+from parallel3d.schedule.auto import Measured, make_plan
+from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.memory import bytes_in_flight
+from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
 # A layout of half blocks counts as this much longer than it is: it has to be worth building other layers.
 WORTH_HALVES = 0.998
@@ -21,6 +26,10 @@ WORTH_HALVES = 0.998
 # more ranks, that takes too long.
 _NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
+# (chunks, placement) that "auto" may have -> the named schedule of split backwards.
+_NAMED = {(1, "loop"): "zb-h1", (2, "v"): "zbv", (2, "loop"): "zb-looped", (4, "loop"): "zb-looped"}
+# Chunks of all stages x micro-batches: planning a longer pipeline takes longer than the rest of the plan.
+_QUICK = 160
 
 
 def fullness_of(memory: Sequence[StageMemory]) -> float:
@@ -40,6 +49,7 @@ class OutOfMemory:
     layout: Layout
     predictor: Predictor
     least: float
+    fits = False
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
@@ -127,20 +137,21 @@ def improve(predictor: Predictor, candidate: Candidate) -> Candidate:
     return min(found, key=lambda c: c.rank)
 
 
-def prediction_of(predictor: Predictor, candidate: Candidate, global_batch: int) -> Prediction:
-    """Return a candidate as results list it. global_batch: samples of a step."""
-    step, seconds, gpus = candidate.step, candidate.step.seconds, predictor.network.cluster.gpus
+def prediction_of(predictor: Predictor, candidate: Candidate) -> Prediction:
+    """Return a candidate as results list it."""
+    step, layout, seconds = candidate.step, candidate.layout, candidate.step.seconds
+    gpus, samples = predictor.network.cluster.gpus, layout.micro_batch * layout.micro_batches * layout.replicas
     low, high = predictor.calibration.interval(seconds)
     peak = sum(gpus[place].device.peak_flops for place in step.links.ranks.ravel())
     # A backward is twice a forward, whatever attention recomputes.
-    flops = 3 * global_batch * sum(layer.forward.flops for layer in predictor.profile(candidate.layout.units).layers())
+    flops = 3 * samples * sum(layer.forward.flops for layer in predictor.profile(layout.units).layers())
     return Prediction(
-        **dict(candidate.layout),
-        layout=candidate.layout.text,
+        **dict(layout),
+        layout=layout.text,
         seconds=seconds,
         low=low,
         high=high,
-        tokens_per_second=global_batch * predictor.model.seq / seconds,
+        tokens_per_second=samples * predictor.model.seq / seconds,
         mfu=flops / seconds / peak,
         bubble=step.bubble,
         exposed_communication=step.exposed,
@@ -148,3 +159,47 @@ def prediction_of(predictor: Predictor, candidate: Candidate, global_batch: int)
         bounds=step.bounds,
         memory=candidate.memory,
     )
+
+
+def is_quick(layout: Layout) -> bool:
+    """Whether "auto" is planned for the layout's chunks in some tenths of a second."""
+    return layout.stages * layout.chunks * layout.micro_batches <= _QUICK
+
+
+def with_auto(predictor: Predictor, candidate: Candidate) -> Candidate | None:
+    """Predict schedule "auto" on a candidate's chunks and devices.
+
+    Return None for a single stage, for a placement of chunks that "auto" doesn't have, or if no micro-batch fits.
+    """
+    layout, places = candidate.layout, candidate.step.links.ranks.ravel().tolist()
+    named = _NAMED.get((layout.chunks, layout.placement))
+    if layout.stages == 1 or named is None:
+        return None
+    start = evaluate(predictor, layout.model_copy(update={"schedule": named}), places)
+    try:
+        program = _auto_program(predictor, start)
+    except ScheduleError:
+        return None
+    auto = layout.model_copy(update={"schedule": "auto"})
+    step = predictor.predict(auto, places, bounds=start.step.bounds, compute=program)
+    return Candidate(step, predictor.memory(step))
+
+
+def _auto_program(predictor: Predictor, start: Candidate) -> Program:
+    """Plan by the times and bytes of a prediction of the same chunks. Raises ScheduleError if no micro-batch fits."""
+    step, micro_batches = start.step, start.layout.micro_batches
+    chunks, placement = predictor.chunk_bytes(step), step.program.placement
+    held = tuple(max(1.0, c.saved + c.received + c.loaded) for c in chunks)
+    deferred = tuple(max(1.0, c.deferred) for c in chunks)
+    room = []
+    for stage, memory in enumerate(start.memory):
+        own = {c: chunks[c] for c, s in enumerate(placement) if s == stage}
+        activations = max(bytes_in_flight(step.program.instructions[stage], own))
+        # Bytes of the device that activations may take.
+        others = memory.reserved - memory.allocated + memory.phases["backward"] - activations
+        room.append(float(memory.capacity - others))
+    cost = step.cost.cost()
+    sends = {i for rank in step.program.instructions for i in rank if i.op is Op.SEND_ACTIVATION}
+    transfer = max(map(cost, sends), default=0.0)
+    measured = Measured.of(placement, cost, held, deferred, DEFAULT_MAX_IN_FLIGHT, room, transfer)
+    return make_plan(placement, micro_batches, measured).program(micro_batches)

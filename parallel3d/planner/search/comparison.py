@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -26,10 +25,8 @@ _PARTS = {
 Unit = Literal["s", "B", "share"]  # seconds, bytes, or share of the time
 
 
-class Line(BaseModel):
+class Line(NamedTuple):
     """One predicted and measured number."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     what: str
     unit: Unit
@@ -45,10 +42,8 @@ class Line(BaseModel):
         return difference / self.measured if self.measured else float("inf")
 
 
-class Comparison(BaseModel):
+class Comparison(NamedTuple):
     """Comparison of a run. step: seconds, their parts, and the bubble; instructions: medians; memory: peaks of each rank."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layout: str
     device: str
@@ -63,26 +58,15 @@ def compare(record: RunRecord, prediction: Prediction, instructions: Mapping[str
     instructions: predicted seconds, by kind_name.
     """
     parts = [
-        _line(name, "s", prediction.breakdown[name], sum(record.breakdown.get(part, 0.0) for part in measured))
+        Line(name, "s", prediction.breakdown[name], sum(record.breakdown.get(part, 0.0) for part in measured))
         for name, measured in _PARTS.items()
         if name in prediction.breakdown
     ]
-    step = _line("step", "s", prediction.seconds, record.step.median)
-    return Comparison(
-        layout=record.layout,
-        device=record.device,
-        step=(step, *parts, _line("bubble", "share", prediction.bubble, record.bubble)),
-        instructions=tuple(
-            _line(name, "s", instructions[name], timing.median)
-            for name, timing in record.instructions.items()
-            if name in instructions
-        ),
-        memory=tuple(_peaks(record, prediction)),
-    )
-
-
-def _line(what: str, unit: Unit, predicted: float, measured: float) -> Line:
-    return Line(what=what, unit=unit, predicted=predicted, measured=measured)
+    step = Line("step", "s", prediction.seconds, record.step.median)
+    bubble = Line("bubble", "share", prediction.bubble, record.bubble)
+    known = {name: timing.median for name, timing in record.instructions.items() if name in instructions}
+    medians = tuple(Line(name, "s", instructions[name], median) for name, median in known.items())
+    return Comparison(record.layout, record.device, (step, *parts, bubble), medians, tuple(_peaks(record, prediction)))
 
 
 def _peaks(record: RunRecord, prediction: Prediction) -> Iterator[Line]:
@@ -93,9 +77,9 @@ def _peaks(record: RunRecord, prediction: Prediction) -> Iterator[Line]:
             continue
         stage = stages[rank.stage]
         if rank.allocated is not None:
-            yield _line(f"rank {rank.rank} allocated", "B", stage.allocated, rank.allocated)
+            yield Line(f"rank {rank.rank} allocated", "B", stage.allocated, rank.allocated)
         if rank.reserved is not None and rank.outside is not None:
-            yield _line(f"rank {rank.rank} reserved", "B", stage.reserved, rank.reserved + rank.outside)
+            yield Line(f"rank {rank.rank} reserved", "B", stage.reserved, rank.reserved + rank.outside)
 
 
 def comparison_table(comparison: Comparison) -> Table:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -17,47 +18,8 @@ from parallel3d.models import DecoderConfig, causal_lm_loss, decoder, from_hf
 from parallel3d.specs import Layer, LayerSpec
 from parallel3d.user_model import load_subject
 
-
-def _llama(hidden: int, ffn: int, layers: int, heads: int, vocab: int, **more: Any) -> DecoderConfig:
-    given: dict[str, Any] = {"hidden_size": hidden, "ffn_size": ffn, "num_layers": layers, "num_heads": heads}
-    return DecoderConfig(vocab_size=vocab, **{"max_positions": 4096, **given, **more})
-
-
-def _gpt(hidden: int, layers: int, heads: int, vocab: int = 51200, positions: int = 2048) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        ffn_size=4 * hidden,
-        num_layers=layers,
-        num_heads=heads,
-        max_positions=positions,
-        norm="layer",
-        activation="gelu",
-        gated=False,
-        rope=None,
-        qkv_bias=True,
-        attention_out_bias=True,
-        mlp_bias=True,
-        tied=True,
-    )
-
-
-# The gpt3 and megatron sizes: arXiv:2104.04473, table 1, and arXiv:2205.05198, table 3.
-MODELS: Mapping[str, DecoderConfig] = {
-    "gpt2": _gpt(768, 12, 12, vocab=50257, positions=1024),
-    "gpt2-xl": _gpt(1600, 48, 25, vocab=50257, positions=1024),
-    "1b": _llama(2048, 5504, 24, 16, 32000, max_positions=2048),
-    "7b": _llama(4096, 11008, 32, 32, 32000),
-    "llama2-13b": _llama(5120, 13824, 40, 40, 32000),
-    "llama2-70b": _llama(8192, 28672, 80, 64, 32000, num_kv_heads=8),
-    "llama3-8b": _llama(4096, 14336, 32, 32, 128256, num_kv_heads=8, max_positions=8192),
-    "llama3-70b": _llama(8192, 28672, 80, 64, 128256, num_kv_heads=8, max_positions=8192),
-    "llama3-405b": _llama(16384, 53248, 126, 128, 128256, num_kv_heads=8, max_positions=8192),
-    "gpt3-22b": _gpt(6144, 48, 64),
-    "gpt3-175b": _gpt(12288, 96, 96),
-    "megatron-530b": _gpt(20480, 105, 128),
-    "megatron-1t": _gpt(25600, 128, 160),
-}
+_MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))["models"]
+MODELS: Mapping[str, DecoderConfig] = {name: DecoderConfig(**sizes) for name, sizes in _MODELS.items()}
 # Default configuration of a training.
 DEFAULTS: Mapping[str, Any] = {
     "bf16": {"enabled": True},
@@ -104,14 +66,14 @@ def load_model(
     """
     given = {} if config is None else dict(read_source(config)[1])
     if target in MODELS:
-        return _decoder(target, MODELS[target], decoder(MODELS[target]), seq, {**DEFAULTS, **given})
+        return _decoder(target, MODELS[target], decoder(MODELS[target]), seq, given)
     path = Path(target)
     if path.is_dir() or path.name == "config.json":
         directory = path if path.is_dir() else path.parent
         layers = from_hf(directory, weights=False)
         first = layers[0].module_args[0]
         assert isinstance(first, DecoderConfig)
-        return _decoder(directory.resolve().name, first, layers, seq, {**DEFAULTS, **given})
+        return _decoder(directory.resolve().name, first, layers, seq, given)
     if ":" not in target:
         raise ConfigError(
             f"unknown model {target!r}.{nearest(target, MODELS)} Give one of {', '.join(MODELS)}, a Hugging Face "
@@ -131,7 +93,8 @@ def _decoder(
         tokens = torch.zeros(count, seq, dtype=torch.int64)
         return tokens, tokens
 
-    return PlannedModel(name, layers, causal_lm_loss, sample, seq, given, decoder(config, units="half"))
+    halves = decoder(config, units="half")
+    return PlannedModel(name, layers, causal_lm_loss, sample, seq, {**DEFAULTS, **given}, halves)
 
 
 def _of_function(target: str, seq: int | None, given: Mapping[str, Any]) -> PlannedModel:

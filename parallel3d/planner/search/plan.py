@@ -23,8 +23,7 @@ from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.traffic import link_loads
-from parallel3d.planner.search.auto_schedule import is_quick, with_auto
-from parallel3d.planner.search.candidate import Candidate, improve, prediction_of, shape_of
+from parallel3d.planner.search.candidate import Candidate, improve, is_quick, prediction_of, shape_of, with_auto
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import PlanResult, RankPlace, TimelineSpan
@@ -134,7 +133,7 @@ class Planner:
 
     def _result(self, search: BranchAndBound, best: Sequence[Candidate]) -> PlanResult:
         question, predictor = self.question, self.predictor
-        shown = [prediction_of(predictor, c, question.global_batch) for c in best]
+        shown = [prediction_of(predictor, c) for c in best]
         winner = best[0].step if best else None
         return PlanResult(
             model=question.model.name,
@@ -144,7 +143,7 @@ class Planner:
             seq=question.model.seq,
             best=tuple(shown),
             rejected=why_not(search, shown),
-            trade_off=trade_off([c for c in (*best, *search.candidates.values()) if c.fits]),
+            trade_off=trade_off([*best, *search.fitting]),
             timeline=timeline_of(winner) if winner else (),
             links=link_loads(predictor, winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),

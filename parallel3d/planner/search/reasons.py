@@ -20,7 +20,7 @@ def why_not(search: BranchAndBound, shown: Sequence[Prediction]) -> tuple[Reject
     """Return the best layout of each shape that isn't shown, the closest first; then shapes that bounds have ruled out."""
     winner, texts = shown[0] if shown else None, {prediction.layout for prediction in shown}
     best: dict[Shape, Candidate | OutOfMemory] = {}
-    for evaluated in sorted(search.evaluated, key=lambda each: each.rank):
+    for evaluated in sorted(search.evaluated.values(), key=lambda each: each.rank):
         if evaluated.layout.text not in texts:
             best.setdefault(shape_of(evaluated.layout), evaluated)
     rejected = [
@@ -103,7 +103,7 @@ def what_would_fit(search: BranchAndBound) -> str:
     """Say what binds if nothing fits, and the smallest change that fits."""
     have, capacity = int(search.space.shapes[0].prod()), search.capacity
     if search.evaluated:
-        nearest = min(search.evaluated, key=lambda each: fullness_of(each.memory))
+        nearest = min(search.evaluated.values(), key=lambda each: fullness_of(each.memory))
         worst = max(nearest.memory, key=lambda stage: stage.reserved / stage.capacity)
         return (
             f"nothing fits: {nearest.layout.text} comes closest, but {_does_not_fit(nearest.memory)}. The smallest change: "

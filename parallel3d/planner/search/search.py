@@ -1,16 +1,25 @@
-"""Search of a space for the layouts with the shortest steps."""
+"""Search of a space for the layouts with the shortest steps, by lower bounds of their time and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from parallel3d.config.layout import Layout
+from parallel3d.costs.work import Collective, Work
+from parallel3d.errors import PartitionError
+from parallel3d.parameters import ParameterInfo
+from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.links import Integers
+from parallel3d.planner.predict.parameters import merged_parameters
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.search.bounds import Bounds
+from parallel3d.planner.predict.timing import Floats, compute_seconds, layer_times
 from parallel3d.planner.search.candidate import (
     WORTH_HALVES,
     Candidate,
@@ -21,12 +30,90 @@ from parallel3d.planner.search.candidate import (
     shape_of,
 )
 from parallel3d.planner.search.space import RECOMPUTED, Space
+from parallel3d.zero.memory import predict_state
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
 _ALTERNATIVES = 5  # shapes whose likeliest layouts are evaluated, so that there is something to compare with
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose likeliest layouts are evaluated
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
 _QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
+# The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
+_SLACK = 0.99
+# The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
+_EVEN = 0.8
+_GROUPS = 32  # tensor-parallel groups that are compared
+
+
+class Bounds:
+    """Lower bounds of every layout of a space.
+
+    - seconds: of a step whose layers are spread evenly over all ranks, on the fastest device and the best links, with the
+      filling and draining of its pipeline; infinite if the model can't be split over so many tensor-parallel ranks.
+    - bytes: of the fullest rank, with state and activations in flight spread evenly.
+    - why_not_sliced: number of tensor-parallel ranks -> the reason why layers can't be split over them.
+    """
+
+    def __init__(self, predictor: Predictor, space: Space):
+        self._predictor = predictor
+        devices = {gpu.device for gpu in predictor.network.cluster.gpus}
+        fastest = min(devices, key=lambda device: compute_seconds(Work(1e15, 1e14, 1e12), device))
+        self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
+        self._fastest = cache(partial(_fastest_exchange, predictor.network))
+        self.why_not_sliced: dict[int, str] = {}
+        self.seconds, self.bytes = self._bound_seconds(space), np.zeros(len(space))
+        possible = np.isfinite(self.seconds)
+        self.bytes[possible] = self._bound_bytes(space.where(possible))
+
+    def _bound_seconds(self, space: Space) -> Floats:
+        found = np.full(len(space), np.inf)
+        predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
+        columns = (space.slices, space.sequence_parallel, space.recompute > 0, space.micro_batch, space.halves, whole)
+        for chosen in _groups(*columns):
+            layout, is_whole = space.layout(chosen[0]), bool(whole[chosen[0]])
+            try:
+                # Half blocks together take as long as whole ones, whose profile is needed anyway.
+                layers = predictor.layers(layout.model_copy(update={"units": None}), exactly=False)
+            except PartitionError as error:
+                self.why_not_sliced[layout.slices] = str(error)
+                continue
+            over_slices = partial(self._fastest, layout.slices)
+            times = layer_times(layers, self._device, over_slices, layout.micro_batch, splits=not is_whole)
+            p, m, chunks = space.stages[chosen], space.micro_batches[chosen], num_chunks[chosen]
+            # The last rank starts p - 1 chunks' forwards late. If backwards are whole, the first one ends as many late.
+            late = times.total.sum() if is_whole else times.compute[0].sum()
+            computing = m * times.total.sum() / p
+            longest = 0.0 if layout.units else times.total.max()
+            step = predictor.cooled(np.maximum(computing + late * (p - 1) / (p * chunks), m * longest), computing)
+            found[chosen] = _SLACK * predictor.least_factor * np.maximum(step, m * times.host.sum() / p)
+        return found
+
+    def _bound_bytes(self, space: Space) -> Floats:
+        predictor, found = self._predictor, np.zeros(len(space))
+        for chosen in _groups(space.slices, space.replicas, space.zero):
+            layout = space.layout(chosen[0])
+            parameters = [p for layer in predictor.layers(Layout(slices=layout.slices)) for _, p in layer.parameters]
+            merged = merged_parameters([ParameterInfo("", parameter, (0,)) for parameter in parameters])
+            state = predict_state(merged, predictor.profile().policy(layout.zero), layout.replicas)
+            found[chosen] = state.steady / space.stages[chosen]
+        for chosen in _groups(space.slices, space.sequence_parallel, space.recompute):
+            one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
+            stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
+            found[chosen] += predictor.held(one) * samples * np.minimum(stages, space.micro_batches[chosen]) / stages
+        return found
+
+
+def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
+    """Return the indices of the rows that have equal values, group by group."""
+    _, group = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    order = np.argsort(group.ravel(), kind="stable")
+    return np.split(order, np.cumsum(np.bincount(group.ravel()))[:-1])
+
+
+def _fastest_exchange(network: Network, slices: int, collective: Collective) -> float:
+    """Return the seconds of a collective over the best placed of some tensor-parallel groups, alone on its links."""
+    groups = np.arange(len(network.cluster.gpus) // slices * slices).reshape(-1, 1, slices)
+    some = groups[:: max(1, len(groups) // _GROUPS)]
+    return float(network.each(collective.kind, some, collective.nbytes).min())
 
 
 class BranchAndBound:
@@ -35,22 +122,26 @@ class BranchAndBound:
     Bounds are found for all layouts at once. In their order, each layout gets a nearer bound of its own, and those that could
     still be the best are predicted.
 
-    - candidates: all layouts that were predicted; refused: those that can't fit, which shows without a prediction.
+    evaluated: all layouts that weren't ruled out by bounds; those that can't fit, which shows without a prediction, are
+    OutOfMemory.
     """
 
     def __init__(self, predictor: Predictor, space: Space):
         self._predictor, self.space = predictor, space
         self.bounds = Bounds(predictor, space)
         self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
-        self.candidates: dict[Layout, Candidate] = {}
-        self.refused: list[OutOfMemory] = []
-        self._least: dict[Layout, float] = {}
-        self._evaluated: set[int] = set()
+        self.evaluated: dict[Layout, Candidate | OutOfMemory] = {}
+        self._least = cache(predictor.least)
 
     @property
-    def evaluated(self) -> list[Candidate | OutOfMemory]:
-        """All layouts that weren't ruled out by bounds."""
-        return [*self.candidates.values(), *self.refused]
+    def candidates(self) -> list[Candidate]:
+        """All layouts that were predicted."""
+        return [each for each in self.evaluated.values() if isinstance(each, Candidate)]
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        """The candidates that fit, the best first."""
+        return sorted((c for c in self.candidates if c.fits), key=lambda c: c.rank)
 
     def run(self) -> list[Candidate]:
         """Return the candidates that fit, the best first; none if nothing fits."""
@@ -58,9 +149,9 @@ class BranchAndBound:
         possible = np.flatnonzero(np.isfinite(seconds) & (self.bounds.bytes <= self.capacity))
         order = possible[np.argsort(seconds[possible], kind="stable")]
         self._find_best(list(zip(seconds[order].tolist(), order.tolist(), strict=True)))
-        if any(candidate.fits for candidate in self.candidates.values()):
+        if self.fitting:
             self._find_alternatives(order)
-        return sorted((c for c in self.candidates.values() if c.fits), key=lambda c: c.rank)
+        return self.fitting
 
     def _find_best(self, bounds: Sequence[tuple[float, int]]) -> None:
         """Evaluate layouts, given as (bound, index), in the order of their bounds until none is below the best that fits."""
@@ -75,8 +166,8 @@ class BranchAndBound:
             if not is_near:
                 heappush(waiting, (self._near_bound(layout), n, k, True))
                 continue
-            candidate = self._evaluate(k, best)
-            if candidate is not None and candidate.fits:
+            candidate = self._evaluate(layout, best)
+            if candidate.fits:
                 best = min(best, candidate.rank[1])
                 if fullness_of(candidate.memory) < _ROOMY:
                     roomy.add(layout)
@@ -84,35 +175,27 @@ class BranchAndBound:
     def _find_alternatives(self, order: Integers) -> None:
         """Evaluate the likeliest layouts of other shapes and of little memory, until one of each fits."""
         space, shapes = self.space, self.space.shapes[order]
-        found = {shape_of(candidate.layout) for candidate in self.candidates.values() if candidate.fits}
+        found = {shape_of(candidate.layout) for candidate in self.fitting}
         others = [shape for shape in dict.fromkeys(map(tuple, shapes.tolist())) if shape not in found]
         groups = [order[(shapes == shape).all(axis=1)] for shape in others[: max(0, _ALTERNATIVES - len(found))]]
         groups += [order[self.bounds.bytes[order] <= share * self.capacity][:_TRIES] for share in _LEANER]
         is_quick = space.stages**2 * space.chunks <= _QUICK
         for group in groups:
-            quick = [k for k in group[is_quick[group]].tolist() if k not in self._evaluated]
-            for k in quick[:_TRIES]:
-                candidate = self._evaluate(k)
-                if candidate is not None and candidate.fits:
+            quick = [space.layout(k) for k in group[is_quick[group]].tolist()]
+            for layout in [layout for layout in quick if layout not in self.evaluated][:_TRIES]:
+                if self._evaluate(layout).fits:
                     break
 
     def _near_bound(self, layout: Layout) -> float:
         """Return the predictor's bound, the same however many layers are recomputed together."""
         key = layout.model_copy(update={"recompute": min(1, layout.recompute)})
-        if key not in self._least:
-            self._least[key] = self._predictor.least(key) / (WORTH_HALVES if layout.units else 1.0)
-        return self._least[key]
+        return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
-    def _evaluate(self, k: int, best: float = np.inf) -> Candidate | None:
-        """Predict layout k, see `evaluate`; return None if it can't fit."""
-        self._evaluated.add(k)
-        layout = self.space.layout(k)
+    def _evaluate(self, layout: Layout, best: float = np.inf) -> Candidate | OutOfMemory:
+        """Predict a layout, see `evaluate`, unless it can't fit."""
         refused = out_of_memory(self._predictor, layout, self._near_bound(layout))
-        if refused is not None:
-            self.refused.append(refused)
-            return None
-        self.candidates[layout] = evaluate(self._predictor, layout, best=best)
-        return self.candidates[layout]
+        self.evaluated[layout] = refused or evaluate(self._predictor, layout, best=best)
+        return self.evaluated[layout]
 
 
 def _no_slower(layout: Layout) -> list[Layout]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config.layout import Layout, PartialLayout
+from parallel3d.planner.network.fabric import Integers
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
 
-IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 # Layers recomputed together, 0 for none. The more there are, the fewer inputs are kept, but the more is held while they are
@@ -32,23 +32,18 @@ class Variant(NamedTuple):
     placement: Literal["loop", "v"]
 
 
-VARIANTS = (
-    Variant("1f1b", 1, "loop"),
-    *(Variant("interleaved", chunks, "loop") for chunks in range(2, 13)),
-    Variant("zb-h1", 1, "loop"),
-    Variant("zbv", 2, "v"),
-    *(Variant("zb-looped", chunks, "loop") for chunks in range(2, 9)),
-    Variant("gpipe", 1, "loop"),
-)
-# Chunks that are searched without being asked for. gpipe isn't: 1F1B takes no longer and holds no more.
-_USUAL_CHUNKS = {
-    "1f1b": (1,),
-    "interleaved": (2, 3, 4, 6, 8),
-    "zb-h1": (1,),
-    "zbv": (2,),
-    "zb-looped": (2, 3, 4),
-    "gpipe": (),
+# schedule -> placement of chunks, chunks of a stage that it can have, and those that are searched without being asked for.
+_SCHEDULES: Mapping[str, tuple[Literal["loop", "v"], Sequence[int], Sequence[int]]] = {
+    "1f1b": ("loop", [1], [1]),
+    "interleaved": ("loop", range(2, 13), [2, 3, 4, 6, 8]),
+    "zb-h1": ("loop", [1], [1]),
+    "zbv": ("v", [2], [2]),
+    "zb-looped": ("loop", range(2, 9), [2, 3, 4]),
+    "gpipe": ("loop", [1], []),  # 1F1B takes no longer and holds no more
 }
+VARIANTS = tuple(
+    Variant(name, chunks, placement) for name, (placement, possible, _) in _SCHEDULES.items() for chunks in possible
+)
 
 
 @dataclass(frozen=True)
@@ -58,22 +53,22 @@ class Space:
     variant: index in VARIANTS; sequence_parallel: 0 or 1; halves: 1 if layers are half blocks.
     """
 
-    halves: IntArray
-    slices: IntArray
-    stages: IntArray
-    replicas: IntArray
-    sequence_parallel: IntArray
-    micro_batch: IntArray
-    micro_batches: IntArray
-    zero: IntArray
-    recompute: IntArray
-    variant: IntArray
+    halves: Integers
+    slices: Integers
+    stages: Integers
+    replicas: Integers
+    sequence_parallel: Integers
+    micro_batch: Integers
+    micro_batches: Integers
+    zero: Integers
+    recompute: Integers
+    variant: Integers
 
     def __len__(self) -> int:
         return len(self.stages)
 
     @property
-    def chunks(self) -> IntArray:
+    def chunks(self) -> Integers:
         """Chunks of a stage."""
         return np.array([variant.chunks for variant in VARIANTS])[self.variant]
 
@@ -83,7 +78,7 @@ class Space:
         return np.array([variant.schedule in WHOLE_BACKWARDS for variant in VARIANTS])[self.variant]
 
     @property
-    def shapes(self) -> IntArray:
+    def shapes(self) -> Integers:
         """Ranks along pipe, data, model, [layouts, 3]."""
         return np.stack([self.stages, self.replicas, self.slices], axis=1)
 
@@ -165,5 +160,5 @@ def _is_searched(variant: Variant, fixed: PartialLayout) -> bool:
     is_possible = (
         variant.schedule not in WHOLE_BACKWARDS if schedule == "auto" else schedule in (None, variant.schedule)
     )
-    usual = (1,) if schedule == "gpipe" else _USUAL_CHUNKS[variant.schedule]
-    return is_possible and variant.chunks in (usual if chunks is None else (chunks,))
+    usual = [1] if schedule == "gpipe" else _SCHEDULES[variant.schedule][2]
+    return is_possible and variant.chunks in (usual if chunks is None else [chunks])

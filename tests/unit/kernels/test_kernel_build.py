@@ -222,6 +222,8 @@ def test_sdist_and_wheel_carry_sources_and_page_and_need_no_nvcc(tmp_path: Path)
     assert {path.name for path in (tmp_path / "lib" / page).iterdir()} == {
         path.name for path in (ROOT / page).iterdir()
     }
+    data = {path.relative_to(ROOT) for path in (ROOT / "parallel3d").rglob("*.yaml")}
+    assert {path.relative_to(tmp_path / "lib") for path in (tmp_path / "lib").rglob("*.yaml")} == data != set()
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         inside = {Path(name).name for name in packed.getnames() if Path(name).parent.name == "csrc"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.cluster.file import load_cluster
-from parallel3d.planner.search.presets import DEVICES
+from parallel3d.planner.cluster.presets import DEVICES
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "clusters" / "two_unequal_hosts.yaml"
 

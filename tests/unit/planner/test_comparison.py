@@ -103,4 +103,4 @@ def test_of_many_instructions_the_worst_are_shown_and_the_mean_of_all():
 def test_nothing_measured_is_no_division_by_it():
     nothing = Line(what="exposed communication", unit="s", predicted=0.0, measured=0.0)
     assert nothing.error == 0.0
-    assert nothing.model_copy(update={"predicted": 1.0}).error == float("inf")
+    assert nothing._replace(predicted=1.0).error == float("inf")

@@ -12,7 +12,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.measure import default_path, describe, fit_link, measure_cluster
 from parallel3d.planner.calibrate.measure_worker import Measured, Transfer, islands_of
 from parallel3d.planner.cluster.file import load_cluster
-from parallel3d.planner.search.presets import preset_of
+from parallel3d.planner.cluster.presets import preset_of
 
 SIZES = [2**k for k in range(14, 30, 2)]
 
