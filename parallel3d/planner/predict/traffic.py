@@ -17,14 +17,14 @@ from parallel3d.planner.search.result import LinkLoad
 _SEEN = 0.25  # share of the time of collectives between replicas that compute doesn't hide, about
 
 
-def _of_slices(predictor: Predictor, step: StepPrediction, stage: int) -> Counter[Collective]:
-    """Count the collectives over each tensor-parallel group of a stage in a step."""
+def _over_slices(predictor: Predictor, step: StepPrediction, stage: int) -> Reductions:
+    """Return the collectives over each tensor-parallel group of a stage, with how often they run in a step."""
     layers, counted = predictor.layers(step.layout), Counter[Collective]()
     for chunk, at in enumerate(step.program.placement):
         for layer in layers[step.bounds[chunk] : step.bounds[chunk + 1]] if at == stage else ():
             for work in (layer.forward, layer.input_gradient, layer.weight_gradient):
                 counted.update(work.collectives)
-    return Counter({collective: number * step.layout.micro_batches for collective, number in counted.items()})
+    return tuple((collective, float(number * step.layout.micro_batches)) for collective, number in counted.items())
 
 
 def _over_replicas(step: StepPrediction, stage: int) -> Reductions:
@@ -44,21 +44,22 @@ def _messages(predictor: Predictor, step: StepPrediction) -> Iterator[tuple[int,
             yield b, a, layers[end - 1].gradient_bytes
 
 
+def _volume(collectives: Reductions) -> float:
+    return sum(collective.nbytes * number for collective, number in collectives)
+
+
 def traffic_of(predictor: Predictor, step: StepPrediction) -> Traffic:
     """Return what the placement of ranks is chosen by. If stages differ, the busiest one counts."""
-    layout = step.layout
-    stages = range(layout.stages)
-    model = max(
-        (tuple(_of_slices(predictor, step, s).items()) for s in stages), key=lambda c: sum(k.nbytes * n for k, n in c)
-    )
-    data = max((_over_replicas(step, s) for s in stages), key=lambda d: sum(c.nbytes * n for c, n in d))
+    layout, stages = step.layout, range(step.layout.stages)
+    model = max((_over_slices(predictor, step, stage) for stage in stages), key=_volume)
+    data = max((_over_replicas(step, stage) for stage in stages), key=_volume)
     sizes = Counter(nbytes for *_, nbytes in _messages(predictor, step))
     flops = sum(
         layer.forward.flops + layer.input_gradient.flops + layer.weight_gradient.flops
         for layer in predictor.layers(layout)
     )
     return Traffic(
-        model=tuple((collective, float(number)) for collective, number in model),
+        model=model,
         data=tuple((collective, _SEEN * number) for collective, number in data),
         # Messages are waited for while the pipeline fills and drains; in between, compute hides them.
         pipe=tuple((nbytes, number / max(1, layout.stages - 1)) for nbytes, number in sizes.items()),
@@ -72,11 +73,11 @@ def link_loads(predictor: Predictor, step: StepPrediction) -> tuple[LinkLoad, ..
     network, links = predictor.network, step.links
     carried = {axis: np.zeros(len(network.fabric.bandwidth)) for axis in ("pipe", "data", "model")}
     for a, b, nbytes in _messages(predictor, step):
-        carried["pipe"] += step.layout.micro_batches * network.link_bytes("send", links.pairs(a, b), nbytes)
+        carried["pipe"] += step.layout.micro_batches * network.link_bytes("send", links.stage_groups(a, b), nbytes)
     for stage in range(step.layout.stages):
         for axis, groups, collectives in (
             ("data", links.replica_groups(stage), _over_replicas(step, stage)),
-            ("model", links.slice_groups(stage), _of_slices(predictor, step, stage).items()),
+            ("model", links.slice_groups(stage), _over_slices(predictor, step, stage)),
         ):
             for collective, number in collectives:
                 carried[axis] += number * network.link_bytes(collective.kind, groups, collective.nbytes)
