@@ -18,7 +18,7 @@ from parallel3d.planner.predict.program import Buckets
 from parallel3d.planner.predict.timing import Floats, Times, by_op, compute_seconds
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op
-from parallel3d.schedule.timing import Cost, Length
+from parallel3d.schedule.timing import Cost, Simulation
 from parallel3d.zero.policy import ZeroPolicy
 
 Reductions = tuple[
@@ -52,6 +52,16 @@ class StepCost:
         """Return the same with links that take no time, also inside of layers."""
         times = self.times
         return StepCost(Times(times.compute - times.exchanges, np.zeros_like(times.exchanges), times.host), {})
+
+    def makespan(self, simulation: Simulation, micro_batches: int) -> float:
+        """Return the makespan of a program with this many micro-batches. simulation: of the program, with these or fewer.
+
+        Each further one makes the step of a full pipeline longer by the seconds of the busiest stage, or of the busiest host.
+        """
+        program, length = simulation.program, simulation.length(self.cost(), self.host())
+        of_chunks = self.times.total, self.times.host.sum(axis=0)
+        pace, host = (float(of_stages(each, program.placement).max()) for each in of_chunks)
+        return length.makespan + (micro_batches - program.num_micro_batches) * max(pace, length.pace, host)
 
 
 class Reducing(NamedTuple):
@@ -192,12 +202,3 @@ def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
     """Return the sums of chunks' values by stage, [stages]."""
     sums: Floats = np.bincount(np.asarray(placement), weights=of_chunks).astype(np.float64)
     return sums
-
-
-def makespan(length: Length, times: Times, placement: Sequence[int], untimed: int) -> float:
-    """Return the makespan of a program from its length with `untimed` micro-batches fewer.
-
-    Each of these makes the step of a full pipeline longer by the seconds of the busiest stage, or of the busiest host.
-    """
-    pace, host = (float(of_stages(each, placement).max()) for each in (times.total, times.host.sum(axis=0)))
-    return length.makespan + untimed * max(pace, length.pace, host)

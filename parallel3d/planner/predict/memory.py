@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,25 +67,51 @@ class MemoryModel:
         modules = [id(layer) for layer in model.specs if isinstance(layer, nn.Module)]
         self._has_ties = len(set(modules)) < len(modules) or any(isinstance(s, TiedLayerSpec) for s in model.specs)
 
-    def stages(
+    def stage(
         self,
         replay: MemoryReplay,
         bounds: Sequence[int],
         layout: Layout,
-        capacities: Sequence[int],
+        stage: int,
+        capacity: int,
         samples: float = 1,
-        only: Collection[int] | None = None,
-    ) -> tuple[StageMemory, ...]:
-        """Predict each stage, or some.
+    ) -> StageMemory:
+        """Predict the memory of a stage.
 
         - replay: of the program; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: fully specified.
-        - capacities: bytes of the smallest device of each stage.
+        - capacity: bytes of the smallest device of the stage.
         - samples: estimate micro-batches of this many times the layout's.
         """
-        return tuple(
-            self._stage(replay, bounds, layout, stage, capacity, samples)
-            for stage, capacity in enumerate(capacities)
-            if only is None or stage in only
+        on_cuda, own = self._model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
+        model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
+        within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
+        # The transport keeps the last gradients sent until it sends again.
+        sent = max(chunk.held.input_gradient if chunk.held.received else 0 for chunk in chunks.values())
+        steady = {
+            **model.steady,
+            "tables": max((layer.tables for layer in own), default=0),
+            "libraries": _LIBRARY_BYTES if on_cuda else 0,
+        }
+        messages = {"messages": round(samples * sent) if on_cuda else 0}
+        extra = {
+            "steady": {},
+            "backward": {"activations": held, "workspace": within - held, **model.kept, **messages},
+            "step": {**model.step, **model.kept},
+            "save": model.kept,  # a save copies tensors to the host as they are
+        }
+        base = sum(steady.values())
+        phases = {phase: base + sum(parts.values()) for phase, parts in extra.items()}
+        most = max(phases, key=lambda phase: phases[phase])
+        allocated = phases[most]
+        gaps, outside = (round(allocated * _GAPS), self._outside(layout) + model.shared) if on_cuda else (0, 0)
+        return StageMemory(
+            stage=stage,
+            parts={name: nbytes for name, nbytes in {**steady, **extra[most]}.items() if nbytes},
+            phases=phases,
+            allocated=allocated,
+            reserved=allocated + gaps + outside,
+            outside=outside,
+            capacity=capacity,
         )
 
     def of_layers(self, layout: Layout) -> tuple[list[float], list[float]]:
@@ -144,41 +170,6 @@ class MemoryModel:
                 interval,
             )
         return self._chunks[key]
-
-    def _stage(
-        self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int, capacity: int, samples: float
-    ) -> StageMemory:
-        on_cuda, own = self._model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
-        model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
-        within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
-        # The transport keeps the last gradients sent until it sends again.
-        sent = max(chunk.held.input_gradient if chunk.held.received else 0 for chunk in chunks.values())
-        steady = {
-            **model.steady,
-            "tables": max((layer.tables for layer in own), default=0),
-            "libraries": _LIBRARY_BYTES if on_cuda else 0,
-        }
-        messages = {"messages": round(samples * sent) if on_cuda else 0}
-        extra = {
-            "steady": {},
-            "backward": {"activations": held, "workspace": within - held, **model.kept, **messages},
-            "step": {**model.step, **model.kept},
-            "save": model.kept,  # a save copies tensors to the host as they are
-        }
-        base = sum(steady.values())
-        phases = {phase: base + sum(parts.values()) for phase, parts in extra.items()}
-        most = max(phases, key=lambda phase: phases[phase])
-        allocated = phases[most]
-        gaps, outside = (round(allocated * _GAPS), self._outside(layout) + model.shared) if on_cuda else (0, 0)
-        return StageMemory(
-            stage=stage,
-            parts={name: nbytes for name, nbytes in {**steady, **extra[most]}.items() if nbytes},
-            phases=phases,
-            allocated=allocated,
-            reserved=allocated + gaps + outside,
-            outside=outside,
-            capacity=capacity,
-        )
 
     def _outside(self, layout: Layout) -> int:
         """Return the bytes outside of PyTorch's allocator: CUDA's context, and buffers of communication."""

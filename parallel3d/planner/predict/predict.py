@@ -15,8 +15,9 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import cut, segment_costs
 from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
+from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.predict.costs import SplitLayout, StepCost, makespan, of_stages
+from parallel3d.planner.predict.costs import SplitLayout, StepCost, of_stages
 from parallel3d.planner.predict.links import LayoutLinks, Shape
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.memory_replay import MemoryReplay
@@ -125,12 +126,10 @@ class Predictor:
         """
         split, stages = self._split_layout(layout, places, bounds=bounds)
         if compute is None:
-            timed = timed_micro_batches(layout)
-            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed)
+            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed_micro_batches(layout))
         else:
-            timed = compute.num_micro_batches
             simulation = given_simulation(compute, layout, split.buckets, split.policy)
-        cost, seconds = self._timed(split, simulation, timed)
+        cost, seconds = self._timed(split, simulation)
         optimizer = self._optimizer_seconds(split, stages)
         return StepPrediction(
             layout=layout,
@@ -138,7 +137,6 @@ class Predictor:
             links=split.links,
             simulation=simulation,
             cost=cost,
-            timed=timed,
             makespan=seconds,
             optimizer=optimizer,
             seconds=seconds + optimizer + self.calibration.fixed.value,
@@ -162,20 +160,15 @@ class Predictor:
         """Return `seconds` of devices that compute during `computing` of them and idle else (see Calibration.idle)."""
         return seconds - self.calibration.idle.value * (seconds - computing)
 
-    def _timed(self, split: SplitLayout, simulation: Simulation, timed: int) -> tuple[StepCost, float]:
+    def _timed(self, split: SplitLayout, simulation: Simulation) -> tuple[StepCost, float]:
         """Return the costs at the clock of a device with the step's share of idle time, and the pipeline's seconds."""
         cost, layout = split.cost(), split.layout
-
-        def seconds_of(cost: StepCost) -> float:
-            length = simulation.length(cost.cost(), cost.host())
-            return makespan(length, cost.times, split.placement, layout.micro_batches - timed)
-
-        seconds = seconds_of(cost)
+        seconds = cost.makespan(simulation, layout.micro_batches)
         if self.calibration.idle.value > 0:
             computing = float(cost.times.total.sum()) * layout.micro_batches / layout.stages
             factor = self.cooled(seconds, computing) / seconds
             cost = replace(cost, times=cost.times.scaled(factor))
-            seconds = seconds_of(cost)
+            seconds = cost.makespan(simulation, layout.micro_batches)
         return cost, seconds
 
     def _split_layout(
@@ -264,9 +257,13 @@ class Predictor:
     def memory(self, step: StepPrediction) -> tuple[StageMemory, ...]:
         """Return the memory of each stage, as the calibration corrects it."""
         memory, replay = self._memory(step.layout.units), MemoryReplay.of(step.program)
-        samples = untimed_flight(step.layout, step.timed)
-        stages = memory.stages(replay, step.bounds, step.layout, _capacities(step.links), samples)
-        return tuple(map(self.calibration.correct_memory, stages))
+        samples = untimed_flight(step.layout, step.program.num_micro_batches)
+        return tuple(
+            self.calibration.correct_memory(
+                memory.stage(replay, step.bounds, step.layout, stage, _capacity(devices), samples)
+            )
+            for stage, devices in enumerate(step.links.devices)
+        )
 
     def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
         """Yield about the `memory` of the stages that may be the fullest, scaled from that of a single sample.
@@ -279,8 +276,9 @@ class Predictor:
         samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
         # A long pipeline is the fullest at its ends, or in the middle.
         for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
-            for found in memory.stages(replay, bounds, one, _capacities(links), samples, {stage}):
-                yield self.calibration.correct_memory(found)
+            if 0 <= stage < layout.stages:
+                capacity = _capacity(links.devices[stage])
+                yield self.calibration.correct_memory(memory.stage(replay, bounds, one, stage, capacity, samples))
 
     def chunk_bytes(self, step: StepPrediction) -> list[ChunkBytes]:
         """Return what a micro-batch holds on each chunk, with weight gradients deferred."""
@@ -341,6 +339,5 @@ def _fastest(times: Sequence[Times]) -> tuple[Times, tuple[float, ...]]:
     return times[totals.index(min(totals))], tuple(total / min(totals) for total in totals)
 
 
-def _capacities(links: LayoutLinks) -> list[int]:
-    """Return the bytes of the smallest device of each stage."""
-    return [min(device.memory for device in devices) for devices in links.devices]
+def _capacity(devices: Sequence[Device]) -> int:
+    return min(device.memory for device in devices)
