@@ -13,12 +13,14 @@ import torch
 from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, CollectiveKind, Work
+from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.links import LayoutLinks
 from parallel3d.planner.predict.program import Buckets
 from parallel3d.planner.predict.timing import Floats, Times, by_op, compute_seconds
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.timing import Cost, Simulation
+from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
 Reductions = tuple[
@@ -80,6 +82,7 @@ class SplitLayout:
 
     - layers: profiles of the layers on a rank, for micro-batches of 1/`samples` of the layout's.
     - placement: stage of each chunk; chunk c has layers bounds[c] to bounds[c + 1].
+    - stages: parameters of each stage; buckets: of their gradients.
     - compute_times: times of the chunks without reductions of gradients beside them.
     """
 
@@ -91,6 +94,7 @@ class SplitLayout:
     bounds: tuple[int, ...]
     compute_times: Times
     policy: ZeroPolicy
+    stages: Sequence[Sequence[ParameterInfo]]
     buckets: Buckets
 
     @property
@@ -157,6 +161,13 @@ class SplitLayout:
                 known[key] = sum(n * self.links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
             seconds[stage] += known[key]
         return seconds
+
+    def optimizer_seconds(self) -> float:
+        """Return the seconds of the optimizer's step on the slowest stage."""
+        return max(
+            update_traffic(own, self.policy, self.layout.replicas) / min(d.memory_bandwidth for d in devices)
+            for own, devices in zip(self.stages, self.links.devices, strict=True)
+        )
 
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""

@@ -51,7 +51,7 @@ class MemoryModel:
     """Predicts the memory of a model's layouts, with what chunks hold found once for all layouts that have the same chunks."""
 
     def __init__(self, model: ModelProfile):
-        self._model = model
+        self.model = model
         self._chunks: dict[object, ChunkMemory] = {}
         self._states: dict[object, _State] = {}
         given, one = model.config.optimizer, nn.Parameter(torch.empty(1))
@@ -82,7 +82,7 @@ class MemoryModel:
         - capacity: bytes of the smallest device of the stage.
         - samples: estimate micro-batches of this many times the layout's.
         """
-        on_cuda, own = self._model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
+        on_cuda, own = self.model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
         model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
         within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
         # The transport keeps the last gradients sent until it sends again.
@@ -120,7 +120,7 @@ class MemoryModel:
         each = [self._chunk((0,), (k, k + 1), layout, 0, splits=False).held.saved for k in range(len(layers))]
         # Alone each holds its output, which among others the next one may not need.
         share = self.held(layout) / max(1, sum(each))
-        policy = self._model.policy(layout.zero)
+        policy = self.model.policy(layout.zero)
         state = [
             predict_state(
                 [ParameterInfo("", p, (0,)) for _, p in layer.parameters], policy, layout.replicas, self._moments or 2
@@ -131,7 +131,7 @@ class MemoryModel:
 
     def held(self, layout: Layout) -> int:
         """Return the bytes that a micro-batch saves for its backward in all layers, as one chunk."""
-        return self._chunk((0,), (0, len(self._model.specs)), layout, 0, splits=False).held.saved
+        return self._chunk((0,), (0, len(self.model.specs)), layout, 0, splits=False).held.saved
 
     def chunks(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> dict[int, ChunkMemory]:
         """Return the memory of a micro-batch on each chunk of a stage."""
@@ -143,7 +143,7 @@ class MemoryModel:
         return [self._chunk(placement, bounds, layout, c, splits=True).held for c in range(len(placement))]
 
     def _layers(self, layout: Layout) -> tuple[LayerProfile, ...]:
-        return self._model.layers(layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        return self.model.layers(layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
 
     def _chunk(
         self, placement: Sequence[int], bounds: Sequence[int], layout: Layout, chunk: int, splits: bool
@@ -155,7 +155,7 @@ class MemoryModel:
         before = layers[start - 1] if start > 0 else None
         key = (layout.micro_batch, interval, is_local, splits, id(before), *map(id, layers[start:stop]))
         if key not in self._chunks:
-            loaded, labels = self._model.loaded(layout.micro_batch)
+            loaded, labels = self.model.loaded(layout.micro_batch)
             inputs = (
                 [(nbytes, 0) for nbytes in loaded]
                 if before is None
@@ -175,7 +175,7 @@ class MemoryModel:
         """Return the bytes outside of PyTorch's allocator: CUDA's context, and buffers of communication."""
         stages, replicas = layout.stages, layout.replicas
         communicators = communicator_bytes((layout.world_size, replicas, layout.slices))
-        config, buffers = self._model.config, 0
+        config, buffers = self.model.config, 0
         if stages > 1 and config.pipeline.peer_copies:
             buffers += pipeline_channels(stages).num_bytes
         if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
@@ -188,7 +188,7 @@ class MemoryModel:
 
     def _state(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> _State:
         """Predict the model state of each rank of a stage: what it trains, and frozen parameters and buffers."""
-        model, placement, splits = self._model, replay.placement, replay.splits(stage)
+        model, placement, splits = self.model, replay.placement, replay.splits(stage)
         # The same for any micro-batch, and whether layers are recomputed or not.
         own = _own(model.layers(layout.slices, layout.sequence_parallel), bounds, placement, stage)
         # Ties connect stages: if there are some, all of the partition counts; else which layers the stage has.
@@ -224,7 +224,7 @@ class MemoryModel:
         return self._states[key]
 
     def _cast_bytes(self, parameter: nn.Parameter) -> int:
-        dtype = self._model.precision.weights if parameter.is_floating_point() else None
+        dtype = self.model.precision.weights if parameter.is_floating_point() else None
         return parameter.numel() * (dtype or parameter.dtype).itemsize
 
 

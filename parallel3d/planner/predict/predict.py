@@ -41,7 +41,6 @@ from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.memory import ChunkBytes, most_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
-from parallel3d.zero.memory import update_traffic
 
 Units = Literal["half"] | None  # of layers, see Layout
 _Seconds = TypeVar("_Seconds", float, Floats)
@@ -69,8 +68,7 @@ class Predictor:
         measured: Sequence[LayerSeconds] | None = None,
     ):
         self.model, self.network, self.calibration = model, network, calibration or Calibration()
-        self._profiles: dict[Units, ModelProfile] = {None: profile}
-        self._memories: dict[Units, MemoryModel] = {}
+        self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)}
         self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
         if measured is not None:
             factors = self.expected.factors_of(measured)
@@ -85,13 +83,11 @@ class Predictor:
 
     def profile(self, units: Units = None) -> ModelProfile:
         """Return the profile of the layers, or of their half blocks. Raises ConfigError if half blocks aren't known."""
-        if units not in self._profiles:
-            self._profiles[units] = self._profiles[None].of_layers(self.model.in_halves().layers)
-        return self._profiles[units]
+        return self._memory(units).model
 
     def _memory(self, units: Units) -> MemoryModel:
         if units not in self._memories:
-            self._memories[units] = MemoryModel(self.profile(units))
+            self._memories[units] = MemoryModel(self.profile().of_layers(self.model.in_halves().layers))
         return self._memories[units]
 
     def layers(self, layout: Layout, exactly: bool = True) -> tuple[LayerProfile, ...]:
@@ -124,13 +120,13 @@ class Predictor:
         - bounds: the chunks' layers, if they are split already.
         - compute: the schedule, if it isn't a named one.
         """
-        split, stages = self._split_layout(layout, places, bounds=bounds)
+        split = self._split_layout(layout, places, bounds=bounds)
         if compute is None:
             simulation = self._programs.simulation(layout, split.buckets, split.policy, timed_micro_batches(layout))
         else:
             simulation = given_simulation(compute, layout, split.buckets, split.policy)
         cost, seconds = self._timed(split, simulation)
-        optimizer = self._optimizer_seconds(split, stages)
+        optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
         return StepPrediction(
             layout=layout,
             bounds=split.bounds,
@@ -150,11 +146,11 @@ class Predictor:
         Every stage computes all micro-batches, after those before it have begun the first one, and before they end the last
         one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
-        split, stages = self._split_layout(layout, exactly=False)
+        split = self._split_layout(layout, exactly=False)
         computing = self.cooled(*split.least_computing())
         host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
         longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
-        return longest + self._optimizer_seconds(split, stages)
+        return longest + self.calibration.factors["optimizer"].value * split.optimizer_seconds()
 
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
         """Return `seconds` of devices that compute during `computing` of them and idle else (see Calibration.idle)."""
@@ -177,8 +173,8 @@ class Predictor:
         places: Sequence[int] | None = None,
         exactly: bool = True,
         bounds: Sequence[int] | None = None,
-    ) -> tuple[SplitLayout, list[list[ParameterInfo]]]:
-        """Return the split layout, and the parameters of each stage; those of equal owners as one unless exactly."""
+    ) -> SplitLayout:
+        """Split a layout; the parameters of equal owners count as one unless exactly."""
         links, policy = self.links(layout, places, exactly), self.profile().policy(layout.zero)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
@@ -191,7 +187,7 @@ class Predictor:
             stages = self._merged[id(stages)]
             buckets = rough_buckets(stages, len(placement))
         layers, samples = self.layers(layout, exactly), 1 if exactly else layout.micro_batch
-        return SplitLayout(layout, links, layers, samples, placement, bounds, times, policy, buckets), stages
+        return SplitLayout(layout, links, layers, samples, placement, bounds, times, policy, stages, buckets)
 
     def links(self, layout: Layout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
@@ -241,14 +237,6 @@ class Predictor:
             }
             self._stage_times[key] = [slowest[stage] for stage in links.first_alike]
         return self._stage_times[key]
-
-    def _optimizer_seconds(self, split: SplitLayout, stages: Sequence[Sequence[ParameterInfo]]) -> float:
-        """Return the seconds of the slowest stage's step. stages: their parameters."""
-        seconds = [
-            update_traffic(own, split.policy, split.layout.replicas) / min(d.memory_bandwidth for d in devices)
-            for own, devices in zip(stages, split.links.devices, strict=True)
-        ]
-        return self.calibration.factors["optimizer"].value * max(seconds)
 
     def held(self, layout: Layout) -> int:
         """Return the bytes of activations that a micro-batch leaves for its backward, over all layers as one chunk."""
