@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
 from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Collective, Work
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.links import Integers
+from parallel3d.planner.predict.parameters import merged_parameters
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, compute_seconds, layer_times
 from parallel3d.planner.search.space import Space
@@ -86,10 +85,8 @@ class Bounds:
         for chosen in _groups(space.slices, space.replicas, space.zero):
             layout = space.layout(chosen[0])
             parameters = [p for layer in predictor.layers(Layout(slices=layout.slices)) for _, p in layer.parameters]
-            dtype = parameters[0].dtype if parameters else torch.float32
-            merged = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device="meta")
-            info = ParameterInfo("", nn.Parameter(merged), (0,))
-            state = predict_state([info], predictor.profile().policy(layout.zero), layout.replicas)
+            merged = merged_parameters([ParameterInfo("", p, (0,)) for p in parameters])
+            state = predict_state(merged, predictor.profile().policy(layout.zero), layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.slices, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
