@@ -127,4 +127,5 @@ def predict(
     for stage in range(layout.stages):
         chunks = memory.chunks(replay, bounds, layout, stage).items()
         between.append(replay.peak(stage, {c: replace(chunk, within={}) for c, chunk in chunks}).held)
-    return memory.stages(replay, bounds, layout, [2**40] * layout.stages), between, program
+    stages = tuple(memory.stage(replay, bounds, layout, stage, 2**40) for stage in range(layout.stages))
+    return stages, between, program

@@ -163,7 +163,7 @@ def _components(predictor: Predictor, predicted: StepPrediction, i: Instruction)
     if i.op in _WORK:
         return _compute_components(predictor, predicted, i)
     if i.op in _ENDS:
-        members = links.pairs(stage, placement[i.chunk + _ENDS[i.op]])
+        members = links.stage_groups(stage, placement[i.chunk + _ENDS[i.op]])
     elif i.op in _COLLECTIVES:
         members = links.replica_groups(stage)
     else:

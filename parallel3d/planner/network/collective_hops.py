@@ -91,7 +91,7 @@ def _tree(inside: list[_Message], blocks: list[range]) -> tuple[Phase, ...]:
     members, count = blocks[-1].stop, len(blocks)
     local = [m._replace(share=2 * m.share * (members - 1) / members, steps=2 * m.steps / count) for m in inside]
     rails = min(map(len, blocks))
-    depth = max(_depth(node, count) for node in range(count))
+    depth = (count - 1).bit_length()  # on each way up the lowest bit of a node's number rises
     pairs = [(node, _parent(node, count)) for node in range(1, count)]
     pairs += [(count - 1 - child, count - 1 - parent) for child, parent in pairs]
     pairs += [(parent, child) for child, parent in pairs]
@@ -131,13 +131,6 @@ def _parent(node: int, count: int) -> int:
     bit = node & -node
     parent = (node ^ bit) | (bit << 1)
     return parent if parent < count else node ^ bit
-
-
-def _depth(node: int, count: int) -> int:
-    depth = 0
-    while node:
-        node, depth = _parent(node, count), depth + 1
-    return depth
 
 
 def _phase(lanes: list[list[_Message]], bytes_factor: float, steps_factor: float) -> Phase:

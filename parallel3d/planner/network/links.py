@@ -99,7 +99,9 @@ class Network:
         alike: dict[object, list[int]] = {}
         for link in used:
             edge = self.fabric.edges[link // 2]
-            names = (edge.a, edge.b) if len(used) <= _LISTED_LINKS else (_numberless(edge.a), _numberless(edge.b))
+            names = edge.a, edge.b
+            if len(used) > _LISTED_LINKS:
+                names = re.sub(r"\d+", "#", edge.a), re.sub(r"\d+", "#", edge.b)
             alike.setdefault((names, *edge[2:]), []).append(link)
         loads = []
         for links in alike.values():
@@ -166,8 +168,6 @@ class Network:
         # How each member is cut off from the one before: 0 not at all, 1 in another island, 2 in another unit.
         unit, island = fabric.unit[members], fabric.island[members]
         cuts = np.where(np.diff(unit, axis=1) != 0, 2, np.diff(island, axis=1) != 0).astype(np.uint8)
-        if (cuts == cuts[0]).all():
-            return [_Alike(np.arange(len(members)), members, _shape(cuts[0]))]
         patterns, which = np.unique(cuts, axis=0, return_inverse=True)
         chosen = [np.flatnonzero(which.ravel() == pattern) for pattern in range(len(patterns))]
         return [_Alike(rows, members[rows], _shape(cuts)) for rows, cuts in zip(chosen, patterns, strict=True)]
@@ -198,10 +198,6 @@ def _rounds(kind: Kind, alike: list[_Alike], algorithm: int) -> Iterator[_Sent]:
             np.concatenate([np.tile(phase.share, len(group.rows)) for group, phase in sent]),
             np.concatenate([np.repeat(group.rows, len(phase.source)) for group, phase in sent]),
         )
-
-
-def _numberless(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
 
 
 def _ranges(names: list[str]) -> str:

@@ -17,7 +17,6 @@ _AT_ONCE = 1 << 15  # ranks of trials timed together
 _TRIED = 1 << 16  # ranks of all trials of a descent: bounds the time
 _SMALL, _STARTS = 64, 4  # GPUs up to which this many structured arrangements are improved, within the same bound
 _SAME = 1.01  # a ratio of seconds that is no difference between structured arrangements
-_TOO_SMALL = 1e6  # seconds for a GPU that can't hold its stage: those are avoided first
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,6 @@ class Traffic:
     - pipe: (bytes, how often) of messages between neighbouring stages. What compute hides counts less.
     - loops: whether the last stage sends to the first one as well (chunks in a loop).
     - flops: of the matrix products of all stages, for one rank of each. A stage has as many layers as its slowest GPU allows.
-    - stage_bytes: memory of each stage's ranks, if GPUs' memories differ.
     """
 
     model: tuple[tuple[Collective, float], ...] = ()
@@ -36,7 +34,6 @@ class Traffic:
     pipe: tuple[tuple[float, float], ...] = ()
     loops: bool = False
     flops: float = 0.0
-    stage_bytes: tuple[int, ...] = ()
 
 
 def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
@@ -106,9 +103,6 @@ def step_seconds(network: Network, shape: Grid, traffic: Traffic, placed: Intege
     # For each stage its slowest GPU counts: its ranks wait for each other.
     speeds = np.array([gpu.device.gemm_flops for gpu in network.cluster.gpus])
     seconds: Floats = traffic.flops / speeds[grid].min(axis=(2, 3)).sum(axis=1)
-    if traffic.stage_bytes:
-        capacity = np.array([gpu.device.memory for gpu in network.cluster.gpus])[grid]
-        seconds += _TOO_SMALL * (capacity < np.array(traffic.stage_bytes)[:, None, None]).sum(axis=(1, 2, 3))
     sent: list[tuple[Integers, list[tuple[Kind, float, float]]]] = []  # groups, and what they send how often
     for collectives, groups in (
         (traffic.model, grid.reshape(trials, -1, slices)),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import cache
-from heapq import heappop, heappush
 from typing import NamedTuple
 
+import networkx as nx
 import numpy as np
 
 from parallel3d.errors import ConfigError
@@ -82,10 +83,14 @@ class Routes:
         if units[0] == units[1]:
             return np.array([(_SENDER, *hop) for hop in a.between(i, j)]).T
         exits, entries = (fabric.classes[kind].port_nodes for kind in (kind_a, kind_b))
-        network = self._switches.cost[np.ix_(from_switches, to_switches)]
-        cost = a.cost[i, exits][:, None] + network + b.cost[j, entries]
+        network = np.array([self._switches.costs(switch, to_switches) for switch in from_switches])
+        cost = a.costs(i, exits)[:, None] + network + b.costs(j, entries)
         if cost.min(initial=_FAR) >= _FAR:
-            raise self._unconnected(source, target)
+            near, far = (fabric.cluster.gpus[gpu] for gpu in (source, target))
+            raise ConfigError(
+                f"cluster {fabric.cluster.name!r}: no links lead from {near.node} on {near.host} to {far.node} on {far.host}; "
+                "connect their hosts' cards to switches that reach each other"
+            )
         best = np.argwhere(cost == cost.min()).tolist()
         hops: list[tuple[int, int, float]] = []
         for p, q in best:
@@ -95,46 +100,36 @@ class Routes:
             hops += [(_RECEIVER, link ^ 1, share) for link, share in b.between(j, entries[q])]
         return np.array(hops).T * [[1.0], [1.0], [1 / len(best)]]
 
-    def _unconnected(self, source: int, target: int) -> ConfigError:
-        a, b = (self.fabric.cluster.gpus[gpu] for gpu in (source, target))
-        return ConfigError(
-            f"cluster {self.fabric.cluster.name!r}: no links lead from {a.node} on {a.host} to {b.node} on {b.host}; "
-            "connect their hosts' cards to switches that reach each other"
-        )
-
 
 class _ShortestRoutes:
-    """Shortest routes between the nodes of a graph of a few hundred nodes. cost: [node, node], in the edges' unit.
+    """Shortest routes between the nodes of a graph of a few hundred nodes.
 
     edges: (node, node, number, cost) of each edge; link 2n leads along edge n, link 2n+1 back.
     """
 
-    def __init__(self, nodes: int, edges: Sequence[tuple[int, int, int, int]]) -> None:
-        self.cost = np.full((nodes, nodes), _FAR)
-        np.fill_diagonal(self.cost, 0)
-        self._into: list[dict[int, tuple[int, int]]] = [{} for _ in range(nodes)]  # node -> before it -> (link, cost)
+    def __init__(self, nodes: int, edges: Iterable[tuple[int, int, int, int]]) -> None:
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(nodes))
         for a, b, number, cost in edges:
-            self._into[b][a], self._into[a][b] = (2 * number, cost), (2 * number + 1, cost)
-            self.cost[a, b] = self.cost[b, a] = cost
-        for via in range(nodes):  # Floyd and Warshall
-            np.minimum(self.cost, self.cost[:, via, None] + self.cost[via], out=self.cost)
+            graph.add_edge(a, b, link=2 * number, cost=cost)
+            graph.add_edge(b, a, link=2 * number + 1, cost=cost)
+        self._graph = graph
+        self._search = cache(lambda source: nx.dijkstra_predecessor_and_distance(graph, source, weight="cost"))
         self.between = cache(self._between)
+
+    def costs(self, source: int, targets: Sequence[int]) -> Integers:
+        """Return the cost of the way to each target, _FAR where there is none."""
+        _, distance = self._search(source)
+        return np.array([distance.get(target, _FAR) for target in targets], dtype=np.int64)
 
     def _between(self, source: int, target: int) -> list[tuple[int, float]]:
         """Return (link, share) of all shortest routes. The traffic of each node is split evenly, as routers do."""
-        distance: list[int] = self.cost[source].tolist()
-        hops: list[tuple[int, float]] = []
-        share = {target: 1.0}
-        farthest = [(-distance[target], target)]
-        while farthest:
-            reached, node = heappop(farthest)
-            before = {
-                other: link for other, (link, cost) in self._into[node].items() if distance[other] + cost == -reached
-            }
-            for other, link in before.items():
-                if other not in share:
-                    share[other] = 0.0
-                    heappush(farthest, (-distance[other], other))
-                share[other] += share[node] / len(before)
-                hops.append((link, share[node] / len(before)))
+        before, distance = self._search(source)
+        share = defaultdict(float, {target: 1.0})
+        hops = []
+        for node in sorted(distance, key=lambda node: (-distance[node], node)):
+            for other in before[node] if share[node] else ():
+                part = share[node] / len(before[node])
+                share[other] += part
+                hops.append((self._graph.edges[other, node]["link"], part))
         return hops

@@ -86,15 +86,13 @@ def _gradient_bytes(tensors: Iterable[_Tensor]) -> int:
 class _Step(NamedTuple):
     """A layer, or the loss.
 
-    made: outputs that are no input; entering, leaving: inputs and outputs with a gradient; kept: inputs and outputs that the
-    graph keeps; deferred, deferred_gradients: tensors that its weights' gradients keep, and tensors whose gradients they keep.
+    leaving: outputs with a gradient; kept: inputs and outputs that the graph keeps; deferred, deferred_gradients: tensors that
+    its weights' gradients keep, and tensors whose gradients they keep.
     """
 
     layer: LayerProfile
     held: LayerBytes
     inputs: Sequence[_Tensor]
-    made: set[_Tensor]
-    entering: Sequence[_Tensor]
     leaving: Sequence[_Tensor]
     kept: set[_Tensor]
     deferred: set[_Tensor]
@@ -115,7 +113,6 @@ def _chain(
             _Tensor(b.storage, b.nbytes * b.requires_grad) if b.source is None else current[b.source]
             for b in layer.outputs
         ]
-        made = {tensor for tensor, b in zip(outputs, layer.outputs, strict=True) if b.source is None}
         leaving = [tensor for tensor, b in zip(outputs, layer.outputs, strict=True) if b.requires_grad]
         held = layer.held(splits)
         kept, deferred = (
@@ -124,7 +121,7 @@ def _chain(
         )
         gradients = {leaving[k] for k in held.deferred.output_gradients}
         gradients |= {entering[k] for k in held.deferred.input_gradients}
-        steps.append(_Step(layer, held, current, made, entering, leaving, kept, deferred, gradients))
+        steps.append(_Step(layer, held, current, leaving, kept, deferred, gradients))
         current, entering = outputs, leaving
     return steps
 
@@ -189,7 +186,7 @@ class _Walk:
         self.deferred_tensors = set[_Tensor]().union(*(step.deferred for step in self._steps))
         gradients = set[_Tensor]().union(*(step.deferred_gradients for step in self._steps))
         # The gradients of the chunk's inputs are counted as messages on their way.
-        gradients -= set(self._steps[0].entering)
+        gradients -= {tensor for tensor in self._steps[0].inputs if tensor.gradient}
         self.deferred = _bytes(self.deferred_tensors) + _gradient_bytes(gradients)
         self.deferred += sum(step.held.deferred.own for step in self._steps)
 
@@ -229,7 +226,7 @@ class _Walk:
         if not region.is_recomputed:
             (step,) = region.steps
             # What it keeps of its outputs is in its own peak.
-            outputs = _bytes(step.kept & step.made)
+            outputs = _bytes(step.kept - set(step.inputs))
             kept = [step.inputs[k] for k in step.held.saved.inputs]
             if all(self.first[tensor] == number and tensor not in self._outputs for tensor in kept):
                 return step.held.sole_peak - _bytes(kept) - outputs

@@ -13,12 +13,14 @@ import torch
 from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, CollectiveKind, Work
+from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.links import LayoutLinks
 from parallel3d.planner.predict.program import Buckets
 from parallel3d.planner.predict.timing import Floats, Times, by_op, compute_seconds
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op
-from parallel3d.schedule.timing import Cost, Length
+from parallel3d.schedule.timing import Cost, Simulation
+from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
 Reductions = tuple[
@@ -53,6 +55,16 @@ class StepCost:
         times = self.times
         return StepCost(Times(times.compute - times.exchanges, np.zeros_like(times.exchanges), times.host), {})
 
+    def makespan(self, simulation: Simulation, micro_batches: int) -> float:
+        """Return the makespan of a program with this many micro-batches. simulation: of the program, with these or fewer.
+
+        Each further one makes the step of a full pipeline longer by the seconds of the busiest stage, or of the busiest host.
+        """
+        program, length = simulation.program, simulation.length(self.cost(), self.host())
+        of_chunks = self.times.total, self.times.host.sum(axis=0)
+        pace, host = (float(of_stages(each, program.placement).max()) for each in of_chunks)
+        return length.makespan + (micro_batches - program.num_micro_batches) * max(pace, length.pace, host)
+
 
 class Reducing(NamedTuple):
     """Seconds by which a backward of each chunk is longer if gradients are reduced in every micro-batch, [chunks].
@@ -70,6 +82,7 @@ class SplitLayout:
 
     - layers: profiles of the layers on a rank, for micro-batches of 1/`samples` of the layout's.
     - placement: stage of each chunk; chunk c has layers bounds[c] to bounds[c + 1].
+    - stages: parameters of each stage; buckets: of their gradients.
     - compute_times: times of the chunks without reductions of gradients beside them.
     """
 
@@ -81,6 +94,7 @@ class SplitLayout:
     bounds: tuple[int, ...]
     compute_times: Times
     policy: ZeroPolicy
+    stages: Sequence[Sequence[ParameterInfo]]
     buckets: Buckets
 
     @property
@@ -148,6 +162,13 @@ class SplitLayout:
             seconds[stage] += known[key]
         return seconds
 
+    def optimizer_seconds(self) -> float:
+        """Return the seconds of the optimizer's step on the slowest stage."""
+        return max(
+            update_traffic(own, self.policy, self.layout.replicas) / min(d.memory_bandwidth for d in devices)
+            for own, devices in zip(self.stages, self.links.devices, strict=True)
+        )
+
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""
         links, kind, wire, weight = self.links, self._reduce_kind, self._wire_bytes, self._weight_bytes
@@ -192,12 +213,3 @@ def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
     """Return the sums of chunks' values by stage, [stages]."""
     sums: Floats = np.bincount(np.asarray(placement), weights=of_chunks).astype(np.float64)
     return sums
-
-
-def makespan(length: Length, times: Times, placement: Sequence[int], untimed: int) -> float:
-    """Return the makespan of a program from its length with `untimed` micro-batches fewer.
-
-    Each of these makes the step of a full pipeline longer by the seconds of the busiest stage, or of the busiest host.
-    """
-    pace, host = (float(of_stages(each, placement).max()) for each in (times.total, times.host.sum(axis=0)))
-    return length.makespan + untimed * max(pace, length.pace, host)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ class LayoutLinks:
         self.network, self.shape = network, shape
         self.ranks = np.asarray(places, dtype=np.int64).reshape(shape)
         self._roughly = roughly
-        self._known: dict[tuple[object, ...], float] = {}
+        self._seconds = cache(self._slowest)
         self.overlap = network.cluster.overlap  # see Cluster
 
     @cached_property
@@ -47,24 +47,21 @@ class LayoutLinks:
 
     def over_slices(self, collective: Collective) -> float:
         """Return the seconds of a collective over every tensor-parallel group."""
-        return self._seconds("model", collective.kind, self.slice_groups(), collective.nbytes)
+        return self._seconds(collective.kind, collective.nbytes, self.slice_groups)
 
     def over_replicas(self, kind: CollectiveKind, nbytes: float, stage: int) -> float:
         """Return the seconds of a collective over the replicas of each slice of a stage. nbytes: of one slice's tensor."""
-        stage = self.like(stage)
-        return self._seconds(("data", stage), kind, self.replica_groups(stage), nbytes)
+        return self._seconds(kind, nbytes, self.replica_groups, self.like(stage))
 
     def over_stages(self, nbytes: float, stages: tuple[int, ...]) -> float:
         """Return the seconds of an all-reduce between corresponding ranks of several stages. nbytes: of each rank's tensor."""
-        return self._seconds(
-            ("pipe", stages), "all_reduce", self.ranks[list(stages)].reshape(len(stages), -1).T, nbytes
-        )
+        return self._seconds("all_reduce", nbytes, self.stage_groups, *stages)
 
     def send(self, nbytes: float, source: int, destination: int) -> float:
         """Return the seconds of a message from every rank of a stage to the corresponding one of another stage."""
         if self._roughly:
             source, destination = (0, 1) if source < destination else (1, 0)
-        return self._seconds(("send", source, destination), "send", self.pairs(source, destination), nbytes)
+        return self._seconds("send", nbytes, self.stage_groups, source, destination)
 
     def slice_groups(self, stage: int | None = None) -> Integers:
         """Return the GPUs of each tensor-parallel group, [groups, slices], of one stage or of all."""
@@ -74,9 +71,9 @@ class LayoutLinks:
         """Return the GPUs of the replicas of each slice of a stage, [slices, replicas]."""
         return self.ranks[stage].T
 
-    def pairs(self, source: int, destination: int) -> Integers:
-        """Return the GPUs that send and receive between two stages, [pairs, 2]."""
-        return self.ranks[[source, destination]].reshape(2, -1).T
+    def stage_groups(self, *stages: int) -> Integers:
+        """Return the GPUs of corresponding ranks of several stages, [ranks of a stage, stages]."""
+        return self.ranks[list(stages)].reshape(len(stages), -1).T
 
     def kind(self, groups: Integers) -> str:
         """Return the kind of the slowest links between the members of the first group, as in the cluster's graph."""
@@ -85,9 +82,6 @@ class LayoutLinks:
             return "nic"
         return "nvlink" if len({gpu.island for gpu in members}) == 1 else "pcie"
 
-    def _seconds(self, which: object, kind: Kind, groups: Integers, nbytes: float) -> float:
-        """which: key of the groups."""
-        key = (which, kind, nbytes)
-        if key not in self._known:
-            self._known[key] = self.network.slowest(kind, groups, nbytes) if groups.shape[1] > 1 else 0.0
-        return self._known[key]
+    def _slowest(self, kind: Kind, nbytes: float, groups_of: Callable[..., Integers], *stages: int) -> float:
+        groups = groups_of(*stages)
+        return self.network.slowest(kind, groups, nbytes) if groups.shape[1] > 1 else 0.0

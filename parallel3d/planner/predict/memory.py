@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ class MemoryModel:
     """Predicts the memory of a model's layouts, with what chunks hold found once for all layouts that have the same chunks."""
 
     def __init__(self, model: ModelProfile):
-        self._model = model
+        self.model = model
         self._chunks: dict[object, ChunkMemory] = {}
         self._states: dict[object, _State] = {}
         given, one = model.config.optimizer, nn.Parameter(torch.empty(1))
@@ -67,88 +67,22 @@ class MemoryModel:
         modules = [id(layer) for layer in model.specs if isinstance(layer, nn.Module)]
         self._has_ties = len(set(modules)) < len(modules) or any(isinstance(s, TiedLayerSpec) for s in model.specs)
 
-    def stages(
+    def stage(
         self,
         replay: MemoryReplay,
         bounds: Sequence[int],
         layout: Layout,
-        capacities: Sequence[int],
+        stage: int,
+        capacity: int,
         samples: float = 1,
-        only: Collection[int] | None = None,
-    ) -> tuple[StageMemory, ...]:
-        """Predict each stage, or some.
+    ) -> StageMemory:
+        """Predict the memory of a stage.
 
         - replay: of the program; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: fully specified.
-        - capacities: bytes of the smallest device of each stage.
+        - capacity: bytes of the smallest device of the stage.
         - samples: estimate micro-batches of this many times the layout's.
         """
-        return tuple(
-            self._stage(replay, bounds, layout, stage, capacity, samples)
-            for stage, capacity in enumerate(capacities)
-            if only is None or stage in only
-        )
-
-    def of_layers(self, layout: Layout) -> tuple[list[float], list[float]]:
-        """Return about the bytes of each layer: of its model state, and of what it saves of a micro-batch for its backward."""
-        layers = self._layers(layout)
-        each = [self._chunk((0,), (k, k + 1), layout, 0, splits=False).held.saved for k in range(len(layers))]
-        # Alone each holds its output, which among others the next one may not need.
-        share = self.held(layout) / max(1, sum(each))
-        policy = self._model.policy(layout.zero)
-        state = [
-            predict_state(
-                [ParameterInfo("", p, (0,)) for _, p in layer.parameters], policy, layout.replicas, self._moments or 2
-            ).steady
-            for layer in layers
-        ]
-        return [float(nbytes) for nbytes in state], [share * nbytes for nbytes in each]
-
-    def held(self, layout: Layout) -> int:
-        """Return the bytes that a micro-batch saves for its backward in all layers, as one chunk."""
-        return self._chunk((0,), (0, len(self._model.specs)), layout, 0, splits=False).held.saved
-
-    def chunks(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> dict[int, ChunkMemory]:
-        """Return the memory of a micro-batch on each chunk of a stage."""
-        splits, placement = replay.splits(stage), replay.placement
-        return {c: self._chunk(placement, bounds, layout, c, splits) for c, s in enumerate(placement) if s == stage}
-
-    def chunk_bytes(self, placement: Sequence[int], bounds: Sequence[int], layout: Layout) -> list[ChunkBytes]:
-        """Return the bytes of a micro-batch on each chunk, with weight gradients deferred."""
-        return [self._chunk(placement, bounds, layout, c, splits=True).held for c in range(len(placement))]
-
-    def _layers(self, layout: Layout) -> tuple[LayerProfile, ...]:
-        return self._model.layers(layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
-
-    def _chunk(
-        self, placement: Sequence[int], bounds: Sequence[int], layout: Layout, chunk: int, splits: bool
-    ) -> ChunkMemory:
-        start, stop = bounds[chunk], bounds[chunk + 1]
-        is_local = chunk > 0 and placement[chunk - 1] == placement[chunk]
-        layers, interval = self._layers(layout), layout.recompute
-        # The same layers after an equal one hold the same, wherever they are. The profile keeps them, so ids stay valid.
-        before = layers[start - 1] if start > 0 else None
-        key = (layout.micro_batch, interval, is_local, splits, id(before), *map(id, layers[start:stop]))
-        if key not in self._chunks:
-            loaded, labels = self._model.loaded(layout.micro_batch)
-            inputs = (
-                [(nbytes, 0) for nbytes in loaded]
-                if before is None
-                else [(b.nbytes, b.nbytes * b.requires_grad) for b in before.outputs]
-            )
-            self._chunks[key] = chunk_memory(
-                layers[start:stop],
-                inputs,
-                labels if layers[stop - 1].loss is not None else (),
-                "loader" if before is None else "local" if is_local else "message",
-                splits,
-                interval,
-            )
-        return self._chunks[key]
-
-    def _stage(
-        self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int, capacity: int, samples: float
-    ) -> StageMemory:
-        on_cuda, own = self._model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
+        on_cuda, own = self.model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
         model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
         within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
         # The transport keeps the last gradients sent until it sends again.
@@ -180,11 +114,68 @@ class MemoryModel:
             capacity=capacity,
         )
 
+    def of_layers(self, layout: Layout) -> tuple[list[float], list[float]]:
+        """Return about the bytes of each layer: of its model state, and of what it saves of a micro-batch for its backward."""
+        layers = self._layers(layout)
+        each = [self._chunk((0,), (k, k + 1), layout, 0, splits=False).held.saved for k in range(len(layers))]
+        # Alone each holds its output, which among others the next one may not need.
+        share = self.held(layout) / max(1, sum(each))
+        policy = self.model.policy(layout.zero)
+        state = [
+            predict_state(
+                [ParameterInfo("", p, (0,)) for _, p in layer.parameters], policy, layout.replicas, self._moments or 2
+            ).steady
+            for layer in layers
+        ]
+        return [float(nbytes) for nbytes in state], [share * nbytes for nbytes in each]
+
+    def held(self, layout: Layout) -> int:
+        """Return the bytes that a micro-batch saves for its backward in all layers, as one chunk."""
+        return self._chunk((0,), (0, len(self.model.specs)), layout, 0, splits=False).held.saved
+
+    def chunks(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> dict[int, ChunkMemory]:
+        """Return the memory of a micro-batch on each chunk of a stage."""
+        splits, placement = replay.splits(stage), replay.placement
+        return {c: self._chunk(placement, bounds, layout, c, splits) for c, s in enumerate(placement) if s == stage}
+
+    def chunk_bytes(self, placement: Sequence[int], bounds: Sequence[int], layout: Layout) -> list[ChunkBytes]:
+        """Return the bytes of a micro-batch on each chunk, with weight gradients deferred."""
+        return [self._chunk(placement, bounds, layout, c, splits=True).held for c in range(len(placement))]
+
+    def _layers(self, layout: Layout) -> tuple[LayerProfile, ...]:
+        return self.model.layers(layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+
+    def _chunk(
+        self, placement: Sequence[int], bounds: Sequence[int], layout: Layout, chunk: int, splits: bool
+    ) -> ChunkMemory:
+        start, stop = bounds[chunk], bounds[chunk + 1]
+        is_local = chunk > 0 and placement[chunk - 1] == placement[chunk]
+        layers, interval = self._layers(layout), layout.recompute
+        # The same layers after an equal one hold the same, wherever they are. The profile keeps them, so ids stay valid.
+        before = layers[start - 1] if start > 0 else None
+        key = (layout.micro_batch, interval, is_local, splits, id(before), *map(id, layers[start:stop]))
+        if key not in self._chunks:
+            loaded, labels = self.model.loaded(layout.micro_batch)
+            inputs = (
+                [(nbytes, 0) for nbytes in loaded]
+                if before is None
+                else [(b.nbytes, b.nbytes * b.requires_grad) for b in before.outputs]
+            )
+            self._chunks[key] = chunk_memory(
+                layers[start:stop],
+                inputs,
+                labels if layers[stop - 1].loss is not None else (),
+                "loader" if before is None else "local" if is_local else "message",
+                splits,
+                interval,
+            )
+        return self._chunks[key]
+
     def _outside(self, layout: Layout) -> int:
         """Return the bytes outside of PyTorch's allocator: CUDA's context, and buffers of communication."""
         stages, replicas = layout.stages, layout.replicas
         communicators = communicator_bytes((layout.world_size, replicas, layout.slices))
-        config, buffers = self._model.config, 0
+        config, buffers = self.model.config, 0
         if stages > 1 and config.pipeline.peer_copies:
             buffers += pipeline_channels(stages).num_bytes
         if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
@@ -197,7 +188,7 @@ class MemoryModel:
 
     def _state(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> _State:
         """Predict the model state of each rank of a stage: what it trains, and frozen parameters and buffers."""
-        model, placement, splits = self._model, replay.placement, replay.splits(stage)
+        model, placement, splits = self.model, replay.placement, replay.splits(stage)
         # The same for any micro-batch, and whether layers are recomputed or not.
         own = _own(model.layers(layout.slices, layout.sequence_parallel), bounds, placement, stage)
         # Ties connect stages: if there are some, all of the partition counts; else which layers the stage has.
@@ -233,7 +224,7 @@ class MemoryModel:
         return self._states[key]
 
     def _cast_bytes(self, parameter: nn.Parameter) -> int:
-        dtype = self._model.precision.weights if parameter.is_floating_point() else None
+        dtype = self.model.precision.weights if parameter.is_floating_point() else None
         return parameter.numel() * (dtype or parameter.dtype).itemsize
 
 

@@ -29,24 +29,14 @@ def stage_parameters(
 
 def _in_order(ties: TieIndex, layers: Sequence[LayerProfile], builders: Sequence[int]) -> list[ParameterInfo]:
     """Order parameters by the layers that build them; in each layer, those that are tied by attribute come first."""
-    found: dict[tuple[int, str], ParameterInfo] = {}
+    found: dict[str, ParameterInfo] = {}
     for builder in builders:
-        tied, parameters = ties.attributes(builder), layers[builder].parameters
-        if not tied and parameters:
-            owners = ties.owners(builder, parameters[0][0])
-            for name, parameter in parameters:
-                found[builder, name] = ParameterInfo(f"layers.{builder}.{name}", parameter, owners)
-            continue
-        for name, parameter in sorted(parameters, key=lambda item: not _is_of(item[0], tied)):
+        tied = tuple(attribute + "." for attribute in ties.attributes(builder))
+        for name, parameter in sorted(layers[builder].parameters, key=lambda item: not f"{item[0]}.".startswith(tied)):
             origin, source = ties.origin(builder, name)
-            if (origin, source) not in found:
-                info = ParameterInfo(f"layers.{origin}.{source}", parameter, ties.owners(builder, name))
-                found[origin, source] = info
+            path = f"layers.{origin}.{source}"
+            found.setdefault(path, ParameterInfo(path, parameter, ties.owners(builder, name)))
     return list(found.values())
-
-
-def _is_of(name: str, attributes: Sequence[str]) -> bool:
-    return any(name == a or name.startswith(a + ".") for a in attributes)
 
 
 def merged_parameters(stage: Sequence[ParameterInfo]) -> list[ParameterInfo]:

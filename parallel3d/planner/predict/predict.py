@@ -15,8 +15,9 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import cut, segment_costs
 from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
+from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.predict.costs import SplitLayout, StepCost, makespan, of_stages
+from parallel3d.planner.predict.costs import SplitLayout, StepCost, of_stages
 from parallel3d.planner.predict.links import LayoutLinks, Shape
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.memory_replay import MemoryReplay
@@ -40,7 +41,6 @@ from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.memory import ChunkBytes, most_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
-from parallel3d.zero.memory import update_traffic
 
 Units = Literal["half"] | None  # of layers, see Layout
 _Seconds = TypeVar("_Seconds", float, Floats)
@@ -68,8 +68,7 @@ class Predictor:
         measured: Sequence[LayerSeconds] | None = None,
     ):
         self.model, self.network, self.calibration = model, network, calibration or Calibration()
-        self._profiles: dict[Units, ModelProfile] = {None: profile}
-        self._memories: dict[Units, MemoryModel] = {}
+        self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)}
         self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
         if measured is not None:
             factors = self.expected.factors_of(measured)
@@ -84,13 +83,11 @@ class Predictor:
 
     def profile(self, units: Units = None) -> ModelProfile:
         """Return the profile of the layers, or of their half blocks. Raises ConfigError if half blocks aren't known."""
-        if units not in self._profiles:
-            self._profiles[units] = self._profiles[None].of_layers(self.model.in_halves().layers)
-        return self._profiles[units]
+        return self._memory(units).model
 
     def _memory(self, units: Units) -> MemoryModel:
         if units not in self._memories:
-            self._memories[units] = MemoryModel(self.profile(units))
+            self._memories[units] = MemoryModel(self.profile().of_layers(self.model.in_halves().layers))
         return self._memories[units]
 
     def layers(self, layout: Layout, exactly: bool = True) -> tuple[LayerProfile, ...]:
@@ -123,22 +120,19 @@ class Predictor:
         - bounds: the chunks' layers, if they are split already.
         - compute: the schedule, if it isn't a named one.
         """
-        split, stages = self._split_layout(layout, places, bounds=bounds)
+        split = self._split_layout(layout, places, bounds=bounds)
         if compute is None:
-            timed = timed_micro_batches(layout)
-            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed)
+            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed_micro_batches(layout))
         else:
-            timed = compute.num_micro_batches
             simulation = given_simulation(compute, layout, split.buckets, split.policy)
-        cost, seconds = self._timed(split, simulation, timed)
-        optimizer = self._optimizer_seconds(split, stages)
+        cost, seconds = self._timed(split, simulation)
+        optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
         return StepPrediction(
             layout=layout,
             bounds=split.bounds,
             links=split.links,
             simulation=simulation,
             cost=cost,
-            timed=timed,
             makespan=seconds,
             optimizer=optimizer,
             seconds=seconds + optimizer + self.calibration.fixed.value,
@@ -152,30 +146,25 @@ class Predictor:
         Every stage computes all micro-batches, after those before it have begun the first one, and before they end the last
         one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
-        split, stages = self._split_layout(layout, exactly=False)
+        split = self._split_layout(layout, exactly=False)
         computing = self.cooled(*split.least_computing())
         host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
         longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
-        return longest + self._optimizer_seconds(split, stages)
+        return longest + self.calibration.factors["optimizer"].value * split.optimizer_seconds()
 
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
         """Return `seconds` of devices that compute during `computing` of them and idle else (see Calibration.idle)."""
         return seconds - self.calibration.idle.value * (seconds - computing)
 
-    def _timed(self, split: SplitLayout, simulation: Simulation, timed: int) -> tuple[StepCost, float]:
+    def _timed(self, split: SplitLayout, simulation: Simulation) -> tuple[StepCost, float]:
         """Return the costs at the clock of a device with the step's share of idle time, and the pipeline's seconds."""
         cost, layout = split.cost(), split.layout
-
-        def seconds_of(cost: StepCost) -> float:
-            length = simulation.length(cost.cost(), cost.host())
-            return makespan(length, cost.times, split.placement, layout.micro_batches - timed)
-
-        seconds = seconds_of(cost)
+        seconds = cost.makespan(simulation, layout.micro_batches)
         if self.calibration.idle.value > 0:
             computing = float(cost.times.total.sum()) * layout.micro_batches / layout.stages
             factor = self.cooled(seconds, computing) / seconds
             cost = replace(cost, times=cost.times.scaled(factor))
-            seconds = seconds_of(cost)
+            seconds = cost.makespan(simulation, layout.micro_batches)
         return cost, seconds
 
     def _split_layout(
@@ -184,8 +173,8 @@ class Predictor:
         places: Sequence[int] | None = None,
         exactly: bool = True,
         bounds: Sequence[int] | None = None,
-    ) -> tuple[SplitLayout, list[list[ParameterInfo]]]:
-        """Return the split layout, and the parameters of each stage; those of equal owners as one unless exactly."""
+    ) -> SplitLayout:
+        """Split a layout; the parameters of equal owners count as one unless exactly."""
         links, policy = self.links(layout, places, exactly), self.profile().policy(layout.zero)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
@@ -198,7 +187,7 @@ class Predictor:
             stages = self._merged[id(stages)]
             buckets = rough_buckets(stages, len(placement))
         layers, samples = self.layers(layout, exactly), 1 if exactly else layout.micro_batch
-        return SplitLayout(layout, links, layers, samples, placement, bounds, times, policy, buckets), stages
+        return SplitLayout(layout, links, layers, samples, placement, bounds, times, policy, stages, buckets)
 
     def links(self, layout: Layout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
@@ -249,14 +238,6 @@ class Predictor:
             self._stage_times[key] = [slowest[stage] for stage in links.first_alike]
         return self._stage_times[key]
 
-    def _optimizer_seconds(self, split: SplitLayout, stages: Sequence[Sequence[ParameterInfo]]) -> float:
-        """Return the seconds of the slowest stage's step. stages: their parameters."""
-        seconds = [
-            update_traffic(own, split.policy, split.layout.replicas) / min(d.memory_bandwidth for d in devices)
-            for own, devices in zip(stages, split.links.devices, strict=True)
-        ]
-        return self.calibration.factors["optimizer"].value * max(seconds)
-
     def held(self, layout: Layout) -> int:
         """Return the bytes of activations that a micro-batch leaves for its backward, over all layers as one chunk."""
         return self._memory(layout.units).held(layout)
@@ -264,9 +245,13 @@ class Predictor:
     def memory(self, step: StepPrediction) -> tuple[StageMemory, ...]:
         """Return the memory of each stage, as the calibration corrects it."""
         memory, replay = self._memory(step.layout.units), MemoryReplay.of(step.program)
-        samples = untimed_flight(step.layout, step.timed)
-        stages = memory.stages(replay, step.bounds, step.layout, _capacities(step.links), samples)
-        return tuple(map(self.calibration.correct_memory, stages))
+        samples = untimed_flight(step.layout, step.program.num_micro_batches)
+        return tuple(
+            self.calibration.correct_memory(
+                memory.stage(replay, step.bounds, step.layout, stage, _capacity(devices), samples)
+            )
+            for stage, devices in enumerate(step.links.devices)
+        )
 
     def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
         """Yield about the `memory` of the stages that may be the fullest, scaled from that of a single sample.
@@ -279,8 +264,9 @@ class Predictor:
         samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
         # A long pipeline is the fullest at its ends, or in the middle.
         for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
-            for found in memory.stages(replay, bounds, one, _capacities(links), samples, {stage}):
-                yield self.calibration.correct_memory(found)
+            if 0 <= stage < layout.stages:
+                capacity = _capacity(links.devices[stage])
+                yield self.calibration.correct_memory(memory.stage(replay, bounds, one, stage, capacity, samples))
 
     def chunk_bytes(self, step: StepPrediction) -> list[ChunkBytes]:
         """Return what a micro-batch holds on each chunk, with weight gradients deferred."""
@@ -341,6 +327,5 @@ def _fastest(times: Sequence[Times]) -> tuple[Times, tuple[float, ...]]:
     return times[totals.index(min(totals))], tuple(total / min(totals) for total in totals)
 
 
-def _capacities(links: LayoutLinks) -> list[int]:
-    """Return the bytes of the smallest device of each stage."""
-    return [min(device.memory for device in devices) for devices in links.devices]
+def _capacity(devices: Sequence[Device]) -> int:
+    return min(device.memory for device in devices)

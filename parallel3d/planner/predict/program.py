@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from parallel3d.config.layout import Layout
 from parallel3d.parameters import ParameterInfo
@@ -72,7 +72,9 @@ class Programs:
         compute = cache(_compute)
         lowered = cache(lambda schedule: lower(compute(schedule)))
         self._simulation = cache(lambda schedule, added: Simulation(add_collectives(lowered(schedule), *added)))
-        self._replay = cache(lambda schedule: _replay(compute(schedule)))
+        self._replay = cache(
+            lambda schedule: MemoryReplay(compute(schedule).placement, partial(lower_rank, compute(schedule)))
+        )
 
     def simulation(
         self, layout: Layout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int, roughly: bool = False
@@ -94,10 +96,6 @@ def _compute(schedule: _Schedule) -> Program:
     if roughly:
         return looped_zero_bubble(stages, num_micro_batches, chunks, roughly=True)
     return build(name, stages, num_micro_batches, chunks, placement)
-
-
-def _replay(compute: Program) -> MemoryReplay:
-    return MemoryReplay(compute.placement, lambda stage: lower_rank(compute, stage))
 
 
 def given_simulation(compute: Program, layout: Layout, buckets: Buckets, policy: ZeroPolicy) -> Simulation:

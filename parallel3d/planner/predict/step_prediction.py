@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallel3d.config.layout import Layout
-from parallel3d.planner.predict.costs import Reducing, Reductions, StepCost, makespan
+from parallel3d.planner.predict.costs import Reducing, Reductions, StepCost
 from parallel3d.planner.predict.links import LayoutLinks
 from parallel3d.planner.predict.timing import Floats
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
+from parallel3d.schedule.timing import CriticalPath, Simulation, Timeline
 
 
 @dataclass(frozen=True)
 class StepPrediction:
     """Predicted step of a layout.
 
-    - simulation: of the pipeline's program, with `timed` micro-batches if it has too many to be simulated.
+    - simulation: of the pipeline's program, with fewer micro-batches than the layout's if these are too many.
     - makespan: seconds of the program; optimizer: seconds of the optimizer's step; seconds: of the whole step.
     - reductions, reducing: of each chunk, see SplitLayout.
     """
@@ -27,7 +27,6 @@ class StepPrediction:
     links: LayoutLinks
     simulation: Simulation
     cost: StepCost
-    timed: int
     makespan: float
     optimizer: float
     seconds: float
@@ -53,7 +52,7 @@ class StepPrediction:
     def exposed(self) -> float:
         """Seconds by which the makespan is shorter if links take no time."""
         alone = self.cost.without_links()
-        return max(0.0, self.makespan - self._makespan(alone, alone.host()))
+        return max(0.0, self.makespan - alone.makespan(self.simulation, self.layout.micro_batches))
 
     @cached_property
     def hosts(self) -> float:
@@ -61,11 +60,8 @@ class StepPrediction:
         if self.cost.host() is None:
             return 0.0
         times = self.cost.times
-        return self.makespan - self._makespan(replace(self.cost, times=replace(times, host=0.0 * times.host)), None)
-
-    def _makespan(self, cost: StepCost, host: Cost | None) -> float:
-        untimed = self.layout.micro_batches - self.timed
-        return makespan(self.simulation.length(cost.cost(), host), cost.times, self.program.placement, untimed)
+        without = replace(self.cost, times=replace(times, host=0.0 * times.host))
+        return self.makespan - without.makespan(self.simulation, self.layout.micro_batches)
 
     @property
     def bubble(self) -> float:

@@ -17,21 +17,21 @@ from parallel3d.planner.search.result import LinkLoad
 _SEEN = 0.25  # share of the time of collectives between replicas that compute doesn't hide, about
 
 
-def _of_slices(predictor: Predictor, step: StepPrediction, stage: int) -> Counter[Collective]:
-    """Count the collectives over each tensor-parallel group of a stage in a step."""
-    layers, counted = predictor.layers(step.layout), Counter[Collective]()
-    for chunk, at in enumerate(step.program.placement):
-        for layer in layers[step.bounds[chunk] : step.bounds[chunk + 1]] if at == stage else ():
+def _collectives(predictor: Predictor, step: StepPrediction) -> dict[str, list[Reductions]]:
+    """Return each stage's collectives by axis: "model" over tensor-parallel groups, "data" over replicas.
+
+    Each comes with how often it runs in a step.
+    """
+    layout, layers = step.layout, predictor.layers(step.layout)
+    model = [Counter[Collective]() for _ in range(layout.stages)]
+    data: list[Reductions] = [()] * layout.stages
+    for chunk, stage in enumerate(step.program.placement):
+        data[stage] += step.reductions[chunk]
+        for layer in layers[step.bounds[chunk] : step.bounds[chunk + 1]]:
             for work in (layer.forward, layer.input_gradient, layer.weight_gradient):
-                counted.update(work.collectives)
-    return Counter({collective: number * step.layout.micro_batches for collective, number in counted.items()})
-
-
-def _over_replicas(step: StepPrediction, stage: int) -> Reductions:
-    """Return the collectives over the replicas of each slice of a stage, with how often they run."""
-    return tuple(
-        each for chunk, at in enumerate(step.program.placement) if at == stage for each in step.reductions[chunk]
-    )
+                model[stage].update(work.collectives)
+    repeated = [tuple((c, float(number * layout.micro_batches)) for c, number in own.items()) for own in model]
+    return {"data": data, "model": repeated}
 
 
 def _messages(predictor: Predictor, step: StepPrediction) -> Iterator[tuple[int, int, float]]:
@@ -44,22 +44,22 @@ def _messages(predictor: Predictor, step: StepPrediction) -> Iterator[tuple[int,
             yield b, a, layers[end - 1].gradient_bytes
 
 
+def _volume(collectives: Reductions) -> float:
+    return sum(collective.nbytes * number for collective, number in collectives)
+
+
 def traffic_of(predictor: Predictor, step: StepPrediction) -> Traffic:
     """Return what the placement of ranks is chosen by. If stages differ, the busiest one counts."""
     layout = step.layout
-    stages = range(layout.stages)
-    model = max(
-        (tuple(_of_slices(predictor, step, s).items()) for s in stages), key=lambda c: sum(k.nbytes * n for k, n in c)
-    )
-    data = max((_over_replicas(step, s) for s in stages), key=lambda d: sum(c.nbytes * n for c, n in d))
+    busiest = {axis: max(stages, key=_volume) for axis, stages in _collectives(predictor, step).items()}
     sizes = Counter(nbytes for *_, nbytes in _messages(predictor, step))
     flops = sum(
         layer.forward.flops + layer.input_gradient.flops + layer.weight_gradient.flops
         for layer in predictor.layers(layout)
     )
     return Traffic(
-        model=tuple((collective, float(number)) for collective, number in model),
-        data=tuple((collective, _SEEN * number) for collective, number in data),
+        model=busiest["model"],
+        data=tuple((collective, _SEEN * number) for collective, number in busiest["data"]),
         # Messages are waited for while the pipeline fills and drains; in between, compute hides them.
         pipe=tuple((nbytes, number / max(1, layout.stages - 1)) for nbytes, number in sizes.items()),
         loops=layout.placement == "loop" and layout.chunks > 1,
@@ -72,12 +72,11 @@ def link_loads(predictor: Predictor, step: StepPrediction) -> tuple[LinkLoad, ..
     network, links = predictor.network, step.links
     carried = {axis: np.zeros(len(network.fabric.bandwidth)) for axis in ("pipe", "data", "model")}
     for a, b, nbytes in _messages(predictor, step):
-        carried["pipe"] += step.layout.micro_batches * network.link_bytes("send", links.pairs(a, b), nbytes)
-    for stage in range(step.layout.stages):
-        for axis, groups, collectives in (
-            ("data", links.replica_groups(stage), _over_replicas(step, stage)),
-            ("model", links.slice_groups(stage), _of_slices(predictor, step, stage).items()),
-        ):
+        carried["pipe"] += step.layout.micro_batches * network.link_bytes("send", links.stage_groups(a, b), nbytes)
+    groups_of = {"data": links.replica_groups, "model": links.slice_groups}
+    for axis, stages in _collectives(predictor, step).items():
+        for stage, collectives in enumerate(stages):
+            groups = groups_of[axis](stage)
             for collective, number in collectives:
                 carried[axis] += number * network.link_bytes(collective.kind, groups, collective.nbytes)
     return network.loads({axis: nbytes for axis, nbytes in carried.items() if nbytes.any()})

@@ -35,7 +35,7 @@ def predicted(
         stages=1, replicas=replicas, slices=slices, schedule="1f1b", micro_batch=1, micro_batches=1, zero=zero
     )
     program = lower(build("1f1b", 1, 1, 1, "loop"))
-    (stage,) = MemoryModel(profile).stages(MemoryReplay.of(program), (0, 1), layout, [1])
+    stage = MemoryModel(profile).stage(MemoryReplay.of(program), (0, 1), layout, 0, 1)
     return stage
 
 

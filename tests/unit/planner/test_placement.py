@@ -50,7 +50,6 @@ def random_traffic(rng: random.Random, stages: int) -> Traffic:
         pipe=((volume(1e5, 1e8), 64.0),),
         loops=rng.random() < 0.3,
         flops=rng.choice([0.0, volume(1e12, 1e15)]),
-        stage_bytes=tuple(rng.choice([20 << 30, 60 << 30]) for _ in range(stages)) if rng.random() < 0.3 else (),
     )
 
 
@@ -128,15 +127,6 @@ def test_islands_that_slices_do_not_divide_leave_the_rest_unused():
         built.host(f"h{host}", 6, switches=["leaf"])
     grid = np.array(place(Network(built.cluster()), (1, 4, 4), TRAFFIC)).reshape(4, 4) // 6
     assert (grid == grid[:, :1]).all()
-
-
-def test_a_stage_that_needs_the_memory_lies_on_large_gpus():
-    built = Builder()
-    for host, device in enumerate([SLOW, FAST, SLOW, FAST]):
-        built.host(f"h{host}", 8, device=device, switches=[f"rail{i}" for i in range(8)])
-    traffic = replace(TRAFFIC, stage_bytes=(30 << 30, 60 << 30, 30 << 30, 60 << 30))
-    stages = np.array(place(Network(built.cluster()), (4, 1, 8), traffic)).reshape(4, 8) // 8
-    assert {*stages[1].tolist(), *stages[3].tolist()} == {1, 3}
 
 
 @pytest.mark.parametrize("shuffle", range(3))

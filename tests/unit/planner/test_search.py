@@ -16,12 +16,12 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.calibrate.calibration import Calibration, Factor
 from parallel3d.planner.cluster.file import load_cluster
-from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.search.candidate import Candidate, evaluate, out_of_memory
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.search.plan import Planner, Question, possible_slices
-from parallel3d.planner.search.result import PlanResult, Prediction
+from parallel3d.planner.search.result import PlanResult, Prediction, StageMemory
 from parallel3d.planner.search.search import BranchAndBound
 from parallel3d.planner.search.space import VARIANTS, Space
 
@@ -277,15 +277,12 @@ def test_what_cannot_fit_is_told_with_what_would() -> None:
 
 
 def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = MemoryModel.stages
+    exact = Predictor.memory
 
-    def fuller(self: MemoryModel, *args: Any) -> Any:
-        """Much more if all stages are asked for, as predictions do."""
-        stages = exact(self, *args)
-        more = {"reserved": 1 << 50} if len(args) < 6 else {}
-        return tuple(stage.model_copy(update=more) for stage in stages)
+    def fuller(self: Predictor, step: StepPrediction) -> tuple[StageMemory, ...]:
+        return tuple(stage.model_copy(update={"reserved": 1 << 50}) for stage in exact(self, step))
 
-    monkeypatch.setattr(MemoryModel, "stages", fuller)
+    monkeypatch.setattr(Predictor, "memory", fuller)
     result = answer(hosts(1))
     assert not result.best
     assert result.remedy is not None
