@@ -164,7 +164,7 @@ def outcome(tree: Path, mutant: dict[str, Any], tests: list[str], limit: float, 
     began = time.monotonic()
     log = work / f"mutant{mutant['id']}.log"
     code = _pytest(copy, ["-x", "@tests_of_mutant"], {}, log, limit)
-    ended = {0: "survived", 1: "killed", None: "timeout"}.get(code, f"killed, exit code {code}")
+    ended = {0: "survived", 1: "killed", None: "timeout"}.get(code, f"not run, exit code {code}")
     shutil.rmtree(copy)
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read_text(), re.MULTILINE)
     return {"outcome": ended, "by": failed, "seconds": round(time.monotonic() - began)}
@@ -232,7 +232,7 @@ def run(args: argparse.Namespace) -> None:
     with ThreadPoolExecutor(args.workers) as pool:
         rows = sorted(pool.map(evaluate, longest_first), key=lambda row: row["id"])
     args.out.write_text(json.dumps({"passed": len(seconds), "mutants": rows}, indent=1))
-    killed = Counter(row["concept"] for row in rows if row["outcome"] != "survived")
+    killed = Counter(row["concept"] for row in rows if row["outcome"] in ("killed", "timeout"))
     for concept, count in Counter(row["concept"] for row in rows).items():
         print(f"{concept:12} {killed[concept]} of {count} killed")
     print(f"{'all':12} {killed.total()} of {len(rows)} killed; {len(seconds)} tests passed without mutants")
