@@ -164,10 +164,19 @@ def outcome(tree: Path, mutant: dict[str, Any], tests: list[str], limit: float, 
     began = time.monotonic()
     log = work / f"mutant{mutant['id']}.log"
     code = _pytest(copy, ["-x", "@tests_of_mutant"], {}, log, limit)
-    ended = {0: "survived", 1: "killed", None: "timeout"}.get(code, f"not run, exit code {code}")
+    # 4: a test's module can't be imported, though it can without the mutant.
+    ended = {0: "survived", 1: "killed", 4: "killed", None: "timeout"}.get(code, f"not run, exit code {code}")
     shutil.rmtree(copy)
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read_text(), re.MULTILINE)
     return {"outcome": ended, "by": failed, "seconds": round(time.monotonic() - began)}
+
+
+def _collected(tree: Path, work: Path) -> set[str]:
+    """Return the tests that pytest finds in the tree without a mutant."""
+    _copy(tree, work / "collected")
+    log = work / "collected.log"
+    _pytest(work / "collected", ["--collect-only", "-v"], {}, log)
+    return {line for line in log.read_text().splitlines() if "::" in line}
 
 
 def _copy(tree: Path, to: Path) -> None:
@@ -211,8 +220,10 @@ def run(args: argparse.Namespace) -> None:
     mutants = [{**mutant, "id": k} for k, mutant in enumerate(json.loads(args.sample.read_text()))]
     known = json.loads(args.reached.read_text())
     seconds, tests = known["seconds"], known["reached"]
-    if args.without:
-        tests = [[test for test in own if not re.search(args.without, test)] for own in tests]
+    here = _collected(args.tree, args.work)
+    print(f"{len(seconds.keys() - here)} of {len(seconds)} tests can't be collected on this machine")
+    apart = re.compile(args.without or "(?!)")
+    tests = [[test for test in own if test in here and not apart.search(test)] for own in tests]
     chosen = []
     for concept in CONCEPTS:
         chosen += [m for m in mutants if m["concept"] == concept and tests[m["id"]]][: args.per_concept]
@@ -258,7 +269,7 @@ def main() -> None:
     runs.add_argument("--reached", type=Path, required=True, help="of `probe`")
     runs.add_argument("--per_concept", type=int, default=12)
     runs.add_argument("--only", type=json.loads, help="a list of mutants by their number")
-    runs.add_argument("--without", help="a pattern of tests that don't run on this machine")
+    runs.add_argument("--without", help="a pattern of tests that fail on this machine without a mutant")
     runs.add_argument("--most_seconds", type=float, default=200, help="of a mutant's tests, the quickest")
     args = parser.parse_args()
     if args.command == "sample":

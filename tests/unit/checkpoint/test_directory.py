@@ -123,6 +123,10 @@ def test_a_tag_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path)
         CheckpointError, match=r"global_step1 is not there; .*'global_step10'. Did you mean 'global_step10'"
     ):
         d.find(tmp_path, "global_step1")
+    write(tmp_path, "first", saved=0.5)
+    write(tmp_path, "last", saved=2.0)
+    with pytest.raises(CheckpointError, match="the newest first: 'last', 'global_step10', 'first'"):
+        d.find(tmp_path, "other")
 
 
 def manifest() -> Manifest:

@@ -205,6 +205,7 @@ def test_an_order_that_does_not_fit_is_not_taken() -> None:
 
 @settings(unhurried, max_examples=40)
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.floats(0.0, 4.0), SEEDS)
+@example(2, 1, 1, False, 2.8, 579)  # an order with earlier ends on average, and a later last one
 def test_hiding_keeps_programs_valid_and_within_memory(
     p: int, m: int, v: int, every: bool, traffic: float, seed: int
 ) -> None:

@@ -1,0 +1,92 @@
+"""Bytes that an optimizer and the buffers of gradients hold, against what torch allocates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.collectives import Group
+from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.buckets import Bucket, make_buckets
+from parallel3d.zero.memory import MOMENTS, moments_of
+from parallel3d.zero.optimizer import ShardedOptimizer
+from parallel3d.zero.policy import ZeroPolicy
+from parallel3d.zero.reducer import TransientBuffers, _Reduction
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in sorted(MOMENTS.keys() - {"Lion"})] + [
+    ("Adam", {"amsgrad": True}),
+    ("AdamW", {"amsgrad": True}),
+    ("SGD", {"momentum": 0.9}),
+    ("RMSprop", {"momentum": 0.9}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS)
+def test_moments_are_the_tensors_that_a_step_leaves(name: str, settings: dict[str, Any]) -> None:
+    parameter = nn.Parameter(torch.ones(5))
+    optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **settings)
+    parameter.grad = torch.ones(5)
+    optimizer.step()
+    state = [t for t in optimizer.state[parameter].values() if isinstance(t, Tensor)]
+    assert moments_of(optimizer) == sum(t.shape == parameter.shape for t in state)
+
+
+def test_nothing_is_known_of_the_moments_of_other_optimizers() -> None:
+    class Own(torch.optim.Optimizer):
+        pass
+
+    assert moments_of(Own([nn.Parameter(torch.ones(5))], {"momentum": 0.9})) is None
+
+
+class Recorded:
+    """A Work that counts its waits."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def is_completed(self) -> bool:
+        return bool(self.waits)
+
+
+def buckets(count: int) -> tuple[list[Bucket], list[nn.Parameter]]:
+    """The first of two replicas' shards of `count` parameters of 10, a bucket each."""
+    parameters = [nn.Parameter(torch.ones(10)) for _ in range(count)]
+    infos = [ParameterInfo(f"layers.{k}.weight", p, (k,)) for k, p in enumerate(parameters)]
+    return make_buckets(infos, ZeroPolicy(2, 10, torch.float32), Group((0, 1), None), 0), parameters
+
+
+def test_two_buffers_take_the_gradients_of_any_number_of_buckets() -> None:
+    first, second, third = buckets(3)[0]
+    buffers, work = TransientBuffers(10, torch.float32, torch.device("cpu")), Recorded()
+    assert buffers.nbytes() == 0
+    one = buffers.buffer_of(first)
+    assert (one.shape, buffers.nbytes()) == ((10,), 40)
+    assert buffers.buffer_of(first) is one
+    buffers.release(first, _Reduction(work))
+    assert (buffers.buffer_of(second) is not one, work.waits, buffers.nbytes()) == (True, 0, 80)
+    assert (buffers.buffer_of(third) is one, work.waits, buffers.nbytes()) == (True, 1, 80)
+
+
+def test_weights_that_were_not_used_are_gathered_before_they_are_updated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, parameters = buckets(2)
+    works: list[Recorded] = []
+
+    def gather(_: Bucket) -> Recorded:
+        works.append(Recorded())
+        return works[-1]
+
+    monkeypatch.setattr(Bucket, "gather", gather)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    sharded, seen = ShardedOptimizer(optimizer, own, parameters), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append([work.waits for work in works]))
+    sharded.step(set())
+    sharded.gather()
+    sharded.step(set())
+    assert seen == [[], [1, 1]]
