@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-HELD_OUT = 10  # one part in so many is held out
+HELD_OUT = 10  # one part in HELD_OUT is held out
 MINIMUM_BYTES = 4096  # of each part: less neither trains a model nor measures one
 # Installed packages differ between machines; tests are bulky and full of encoded data.
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 def load_corpus(path: str | None = None) -> tuple[Tensor, Tensor]:
-    """Text to train on and held-out text, each uint8 [bytes]; the same split on every rank and in every run.
+    """Return (training text, held-out text), each uint8 [bytes]; the same split on every rank and in every run.
 
     path: a file, a directory (its text files, hidden and binary ones skipped), or None for the standard library.
     Of ten files or more, every tenth in order of name hash is held out; of fewer, the last tenth of the text.
@@ -45,7 +45,7 @@ def load_corpus(path: str | None = None) -> tuple[Tensor, Tensor]:
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a text that do not overlap; item i is (ids, labels), int64 [context] each, labels one byte ahead.
 
-    count: keep only so many windows (or all, if there are fewer), spread evenly over the text.
+    count: the number of windows to keep, spread evenly over the text; all, if there are fewer.
     Raises ValueError if the text has no whole window or count is less than 1.
     """
 
@@ -71,7 +71,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _read_texts(root: Path, standard_library: bool) -> dict[str, bytes]:
-    """Relative name -> contents of every text file, sorted by name."""
+    """Return the contents of every text file by relative name, sorted by name."""
     if root.is_file():
         return {root.name: root.read_bytes()}
     files = {}

@@ -88,7 +88,7 @@ def train(args, model_engine, trainloader):
 
 
 def test(model_engine, testset):
-    """The share of right answers, each rank asking about its own part of the test set."""
+    """Return the accuracy on the test set; each rank evaluates its own part."""
     device = deepspeed.get_accelerator().device_name(model_engine.local_rank)
     dtype = next(model_engine.module.parameters()).dtype
     rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()

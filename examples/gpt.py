@@ -87,7 +87,7 @@ class Block(nn.Module):
         return shift_half(enter_region(x, self.context.groups.model, self.context.sequence_parallel))
 
     def attention(self, x: Tensor) -> Tensor:
-        """Causal self-attention. x: [batch, seq, hidden], of `enter` -> [batch, seq, hidden]."""
+        """Return causal self-attention. x: [batch, seq, hidden], from `enter` -> [batch, seq, hidden]."""
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, this rank's heads, seq, head_dim]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -107,7 +107,7 @@ class Head(nn.Module):
 
 
 class Loss(nn.Module):
-    """Mean cross entropy in nats. logits: what Head gives, labels: [batch, seq] -> scalar, the same on every rank."""
+    """Mean cross entropy in nats. logits: as Head returns them, labels: [batch, seq] -> scalar, the same on every rank."""
 
     def __init__(self, vocab: int, context: BuildContext) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def _row(inputs: int, outputs: int, std: float, context: BuildContext, **options
 
 
 def _linear(inputs: int, outputs: int, std: float) -> nn.Linear:
-    """The whole layer, from which every rank takes its part: so weights don't depend on the slicing."""
+    """Build the whole layer, of which every rank keeps its shard: so weights don't depend on the number of ranks."""
     linear = nn.Linear(inputs, outputs)
     nn.init.normal_(linear.weight, std=std)
     nn.init.zeros_(linear.bias)

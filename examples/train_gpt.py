@@ -1,4 +1,4 @@
-"""The main job: a byte-level GPT on real text, trained across pipeline stages, tensor slices and data-parallel replicas.
+"""The main job: a byte-level GPT on real text, trained with pipeline stages, tensor-parallel ranks and data-parallel replicas.
 
 parallel3d --num_procs 4 examples/train_gpt.py                      # 2 stages x 2 replicas on the CPU
 parallel3d --num_gpus 4 examples/train_gpt.py --layout pp4          # NCCL, one GPU a rank
@@ -107,12 +107,12 @@ def make_model(args: argparse.Namespace, layout: Layout, config: dict[str, Any])
 
 
 def learning_rate(step: int, num_steps: int, warmup: int = 100) -> float:
-    """Factor of the peak rate: linear warm-up, then linearly down to 0."""
+    """Return the factor of the peak rate: linear warm-up, then linear decay to 0."""
     return min((step + 1) / warmup, (num_steps - step) / num_steps)
 
 
 class HeldOut:
-    """Mean loss on fixed held-out windows, dealt over the replicas as in training."""
+    """Return the mean loss on fixed held-out windows, distributed over the replicas as in training."""
 
     def __init__(self, engine: parallel3d.Engine, windows: Windows):
         self.engine, size = engine, engine.train_micro_batch_size_per_gpu()
@@ -127,7 +127,7 @@ class HeldOut:
 
 
 class Generator:
-    """The whole model as a function that every rank can call: ids [1, seq] -> logits [1, seq, vocabulary]."""
+    """Return the whole model as a function that every rank can call: ids [1, seq] -> logits [1, seq, vocabulary]."""
 
     def __init__(self, engine: parallel3d.Engine):
         self.engine, grid = engine, engine.grid
@@ -176,7 +176,7 @@ def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut
 
 
 def write_timelines(engine: parallel3d.Engine, directory: Path | None) -> None:
-    """The last step as it was measured, beside what the simulator makes of its instruction times."""
+    """Draw the last step as measured, and as simulated with its instruction times."""
     program, measured = engine.reports.timeline()
     if directory is None:
         return
@@ -197,7 +197,7 @@ def print_prediction(record: RunRecord, args: argparse.Namespace, config: dict[s
     loss = LayerSpec(Loss, VOCABULARY)
     model = PlannedModel("gpt", layers_of(args), loss, micro_batch, args.context, config)
     earlier = [run for _, run in find_run_records([args.out]) if run != record]
-    print(f"predicted beside measured; {len(earlier)} earlier runs correct the prediction:")
+    print(f"predicted and measured; {len(earlier)} earlier runs correct the prediction:")
     print_comparison(compare_run(record, model, earlier))
 
 

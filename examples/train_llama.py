@@ -136,13 +136,13 @@ class Head(nn.Module):
 
 
 def decoder_layers(size: Size, units: str) -> list[LayerSpec]:
-    """Embedding, blocks in these units, head."""
+    """Return the layers: embedding, blocks in these units, head."""
     blocks = [LayerSpec(unit, size) for _ in range(size.layers) for unit in UNITS[units]]
     return [LayerSpec(Embedding, size), *blocks, LayerSpec(Head, size)]
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over tokens, in fp32 whatever the logits are."""
+    """Return the mean cross entropy over tokens, computed in fp32."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 

@@ -1,4 +1,4 @@
-"""Predicted beside measured, by numbers that were worked out by hand."""
+"""Predicted and measured values side by side, by numbers that were worked out by hand."""
 
 from __future__ import annotations
 
