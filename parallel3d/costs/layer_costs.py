@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable
+from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import PartitionError
 from parallel3d.optim.precision import Precision
 from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
-from parallel3d.structures import Structure, describe
 
 
 @dataclass(frozen=True)

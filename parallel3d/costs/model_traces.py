@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.structures import TensorTree
 from parallel3d.config import Config
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.fakes import CudaFunctions, Fakes, MetaFakes
@@ -22,7 +23,6 @@ from parallel3d.errors import PartitionError
 from parallel3d.fake_device import standing_for
 from parallel3d.optim.precision import Precision, make_precision
 from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
-from parallel3d.structures import TensorTree
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 LossFunction = Callable[[Any, Any], Any] | LayerSpec | None

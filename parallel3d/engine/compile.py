@@ -20,7 +20,7 @@ from parallel3d.comm.collectives import COMPILE_REASON as COLLECTIVE
 from parallel3d.config import CompileConfig
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.rms_norm import NORM
-from parallel3d.layer_choice import choice_rule
+from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import median
 
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.monitor.memory import format_table
 from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, SEND_OPS, Instruction, Op, depends_on
 from parallel3d.schedule.timing import Span
-from parallel3d.topology import ProcessTopology
 
 
 @dataclass(frozen=True)

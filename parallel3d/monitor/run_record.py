@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from parallel3d.atomic_write import write_whole
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import without_removed
 from parallel3d.config.layout import Layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.records import PARTS, StepRecord, break_down, instruction_times, mean_of, pipelines_of
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Timeline
-from parallel3d.topology import ProcessTopology
 
 FILE_NAME = "run_record.json"
 

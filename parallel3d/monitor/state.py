@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import BatchSizes, Config
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.timing import simulate
-from parallel3d.topology import ProcessTopology
 
 # Owners (see ParameterInfo) -> the number of elements of each of their gradient buckets.
 Buckets = Mapping[tuple[int, ...], Sequence[int]]

@@ -16,11 +16,12 @@ from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, local_device
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import Config
 from parallel3d.errors import DataError, PartitionError
-from parallel3d.layer_choice import LayerChoice, choice_rule
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
+from parallel3d.pipe.layer_choice import LayerChoice, choice_rule
 from parallel3d.pipe.settings import BuildSettings, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import (
@@ -40,7 +41,6 @@ from parallel3d.specs import (
     check_layers,
     layer_name,
 )
-from parallel3d.topology import ProcessTopology
 
 
 class _Call(NamedTuple):

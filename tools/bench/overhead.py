@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.peer.copies import TensorKind
+from parallel3d.comm.structures import describe
 from parallel3d.comm.transport import Incoming
 from parallel3d.optim.precision import Precision
 from parallel3d.parameters import ParameterInfo
@@ -33,7 +34,6 @@ from parallel3d.pipe.messages import Messages
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, lower
-from parallel3d.structures import describe
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.reducer import GradientReducer
 

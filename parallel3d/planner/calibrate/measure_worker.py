@@ -22,6 +22,7 @@ from parallel3d.comm.collectives import Group, all_gather_into, all_gather_objec
 from parallel3d.comm.environment import get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.comm.transport import Transport
 from parallel3d.config import load
 from parallel3d.costs.layer_costs import Sample
@@ -30,7 +31,6 @@ from parallel3d.engine.attention import attention_context, missing
 from parallel3d.optim.precision import make_precision
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel, load_model
-from parallel3d.topology import ProcessTopology
 
 # More than 16 lanes of PCIe 5 can carry: two GPUs that copy faster are joined by NVLink.
 _NVLINK_ABOVE = 64e9

@@ -11,6 +11,7 @@ from records import make_record
 
 from parallel3d.clock import Clock
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import Config, without_removed
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.records import StepRecord, instruction_times
@@ -18,7 +19,6 @@ from parallel3d.monitor.run_record import Timing, find_run_records, kind_name, r
 from parallel3d.monitor.steps import StepRecorder
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.timing import Span
-from parallel3d.topology import ProcessTopology
 
 
 def spans(rank: int, *given: tuple[str, float, float]) -> tuple[Span, ...]:
