@@ -40,6 +40,11 @@ class LayerCost:
     saved: int = 0
     given: int = 0
 
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """The forward, the backward, and the gradients of weights apart from it."""
+        return self.forward, self.backward, self.weight
+
 
 @dataclass(frozen=True)
 class Sample:

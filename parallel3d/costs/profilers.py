@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,16 +159,8 @@ class TimeProfiler(LayerProfiler):
         return copy.deepcopy(module) if any(isinstance(value, nn.Module) for value in given) else module
 
 
-class LayerSeconds(NamedTuple):
-    """Seconds of one sample in one layer; the last layer's include the loss."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-
-
-def measure_layers(layers: Sequence[Layer], sample: Sample, config: Config, device: torch.device) -> list[LayerSeconds]:
-    """Return the seconds of each layer on a device; layers that are alike are measured once.
+def measure_layers(layers: Sequence[Layer], sample: Sample, config: Config, device: torch.device) -> list[LayerCost]:
+    """Return the cost of each layer in seconds on a device; layers that are alike are measured once.
 
     Weight gradients are added to accumulators as the configuration's training does. Raises PartitionError, which names the
     layer and the remedy, for one that can't run there.
@@ -177,4 +169,4 @@ def measure_layers(layers: Sequence[Layer], sample: Sample, config: Config, devi
     remedy = "give a cluster by --cluster instead of --measure, which needs no device"
     context = BuildContext(ProcessGroups.imagined(1, lambda kind, nbytes: DONE), device)
     profiler = TimeProfiler(sample, context, policy.accumulator_dtype, remedy=remedy)
-    return [LayerSeconds(cost.forward, cost.backward, cost.weight) for cost in profiler.measure_all(layers)]
+    return profiler.measure_all(layers)

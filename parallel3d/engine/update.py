@@ -58,13 +58,6 @@ def countable(count: Tensor) -> Tensor:
     return count.clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Cast the weights to a half precision; not by `to`, which would drop the imaginary part of complex buffers."""
-    if dtype is not None:
-        cast = model.half if dtype is torch.float16 else model.bfloat16
-        cast()
-
-
 class WeightUpdate:
     """This rank's gradients, master weights and optimizer, in flat buckets into which the parameters are moved.
 
@@ -85,7 +78,7 @@ class WeightUpdate:
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
     ):
         infos, groups = model.parameter_infos(), model.groups
-        self._model, self._groups = model, groups
+        self._model, self._groups, self._on_launch = model, groups, on_launch
         self._clipping = config.gradient_clipping
         self.optimizer = optimizer
         mine = make_policy(config, infos, model.device, precision.weights)
@@ -104,13 +97,16 @@ class WeightUpdate:
             on_launch=on_launch,
             on_value=on_value,
         )
-        _cast(model, precision.weights)
+        if precision.weights is not None:
+            # Not by `to`, which would drop the imaginary part of complex buffers.
+            cast = model.half if precision.weights is torch.float16 else model.bfloat16
+            cast()
         self.sharded = ShardedOptimizer(
             optimizer,
             self.reducer.all_buckets(),
             model.parameters(),
             config.zero_allow_untested_optimizer,
-            on_gather=self._gather_reporter(on_launch),
+            on_gather=self._report_gather,
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
         )
         self._frozen = model.frozen_infos()
@@ -136,14 +132,9 @@ class WeightUpdate:
         if self.scaler is not None and scaler is not None:
             self.scaler.load_state_dict(scaler)
 
-    def _gather_reporter(
-        self, on_launch: Callable[[Instruction, Work], None]
-    ) -> Callable[[tuple[int, ...], int, Work], None]:
-        def report(owners: tuple[int, ...], bucket: int, work: Work) -> None:
-            first = next(c for c in owners if self._model.placement[c] == self._model.stage_id)
-            on_launch(Instruction(Op.GATHER_PARAMS, first, 0, bucket), work)
-
-        return report
+    def _report_gather(self, owners: tuple[int, ...], bucket: int, work: Work) -> None:
+        first = next(c for c in owners if self._model.placement[c] == self._model.stage_id)
+        self._on_launch(Instruction(Op.GATHER_PARAMS, first, 0, bucket), work)
 
     def master_weights(self) -> dict[nn.Parameter, Tensor]:
         """Return the whole master weights of this rank's trainable parameters, in fp32 or wider, on the host.

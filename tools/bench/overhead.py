@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.activity import Activity
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.structures import describe
@@ -119,7 +120,7 @@ class Rank:
         self.instructions = [i for i in self.program.instructions[rank] if i.op is not Op.REDUCE_GRADS]
         if any(i.op is Op.BACKWARD_WEIGHT for i in self.instructions):
             for layer in self.stage.layers.values():
-                self.reducer.split_backward(layer)
+                make_splittable(layer, self.reducer.sink)
         self.sample = torch.ones(1, FEATURES)
         output = torch.ones(1, FEATURES, requires_grad=True)
         self.messages = Messages(Prompt(describe(output)[0]), self.stage.device, dynamic=False)
