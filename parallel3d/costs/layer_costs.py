@@ -22,7 +22,7 @@ from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import PartitionError
 from parallel3d.optim.precision import Precision
-from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
+from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, layer_name
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sample:
 
     inputs: Any
     labels: Any
-    loss_fn: Callable[[Any, Any], Any] | LayerSpec | None
+    loss_fn: LossFunction
     precision: Precision
 
     def build_loss(self, context: BuildContext) -> Callable[[Any, Any], Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,10 +22,9 @@ from parallel3d.costs.tracing import LayerTrace, TrainedLayer
 from parallel3d.errors import PartitionError
 from parallel3d.fake_device import standing_for
 from parallel3d.optim.precision import Precision, make_precision
-from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
+from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, layer_name
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
-LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
 # Advice of errors, for layers that communicate by themselves.
 INSTEAD = "communicate by parallel3d.tensor_parallel alone"
 

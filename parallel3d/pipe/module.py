@@ -37,6 +37,7 @@ from parallel3d.specs import (
     BuildContext,
     Layer,
     LayerSpec,
+    LossFunction,
     TiedLayerSpec,
     check_layers,
     layer_name,
@@ -82,7 +83,7 @@ class PipelineModule(nn.Module):
         layers: Sequence[Layer],
         num_stages: int | None = None,
         topology: ProcessTopology | None = None,
-        loss_fn: Callable[[Any, Any], Any] | LayerSpec | None = None,
+        loss_fn: LossFunction = None,
         seed_layers: bool | None = None,
         seed_fn: Callable[[int], object] | None = None,
         base_seed: int = 1234,
@@ -347,9 +348,7 @@ class PipelineModule(nn.Module):
         return x
 
 
-def _build_loss(
-    loss_fn: Callable[[Any, Any], Any] | LayerSpec | None, context: BuildContext
-) -> Callable[[Any, Any], Any] | None:
+def _build_loss(loss_fn: LossFunction, context: BuildContext) -> Callable[[Any, Any], Any] | None:
     """Build the loss function. Raises PartitionError if it has parameters to train: no stage would reduce their gradients."""
     built = loss_fn.build(context) if isinstance(loss_fn, LayerSpec) else loss_fn
     trained = [n for n, p in built.named_parameters() if p.requires_grad] if isinstance(built, nn.Module) else []

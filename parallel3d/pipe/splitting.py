@@ -30,14 +30,12 @@ from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
-from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, blueprint, layer_name
+from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, blueprint, layer_name
 from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.policy import make_policy
 
 # The simulated step has this many micro-batches per stage: the real number is not known when the module is built.
 _MICRO_BATCHES_PER_STAGE = 4
-
-LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
 
 
 def make_sample(inputs: Any, labels: Any, loss_fn: LossFunction, config: Source) -> Sample | None:
@@ -126,10 +124,8 @@ class LayerSplitter:
                 raise PartitionError(answer if len(everyone) == 1 else f"rank {rank}: {answer}")
         costs = []
         for of_ranks in zip(*everyone, strict=True):
-            times: dict[str, Any] = {
-                name: median(getattr(cost, name) for cost in of_ranks) for name in ("forward", "backward", "weight")
-            }
-            costs.append(replace(of_ranks[0], **times))
+            forward, backward, weight = map(median, zip(*(cost.parts for cost in of_ranks), strict=True))
+            costs.append(replace(of_ranks[0], forward=forward, backward=backward, weight=weight))
         return costs
 
     # What a stage holds, for pipeline.max_stage_bytes
