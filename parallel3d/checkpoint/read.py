@@ -1,4 +1,4 @@
-"""Reading: all ranks find the same checkpoint and verify all that they will read, before any changes what it holds."""
+"""Reading: all ranks find the same checkpoint and verify all that they will read, before any rank changes its state."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention by a fused kernel, which saves queries, keys, values, result and a number per row.
+    """Compute attention by a fused kernel, which saves queries, keys, values, result and a number per row.
 
     cuDNN's kernel for half precision, the memory-efficient one for other dtypes; which kernel it is doesn't change what is
     saved, but the memory-efficient one needs copies of shared key and value heads.
@@ -180,7 +180,7 @@ def _attention(
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """F.dropout by CUDA's operator, whose mask takes a byte per element."""
+    """Apply dropout by CUDA's operator, whose mask takes a byte per element."""
     if not on_cuda(input) or not training or inplace or not 0 < p < 1:
         return F.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -189,7 +189,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """F.rms_norm by one kernel, which saves its input and a number per row."""
+    """Apply RMSNorm by one kernel, which saves its input and a number per row."""
     if not on_cuda(input) or weight is None or len(normalized_shape) != 1:
         return F.rms_norm(input, list(normalized_shape), weight, eps)
     return rms_norm(input, weight, torch.finfo(input.dtype).eps if eps is None else eps)[0]

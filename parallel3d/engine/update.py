@@ -58,6 +58,13 @@ def countable(count: Tensor) -> Tensor:
     return count.clamp(min=torch.finfo(torch.float64).tiny)
 
 
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast the weights to a half precision; not by `to`, which would drop the imaginary part of complex buffers."""
+    if dtype is not None:
+        cast = model.half if dtype is torch.float16 else model.bfloat16
+        cast()
+
+
 class WeightUpdate:
     """This rank's gradients, master weights and optimizer, in flat buckets into which the parameters are moved.
 
@@ -86,21 +93,17 @@ class WeightUpdate:
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
-        first_slice = groups.coordinate("model") == 0
         self.reducer = GradientReducer(
             infos,
             self.policy,
             groups.rank,
             groups.data,
             model.replica_groups,
-            is_first_slice=first_slice,
+            is_first_slice=groups.coordinate("model") == 0,
             on_launch=on_launch,
             on_value=on_value,
         )
-        if precision.weights is not None:
-            # Not by `to`, which would drop the imaginary part of complex buffers.
-            cast = model.half if precision.weights is torch.float16 else model.bfloat16
-            cast()
+        _cast(model, precision.weights)
         self.sharded = ShardedOptimizer(
             optimizer,
             self.reducer.all_buckets(),

@@ -83,7 +83,7 @@ class SymmetricWorkspace:
 
     - key: of the kernel in the configuration's kernels.
     - staging, pads: addresses on every rank, as C takes them.
-    - state, report: addresses of the kernel's counters, and of where it tells the host of a failure.
+    - state, report: addresses of the kernel's counters, and of the word by which it reports a failure to the host.
     """
 
     def __init__(self, shared: Mapped, group: Group, device: torch.device, key: str):

@@ -90,10 +90,10 @@ class WorkerAgent(LocalElasticAgent):
 
     - failed_first: ranks that had failed when the agent began to end the others; empty before that.
     - last_healthy: the last time, in seconds since the epoch, at which none had failed.
+    - spare: child processes that are not the workers'.
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, spare: set[int]) -> None:
-        """spare: child processes that are not the workers'."""
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
         self._spare = spare
         self._failures: Mapping[int, ProcessFailure] = {}
@@ -134,7 +134,7 @@ class WorkerAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def store(self) -> Store:
-        """Return the store by which ranks tell each other, and this agent, of failures."""
+        """Return the store by which ranks report failures to each other and to this agent."""
         group = self._worker_group
         return agents_store(_ADDRESS, cast(int, group.master_port), group.spec.max_restarts - self._remaining_restarts)
 

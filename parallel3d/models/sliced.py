@@ -86,7 +86,7 @@ class SlicedLogits:
         )
 
     def whole(self) -> Tensor:
-        """[batch, seq, vocab], on every rank. Collective over the group."""
+        """Return all logits, [batch, seq, vocab], on every rank. Collective over the group."""
         return gather_features(self.local, cut(self.vocab_size, None, self.group.size), self.group)
 
 

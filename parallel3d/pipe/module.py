@@ -267,17 +267,17 @@ class PipelineModule(nn.Module):
         return f"layers.{layer}.{name}"
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in torch, after waiting for the weights that the last step updated."""
+        """Do the same as nn.Module, after waiting for the weights that the last step updated."""
         self.wait_for_weights(self)
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch, after waiting for the weights that the last step updated."""
+        """Do the same as nn.Module, after waiting for the weights that the last step updated."""
         self.wait_for_weights(self)
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch, after waiting for the weights that the last step updated: they would overwrite those loaded."""
+        """Do the same as nn.Module, after waiting for the last step's weights, which would overwrite those loaded."""
         self.wait_for_weights(self)
         return super().load_state_dict(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""An embedding sliced over ranks by the vocabulary, and the output layer that shares its weight."""
+"""An embedding sharded over ranks by the vocabulary, and the output layer that shares its weight."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class VocabParallelEmbedding(SlicedLayer):
     def extra_repr(self) -> str:
         """Return nn.Embedding's text, and the rank's index."""
         sequence = ", sequence_parallel" if self.sequence_parallel else ""
-        slice_ = f"slice {self.group.index} of {self.group.size}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{sequence}, {slice_}"
+        shard = f"shard {self.group.index} of {self.group.size}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{sequence}, {shard}"
 
 
 def check_indices(indices: Tensor, size: int, valid: Tensor | None = None) -> None:

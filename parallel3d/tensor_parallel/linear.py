@@ -1,4 +1,4 @@
-"""Linear layers sliced over ranks: by their outputs (column) and by their inputs (row). arXiv:1909.08053, section 3.
+"""Linear layers sharded over ranks: by their outputs (column) and by their inputs (row). arXiv:1909.08053, section 3.
 
 y = f(x A) B with A cut by columns and B by rows needs no communication between the two: rank r computes f(x A_r) B_r, and
 the sum over r, an all-reduce, is y. Backward, dL/dx = sum_r dL/d(x A_r) A_r^T, another all-reduce, runs while dL/dA_r is
@@ -70,7 +70,7 @@ class ColumnParallelLinear(SlicedLayer):
     x is replicated; with sequence_parallel it is a shard [..., ceil(seq / tp), in], and y has the whole sequence. With
     gather_output y is the whole [..., out]. Several layers of one input save communication with in_region: x is then what
     `enter_region` returned. segments: sizes of the fused parts of out (q, k, v or gate, up), or Segments
-    (AttentionHeads(...).query), each sliced by itself; a rank's output has its parts of them in that order. Where ranks
+    (AttentionHeads(...).query), each sharded by itself; a rank's output has its parts of them in that order. Where ranks
     share rows (fewer kv heads than ranks) each keeps the whole weight and uses the rows of its own. Weight and bias are
     those that nn.Linear would have drawn. Raises PartitionError.
     """
@@ -95,7 +95,7 @@ class ColumnParallelLinear(SlicedLayer):
         self.cut = cut(out_features, segments, self.group.size)
         if self.cut.shared and len(self.cut.ranges[0]) > 1:
             raise PartitionError(
-                f"fused segments in which {self.group.size} ranks share heads can't be sliced; use separate query, key and "
+                f"fused segments in which {self.group.size} ranks share heads can't be sharded; use separate query, key and "
                 "value layers, or as many key and value heads as ranks"
             )
         whole = nn.Linear(in_features, out_features, bias)
@@ -112,14 +112,17 @@ class ColumnParallelLinear(SlicedLayer):
 
     @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor, length: int | None = None) -> Tensor:
-        """length: of the whole sequence, with sequence_parallel where it may be padded; see regions.py."""
+        """Compute this rank's outputs.
+
+        length: of the whole sequence, with sequence_parallel if it may be padded; see regions.py.
+        """
         return self._output(linear(self.sink, x, self.weight, self.bias, self._boundary(length)))
 
     def _boundary(self, length: int | None) -> RegionBoundary:
         return NO_BOUNDARY if self.in_region else boundary(self.group, self.sequence_parallel, length)
 
     def _output(self, y: Tensor) -> Tensor:
-        """y: [..., rows of the weight that is held]."""
+        """Return a rank's outputs, or all, from y: [..., rows of the weight that is held]."""
         if self.cut.shared:
             ((start, stop),) = self.cut.ranges[self.group.index]
             y = y.narrow(-1, start, stop - start)
@@ -174,7 +177,7 @@ class RowParallelLinear(SlicedLayer):
         self.cut = cut(in_features, segments, self.group.size)
         if self.cut.shared:
             raise PartitionError(
-                "a row layer's inputs can't be shared by ranks; slice it as the query heads: AttentionHeads(...).query"
+                "a row layer's inputs can't be shared by ranks; shard it as the query heads: AttentionHeads(...).query"
             )
         whole = nn.Linear(in_features, out_features, bias)
         self.take(whole.weight, whole.bias)
@@ -213,4 +216,4 @@ def from_linear(cls: type[L], whole: nn.Linear, **options: Any) -> L:
 def _repr(layer: ColumnParallelLinear | RowParallelLinear, options: str) -> str:
     text = f"in_features={layer.in_features}, out_features={layer.out_features}, bias={layer.bias is not None}{options}"
     sequence = ", sequence_parallel" if layer.sequence_parallel else ""
-    return f"{text}{sequence}, slice {layer.group.index} of {layer.group.size}"
+    return f"{text}{sequence}, shard {layer.group.index} of {layer.group.size}"

@@ -38,7 +38,7 @@ def slicing_group(group: Group | None, context: BuildContext | None) -> Group:
     if group is not None:
         if not isinstance(group, Group):
             raise PartitionError(
-                f"group is a {type(group).__name__}; layers are sliced over a Group, which the context has that LayerSpec "
+                f"group is a {type(group).__name__}; layers are sharded over a Group, which the context has that LayerSpec "
                 "passes to a class that declares it: context.groups.model"
             )
         return group

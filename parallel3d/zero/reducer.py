@@ -210,7 +210,7 @@ class GradientReducer:
             self._transient[bucket.gradient_dtype].release(bucket, reduction)
 
     def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:
-        """Sum `flat` over data parallelism into the bucket's shard, onto what is there if `accumulate`."""
+        """Sum `flat` over data parallelism into the bucket's shard, and add the shard's contents if `accumulate`."""
         bucket.is_cleared = False
         shard, dtype = bucket.gradient_shard, self._policy.communication_dtype or flat.dtype
         kernel = self._data_group.reduce_scatter_kernel if self._partition.size > 1 else None

@@ -36,7 +36,7 @@ def check_device(device: torch.device | None = None) -> Unavailable | None:
             "this PyTorch is built without CUDA", "install one that is built with it, where there is a GPU"
         )
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
-        return Unavailable("there is no CUDA device", "nothing is to be done where none is")
+        return Unavailable("there is no CUDA device", "no action is needed on a host without a GPU")
     return None
 
 
