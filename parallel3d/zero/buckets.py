@@ -131,7 +131,10 @@ class Bucket:
         self.parameters = tuple(info.parameter for info in self.infos)
         self.partition = partition
         self.device = self.parameters[0].device
+        self.weight_dtype, self.master_dtype = layout.weight_dtype, layout.master_dtype
         self.gradient_dtype = layout.gradient_dtype
+        # Whether the masters are a copy, in a wider dtype than the weights.
+        self.has_own_master = self.weight_dtype != self.master_dtype
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
         self.weights, self.master = self._place_weights(layout)
@@ -194,11 +197,6 @@ class Bucket:
     def autograd_adds(self) -> bool:
         """Whether autograd itself adds to the accumulators, which have the weights' dtype."""
         return self.gradients is not None and self.gradient_dtype == self.parameters[0].dtype
-
-    @property
-    def has_own_master(self) -> bool:
-        """Whether the masters are a copy, in a wider dtype than the weights."""
-        return self.weights is not None and self.master is not None and self.weights.dtype != self.master.dtype
 
     def assign_gradients(self, untouched: Set[nn.Parameter], factor: Tensor | None = None) -> None:
         """Give the optimizer each piece's gradient; None for parameters that got none, which it then leaves alone.
