@@ -27,6 +27,8 @@ class VocabParallelEmbedding(SlicedLayer):
     in nn.Embedding, found on the device.
     """
 
+    shown = ("num_embeddings", "embedding_dim", "sequence_parallel")
+
     def __init__(
         self,
         num_embeddings: int,
@@ -82,12 +84,6 @@ class VocabParallelEmbedding(SlicedLayer):
         With sequence_parallel x is a shard of the sequence, length as in ColumnParallelLinear.
         """
         return linear(self.sink, x, self.weight, None, boundary(self.group, self.sequence_parallel, length))
-
-    def extra_repr(self) -> str:
-        """Return nn.Embedding's text, and the rank's index."""
-        sequence = ", sequence_parallel" if self.sequence_parallel else ""
-        shard = f"shard {self.group.index} of {self.group.size}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{sequence}, {shard}"
 
 
 def check_indices(indices: Tensor, size: int, valid: Tensor | None = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ class SlicedLayer(SplittableLayer, ABC):
     group: Group
     weight: nn.Parameter
     bias: nn.Parameter | None
+    # Names of the attributes that the layer's text shows.
+    shown: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -63,6 +65,11 @@ class SlicedLayer(SplittableLayer, ABC):
             vars(self._parameters[name]).update(attributes)
         return self
 
+    def extra_repr(self) -> str:
+        """Return the sizes and options of the layer, and the rank's index."""
+        shown = [f"{name}={getattr(self, name)}" for name in self.shown]
+        return f"{', '.join(shown)}, bias={self.bias is not None}, shard {self.group.index} of {self.group.size}"
+
 
 class ColumnParallelLinear(SlicedLayer):
     """y = x W^T + b, rank r computing the outputs of its rows of W and b: x: [..., in] -> [..., this rank's out].
@@ -74,6 +81,8 @@ class ColumnParallelLinear(SlicedLayer):
     share rows (fewer kv heads than ranks) each keeps the whole weight and uses the rows of its own. Weight and bias are
     those that nn.Linear would have drawn. Raises PartitionError.
     """
+
+    shown = ("in_features", "out_features", "gather_output", "sequence_parallel")
 
     def __init__(
         self,
@@ -128,10 +137,6 @@ class ColumnParallelLinear(SlicedLayer):
             y = y.narrow(-1, start, stop - start)
         return gather_features(y, self.cut, self.group) if self.gather_output else y
 
-    def extra_repr(self) -> str:
-        """Return nn.Linear's text, and the rank's index."""
-        return _repr(self, ", gather_output" if self.gather_output else "")
-
 
 @torch.compiler.disable(reason=COMPILE_REASON)
 def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
@@ -157,6 +162,8 @@ class RowParallelLinear(SlicedLayer):
     With input_is_parallel=False x is the whole [..., in], replicated. segments: as those of the column layer before it.
     Weight and bias are those that nn.Linear would have drawn. Raises PartitionError.
     """
+
+    shown = ("in_features", "out_features", "input_is_parallel", "sequence_parallel")
 
     def __init__(
         self,
@@ -197,10 +204,6 @@ class RowParallelLinear(SlicedLayer):
         y = row_linear(self.sink, x, self.weight, boundary(self.group, self.sequence_parallel, length))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def extra_repr(self) -> str:
-        """Return nn.Linear's text, and the rank's index."""
-        return _repr(self, "" if self.input_is_parallel else ", input_is_parallel=False")
-
 
 L = TypeVar("L", ColumnParallelLinear, RowParallelLinear)
 
@@ -211,9 +214,3 @@ def from_linear(cls: type[L], whole: nn.Linear, **options: Any) -> L:
         layer = cls(whole.in_features, whole.out_features, whole.bias is not None, **options)
     layer.take(whole.weight, whole.bias)
     return layer.train(whole.training)
-
-
-def _repr(layer: ColumnParallelLinear | RowParallelLinear, options: str) -> str:
-    text = f"in_features={layer.in_features}, out_features={layer.out_features}, bias={layer.bias is not None}{options}"
-    sequence = ", sequence_parallel" if layer.sequence_parallel else ""
-    return f"{text}{sequence}, shard {layer.group.index} of {layer.group.size}"

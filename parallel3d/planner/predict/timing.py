@@ -46,7 +46,7 @@ def exchange_seconds(
     over_slices: seconds of a collective; overlap: see Cluster; samples: see compute_seconds.
     """
     computed = sent = beside = 0.0
-    for collective, work in exchange.parts:
+    for collective, work in exchange:
         seconds = over_slices(collective.times(samples))
         sent = max(sent, computed) + seconds
         computed += compute_seconds(work, device, samples)
