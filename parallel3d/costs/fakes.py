@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from parallel3d.errors import PartitionError
 from parallel3d.fake_device import on_cuda
 from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.specs import BuildContext, Layer, LayerSpec
+
+T = TypeVar("T")
 
 
 class Fakes:
@@ -48,7 +50,7 @@ class Fakes:
 
         return tree_map(fake, tree)
 
-    def first_that_works(self, layer: Layer, use: Callable[[Any], Any]) -> Any:
+    def first_that_works(self, layer: Layer, use: Callable[[Any], T]) -> T:
         """Return use(fake layer), for the first way to make a fake layer with which `use` doesn't fail.
 
         Raises PartitionError, with the last failure and the remedy, if all ways fail.

@@ -151,8 +151,7 @@ class ModelTraces:
             self._modules[kind, splittable] = trained, tensors
             return result
 
-        result: LayerTrace = fakes.first_that_works(layer, traced)
-        return result
+        return fakes.first_that_works(layer, traced)
 
     def _run(self, layer: TrainedLayer, x: TensorTree, splits: bool) -> LayerTrace:
         on_cuda = CudaFunctions() if self._model.device == "cuda" else nullcontext()

@@ -54,9 +54,7 @@ class FlopProfiler(LayerProfiler):
 
     def measure(self, layer: Layer, x: Any, loss: Callable[[Any], Any] | None) -> tuple[LayerCost, Any]:
         """Trace the layer on fake tensors."""
-        trace = partial(self._trace, layer, x, loss)
-        result: tuple[LayerCost, Any] = self._fakes.first_that_works(layer, trace)
-        return result
+        return self._fakes.first_that_works(layer, partial(self._trace, layer, x, loss))
 
     def _trace(self, layer: Layer, x: Any, loss: Callable[[Any], Any] | None, module: Any) -> tuple[LayerCost, Any]:
         counter = OperatorCounter(_INSTEAD)

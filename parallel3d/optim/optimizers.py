@@ -10,14 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.optim.arguments import call
+from parallel3d.optim.arguments import call, classes_of
 from parallel3d.optim.lion import Lion
 
-_TORCH_CLASSES = {
-    name: cls
-    for name, cls in vars(torch.optim).items()
-    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-}
+_TORCH_CLASSES = classes_of(torch.optim, torch.optim.Optimizer)
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {**_TORCH_CLASSES, "Lion": Lion}
 _BY_LOWER_NAME = {name.lower(): cls for name, cls in _CLASSES.items()}
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import Config, PipelineConfig, load_sections, read, resolve_batch
+from parallel3d.config import Config, PipelineConfig, batch_sizes, load_sections, read
 from parallel3d.config.load import Source
 from parallel3d.costs.layer_costs import LayerCost, LayerProfiler, Sample
 from parallel3d.costs.profilers import FlopProfiler, TimeProfiler
@@ -157,14 +157,8 @@ class LayerSplitter:
     def _in_flight(self, config: Config) -> list[int]:
         """Return, for each chunk, the largest number of micro-batches whose activations it holds in the configured program."""
         settings, groups, given = self._settings, self._context.groups, config.pipeline
-        num_micro_batches = resolve_batch(
-            config.train_batch_size,
-            config.train_micro_batch_size_per_gpu,
-            config.gradient_accumulation_steps,
-            pipe=settings.num_stages,
-            data=groups.data.size,
-            model=groups.model.size,
-        ).num_micro_batches
+        sizes = batch_sizes(config, pipe=settings.num_stages, data=groups.data.size, model=groups.model.size)
+        num_micro_batches = sizes.num_micro_batches
         if given.schedule == "auto":
             # This bounds a stage, and so the share of each of its chunks, whichever program is planned.
             most = ceil((given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * settings.num_stages)
