@@ -44,7 +44,7 @@ class RecomputationTimes:
 
 
 class Checkpointer:
-    """Runs functions of which only the arguments are held for the backward, which runs them again.
+    """Runs functions and holds only their arguments for the backward, which runs them again.
 
     Non-reentrant, on any device: arguments and results are any pytrees, with or without gradients. Random states, of the
     CPU and of the GPUs in use, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
@@ -129,7 +129,7 @@ class Checkpointer:
 
 
 class Copy(NamedTuple):
-    """A copy under way. The stream that has waited for `done` may read `tensor`."""
+    """Copy in progress. A stream that has waited for `done` may read `tensor`."""
 
     tensor: Tensor
     done: Any
@@ -195,7 +195,7 @@ class _Parked:
 
 
 class HostOffload:
-    """Keeps tensors that autograd saves on the host; while a backward uses a region's, the next one's are on their way."""
+    """Keeps tensors that autograd saves on the host; while a backward uses one region's, the next region's are copied back."""
 
     def __init__(self, transfers: Transfers):
         self._transfers = transfers

@@ -1,4 +1,4 @@
-"""Reading of a file, a mapping or a base64 text to a Config: all problems in one error, what is left out in warnings."""
+"""Read a file, a mapping or a base64 text into a Config: one error lists all problems, and warnings name keys left out."""
 
 from __future__ import annotations
 

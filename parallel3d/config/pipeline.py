@@ -46,7 +46,7 @@ Partition = Annotated[
 
 
 class PipelineConfig(Section):
-    """How layers become stages, and in which order the stages work; None: as PipelineModule says."""
+    """Split of the layers into stages, and the schedule; None: as PipelineModule says."""
 
     known_keys = keys_of("pipeline")
     unset_by_auto = frozenset({"stages"})

@@ -178,7 +178,7 @@ def _read_backends(value: object) -> object:
 
 
 class AttentionConfig(Section):
-    """Which of PyTorch's kernels compute scaled_dot_product_attention."""
+    """PyTorch's kernels that compute scaled_dot_product_attention."""
 
     unset_by_auto = frozenset({"backend"})
 
@@ -215,7 +215,7 @@ class KernelsConfig(Section):
 
 
 class ElasticConfig(Section):
-    """Whether a restart may have another number of replicas: the train batch stays, by another number of micro-batches."""
+    """Restarts with another number of replicas, which keep the train batch by another number of micro-batches."""
 
     enabled: bool = own_key(False, "true or false")
     min_replicas: Positive = own_key(
@@ -234,7 +234,7 @@ class RngConfig(Section):
 
 
 class ActivationCheckpointingConfig(Section):
-    """How layers that are recomputed keep their inputs; which layers: pipeline.activation_checkpoint_interval."""
+    """Storage of the inputs of recomputed layers; pipeline.activation_checkpoint_interval says which layers are recomputed."""
 
     partition_activations: bool = False
     contiguous_memory_optimization: bool = False
@@ -252,7 +252,7 @@ TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_ca
 
 
 class CheckpointConfig(Section):
-    """How engine.save_checkpoint saves."""
+    """Settings of engine.save_checkpoint."""
 
     known_keys = keys_of("checkpoint")
 
@@ -267,7 +267,7 @@ class CheckpointConfig(Section):
 
 
 class RunRecordConfig(Section):
-    """Whether the training writes what it measured, for the planner to learn from."""
+    """Record of a training's measurements, to which the planner's corrections are fitted."""
 
     directory: NonEmpty | None = own_key(None, "a folder for run_record.json, or null for none")
     after_steps: Positive = own_key(10, "a whole number of steps >= 1, after which 4 are recorded")

@@ -136,7 +136,7 @@ class MetaFakes(Fakes):
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Inside, attention, dropout and RMSNorm of tensors that stand for CUDA tensors call the operators that run on CUDA.
+    """Function mode in which attention, dropout and RMSNorm of stand-ins for CUDA tensors call the operators that run on CUDA.
 
     Other functions, and tensors on other devices, are left alone.
     """

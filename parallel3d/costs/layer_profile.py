@@ -86,7 +86,7 @@ def recomputed(profile: LayerProfile) -> LayerProfile:
 
 
 class _NotLinear(Exception):
-    """Two profiles differ in more than numbers that grow with the samples."""
+    """Raised if two profiles differ in more than numbers that grow with the samples."""
 
 
 def extrapolated(one: LayerProfile, two: LayerProfile, steps: float) -> LayerProfile | None:

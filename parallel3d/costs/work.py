@@ -1,4 +1,4 @@
-"""Work of layers: what they ask of a device and of the links, as the time model reads it."""
+"""Work of layers for a device and the links, in the quantities that the time model uses."""
 
 from __future__ import annotations
 

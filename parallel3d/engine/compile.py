@@ -1,4 +1,4 @@
-"""torch.compile, applied to each layer separately.
+"""Compilation by torch.compile, of each layer separately.
 
 The graph breaks at every linear whose weight gradient goes through the gradient sink (split_backward.py); the operators
 between are compiled. So BACKWARD_INPUT and BACKWARD_WEIGHT can run apart, and weight gradients are added directly to their

@@ -1,4 +1,4 @@
-"""Attribution of an engine's failures, and the hooks of a process that it needs: uncaught exceptions, SIGTERM, the exit."""
+"""Attribution of an engine's failures, with the process's hooks that it needs: uncaught exceptions, SIGTERM, the exit."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Attribution:
 
 
 class ProcessHooks:
-    """Hooks that a process has one of; they serve the attribution made last. The interpreter keeps them: see `of_process`."""
+    """The process's hooks, which serve the attribution made last. The interpreter keeps the one instance, see `of_process`."""
 
     def __init__(self) -> None:
         self._served: tuple[Attribution, Watchdog] | None = None

@@ -26,7 +26,7 @@ class Dropout(nn.Dropout):
 
 
 class Sharding:
-    """How the layers that a rank builds are sharded over its tensor-parallel group.
+    """Sharding of the layers that a rank builds over its tensor-parallel group.
 
     With sequence parallelism hidden states between regions are shards [batch, ceil(seq / tp), hidden], and the layers at the
     boundary of a region are given the length of the whole sequence.

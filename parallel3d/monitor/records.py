@@ -1,4 +1,4 @@
-"""Records of steps of all ranks, and what follows from them: parts of a step's time, and seconds of each instruction."""
+"""Records of steps of all ranks, and the parts of a step's time and the seconds of each instruction that follow from them."""
 
 from __future__ import annotations
 

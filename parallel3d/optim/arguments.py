@@ -1,4 +1,4 @@
-"""Calls of classes with the arguments of a configuration; errors name an argument that doesn't fit, and the remedy."""
+"""Call classes with the arguments of a configuration; errors name an argument that doesn't fit, and the remedy."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _EVENNESS = (0.0, 0.1, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class StageLimit:
-    """No stage may hold more than `limit` bytes.
+    """Limit to the bytes that a stage may hold.
 
     Layer k on chunk c takes state[k] bytes whatever happens, and activations[k] for each of the in_flight[c] micro-batches
     whose activations the chunk holds at once. Layers of one tie key (one each, None for no tie) hold their state once a part.

@@ -1,4 +1,4 @@
-"""Two halves of a backward that stand side by side, made whole again.
+"""Fuse the two halves of a split backward where they are adjacent.
 
 A whole backward hides a layer's communication behind its weight gradients and frees its tensors at once; but what waits
 for its input gradient waits for the weight gradients too.
@@ -49,7 +49,7 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
 
 
 def _pairs(program: Program) -> list[_Pair]:
-    """Return the halves that stand side by side, from the front of the lists to their ends."""
+    """Return the adjacent halves, from the front of the lists to their ends."""
     halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     found = [
         (rank, position)

@@ -1,4 +1,4 @@
-"""Costs -> timeline: when each instruction of a program runs, the bubble, the activations held."""
+"""Timing of programs: when each instruction runs for given costs, the makespan and the bubble."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism for a module that is not written for it: a plan says which layers are replaced."""
+"""Tensor parallelism of a module that is not written for it, by a plan of the layers to replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat buckets: which parameter lies where, which rank updates it, and the buffers of weights, masters and gradients."""
+"""Flat buckets: each parameter's position, the rank that updates it, and the buffers of weights, masters and gradients."""
 
 from __future__ import annotations
 

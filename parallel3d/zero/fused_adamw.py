@@ -37,7 +37,7 @@ MAX_GROUPS = 32  # of parameters; csrc/adamw.cuh
 
 @dataclass
 class _Laid:
-    """Where the parts of a bucket that are stepped lie, one for each piece.
+    """Table of the parts of a bucket that are stepped, one for each piece.
 
     - rows: for each part the numbers of csrc/adamw.cuh's Part: addresses of the master, the gradient, its averages and the
       number of the step; its size, its place in the bucket's weights, the vectors of all parts up to it, its parameter group.

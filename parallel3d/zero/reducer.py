@@ -23,7 +23,7 @@ from parallel3d.zero.policy import ZeroPolicy
 
 @dataclass
 class _Reduction:
-    """A reduction under way and what remains to be done with its result, once."""
+    """Reduction in progress, and the function that is called once with its result."""
 
     work: Work
     finish: Callable[[], object] | None = None

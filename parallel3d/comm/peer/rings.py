@@ -138,7 +138,7 @@ class Sender(_End):
 
 
 class Arriving:
-    """An expected message, a Work: it is copied out of its ring once, on the stream that first needs it.
+    """Work of an expected message, which is copied out of its ring once, on the stream that first needs it.
 
     - first: index of its first part among all of the ring's.
     - parts: the slot of each part, where it goes, and its bytes.

@@ -96,7 +96,7 @@ def first_unavailable(own: Unavailable | None, control: Group) -> Unavailable | 
 
 @dataclass(frozen=True)
 class Mapped:
-    """Bytes on each device of a group, equally many, that all ranks map.
+    """Memory of one size on each device of a group, which all its ranks map.
 
     - memory: this rank's bytes; while it lives, all stay mapped.
     - handle: torch's handle, which has the addresses.

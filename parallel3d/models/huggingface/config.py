@@ -117,7 +117,7 @@ class _Rotary(Family):
 
 
 class Llama(_Rotary):
-    """Biases by attention_bias and mlp_bias."""
+    """Llama: biases by attention_bias and mlp_bias."""
 
     architecture = "LlamaForCausalLM"
     model_type = "llama"
@@ -130,7 +130,7 @@ class Llama(_Rotary):
 
 
 class Qwen2(_Rotary):
-    """Biases of query, key and value; a sliding window in the last layers."""
+    """Qwen2: biases of query, key and value; a sliding window in the last layers."""
 
     architecture = "Qwen2ForCausalLM"
     model_type = "qwen2"
@@ -160,7 +160,7 @@ class Qwen2(_Rotary):
 
 
 class Mistral(_Rotary):
-    """One sliding window in all layers, or none."""
+    """Mistral: one sliding window in all layers, or none."""
 
     architecture = "MistralForCausalLM"
     model_type = "mistral"
@@ -180,7 +180,7 @@ class Mistral(_Rotary):
 
 
 class Gpt2(Family):
-    """Learned positions, LayerNorm, biases everywhere."""
+    """GPT-2: learned positions, LayerNorm, biases everywhere."""
 
     architecture = "GPT2LMHeadModel"
     model_type = "gpt2"

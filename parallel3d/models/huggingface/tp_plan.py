@@ -25,7 +25,7 @@ from parallel3d.tensor_parallel.slicing import cut
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is sharded over tensor-parallel ranks.
+    """Plan by which a model is sharded over tensor-parallel ranks.
 
     - model: name of its class, for errors.
     - base: the prefix of its base model.
