@@ -225,9 +225,7 @@ def write_weights(
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, (OSError, SafetensorError)):
-            raise CheckpointError(
-                f"{directory} can't be written: {error}; free some space, or write elsewhere"
-            ) from error
+            raise CheckpointError(f"{directory} can't be written: {error}; free space, or write elsewhere") from error
         raise
 
 

@@ -30,7 +30,7 @@ def reduce_scatter_ref(parts: Sequence[Tensor], wire: torch.dtype) -> Tensor:
 
 
 class ReduceScatter(PeerKernel):
-    """ReduceScatterKernel that sums gradients over one group, in fp32 and in rank order, for any dtype in which they are sent."""
+    """ReduceScatterKernel that sums gradients over one group, in fp32 and in rank order, for any dtype of the messages."""
 
     key, axis, noun = "reduce_scatter", "data", "replicas"
     half_bytes = HALF_BYTES
