@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from parallel3d.clock import Clock, clock_of
+from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_sections
 from parallel3d.errors import ExecutionError
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.clock import Clock, clock_of
+from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config

@@ -17,7 +17,7 @@ import networkx as nx
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from parallel3d.clock import clock_of
+from parallel3d.comm.clock import clock_of
 from parallel3d.comm.collectives import Group, all_gather_into, all_gather_object, all_reduce, reduce_scatter_into
 from parallel3d.comm.environment import get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.clock import Clock
+from parallel3d.comm.clock import Clock
 from parallel3d.comm.collectives import Awaited, Group
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.monitor.records import StepRecord, instruction_times, traffic_times

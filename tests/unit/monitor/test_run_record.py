@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from records import make_record
 
-from parallel3d.clock import Clock
+from parallel3d.comm.clock import Clock
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import Config, without_removed
