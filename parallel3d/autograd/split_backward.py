@@ -19,7 +19,7 @@ from parallel3d.autograd.recipes import Product, RowSum, Scatter
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.fake_device import on_cuda
 
-# Several products of one shape, to be added: left: [..., k], right: [k, n], each with a k of its own.
+# Several products of one shape, to be added: left: [..., k], right: [k, n]; k may differ.
 Factors = Sequence[tuple[Tensor, Tensor]]
 # The weight and the bias, if there is one, of a linear layer.
 Pair = tuple[Tensor, "Tensor | None"]

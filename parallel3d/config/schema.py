@@ -262,7 +262,7 @@ class CheckpointConfig(Section):
         differs="rank 0's is used, unless it is Fail",
     )
     keep_last: Positive | None = own_key(None, "a whole number of checkpoints >= 1 to keep, or null for all")
-    async_save: bool = own_key(False, "true, to write while training goes on, or false")
+    async_save: bool = own_key(False, "true, to write while training continues, or false")
     timeout_s: float = own_key(1800.0, "a number of seconds > 0 that ranks wait for each other", gt=0)
 
 

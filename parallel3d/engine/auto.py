@@ -104,7 +104,7 @@ class AutoSchedule:
                 write_whole(Path(self._config.plan), plan.model_dump_json(indent=1) + "\n")
             except OSError as error:
                 warnings.warn(
-                    f"pipeline.plan '{self._config.plan}' could not be written: {error}; the run goes on by the plan",
+                    f"pipeline.plan '{self._config.plan}' could not be written: {error}; the run continues with the plan",
                     stacklevel=2,
                 )
 

@@ -238,7 +238,7 @@ class Reports:
         if due == len(_RECORDED):
             try:
                 self.write_run_record(wanted.directory)
-            except ConfigError as error:  # training goes on without it
+            except ConfigError as error:  # training continues without it
                 if self._groups.rank == 0:
                     warnings.warn(str(error), stacklevel=2)
         elif due >= 0:

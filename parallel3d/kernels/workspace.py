@@ -128,7 +128,7 @@ class SymmetricWorkspace:
         return handle
 
     def run_on_side_stream(self, call: Callable[[], object], *tensors: Tensor) -> Copied:
-        """Run `call`, which uses the tensors, on a stream of its own after what the current stream has queued."""
+        """Run `call`, which uses the tensors, on the side stream after what the current stream has queued."""
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             call()

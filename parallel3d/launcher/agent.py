@@ -166,7 +166,7 @@ def launch(options: LaunchOptions) -> int:
         code = _run(options, before)
     except SignalException as death:
         code = 128 + death.sigval
-    except KeyboardInterrupt:  # before the agent has taken over the signals
+    except KeyboardInterrupt:  # before the agent handles the signals
         code = 128 + signal.SIGINT
     finally:
         if code != 0:
@@ -208,7 +208,7 @@ def _run(options: LaunchOptions, spare: set[int]) -> int:
 class _StorePerStart(StaticTCPRendezvous):
     """Rendezvous of this node alone, with a store that listens as soon as its port is picked; the ranks join that store.
 
-    Each start has a store of its own: a rank that is started again must not find what an earlier one left there, such as
+    Each start has its own store: a rank that is started again must not find what an earlier one left there, such as
     addresses of connections. port: of the first store, 0 for a free one.
     """
 

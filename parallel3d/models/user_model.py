@@ -63,7 +63,7 @@ def load_subject(target: str, seed: int) -> Subject:
 
     - target: also a Hugging Face directory, or its config.json.
 
-    Every call makes layers of its own. Raises ConfigError, which says what is missing, where there is no such function or it
+    Every call makes new layers. Raises ConfigError, which says what is missing, where there is no such function or it
     returns neither a Subject nor a mapping with its fields.
     """
     if Path(target).name == "config.json" or Path(target).is_dir():

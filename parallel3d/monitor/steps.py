@@ -134,7 +134,7 @@ class StepMonitor:
     Only steps that print or are profiled are recorded (if nothing is printed, every step, and the last ones are kept); of the
     others only begin and end are marked. Nothing waits for the device before records are read.
 
-    - profiles: what is to be profiled of the current step.
+    - profiles: the profiles requested of the current step.
     - sequence: tokens of a sample of the last recorded step, if this rank's inputs show it.
     - peak: the most bytes that CUDA allocated in any phase of a step with memory_breakdown.
     """

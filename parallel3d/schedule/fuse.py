@@ -22,7 +22,7 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
     """Make each input gradient and the weight gradient of its chunk that follows one backward, where nothing gets later.
 
     program: compute instructions alone. Weight gradients of one chunk change places among micro-batches for that, which
-    changes neither times nor memory where micro-batches are alike. cost: as simulate()'s, of whole backwards too. All pairs
+    changes neither times nor memory where micro-batches are equal. cost: as simulate()'s, of whole backwards too. All pairs
     are tried together, then halves of what made the step longer.
     """
     clock = ListClock(program, cost)

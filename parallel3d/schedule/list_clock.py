@@ -116,7 +116,7 @@ class ListClock:
         return self._numbers[i._replace(op=Op.BACKWARD_INPUT) if i.op is Op.BACKWARD else i]
 
     def _needs(self, i: Instruction) -> int | None:
-        """Return the slot of the last of its dependences: the neighbouring chunk's comes after those of its own."""
+        """Return the slot of the last of its dependences: the neighbouring chunk's comes after those of its own chunk."""
         own_list = i.op is Op.BACKWARD_WEIGHT
         known = [d for d in depends_on(i) if d in self._numbers and not own_list]
         return self._slot(known[-1]) if known else None

@@ -99,7 +99,7 @@ def with_communication(program: Program) -> Program:
 def add_parameter_gather(program: Program) -> Program:
     """Gather each chunk's weights at the head of its rank's list, in the order of first use.
 
-    The gathers run beside the first forwards; a layer waits for its own weights alone.
+    The gathers overlap with the first forwards; a layer waits only for its own weights.
     """
     lists = []
     for instructions in program.instructions:

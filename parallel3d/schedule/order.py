@@ -127,13 +127,13 @@ def _check_complete(program: Program, training: bool) -> None:
                 )
             if i.op not in COLLECTIVE_OPS and program.placement[i.chunk] != rank:
                 raise ScheduleError(
-                    f"{i} stands in the list of stage {rank}, which holds chunks "
+                    f"{i} is in the list of stage {rank}, which holds chunks "
                     f"{[c for c, r in enumerate(program.placement) if r == rank]}; move it to the stage of chunk {i.chunk}"
                 )
     count = Counter(i for rank in program.instructions for i in rank if i.op not in COLLECTIVE_OPS)
     for i, times in count.items():
         if times > 1:
-            raise ScheduleError(f"{i} stands {times} times in the schedule; an instruction runs once")
+            raise ScheduleError(f"{i} occurs {times} times in the schedule; an instruction runs once")
     for chunk, m in product(range(program.num_chunks), range(program.num_micro_batches)):
         if not count[Instruction(Op.FORWARD, chunk, m)]:
             raise ScheduleError(f"F{m}@{chunk} is missing: every micro-batch passes every chunk")

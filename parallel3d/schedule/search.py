@@ -1,7 +1,7 @@
 """Search for the shortest order of split backwards, for any placement and any times, within any memory.
 
 A list schedule: whenever a rank is free it starts the best of what is ready, in the manner of the heuristic of
-arXiv:2401.10241, section 3. Several rules for what is best are tried, and the shortest order is taken.
+arXiv:2401.10241, section 3. Several rules for what is best are tried, and the shortest order is used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Rule(NamedTuple):
     """Rule by which a rank chooses among the instructions that are ready.
 
     - choice: between a forward and an input gradient: "alternate", "gradient" or "forward".
-    - slack: the number of forwards by which transfers are taken to be longer, for an order that bears delays.
+    - slack: transfers are assumed longer by the time of this number of forwards, for an order that tolerates delays.
     - patience: a weight gradient waits for what will be ready before this share of it would be done.
     """
 

@@ -89,7 +89,7 @@ class CriticalPath(NamedTuple):
     """The critical path of a program.
 
     host: seconds of a rank's host at its beginning.
-    instructions: in order, each of which starts when the one before it ends or releases it, with the seconds that it
+    instructions: in order; each starts when the one before it ends or releases it, and comes with the seconds that it
         contributes: of a backward that releases a reduction, the share until then.
     """
 

@@ -89,14 +89,14 @@ class VocabParallelEmbedding(SlicedLayer):
 def check_indices(indices: Tensor, size: int, valid: Tensor | None = None) -> None:
     """Raise RuntimeError (CUDA: stop the device, without the host waiting) for an index outside of 0 to size - 1.
 
-    valid: which are to be right, all by default.
+    valid: the indices that must be in range; all by default.
     """
     right = (indices >= 0) & (indices < size)
     torch._assert_async((right if valid is None else right | ~valid).all(), f"an index is not in [0, {size})")
 
 
 def own_rows(indices: Tensor, size: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return which indices lie in [start, stop), and these relative to start, the others 0. Checks indices against `size`."""
+    """Return which indices are in [start, stop), and all relative to start, 0 for the others. Checks indices against `size`."""
     check_indices(indices, size)
     here = (indices >= start) & (indices < stop)
     return here, (indices - start).where(here, 0)

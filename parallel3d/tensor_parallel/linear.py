@@ -41,7 +41,7 @@ from parallel3d.tensor_parallel.slicing import Segments, cut
 
 
 class SlicedLayer(SplittableLayer, ABC):
-    """Layer of which each rank of `group` holds a part, which attributes of its parameters describe."""
+    """Layer that is sharded over `group`; attributes of its parameters describe this rank's part."""
 
     group: Group
     weight: nn.Parameter
@@ -78,7 +78,7 @@ class ColumnParallelLinear(SlicedLayer):
     gather_output y is the whole [..., out]. Several layers of one input save communication with in_region: x is then what
     `enter_region` returned. segments: sizes of the fused parts of out (q, k, v or gate, up), or Segments
     (AttentionHeads(...).query), each sharded by itself; a rank's output has its parts of them in that order. Where ranks
-    share rows (fewer kv heads than ranks) each keeps the whole weight and uses the rows of its own. Weight and bias are
+    share rows (fewer kv heads than ranks) each keeps the whole weight and uses its own rows. Weight and bias are
     those that nn.Linear would have drawn. Raises PartitionError.
     """
 
@@ -140,7 +140,7 @@ class ColumnParallelLinear(SlicedLayer):
 
 @torch.compiler.disable(reason=COMPILE_REASON)
 def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
-    """Return `layer(x, length)` of each of these layers, which are alike but for their segments.
+    """Return `layer(x, length)` of each of these layers, which differ only in their segments.
 
     x enters their region once. In the backward its gradient is summed in one buffer and communicated once, overlapped with
     all of the layers' weight gradients.

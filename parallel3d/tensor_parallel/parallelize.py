@@ -75,7 +75,7 @@ STYLES: dict[str, Style] = {
     "local": Whole(),
     "isolated": Whole(),
     "gather": Whole(),
-    # There, of a norm: a matter of its own. Here, of the whole module: parallelize(..., sequence_parallel=True).
+    # There it concerns a single norm. Here the whole module has it or not: parallelize(..., sequence_parallel=True).
     "sequence_parallel": Whole(),
     "replicate": Whole(),
 }

@@ -43,7 +43,7 @@ class Kind:
 class BucketLayout:
     """The parameters of one bucket, all of one kind and with the same owners, and where each starts in `numel` elements.
 
-    num_shards: the number of equal parts, each of which one rank updates.
+    num_shards: the number of equal parts; one rank updates each.
     """
 
     kind: Kind
@@ -119,7 +119,7 @@ class ParameterShard:
 
 
 class Bucket:
-    """Consecutive parameters in flat buffers of `numel` elements, of which each rank of `partition` updates one shard.
+    """Consecutive parameters in flat buffers of `numel` elements; each rank of `partition` updates one shard of them.
 
     weights: what the layers compute with, [numel], None where the parameters keep their own storage; gradients: the
     accumulator, [numel], None where a transient one stands in for each reduction; gradient_shard: [numel / partition].
@@ -244,7 +244,7 @@ class Bucket:
         return self.weights[piece.place : piece.place + piece.master.numel()].view(piece.master.shape)
 
     def check_place(self) -> None:
-        """Raise ExecutionError for a parameter that was given memory of its own, which nothing updates."""
+        """Raise ExecutionError for a parameter that has left the bucket's memory: nothing would update it."""
         if self.weights is None:
             return
         start, width = self.weights.data_ptr(), self.weights.itemsize

@@ -86,7 +86,7 @@ class FusedAdamW:
         return bucket.master_dtype == torch.float32 and bucket.gradient_dtype in (torch.float32, bucket.weight_dtype)
 
     def clears(self, bucket: Bucket) -> bool:
-        """Return whether a step leaves the gradient shard zero: of its own memory, all of which the optimizer holds."""
+        """Return whether a step zeroes the gradient shard: it has its own memory, and the optimizer updates all of it."""
         return bucket.gradients is None and all(piece.master in self._group_of for piece in bucket.pieces)
 
     @torch.no_grad()

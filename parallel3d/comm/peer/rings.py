@@ -174,7 +174,7 @@ class Arriving:
         else:
             self.make_way(stream)
         memory, self._memory = self._memory, None
-        assert memory is not None, "a message is taken once"
+        assert memory is not None, "a message is received once"
         return memory
 
 
@@ -204,7 +204,7 @@ class Receiver(_End):
         return self._next_slot()
 
     def _make_room(self, num_parts: int) -> None:
-        """Free the slots of the next parts of earlier messages: the order in which messages are taken must not matter."""
+        """Free the slots of the next parts of earlier messages: the order in which messages are received must not matter."""
         while self._expected:
             oldest = self._expected[0]
             if not oldest.is_completed():

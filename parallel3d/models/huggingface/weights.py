@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face checkpoint, of which a rank reads only its part."""
+"""Weights of a Hugging Face checkpoint; each rank reads only its part."""
 
 from __future__ import annotations
 

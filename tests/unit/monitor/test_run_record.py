@@ -119,7 +119,7 @@ def test_records_are_found_at_any_depth_and_come_back_as_they_were(tmp_path: Pat
 
 
 def test_what_is_no_record_says_what_to_do(tmp_path: Path):
-    with pytest.raises(ConfigError, match="give directories that trainings wrote"):
+    with pytest.raises(ConfigError, match="give directories with the records"):
         find_run_records([tmp_path])
     with pytest.raises(ConfigError, match=r"there is no run record .*engine.reports.write_run_record"):
         read_run_record(tmp_path)
