@@ -218,9 +218,7 @@ class ElasticConfig(Section):
     """Restarts with another number of replicas, which keep the train batch by another number of micro-batches."""
 
     enabled: bool = own_key(False, "true or false")
-    min_replicas: Positive = own_key(
-        1, "a whole number >= 1 of data-parallel replicas, with fewer of which training stops"
-    )
+    min_replicas: Positive = own_key(1, "a whole number >= 1: with fewer data-parallel replicas, training stops")
 
 
 class RngConfig(Section):
