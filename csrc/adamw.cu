@@ -1,4 +1,4 @@
-// The C interface of adamw.cuh.
+// C interface of adamw.cuh.
 
 #include <cuda_runtime.h>
 
@@ -20,20 +20,26 @@ bool launch(int world, const Update& call, int blocks, cudaStream_t stream) {
 
 }  // namespace
 
-// Bytes of a part, as parts are laid out in device memory (adamw.cuh: Part), and the most parameter groups.
+// Return the bytes of a part in device memory (Part in adamw.cuh), and the maximum number of parameter groups.
 extern "C" int p3d_adamw_part_bytes() { return sizeof(Part); }
 extern "C" int p3d_adamw_groups() { return kMaxGroups; }
 
-// One step of AdamW or Adam. parts: in device memory, of `vectors` vectors of 16 bytes of dtype
-// 1 (fp16) or 2 (bf16), which the weights have, and the gradients, which are fp32 where `wide`; groups: rate, beta1, beta2, epsilon, weight decay and whether that is decoupled, of each. divisor,
-// skip: device memory, or null. weights: of `world` ranks in rank order, all of which are written, the own being the
-// `rank`-th; of one, world is 1 and pads, state and report are null. The rest is as in p3d_all_reduce.
+// Runs one step of AdamW or Adam.
+//
+// - dtype: of the weights, 1 (fp16) or 2 (bf16); gradients have it too, or fp32 where `wide`.
+// - parts: in device memory; together they have `vectors` vectors of 16 bytes of weights.
+// - groups: for each parameter group rate, beta1, beta2, epsilon, weight decay, and whether that is decoupled.
+// - divisor, skip: in device memory, or null.
+// - weights: addresses on `world` ranks in rank order, all of which are written; this rank's is the `rank`-th. For this rank
+//   alone world is 1, and pads, state and report are null.
+//
+// The other arguments are those of p3d_all_reduce.
 extern "C" int p3d_adamw(int dtype, int wide, int world, int rank, const void* parts, int64_t vectors, const double* groups,
                          int num_groups, const void* divisor, const void* skip, int clear,
                          const uint64_t* weights, int meets_before, int meets_after, const uint64_t* pads, void* state,
                          void* report, uint64_t limit, int blocks, int device, void* stream) {
   if (world > kMaxWorld || num_groups > kMaxGroups || blocks < 1) return cudaErrorInvalidValue;
-  // Of this library's own copy of the CUDA runtime.
+  // Sets the device of this library's copy of the CUDA runtime.
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) return error;
   Update call{};
   if (world > 1) call.peers = make_peers(world, rank, weights, pads, state, report, 0, limit);

@@ -1,11 +1,12 @@
-// AdamW (arXiv:1711.05101), or Adam (arXiv:1412.6980), of a rank's shard, in one pass over memory: gradients are divided and
-// may be cleared, masters and moments updated in fp32, and the weights that the layers compute with, of dtype T, written,
-// on this rank alone or on all.
+// AdamW (arXiv:1711.05101) or Adam (arXiv:1412.6980) for a rank's shard in one pass over memory: divides the gradients and may
+// clear them, updates masters and moments in fp32, and writes the weights that the layers compute with, of dtype T, on this
+// rank alone or on all ranks.
 //
 //   meet; update and write; meet.
 //
-// Peers that come to the first meeting have read their weights for the last time; after the second all writes are done. Each is
-// left out where calls before or behind have one, and both where no peer's weights are written. (peers.cuh)
+// Peers that come to the first meeting no longer read the old weights; after the second one all writes are done. The first is
+// left out if an earlier call of the step has it, the second if a later call has it, and both if no peer's weights are
+// written. (Meetings: peers.cuh)
 
 #ifndef P3D_ADAMW_CUH
 #define P3D_ADAMW_CUH
@@ -20,28 +21,28 @@ namespace {
 
 constexpr int kMaxGroups = 32;
 
-// Of one parameter, in device memory. All arrays have `size` elements.
+// Part of the shard that belongs to one parameter; in device memory. All arrays have `size` elements.
 struct Part {
   float* master;
-  void* gradient;          // in fp32, or as the weights
+  void* gradient;          // in fp32, or in the weights' dtype
   float* average;          // of the gradient
   float* square_average;
-  const float* step;       // which one this is, from 1 on
+  const float* step;       // number of the step, from 1 on
   int64_t size;
-  int64_t place;           // its first element in the weights
+  int64_t place;           // index of its first element in the weights
   int64_t end;             // vectors of all parts up to this one
   int64_t group;
 };
 
-// As double-precision arithmetic on the host makes them: rounded once.
+// Computed in double precision on the host, and rounded once.
 struct Settings {
   double rate, beta1, beta2, epsilon, decay;
-  bool decoupled;  // weight decay: of AdamW
+  bool decoupled;  // weight decay as in AdamW
 };
 
 struct Update {
   Peers peers;
-  void* weights[kMaxWorld];  // of all ranks, which are written; with a world of 1 those of this rank alone
+  void* weights[kMaxWorld];  // of all ranks, all written; with a world of 1 this rank's alone
   const Part* parts;
   int64_t vectors;           // of all parts
   const double* divisor;     // of the gradients; or null
@@ -51,7 +52,7 @@ struct Update {
   bool meets_before, meets_after;
 };
 
-// What is the same for all elements of a part.
+// Values that are the same for all elements of a part.
 struct Rule {
   float keep1, take1, keep2, take2, rate, root, epsilon, shrink, decay;
 };
@@ -74,7 +75,7 @@ __device__ void update(const Update& call) {
   const float divisor = call.divisor == nullptr ? 1 : *call.divisor;
   if (call.skip != nullptr && *call.skip) return;
   const Part* part = call.parts;
-  const Part* known = nullptr;  // whose rule it is
+  const Part* known = nullptr;  // the part that `rule` belongs to
   Rule rule;
   for (int64_t place = int64_t(blockIdx.x) * kThreads + threadIdx.x; place < call.vectors; place += stride) {
     while (place >= part->end) ++part;
@@ -104,7 +105,7 @@ __device__ void update(const Update& call) {
   }
 }
 
-// The own weights, where a peer did not come: what is computed with them is seen to be wrong.
+// Fills this rank's weights with NaN if a peer was late, so that the failure shows in all that is computed with them.
 template <typename T>
 __device__ void poison(const Update& call) {
   const int64_t stride = int64_t(gridDim.x) * kThreads;

@@ -1,4 +1,4 @@
-// The C interface of all_reduce.cuh.
+// C interface of all_reduce.cuh.
 
 #include <cuda_runtime.h>
 
@@ -28,20 +28,26 @@ bool launch(int world, bool two_shot, const Sum& call, int blocks, cudaStream_t 
 
 }  // namespace
 
-// Of a block: it takes a vector of 16 bytes for each at once.
+// Returns the number of threads of a block, each of which processes a vector of 16 bytes at a time.
 extern "C" int p3d_all_reduce_threads() { return kThreads; }
 
-// output = the sum of `input` over the ranks, `size` elements of dtype 0 (fp32), 1 (fp16) or 2 (bf16); may be the input.
-// staging, pads: addresses of every rank's in rank order, those of two halves of `half` bytes, of a multiple of 16 and
-// at least the message rounded up to 16, and of 8 * world * blocks bytes that were 0 at first. state: 16 bytes of
-// device memory that were 0 at first; report: 4 bytes of pinned host memory, 0 as long as every peer came within
-// `limit` nanoseconds, else 1 + that peer's index. Every rank calls with the same two_shot, dtype, world, size and blocks, in
-// the same order, all calls of one staging buffer in one order of streams. Returns a CUDA error, 0 for none.
+// Writes the sum of `input` over the ranks to `output`, which may be the input. Returns a CUDA error, 0 for none.
+//
+// - size: elements, of dtype 0 (fp32), 1 (fp16) or 2 (bf16).
+// - staging: addresses of every rank's staging buffer in rank order. Each has two halves of `half` bytes, a multiple of 16,
+//   at least the message rounded up to 16 bytes.
+// - pads: addresses of every rank's pad in rank order, each of 8 * world * blocks bytes that were 0 at first.
+// - state: 16 bytes of device memory that were 0 at first.
+// - report: 4 bytes of pinned host memory, 0 as long as every peer came within `limit` nanoseconds, else 1 + the index of the
+//   peer that was late.
+//
+// Every rank calls with the same two_shot, dtype, world, size and blocks, in the same order; all calls with one staging buffer
+// are in one stream order.
 extern "C" int p3d_all_reduce(int two_shot, int dtype, int world, int rank, const void* input, void* output, int64_t size,
                               const uint64_t* staging, const uint64_t* pads, void* state, void* report, int64_t half,
                               uint64_t limit, int blocks, int device, void* stream) {
   if (world > kMaxWorld || blocks < 1) return cudaErrorInvalidValue;
-  // Of this library's own copy of the CUDA runtime.
+  // Sets the device of this library's copy of the CUDA runtime.
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) return error;
   const Peers peers = make_peers(world, rank, staging, pads, state, report, half, limit);
   const Sum call{peers, input, output, size};

@@ -1,14 +1,15 @@
-// The sum of every rank's tensor on every rank, among GPUs of one host that reach each other's memory over NVLink.
+// All-reduce (sum) among GPUs of one host that reach each other's memory over NVLink.
 //
-// One-shot: each rank reads all of every peer's input and sums it. Two-shot: each rank sums one slice of all inputs and
+// One-shot: each rank reads all of every peer's input and sums it. Two-shot: each rank sums one part of all inputs and
 // writes it to all peers. Sums are in fp32 and in rank order, so results are bitwise equal on all ranks and from run to run.
 //
 //   one-shot:  stage the input; meet; read all peers' staging, sum, write the output.
-//   two-shot:  stage the slices of others; meet; read the own slice of all peers, sum, write it over the same places of
-//              all peers' staging and into the output; meet; copy the other slices from the own staging to the output.
+//   two-shot:  stage the other ranks' parts; meet; read this rank's part from all peers, sum, write the sum to the same
+//              place of all peers' staging and to the output; meet; copy the other parts from this rank's staging to the
+//              output.
 //
-// (peers.cuh: staging and meetings.) Within a two-shot call, a slice of a peer's staging is read by the slice's owner alone,
-// each vector by the thread that then writes the sum over it.
+// Within a two-shot call, only the rank that sums a part reads it from a peer's staging, each vector by the thread that then
+// writes the sum there. (Staging and meetings: peers.cuh)
 
 #ifndef P3D_ALL_REDUCE_CUH
 #define P3D_ALL_REDUCE_CUH
@@ -28,11 +29,11 @@ struct Sum {
   int64_t size;  // elements
 };
 
-// Vectors that a thread sums at once, so that 8 loads are under way whatever the number of ranks.
+// Vectors that a thread sums at once: 8 loads in flight for any number of ranks.
 template <int World>
 constexpr int kAtOnce = 8 / World;
 
-// The sum of every rank's vector, in rank order.
+// Returns the sum of every rank's vector, in rank order.
 template <typename T, int World>
 __device__ Pack<T> summed(const Pack<T> (&parts)[World]) {
   Pack<T> total;
@@ -46,8 +47,8 @@ __device__ Pack<T> summed(const Pack<T> (&parts)[World]) {
   return total;
 }
 
-// Sums vectors first + k * stride < end of all ranks, and gives each to use(vector, sum). The own ones are those of the input,
-// which need no staging.
+// Sums vectors first + k * stride < end over all ranks, and calls use(vector, sum) for each. This rank's vectors are read from
+// the input and need no staging.
 template <typename T, int World, bool Whole, typename Use>
 __device__ void sum(const Sum& call, int64_t offset, int64_t first, int64_t end, int64_t stride, Use use) {
   constexpr int at_once = Whole ? kAtOnce<World> : 1;
@@ -73,24 +74,24 @@ __device__ void sum(const Sum& call, int64_t offset, int64_t first, int64_t end,
   }
 }
 
-// The numbers of a call that failed: what is computed from them is seen to be wrong. A thread writes what it would have, and
-// nothing of a block whose peers came. Slices: World of two-shot, 1 of one-shot.
-template <typename T, int Slices>
+// Writes NaN as the result of a call that failed, so that the failure shows in all that is computed from it. A thread writes
+// to its own elements only, not to those of blocks whose peers came. Parts: World for two-shot, 1 for one-shot.
+template <typename T, int Parts>
 __device__ void poison(const Sum& call) {
   Pack<T> pack;
   for (int v = 0; v < Pack<T>::size; ++v) pack.values[v] = narrow<T>(NAN);
   const int64_t vectors = (call.size + Pack<T>::size - 1) / Pack<T>::size;
-  const int64_t slice = (vectors + Slices - 1) / Slices;
+  const int64_t part = (vectors + Parts - 1) / Parts;
   const int64_t stride = int64_t(gridDim.x) * kThreads;
-  for (int64_t place = int64_t(blockIdx.x) * kThreads + threadIdx.x; place < slice; place += stride) {
-    for (int s = 0; s < Slices; ++s) {
-      const int64_t vector = s * slice + place;
+  for (int64_t place = int64_t(blockIdx.x) * kThreads + threadIdx.x; place < part; place += stride) {
+    for (int s = 0; s < Parts; ++s) {
+      const int64_t vector = s * part + place;
       if (vector < vectors) store(static_cast<T*>(call.output), vector, call.size, pack);
     }
   }
 }
 
-// Puts vectors first + k * stride < end of the input into the own staging.
+// Copies vectors first + k * stride < end of the input into this rank's staging.
 template <typename T, bool Whole>
 __device__ void stage(const Sum& call, int64_t offset, int64_t first, int64_t end, int64_t stride) {
   constexpr int at_once = Whole ? 8 : 1;
@@ -127,16 +128,16 @@ template <typename T, int World, bool Whole>
 __device__ bool two_shot(const Sum& call, unsigned long long number) {
   const int64_t offset = (number % 2) * call.peers.half;
   const int64_t vectors = (call.size + Pack<T>::size - 1) / Pack<T>::size;
-  const int64_t slice = (vectors + World - 1) / World;
+  const int64_t part = (vectors + World - 1) / World;
   const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x, stride = int64_t(gridDim.x) * kThreads;
   T* output = static_cast<T*>(call.output);
   for (int s = 0; s < World; ++s) {
     if (s == call.peers.rank) continue;
-    stage<T, Whole>(call, offset, s * slice + first, min((s + 1) * slice, vectors), stride);
+    stage<T, Whole>(call, offset, s * part + first, min((s + 1) * part, vectors), stride);
   }
   if (!meet<World>(call.peers, 2 * number + 1)) return false;
-  const int64_t start = call.peers.rank * slice;
-  sum<T, World, Whole>(call, offset, start + first, min(start + slice, vectors), stride,
+  const int64_t start = call.peers.rank * part;
+  sum<T, World, Whole>(call, offset, start + first, min(start + part, vectors), stride,
                        [&](int64_t vector, const Pack<T>& total) {
 #pragma unroll
                          for (int r = 0; r < World; ++r) {
@@ -146,10 +147,10 @@ __device__ bool two_shot(const Sum& call, unsigned long long number) {
                        });
   if (!meet<World>(call.peers, 2 * number + 2)) return false;
   const char* mine = call.peers.staging[call.peers.rank] + offset;
-  for (int64_t place = first; place < slice; place += stride) {
+  for (int64_t place = first; place < part; place += stride) {
 #pragma unroll
     for (int s = 0; s < World; ++s) {
-      const int64_t vector = s * slice + place;
+      const int64_t vector = s * part + place;
       if (s != call.peers.rank && vector < vectors) {
         store<T, Whole>(output, vector, call.size, load_staged<T>(mine, vector));
       }

@@ -3,7 +3,7 @@
 
 #include "peers.cuh"
 
-// Of all threads of a block, always in one order; for thread 0. Once in a kernel.
+// Returns, in thread 0, the sum over all threads of a block, always in the same order. Call it once in a kernel.
 __device__ inline double block_sum(double value) {
   __shared__ double warps[kThreads / 32];
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_down_sync(~0u, value, distance);
@@ -15,12 +15,12 @@ __device__ inline double block_sum(double value) {
   return value;
 }
 
-// Of the threads of a team, each `team` in a row, a power of two of whole warps: for each of them, always in one order. All
-// threads of a block call it.
+// Returns, in each thread of a team, the sum over the team, always in the same order. A team is `team` consecutive threads, a
+// power of two of whole warps. All threads of a block call it.
 __device__ inline float team_sum(float value, int team) {
   __shared__ float warps[kThreads / 32];
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
-  __syncthreads();  // what the call before has left here is read
+  __syncthreads();  // the previous call's values have been read
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
   const int first = threadIdx.x / team * (team / 32);

@@ -1,4 +1,4 @@
-// What the launchers have in common, on the host.
+// Host code that all launchers share.
 #ifndef P3D_LAUNCH_CUH
 #define P3D_LAUNCH_CUH
 

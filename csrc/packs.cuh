@@ -1,4 +1,5 @@
-// Tensors in vectors of 16 bytes: they begin anywhere, and end within a vector. Staging buffers hold whole vectors.
+// Access to tensors in vectors of 16 bytes. Tensors may begin at any address and end within a vector; staging buffers hold
+// whole vectors.
 #ifndef P3D_PACKS_CUH
 #define P3D_PACKS_CUH
 
@@ -42,13 +43,13 @@ __device__ void store_staged(char* staging, int64_t vector, const Pack<T>& pack)
   store_vector(staging + vector * 16, *reinterpret_cast<const uint4*>(&pack));
 }
 
-// No __restrict__: what is read and what is written may be the same.
+// No __restrict__: input and output may be the same memory.
 template <typename T>
 __device__ bool is_whole(const T* tensor, int64_t vector, int64_t size) {
   return reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && (vector + 1) * Pack<T>::size <= size;
 }
 
-// Whether an array of so many elements is made of whole vectors, those of it that are read or written as Whole.
+// Returns whether an array of `size` elements consists of whole vectors, so that it can be accessed as Whole.
 template <typename T>
 __device__ bool is_vectors(const T* tensor, int64_t size, int64_t multiple = Pack<T>::size) {
   return reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && size % multiple == 0;
@@ -77,7 +78,7 @@ __device__ void store(T* tensor, int64_t vector, int64_t size, const Pack<T>& pa
   }
 }
 
-// As many fp32 numbers as a vector of T has.
+// The elements of a vector of T, in fp32.
 template <typename T>
 struct alignas(16) Wide {
   static constexpr int size = Pack<T>::size, packs = size / 4;
@@ -123,7 +124,7 @@ __device__ Wide<T> widened(const Pack<T>& pack) {
   return wide;
 }
 
-// As many numbers as a vector of T has, of an array of fp32 or of T.
+// Loads the elements of a vector of T from an array of fp32 or of T.
 template <typename T, bool Whole = false, typename In>
 __device__ Wide<T> load_values(const In* tensor, int64_t vector, int64_t size) {
   if constexpr (std::is_same_v<In, float>) {

@@ -1,19 +1,19 @@
-// What the kernels of one host's GPUs share: where each rank's memory is, how they meet, how calls are counted.
+// Memory that the kernels of one host's GPUs share, the barriers between their blocks ("meetings"), and the count of calls.
 //
-// Every rank has a staging buffer that its peers map, of two halves, and a pad of one 64-bit word for each block and
-// peer. A call (`calls` counts them, in device memory, so that a captured graph can be replayed) uses half calls % 2.
+// Every rank has a staging buffer of two halves, which its peers map, and a pad with one 64-bit word for each block and
+// peer. Calls are counted in device memory (`calls`), so that a captured graph can be replayed. A call uses half calls % 2.
 //
-// A meeting is between the blocks of one index: each thread block writes the meeting's epoch into its word on each peer's
-// pad (release, system scope) and waits until its own words have reached it (acquire). Epochs only grow, so that nothing
-// is ever reset, a peer that is ahead is no lost signal, and no word is waited for twice. In 64 bits they never wrap.
-// Where block b touches the same places of a message on all ranks, no other block's meeting matters.
+// A meeting is a barrier between the blocks with the same index on all ranks. Each block writes the meeting's epoch into its
+// word on each peer's pad (release, system scope) and waits until its own words have reached that epoch (acquire). Epochs
+// only grow: no word is ever reset, the signal of a peer that is ahead is not lost, and no word is waited for twice. 64 bits
+// never wrap. If block b accesses the same part of a message on all ranks, it depends on no other block's meeting.
 //
-// Why one meeting a call is enough before a half is written again, two calls later: call n + 2 begins when the
-// own call n + 1 is complete (one stream order for all calls), in which at least one block met all peers. A peer that came
-// to that meeting was in its call n + 1, so all blocks of its call n are complete, and with them all that they read or
-// wrote anywhere. It holds for any kinds of calls, in any order, and for any numbers of blocks, since the half follows
-// from the call and not from a block. (tests/unit/kernels/test_staging_protocol.py plays all interleavings,
-// test_kernels_on_threads.py runs the kernels on a CPU.)
+// One meeting per call is enough before a half is written again, two calls later. Call n + 2 begins when this rank's call
+// n + 1 is complete (all calls are in one stream order), in which at least one block met all peers. A peer that came to
+// that meeting was in its call n + 1, so all blocks of its call n are complete, with all their reads and writes. This holds
+// for any kinds of calls in any order, and for any numbers of blocks, since the call determines the half, not a block.
+// (tests/unit/kernels/test_staging_protocol.py checks all interleavings, test_kernels_on_threads.py runs the kernels on a
+// CPU.)
 #ifndef P3D_PEERS_CUH
 #define P3D_PEERS_CUH
 
@@ -22,27 +22,27 @@
 #include "system_memory.cuh"
 
 #ifndef P3D_THREADS
-#define P3D_THREADS 512  // of a block; a test that runs a kernel on a CPU takes fewer
+#define P3D_THREADS 512  // per block; a test that runs a kernel on a CPU sets fewer
 #endif
 
 namespace {
 
 constexpr int kMaxWorld = 8;
 constexpr int kThreads = P3D_THREADS;
-constexpr unsigned kPollsPerLook = 64;  // at the clock, which is slower than a word
+constexpr unsigned kPollsPerLook = 64;  // of a word, before the clock is read, which is slower
 
-// In device memory of its rank, zero at first.
+// Counters of one rank, in its device memory; zero at first.
 struct State {
   unsigned long long calls;
-  unsigned int done;    // blocks of the call under way
-  unsigned int failed;  // 0, or 1 + the index of a peer that didn't come in time: no later call waits again
+  unsigned int done;    // finished blocks of the current call
+  unsigned int failed;  // 0, or 1 + the index of a peer that was late; later calls do not wait
 };
 
 struct Peers {
   char* staging[kMaxWorld];
   unsigned long long* pads[kMaxWorld];
   State* state;
-  unsigned int* report;      // in the host's memory: a copy of State::failed
+  unsigned int* report;      // in host memory: a copy of State::failed
   int64_t half;              // bytes
   unsigned long long limit;  // nanoseconds
   int rank;
@@ -60,8 +60,9 @@ __device__ bool await(const unsigned long long* word, unsigned long long epoch, 
   }
 }
 
-// All threads of the block, and the blocks of its index on all peers: whether all came in time. What any of them did before
-// is seen by all of them after: bar.sync hands it to the thread that releases, and on from the one that acquires.
+// Meets the blocks with this block's index on all peers, and returns whether all came in time. All threads of the block call
+// it. Everything that any of them wrote before is visible to all of them afterwards: bar.sync orders the block's writes
+// before the release of one thread, and that thread's acquire before the block's reads.
 template <int World>
 __device__ bool meet(const Peers& peers, unsigned long long epoch) {
   static_assert(World <= kThreads, "a thread for each peer");
@@ -76,8 +77,9 @@ __device__ bool meet(const Peers& peers, unsigned long long epoch) {
   return !__syncthreads_or(late);
 }
 
-// A call, which the last block to end counts, when all blocks have read the count: run(number) is whether all peers came to
-// its meetings, of epochs 2 * number + 1 and + 2; what is to be done where they did not, or not to an earlier call, is give_up().
+// Runs one call. run(number) returns whether all peers came to its meetings, whose epochs are 2 * number + 1 and + 2. If
+// they did not, or a peer was late in an earlier call, give_up() is run instead. The last block to end counts the call, when
+// all blocks have read the count.
 template <typename Run, typename GiveUp>
 __device__ void counted(const Peers& peers, Run run, GiveUp give_up) {
   const unsigned long long number = *const_cast<volatile unsigned long long*>(&peers.state->calls);

@@ -1,4 +1,4 @@
-// The C interface of reduce_scatter.cuh.
+// C interface of reduce_scatter.cuh.
 
 #include <cuda_runtime.h>
 
@@ -22,17 +22,20 @@ bool launch(int world, const Peers& peers, const void* input, void* output, void
 
 }  // namespace
 
-// output[i] = the sum of input[rank * stride + i] over the ranks for i < size, with what is there if `accumulate`, of
-// numbers rounded to dtype 0 (fp32), 1 (fp16) or 2 (bf16), in which they travel. Input and output are of that dtype too, or
-// fp32 where `wide`; sums are in fp32. squares: null, or a double for each
-// block, of which each gets its part of the results' sum of squares. The rest is as in p3d_all_reduce; a half takes
-// `size` elements of the dtype, rounded up to 16 bytes, for each rank.
+// output[i] = the sum of input[rank * stride + i] over the ranks for i < size, plus output[i] if `accumulate`.
+//
+// - dtype: 0 (fp32), 1 (fp16) or 2 (bf16), to which all summands are rounded before they are sent. Sums are in fp32.
+// - wide: input and output are in fp32; else in dtype.
+// - squares: null, or a double for each block, which receives the block's part of the results' sum of squares.
+//
+// The other arguments are those of p3d_all_reduce. A half holds `size` elements of the dtype, rounded up to 16 bytes, for each
+// rank.
 extern "C" int p3d_reduce_scatter(int dtype, int wide, int world, int rank, const void* input, void* output, void* squares,
                                   int64_t stride, int64_t size, int accumulate, const uint64_t* staging, const uint64_t* pads,
                                   void* state, void* report, int64_t half, uint64_t limit, int blocks, int device,
                                   void* stream) {
   if (world > kMaxWorld || blocks < 1) return cudaErrorInvalidValue;
-  // Of this library's own copy of the CUDA runtime.
+  // Sets the device of this library's copy of the CUDA runtime.
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) return error;
   const Peers peers = make_peers(world, rank, staging, pads, state, report, half, limit);
   const auto queue = static_cast<cudaStream_t>(stream);

@@ -1,9 +1,10 @@
-// Gradients summed over data parallelism: of each rank's whole gradient, in fp32 or T, every rank gets the sum of its slice.
+// Reduce-scatter of gradients over data parallelism: each rank gets the sum of its shard over all ranks' gradients, which are
+// in fp32 or T.
 //
-//   write the slices of others, as T, into their staging; meet; sum the own slice of all ranks in fp32.
+//   write the other ranks' shards, as T, into their staging; meet; sum this rank's shard over all ranks in fp32.
 //
-// Sums are in rank order, of numbers that were all rounded to T, the own ones too: which rank sums changes no bit.
-// (peers.cuh: staging and meetings. Nobody waits before what goes over NVLink is written; what is read is the rank's own.)
+// Sums are in rank order, and all summands are rounded to T, this rank's too, so that results do not depend on the rank that
+// sums. No rank waits before it writes over NVLink, and each rank reads its own memory only. (Staging and meetings: peers.cuh)
 
 #ifndef P3D_REDUCE_SCATTER_CUH
 #define P3D_REDUCE_SCATTER_CUH
@@ -20,24 +21,24 @@ namespace {
 template <typename In>
 struct Scatter {
   Peers peers;
-  const In* input;     // the slices of all ranks, one every `stride` elements
-  In* output;          // may be the rank's own slice of the input
-  double* squares;     // of each block, the sum of its results' squares; or null
-  int64_t stride, size;  // elements, of which `size` of each slice are summed
-  bool accumulate;       // onto what is in the output
+  const In* input;     // the shards of all ranks, one every `stride` elements
+  In* output;          // may be this rank's shard of the input
+  double* squares;     // for each block, the sum of the squares of its results; or null
+  int64_t stride, size;  // in elements; `size` elements of each shard are summed
+  bool accumulate;       // add to the contents of the output
 };
 
-// What a rank has received from one peer begins here in a half of its staging.
+// Returns where a peer's part begins in a half of this rank's staging.
 template <int World>
 __device__ int64_t slot(const Peers& peers, int source) {
   return peers.half / World / 16 * 16 * source;
 }
 
-// Vectors that a thread has under way at once, whatever the number of ranks.
+// Vectors that a thread loads at once, for any number of ranks.
 template <int World>
 constexpr int kScattered = World == 2 ? 4 : 8 / World;
 
-// Whole: every vector is, of every slice.
+// Whole: all vectors of all shards are whole.
 template <typename T, int World, bool Whole, typename In>
 __device__ bool reduce_scatter(const Scatter<In>& call, unsigned long long number) {
   constexpr int at_once = Whole ? kScattered<World> : 1;
@@ -60,7 +61,7 @@ __device__ bool reduce_scatter(const Scatter<In>& call, unsigned long long numbe
     for (int k = 0; k < at_once; ++k) {
       const int64_t vector = begin + k * stride;
 #pragma unroll
-      for (int p = 1; p < World; ++p) {  // not all to one peer at the same time
+      for (int p = 1; p < World; ++p) {  // each rank begins with another peer
         if (vector >= vectors) continue;
         char* staging = call.peers.staging[(rank + p) % World] + offset + slot<World>(call.peers, rank);
         store_staged(staging, vector, narrowed<T>(parts[k][p - 1]));
@@ -109,8 +110,8 @@ __device__ bool reduce_scatter(const Scatter<In>& call, unsigned long long numbe
   return true;
 }
 
-// The numbers of a call that failed: what is computed from them is seen to be wrong. A thread writes what it would have, and
-// nothing of a block whose peers came.
+// Writes NaN as the result of a call that failed, so that the failure shows in all that is computed from it. A thread writes
+// to its own elements only, not to those of blocks whose peers came.
 template <typename T, typename In>
 __device__ void poison(const Scatter<In>& call) {
   Wide<T> wide;

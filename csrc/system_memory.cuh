@@ -1,10 +1,10 @@
-// Memory that several GPUs of a host touch at once: accesses that are strong at system scope, in PTX's model of memory.
+// Accesses to memory that several GPUs of a host use at once: strong operations at system scope in PTX's memory model.
 #ifndef P3D_SYSTEM_MEMORY_CUH
 #define P3D_SYSTEM_MEMORY_CUH
 
 #include <cstdint>
 
-// Relaxed; no cache answers for them that another GPU's writes don't reach. Vectors have 16 bytes.
+// Relaxed accesses; they bypass caches that another GPU's writes don't reach. Vectors have 16 bytes.
 __device__ inline uint4 load_vector(const void* address) {
   uint4 value;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -30,7 +30,8 @@ __device__ inline unsigned int load_relaxed(const unsigned int* address) {
   return value;
 }
 
-// What this thread, and those that met it at __syncthreads before, did is seen by who finds the value by load_acquire.
+// All writes of this thread, and of those that met it at __syncthreads before, are visible to a thread that reads the value
+// by load_acquire.
 __device__ inline void store_release(unsigned long long* address, unsigned long long value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }

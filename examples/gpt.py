@@ -3,8 +3,8 @@
 A pre-norm GPT-2 (learned positions, causal attention, GELU) with the token shift of RWKV, which lets a small model
 learn from little text: without it, heads that look at the previous byte take most of a short run to form.
 
-Every layer is sliced over the ranks of context.groups.model, which may be one rank; context is what LayerSpec.build
-passes. Under sequence parallelism x, between the sliced parts, is a shard of the sequence, [batch, ceil(seq / tp), hidden],
+Every layer is sharded over the ranks of context.groups.model, which may be one rank; context is what LayerSpec.build
+passes. Under sequence parallelism x, between the sharded parts, is a shard of the sequence, [batch, ceil(seq / tp), hidden],
 and the logits have the padding at the end of the last shard: causal layers let nothing of it into the bytes before.
 """
 

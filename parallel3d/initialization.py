@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from parallel3d.comm.environment import init_distributed
-from parallel3d.config import BatchSizes, Config, load, resolve_batch
+from parallel3d.config import BatchSizes, Config, batch_sizes, load
 from parallel3d.deepspeed.accessors import DeepSpeedEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
 from parallel3d.errors import ConfigError, DataError
@@ -81,14 +81,7 @@ def _batch_sizes(pipeline: PipelineModule, config: Config) -> BatchSizes:
         raise ConfigError(
             f"{replicas} replicas are left, but elastic.min_replicas is {least}; start more processes, or set it"
         )
-    return resolve_batch(
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        None if config.elastic.enabled else config.gradient_accumulation_steps,
-        pipe=pipeline.num_stages,
-        data=replicas,
-        model=pipeline.groups.model.size,
-    )
+    return batch_sizes(config, pipe=pipeline.num_stages, data=replicas, model=pipeline.groups.model.size)
 
 
 def _check_mpu(mpu: Any) -> None:

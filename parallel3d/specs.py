@@ -118,6 +118,8 @@ class TiedLayerSpec(LayerSpec):
 
 
 Layer = LayerSpec | nn.Module | Callable[[Any], Any]
+# Of a model's outputs and its labels; None where the last layer returns the loss.
+LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
 
 
 def layer_name(layer: Layer) -> str:

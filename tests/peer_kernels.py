@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.kernels.all_reduce import AllReduce
-from parallel3d.topology import ProcessTopology
 
 # Sums of at most 8 numbers in fp32 are rounded once.
 ROUNDOFF = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}

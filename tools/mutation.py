@@ -34,7 +34,7 @@ CONCEPTS = {
     "pipe": [
         *(f"pipe/{name}.py" for name in "executor messages module programs settings splitting ties numerics".split()),
         *(f"pipe/{name}.py" for name in "entry specs agreement whole batch data single_stage".split()),
-        *("specs.py", "structures.py", "data.py", "autograd/entry.py"),
+        *("specs.py", "structures.py", "comm/structures.py", "data.py", "autograd/entry.py"),
     ],
     "sink": [
         "gradient_sink.py",

@@ -1,1 +1,1 @@
-"""Gradients on their way: the sink that collects them, split backwards, the entry of a chunk, recomputation."""
+"""Gradients: the sink that accumulates them, split backwards, the entry of a chunk, recomputation."""

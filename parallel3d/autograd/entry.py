@@ -1,4 +1,4 @@
-"""Where a message's tensors enter a chunk's graph, and where their gradients stop."""
+"""Entry of a message's tensors into a chunk's graph, where their gradients are caught."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter
 
-# What makes autograd record an entry; it never gets a gradient.
+# Makes autograd record an entry; it never gets a gradient.
 _ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class Entry:
     """Catches the gradients of tensors that come from another chunk.
 
-    They become no leaves of the graph: a layer may work in place on what it is given, as `nn.ReLU(inplace=True)` does,
+    The tensors do not become leaves of the graph: a layer may change its input in place, as `nn.ReLU(inplace=True)` does,
     wherever the model is cut.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
-        # Not the tensors: what the chunk itself holds of its input is its own affair.
+        # Not the tensors themselves: the chunk's graph decides how long its input is held.
         self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._gradients: dict[int, Tensor] = {}
         for k, tensor in enumerate(tensors):
@@ -30,7 +30,7 @@ class Entry:
                 _Enter.apply(_ANCHOR, tensor, self._gradients, k)
 
     def gradients(self) -> list[Tensor]:
-        """One for each tensor, zeros where the backward did not reach it. To be called once: they aren't kept."""
+        """Return a gradient for each tensor, zeros if the backward did not reach it. Call it once: gradients are not kept."""
         # The graph keeps its end of the dictionary for as long as anything keeps an input, as a deferred weight gradient does.
         found = dict(self._gradients)
         self._gradients.clear()

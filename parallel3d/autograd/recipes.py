@@ -1,4 +1,4 @@
-"""Gradients of parameters that are computed, or still to be computed, when the sink takes them."""
+"""Recipes of parameters' gradients: already computed, or computed when the sink adds them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HAS_MIXED_MM = all("dtype_out" in op.overloads() for op in (torch.ops.aten.mm, 
 
 
 class Recipe:
-    """A gradient to be added to an accumulator. All but Value are not computed yet."""
+    """Gradient to be added to an accumulator. All recipes but Value compute it when it is added."""
 
     def value(self) -> Tensor:
         """Return the gradient, differentiable, as autograd computes it."""
@@ -46,7 +46,7 @@ class Value(Recipe):
 
 @dataclass(eq=False)
 class Product(Recipe):
-    """left^T @ right, the gradient of a linear layer's weight. left: [n, out], right: [n, in]."""
+    """Gradient of a linear layer's weight, left^T @ right. left: [n, out], right: [n, in]."""
 
     left: Tensor
     right: Tensor
@@ -72,7 +72,7 @@ class Product(Recipe):
 
 @dataclass(eq=False)
 class RowSum(Recipe):
-    """The sum over rows, the gradient of a bias. rows: [n, out]."""
+    """Gradient of a bias, the sum over rows. rows: [n, out]."""
 
     rows: Tensor
 
@@ -87,7 +87,7 @@ class RowSum(Recipe):
 
 @dataclass(eq=False)
 class Scatter(Recipe):
-    """Each row added at its index, the gradient of an embedding's weight. rows: [*indices.shape, dim]."""
+    """Gradient of an embedding's weight, each row added at its index. rows: [*indices.shape, dim]."""
 
     rows: Tensor
     indices: Tensor

@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from parallel3d.clock import Clock, clock_of
+from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_sections
 from parallel3d.errors import ExecutionError
 
@@ -44,7 +44,7 @@ class RecomputationTimes:
 
 
 class Checkpointer:
-    """Runs functions of which only the arguments are held for the backward, which runs them again.
+    """Runs functions and holds only their arguments for the backward, which runs them again.
 
     Non-reentrant, on any device: arguments and results are any pytrees, with or without gradients. Random states, of the
     CPU and of the GPUs in use, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
@@ -64,7 +64,7 @@ class Checkpointer:
         self._times = RecomputationTimes()
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs), which must compute the same again from the same arguments."""
+        """Run function(*args, **kwargs), and once more in its backward: it must compute the same from the same arguments."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
@@ -122,14 +122,14 @@ class Checkpointer:
         self._marks.clear()
 
     def times(self) -> RecomputationTimes:
-        """Since the last call, where `profile` is on; waits for the device once."""
+        """Return the times since the last call, if `profile` is on; waits for the device once."""
         self._read_marks()
         times, self._times = self._times, RecomputationTimes()
         return times
 
 
 class Copy(NamedTuple):
-    """A copy under way. The stream that has waited for `done` may read `tensor`."""
+    """Copy in progress. A stream that has waited for `done` may read `tensor`."""
 
     tensor: Tensor
     done: Any
@@ -195,7 +195,7 @@ class _Parked:
 
 
 class HostOffload:
-    """Keeps tensors that autograd saves on the host; while a backward uses a region's, the next one's are on their way."""
+    """Keeps tensors that autograd saves on the host; while a backward uses one region's, the next region's are copied back."""
 
     def __init__(self, transfers: Transfers):
         self._transfers = transfers
@@ -203,10 +203,10 @@ class HostOffload:
 
     @contextmanager
     def region(self, arguments: Sequence[Any]) -> Iterator[None]:
-        """Inside, what is saved is parked as one region's; parameters, which stay on the device anyway, are not.
+        """Park the tensors that autograd saves inside as one region's, except parameters, which stay on the device anyway.
 
         Raises ExecutionError for a region that writes into its arguments, while they are being copied: autograd refuses
-        that too, but sees only what it holds itself.
+        that too, but only for tensors that it holds itself.
         """
         tensors = [(t, t._version) for t in arguments if isinstance(t, Tensor)]
         with torch.autograd.graph.saved_tensors_hooks(partial(self._park, _Region()), self._fetch):
@@ -261,7 +261,7 @@ _process = _Process()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs), recomputed in its backward, as `configure` says; see Checkpointer."""
+    """Run function(*args, **kwargs), and recompute it in its backward, with the settings of `configure`; see Checkpointer."""
     return _process.checkpointer(function, *args, **kwargs)
 
 
@@ -275,7 +275,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Settings of `checkpoint`: the configuration's `activation_checkpointing` section, then the arguments given.
+    """Configure `checkpoint` by the configuration's `activation_checkpointing` section, then by the arguments given.
 
     mpu_, partition_activations, contiguous_checkpointing and num_checkpoints (the size of its buffer) have no effect:
     PyTorch's allocator reuses the blocks. Raises ConfigError.
@@ -306,4 +306,4 @@ def times() -> RecomputationTimes:
 
 
 def reset() -> None:
-    """DeepSpeed's, between evaluations: nothing to do, since what a region holds goes with its graph."""
+    """Do nothing; DeepSpeed scripts call it between evaluations. Here a region's tensors are freed with its graph."""

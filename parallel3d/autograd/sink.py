@@ -44,7 +44,7 @@ class _Hooks:
         self._came = False
 
     def before_accumulation(self, gradient: Tensor | None) -> None:
-        """Runs once per backward that reaches the parameter, with None if no gradient came through autograd."""
+        """Run once per backward that reaches the parameter. gradient: None if none came through autograd."""
         self._came = gradient is not None
         sink, parameter = self.sink(), self._parameter()
         if torch.is_grad_enabled() and parameter is not None:
@@ -54,7 +54,7 @@ class _Hooks:
             sink._complete(parameter)
 
     def after_accumulation(self, parameter: Tensor) -> None:
-        """Runs after autograd has written `.grad`; in some versions of PyTorch, also where it had nothing to write."""
+        """Run after autograd has written `.grad`; in some versions of PyTorch, also if it had nothing to write."""
         sink = self.sink()
         if self._came and sink is not None:
             assert isinstance(parameter, nn.Parameter)
@@ -117,7 +117,7 @@ class GradientSink:
         self._group_of: dict[nn.Parameter, Any] = {}
         self._queues: dict[Hashable, deque[_Queued]] = {}
         self.is_deferring = False
-        # What the backward under way does with a weight gradient, instead of returning it to autograd.
+        # Called by the current backward with a weight gradient, instead of returning it to autograd.
         self._take: Callable[[nn.Parameter, Recipe], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -263,16 +263,16 @@ class GradientSink:
         self._complete(parameter)
 
     def deferring(self, place: Hashable) -> AbstractContextManager[None]:
-        """For a BACKWARD_INPUT: splittable layers queue their weight gradients under `place`, in backward order.
+        """Return the context of a BACKWARD_INPUT, in which splittable layers queue their weight gradients under `place`.
 
-        A queued item keeps the layer's input and the gradient of its output, nothing else.
+        The queue is in backward order. An item keeps the layer's input and the gradient of its output, nothing else.
         """
         assert not self._missing, "a BACKWARD_INPUT completes no gradient"
         queue = self._queues.setdefault(place, deque())
         return self._taking(lambda parameter, gradient: queue.append(_Queued(parameter, gradient, _versions(gradient))))
 
     def fusing(self) -> AbstractContextManager[None]:
-        """For a BACKWARD: splittable layers add their weight gradients to the accumulators at once, past autograd.
+        """Return the context of a BACKWARD, in which splittable layers add their weight gradients directly to the accumulators.
 
         That saves autograd's copy and addition. Half operands into fp32 are multiplied and added in fp32 on CUDA;
         elsewhere the product is rounded to half first, as autograd does.
@@ -294,7 +294,7 @@ class GradientSink:
 
     @torch.no_grad()
     def run_deferred(self, place: Hashable) -> None:
-        """BACKWARD_WEIGHT: run what is queued under `place` in order, and free the tensors of each item after it.
+        """Run a BACKWARD_WEIGHT: compute the gradients queued under `place` in order, and free the tensors of each.
 
         A parameter is complete after its last item. Runs on the current stream, which must be that of the forward.
         Raises ExecutionError if a tensor was modified in place since it was queued.
@@ -321,7 +321,7 @@ class GradientSink:
         return parameter in self._ledger
 
     def route(self, parameter: nn.Parameter | None, edge: Any, gradient: Recipe) -> Tensor | None:
-        """In a layer's backward: take the gradient of its parameter, or return its value if autograd has to handle it.
+        """Take the gradient of a layer's parameter in its backward, or return its value if autograd has to handle it.
 
         edge: (node, index) from the layer's backward to the parameter's.
         """

@@ -19,7 +19,7 @@ from parallel3d.autograd.recipes import Product, RowSum, Scatter
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.fake_device import on_cuda
 
-# Several products of one shape, to be added: left: [..., k], right: [k, n], each with a k of its own.
+# Several products of one shape, to be added: left: [..., k], right: [k, n]; k may differ.
 Factors = Sequence[tuple[Tensor, Tensor]]
 # The weight and the bias, if there is one, of a linear layer.
 Pair = tuple[Tensor, "Tensor | None"]
@@ -50,11 +50,11 @@ class RegionBoundary:
     """
 
     def enter(self, x: Tensor) -> Callable[[], Tensor]:
-        """The input as it came -> as it is multiplied."""
+        """Start to turn the input as it came into the input as it is multiplied."""
         return lambda: x
 
     def enter_products(self, x: Tensor, pairs: Sequence[Pair]) -> Sequence[Tensor]:
-        """F.linear of what enters, by each weight and bias; a part may enter while another multiplies."""
+        """Return F.linear of what enters by each weight and bias; a part may enter while another is multiplied."""
         entered = self.enter(x)()
         return [F.linear(entered, *pair) for pair in pairs]
 
@@ -68,7 +68,7 @@ class RegionBoundary:
         return lambda: gradient
 
     def leave_products(self, factors: Factors, hidden: bool = False) -> Callable[[], Tensor]:
-        """`leave` of the sum of these products; a part may leave while the rest multiplies.
+        """Start to `leave` with the sum of these products; a part may leave while the rest is multiplied.
 
         hidden: whether work hides the leaving that comes before its result is waited for.
         """
@@ -100,7 +100,10 @@ class SplitLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        """Gradients of the input, and of the parameters where autograd handles them. None: of an output not used."""
+        """Return the gradients of the input, and of the parameters that autograd handles.
+
+        gradients: None for an output that is not used.
+        """
         _, _, needs_x, *needs = ctx.needs_input_grad
         used = [k for k, gradient in enumerate(gradients) if gradient is not None]
         dx, dparameters = None, [None] * len(needs)
@@ -142,7 +145,7 @@ class SplitRowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the input, and of the weight where autograd handles it."""
+        """Return the gradients of the input, and of the weight if autograd handles it."""
         if gradient is None:
             return None, None, None, None
         x, weight = ctx.saved_tensors
@@ -170,7 +173,7 @@ class SplitEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the input, and of the parameters where autograd handles them."""
+        """Return the gradient of the weight if autograd handles it."""
         if gradient is None:
             return None, None, None, None
         (indices,) = ctx.saved_tensors
@@ -185,7 +188,7 @@ class SplitEmbedding(torch.autograd.Function):
 def linear(
     sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None = None, boundary: RegionBoundary = NO_BOUNDARY
 ) -> Tensor:
-    """F.linear of what `boundary` makes of x; gradients of weight and bias go to `sink` where it takes them.
+    """Apply F.linear to what `boundary` makes of x; `sink` gets the gradients of weight and bias that it takes.
 
     x: what enters as [..., in], weight: [out, in], bias: [out] -> [..., out]. Follows autocast.
     """
@@ -196,7 +199,7 @@ def linear(
 def linears(
     sinks: Sequence[GradientSink], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary = NO_BOUNDARY
 ) -> tuple[Tensor, ...]:
-    """`linear` of one input by several weights and biases, each with its sink; x enters once, and so leaves its gradient."""
+    """Apply several linear layers to one input, each with its sink; x enters once, and its gradient leaves once."""
     parameters = _following_autocast(x, x, *(parameter for pair in pairs for parameter in pair))
     outputs: tuple[Tensor, ...] = SplitLinears.apply(tuple(sinks), boundary, *parameters)
     return outputs
@@ -216,7 +219,7 @@ def _following_autocast(x: Tensor, *operands: Tensor | None) -> tuple[Tensor | N
 
 
 def embedding(sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
-    """F.embedding, dense; the gradient of weight goes to `sink` where it takes it. padding_idx -1: none."""
+    """Apply F.embedding, dense; `sink` gets the gradient of weight if it takes it. padding_idx: -1 for none."""
     y: Tensor = SplitEmbedding.apply(sink, indices, weight, padding_idx)
     return y
 

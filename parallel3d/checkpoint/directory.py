@@ -1,4 +1,4 @@
-"""Directories of checkpoints: what is complete, what `latest` names, and changes that a kill at any point leaves valid.
+"""Directories of checkpoints: which are complete, which one `latest` names, and changes that a kill at any point leaves valid.
 
 A checkpoint is written as `<tag>.tmp-<id>` and renamed when all of it is on the disk. One that it replaces is `<tag>.old-<id>`
 in between, and valid until the new one has its name; `<tag>.gone-<id>` is being removed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from parallel3d.atomic_write import whole
 from parallel3d.checkpoint.directory import sync
 from parallel3d.checkpoint.format import MASTER, MODEL
 from parallel3d.checkpoint.read import Reader
@@ -163,17 +163,12 @@ def export_checkpoint(
     return known is not None
 
 
-def write_one_file(checkpoint: Path, file: Path) -> None:
-    """Write all weights of a checkpoint into one safetensors file, replaced atomically. Raises CheckpointError."""
-    reader = Reader(checkpoint)
-    tensors = {name.removeprefix(MODEL): reader.read(name) for name in reader.tensors if name.startswith(MODEL)}
-    try:
-        with whole(file) as partial:
-            save_file(tensors, partial, metadata={"format": "pt"})
-            sync(partial)
-        sync(file.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} can't be written: {error}; free some space, or save elsewhere") from error
+def export_one_file(checkpoint: Path, file: Path) -> None:
+    """Write all weights of a checkpoint into one safetensors file, replaced atomically. Raises CheckpointError, OSError."""
+    beside = checkpoint / "export"
+    export_checkpoint(checkpoint, beside, plain=True, max_file_bytes=sys.maxsize)
+    (beside / SINGLE).replace(file)
+    sync(file.parent)
 
 
 def check_empty(directory: Path) -> str | None:
@@ -230,7 +225,7 @@ def write_weights(
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, (OSError, SafetensorError)):
-            raise CheckpointError(f"{directory} can't be written: {error}") from error
+            raise CheckpointError(f"{directory} can't be written: {error}; free space, or write elsewhere") from error
         raise
 
 

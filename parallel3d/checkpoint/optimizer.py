@@ -49,9 +49,9 @@ def merge_groups(everyone: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[s
 
 
 class OptimizerTarget:
-    """Optimizer of a rank that is to be given the state of a checkpoint.
+    """Optimizer of a rank, into which the state of a checkpoint is loaded.
 
-    The constructor adds what is to be read to `wanted`, into memory of its own where the optimizer has none for it.
+    The constructor adds the tensors to read to `wanted`, with new memory if the optimizer has none for them.
     Raises CheckpointError.
     """
 

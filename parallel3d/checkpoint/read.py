@@ -1,4 +1,4 @@
-"""Reading: all ranks find the same checkpoint and verify all that they will read, before any changes what it holds."""
+"""Reading: all ranks find the same checkpoint and verify all that they will read, before any rank changes its state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST = 20
 
 
 def open_safetensors(path: Path) -> Any:
-    """Open a file of tensors, of which none is read yet. Raises CheckpointError, also for a pickle of that name."""
+    """Open a file of tensors without reading any. Raises CheckpointError, also for a pickle of that name."""
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:

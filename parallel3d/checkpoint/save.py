@@ -1,4 +1,6 @@
-"""Saving: all ranks agree on who writes what, write, and agree that all is there; only then the checkpoint gets its name."""
+"""Saving: all ranks agree which of them writes which tensors, write them, and agree that all are written; then the checkpoint
+gets its name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ Json = dict[str, Any]
 _LONGEST_FAILING_S = 20.0
 # Bytes of one file, which are copied from the device at once.
 _FILE_BYTES = 2 << 30
-# From every rank's own mapping to what the manifest says of all, and of each.
+# Every rank's mapping -> (the manifest's state of all ranks, the state of each).
 Summarize = Callable[[list[Json]], tuple[Json, list[Json]]]
 
 

@@ -1,4 +1,4 @@
-"""Python values as JSON, and the tensors in them by name: what a checkpoint holds besides the model's own tensors."""
+"""Python values as JSON, with the tensors in them by name: the contents of a checkpoint besides the model's tensors."""
 
 from __future__ import annotations
 

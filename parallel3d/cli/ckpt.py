@@ -20,9 +20,7 @@ from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CHECKPOINT = (
-    "directory of a checkpoint; or of several, of which the one that `latest` names is used, or else the newest"
-)
+_CHECKPOINT = "directory of a checkpoint, or of several: then the one that `latest` names is used, or else the newest"
 _MOST = 20  # differences that are printed
 
 

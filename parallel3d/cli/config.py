@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from parallel3d.config import BatchSizes, Config, read, resolve_batch
+from parallel3d.config import BatchSizes, Config, batch_sizes, read
 from parallel3d.config.batch import ACCUMULATION, MICRO, TRAIN
 from parallel3d.config.files import parse_yaml
 from parallel3d.config.load import Reading
@@ -111,8 +111,7 @@ def explain(reading: Reading, world: int, pipe: int | None = None) -> Explanatio
             "ranks, or another number of stages"
         )
     data = world // (pipe * model)
-    given = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
-    sizes = resolve_batch(*given, pipe=pipe, data=data, model=model)
+    sizes = batch_sizes(config, pipe=pipe, data=data, model=model)
     derived = {
         TRAIN: sizes.train_batch_size,
         MICRO: sizes.micro_batch_size,

@@ -182,7 +182,7 @@ def explain(result: PlanResult, explained: PlanResult, console: Console) -> None
     if not explained.best or not result.best:
         return
     winner, other = result.best[0], explained.best[0]
-    table = _table(f"{other.layout} beside {winner.layout}", "", "this", "winner", "difference")
+    table = _table(f"{other.layout} compared with {winner.layout}", "", "this", "winner", "difference")
     lines = [("step", other.seconds, winner.seconds)]
     lines += [(name, other.breakdown[name], winner.breakdown[name]) for name in other.breakdown]
     for name, mine, its in lines:

@@ -236,7 +236,7 @@ _INDEX_BYTES = 4
 
 
 class PeerLiveness:
-    """Idle connections between the first rank of a group and each other one: one that breaks tells that a process is gone.
+    """Idle connections between the first rank of a group and each other one: one that breaks shows that a process has ended.
 
     Ranks are indices in the group. A rank that can't connect within `connect_s`, as through a firewall, is never known to be
     gone. The constructor is collective. Connections are closed with this object and in forked children: a child may outlive
@@ -290,7 +290,7 @@ class PeerLiveness:
                 connection = socket.create_connection((host, offer.port), _until(deadline))
                 end = _Connection(connection, awaited=offer.token)
                 connection.sendall(offer.token + index.to_bytes(_INDEX_BYTES, "big"))
-                # Kept whether or not the first rank answers in time: closing it would tell that this rank is gone.
+                # Kept whether or not the first rank answers in time: closing it would signal that this rank has ended.
                 self._connections[0] = end
                 return
 
@@ -306,7 +306,7 @@ class _Offer:
 
 
 class _Connection:
-    """One end of a connection. It tells nothing before the other end has sent `awaited`."""
+    """One end of a connection. Its end means nothing before the other end has sent `awaited`."""
 
     def __init__(self, connection: socket.socket, awaited: bytes = b""):
         self._connection, self._awaited = connection, awaited
@@ -357,7 +357,7 @@ def exit_key(rank: int) -> str:
 
 
 def failure_store() -> dist.Store:
-    """Return a store, over a connection of its own, for what ranks tell each other when collectives no longer work.
+    """Return a store, over a connection of its own, by which ranks exchange reports when collectives no longer work.
 
     It is the elastic agent's, which outlives every rank, if one started this process; else the world's own, which is gone
     with rank 0. Its operations raise torch's DistError when it is gone.

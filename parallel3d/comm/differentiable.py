@@ -80,7 +80,7 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int) -> Started:
 
 
 def _cut(x: Tensor, group: Group, dim: int) -> Tensor:
-    """[..., n * size, ...] -> [size, ..., n, ...]."""
+    """Cut x into blocks: [..., n * size, ...] -> [size, ..., n, ...]."""
     dim = dim % x.dim()
     if x.shape[dim] % group.size:
         raise CommunicationError(
@@ -90,7 +90,7 @@ def _cut(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _join(blocks: Tensor, dim: int) -> Tensor:
-    """[size, ..., n, ...] -> [..., n * size, ...], a view if all dims before `dim` have size 1."""
+    """Join blocks: [size, ..., n, ...] -> [..., n * size, ...], a view if all dims before `dim` have size 1."""
     shape = blocks.shape[1:]
     dim = dim % len(shape)
     if math.prod(shape[:dim]) == 1:

@@ -12,8 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group, ImaginedGroup, Work
 from parallel3d.comm.environment import init_distributed
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.errors import TopologyError
-from parallel3d.topology import ProcessTopology
 
 
 class ProcessGroups:

@@ -1,6 +1,6 @@
 """The typed, immutable configuration: DeepSpeed's keys from JSON, YAML or a dict, and batch-size arithmetic."""
 
-from parallel3d.config.batch import BatchSizes, resolve_batch
+from parallel3d.config.batch import BatchSizes, batch_sizes, resolve_batch
 from parallel3d.config.layout import Layout, PartialLayout, parse_layout
 from parallel3d.config.load import load, load_sections, read, read_source, without_removed
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig

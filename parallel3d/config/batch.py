@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from parallel3d.config.schema import Config
 from parallel3d.errors import ConfigError
 
 TRAIN = "train_batch_size"
@@ -48,6 +49,13 @@ def resolve_batch(
         world = f"world = tp x pp x dp = {model} x {pipe} x {data} = {model * pipe * data} ranks"
         raise ConfigError(f"{world}; {_mismatch(train_batch_size, micro_batch, accumulation, data)}")
     return BatchSizes(train_batch_size, micro_batch_size, num_micro_batches)
+
+
+def batch_sizes(config: Config, *, pipe: int, data: int, model: int) -> BatchSizes:
+    """Return the sizes of a configuration, as resolve_batch does; `elastic` leaves the accumulation to the replicas."""
+    accumulation = None if config.elastic.enabled else config.gradient_accumulation_steps
+    given = config.train_batch_size, config.train_micro_batch_size_per_gpu, accumulation
+    return resolve_batch(*given, pipe=pipe, data=data, model=model)
 
 
 def _require_positive(values: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Configurations as text to plain mappings: JSON with comments (Hjson, as DeepSpeed reads it), YAML, base64 of JSON."""
+"""Read configurations from text: JSON with comments (Hjson, as DeepSpeed reads it), YAML, base64 of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading of a file, a mapping or a base64 text to a Config: all problems in one error, what is left out in warnings."""
+"""Read a file, a mapping or a base64 text into a Config: one error lists all problems, and warnings name keys left out."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
     """Return the Config that a file (JSON with comments, Hjson, YAML), a mapping, or the base64 of a JSON text describes.
 
     - source: None for all defaults; a Config is returned as it is.
-    - auto: values for keys that are "auto", nested or with dotted keys ("optimizer.params.lr"); each must stand where "auto"
-      stands.
+    - auto: values for keys that are "auto", nested or with dotted keys ("optimizer.params.lr"); each must be for a
+      key whose value is "auto".
     - known: further values by dotted key, for those that are still "auto". scheduler.params.warmup_max_lr falls back to the
       optimizer's lr.
 
@@ -54,7 +54,7 @@ def load_sections(source: Source, *sections: str) -> Config:
 def read(
     source: str | Path | Mapping[str, Any] | None, auto: Any = None, known: Any = None, sections: Sequence[str] = ()
 ) -> Reading:
-    """Read a configuration as `load` does, without warnings; the result tells how its values came about.
+    """Read a configuration as `load` does, without warnings; the result records where its values come from.
 
     - sections: the only ones to read; all if none is named.
     """
@@ -174,7 +174,7 @@ class Reading:
 
 
 def autos(value: object, path: str) -> Iterator[str]:
-    """Yield the path of each place in a value at which "auto" stands."""
+    """Yield the path of each "auto" inside a value."""
     if value == AUTO:
         yield path
     elif isinstance(value, Mapping):
@@ -249,7 +249,7 @@ _WHAT_TO_GIVE = {
 
 
 def _explain_auto(auto: str, field: FieldInfo, path: str) -> str:
-    """Explain an "auto" that nothing fills in. path: of the field in which it stands."""
+    """Explain an "auto" that nothing fills in. path: of the field that contains it."""
     what, default = _WHAT_TO_GIVE.get(auto.rpartition(".")[2], "its value"), "the default"
     if auto == path:
         what, default = what_to_give(field), f"the default, {shown_default(field)}"

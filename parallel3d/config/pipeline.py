@@ -21,18 +21,11 @@ from parallel3d.config.section import (
     read_only,
     whole,
 )
+from parallel3d.schedule.builders import check_chunks
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-looped", "auto"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 _QUOTED_SCHEDULES = ", ".join(f'"{name}"' for name in SCHEDULES)
-# What a schedule needs: chunks a stage, placement, and the schedules that run others. None: any.
-_NEEDS = {
-    "1f1b": (1, None, '"interleaved" or "gpipe"'),
-    "zb-h1": (1, None, '"zb-looped"'),
-    "interleaved": (None, "loop", '"gpipe"'),
-    "zb-looped": (None, "loop", '"zbv"'),
-    "zbv": (2, "v", '"zb-looped"'),
-}
 
 
 def _read_partition(value: object) -> object:
@@ -53,7 +46,7 @@ Partition = Annotated[
 
 
 class PipelineConfig(Section):
-    """How layers become stages, and in which order the stages work; None: as PipelineModule says."""
+    """Split of the layers into stages, and the schedule; None: as PipelineModule says."""
 
     known_keys = keys_of("pipeline")
     unset_by_auto = frozenset({"stages"})
@@ -95,7 +88,7 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> PipelineConfig:
-        self._check_chunks()
+        check_chunks(self.schedule if isinstance(self.schedule, str) else None, self.num_chunks, self.placement)
         if self.max_in_flight is not None and self.schedule not in ("zb-looped", "auto"):
             raise ValueError(
                 'max_in_flight bounds schedules "zb-looped" and "auto"; set schedule to one, or leave max_in_flight out'
@@ -108,22 +101,6 @@ class PipelineConfig(Section):
                 "list a stage"
             )
         return self
-
-    def _check_chunks(self) -> None:
-        """Raise ValueError where schedule, num_chunks and placement don't go together."""
-        given = f"num_chunks is {self.num_chunks} and placement is {self.placement!r}"
-        if isinstance(self.schedule, str) and self.schedule in _NEEDS:
-            chunks, placement, others = _NEEDS[self.schedule]
-            pairs = ((self.num_chunks, chunks), (self.placement, placement))
-            if any(need is not None and value not in (None, need) for value, need in pairs):
-                needs = [f"num_chunks {chunks}"] * (chunks is not None) + [f'placement "{placement}"'] * bool(placement)
-                raise ValueError(
-                    f'schedule "{self.schedule}" needs {" and ".join(needs)}, but {given}; set that, or schedule to {others}'
-                )
-        if self.placement == "v" and self.num_chunks not in (None, 2):
-            raise ValueError(
-                f'placement "v" puts 2 chunks on each stage, but {given}; set num_chunks to 2, or placement to "loop"'
-            )
 
 
 class TensorParallelConfig(Section):

@@ -178,7 +178,7 @@ def _read_backends(value: object) -> object:
 
 
 class AttentionConfig(Section):
-    """Which of PyTorch's kernels compute scaled_dot_product_attention."""
+    """PyTorch's kernels that compute scaled_dot_product_attention."""
 
     unset_by_auto = frozenset({"backend"})
 
@@ -215,12 +215,10 @@ class KernelsConfig(Section):
 
 
 class ElasticConfig(Section):
-    """Whether a restart may have another number of replicas: the train batch stays, by another number of micro-batches."""
+    """Restarts with another number of replicas, which keep the train batch by another number of micro-batches."""
 
     enabled: bool = own_key(False, "true or false")
-    min_replicas: Positive = own_key(
-        1, "a whole number >= 1 of data-parallel replicas, with fewer of which training stops"
-    )
+    min_replicas: Positive = own_key(1, "a whole number >= 1: with fewer data-parallel replicas, training stops")
 
 
 class RngConfig(Section):
@@ -234,7 +232,7 @@ class RngConfig(Section):
 
 
 class ActivationCheckpointingConfig(Section):
-    """How layers that are recomputed keep their inputs; which layers: pipeline.activation_checkpoint_interval."""
+    """Storage of the inputs of recomputed layers; pipeline.activation_checkpoint_interval says which layers are recomputed."""
 
     partition_activations: bool = False
     contiguous_memory_optimization: bool = False
@@ -252,7 +250,7 @@ TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_ca
 
 
 class CheckpointConfig(Section):
-    """How engine.save_checkpoint saves."""
+    """Settings of engine.save_checkpoint."""
 
     known_keys = keys_of("checkpoint")
 
@@ -262,12 +260,12 @@ class CheckpointConfig(Section):
         differs="rank 0's is used, unless it is Fail",
     )
     keep_last: Positive | None = own_key(None, "a whole number of checkpoints >= 1 to keep, or null for all")
-    async_save: bool = own_key(False, "true, to write while training goes on, or false")
+    async_save: bool = own_key(False, "true, to write while training continues, or false")
     timeout_s: float = own_key(1800.0, "a number of seconds > 0 that ranks wait for each other", gt=0)
 
 
 class RunRecordConfig(Section):
-    """Whether the training writes what it measured, for the planner to learn from."""
+    """Record of a training's measurements, to which the planner's corrections are fitted."""
 
     directory: NonEmpty | None = own_key(None, "a folder for run_record.json, or null for none")
     after_steps: Positive = own_key(10, "a whole number of steps >= 1, after which 4 are recorded")

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, PydanticUndefined
 
 
 class Support(Enum):
-    """How a key is handled, and the heading of such keys in the table of all."""
+    """Handling of a key, and the heading of such keys in the table of all keys."""
 
     SUPPORTED = "supported", "Supported"
     DIFFERENT = "different", "Supported, with a difference"
@@ -130,7 +130,7 @@ def dumped(value: object) -> object:
 
 
 def whole(value: object) -> object:
-    """Convert 5e8 to 500000000; what is no whole number stays as it is, to be refused."""
+    """Convert 5e8 to 500000000; other values stay as they are, and are refused later."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

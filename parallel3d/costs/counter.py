@@ -250,7 +250,7 @@ class OperatorCounter(TorchDispatchMode):
 
     def _end_exchange(self) -> None:
         self._credit()
-        self._exchanges.append(Exchange(tuple(self._parts)))
+        self._exchanges.append(tuple(self._parts))
         self._parts = []
 
     def take(self) -> Work:

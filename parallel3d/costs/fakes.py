@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from parallel3d.errors import PartitionError
 from parallel3d.fake_device import on_cuda
 from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.specs import BuildContext, Layer, LayerSpec
+
+T = TypeVar("T")
 
 
 class Fakes:
@@ -48,7 +50,7 @@ class Fakes:
 
         return tree_map(fake, tree)
 
-    def first_that_works(self, layer: Layer, use: Callable[[Any], Any]) -> Any:
+    def first_that_works(self, layer: Layer, use: Callable[[Any], T]) -> T:
         """Return use(fake layer), for the first way to make a fake layer with which `use` doesn't fail.
 
         Raises PartitionError, with the last failure and the remedy, if all ways fail.
@@ -134,7 +136,7 @@ class MetaFakes(Fakes):
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Inside, attention, dropout and RMSNorm of tensors that stand for CUDA tensors call the operators that run on CUDA.
+    """Function mode in which attention, dropout and RMSNorm of stand-ins for CUDA tensors call the operators that run on CUDA.
 
     Other functions, and tensors on other devices, are left alone.
     """
@@ -153,7 +155,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention by a fused kernel, which saves queries, keys, values, result and a number per row.
+    """Compute attention by a fused kernel, which saves queries, keys, values, result and a number per row.
 
     cuDNN's kernel for half precision, the memory-efficient one for other dtypes; which kernel it is doesn't change what is
     saved, but the memory-efficient one needs copies of shared key and value heads.
@@ -180,7 +182,7 @@ def _attention(
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """F.dropout by CUDA's operator, whose mask takes a byte per element."""
+    """Apply dropout by CUDA's operator, whose mask takes a byte per element."""
     if not on_cuda(input) or not training or inplace or not 0 < p < 1:
         return F.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -189,7 +191,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """F.rms_norm by one kernel, which saves its input and a number per row."""
+    """Apply RMSNorm by one kernel, which saves its input and a number per row."""
     if not on_cuda(input) or weight is None or len(normalized_shape) != 1:
         return F.rms_norm(input, list(normalized_shape), weight, eps)
     return rms_norm(input, weight, torch.finfo(input.dtype).eps if eps is None else eps)[0]

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable
+from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import PartitionError
 from parallel3d.optim.precision import Precision
-from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
-from parallel3d.structures import Structure, describe
+from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, layer_name
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class LayerCost:
     saved: int = 0
     given: int = 0
 
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """The forward, the backward, and the gradients of weights apart from it."""
+        return self.forward, self.backward, self.weight
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -50,7 +55,7 @@ class Sample:
 
     inputs: Any
     labels: Any
-    loss_fn: Callable[[Any, Any], Any] | LayerSpec | None
+    loss_fn: LossFunction
     precision: Precision
 
     def build_loss(self, context: BuildContext) -> Callable[[Any, Any], Any] | None:

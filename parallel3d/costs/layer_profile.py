@@ -22,7 +22,7 @@ class LayerProfile:
     - parameters, frozen: (name, parameter) as built, without memory.
     - early: names of the parameters whose gradients come with BACKWARD_INPUT, such as those of norms.
     - buffers: bytes, as cast in training.
-    - tables: bytes that its first forward makes for good, once for all layers that are alike.
+    - tables: bytes that its first forward allocates permanently, once for all equal layers.
     - tie: key of a TiedLayerSpec; tied_gradient: bytes of the gradient of tied weights that autograd holds until all layers
       of a chunk have added to it, 0 if there is none.
     - loss: profile of the loss, whose work is part of the last layer's.
@@ -86,7 +86,7 @@ def recomputed(profile: LayerProfile) -> LayerProfile:
 
 
 class _NotLinear(Exception):
-    """Two profiles differ in more than numbers that grow with the samples."""
+    """Raised if two profiles differ in more than numbers that grow with the samples."""
 
 
 def extrapolated(one: LayerProfile, two: LayerProfile, steps: float) -> LayerProfile | None:

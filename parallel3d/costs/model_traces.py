@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.structures import TensorTree
 from parallel3d.config import Config
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.fakes import CudaFunctions, Fakes, MetaFakes
@@ -21,11 +22,9 @@ from parallel3d.costs.tracing import LayerTrace, TrainedLayer
 from parallel3d.errors import PartitionError
 from parallel3d.fake_device import standing_for
 from parallel3d.optim.precision import Precision, make_precision
-from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, layer_name
-from parallel3d.structures import TensorTree
+from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, layer_name
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
-LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
 # Advice of errors, for layers that communicate by themselves.
 INSTEAD = "communicate by parallel3d.tensor_parallel alone"
 
@@ -152,8 +151,7 @@ class ModelTraces:
             self._modules[kind, splittable] = trained, tensors
             return result
 
-        result: LayerTrace = fakes.first_that_works(layer, traced)
-        return result
+        return fakes.first_that_works(layer, traced)
 
     def _run(self, layer: TrainedLayer, x: TensorTree, splits: bool) -> LayerTrace:
         on_cuda = CudaFunctions() if self._model.device == "cuda" else nullcontext()

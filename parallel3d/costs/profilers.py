@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel3d.clock import Clock, clock_of
+from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.collectives import DONE
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
@@ -54,9 +54,7 @@ class FlopProfiler(LayerProfiler):
 
     def measure(self, layer: Layer, x: Any, loss: Callable[[Any], Any] | None) -> tuple[LayerCost, Any]:
         """Trace the layer on fake tensors."""
-        trace = partial(self._trace, layer, x, loss)
-        result: tuple[LayerCost, Any] = self._fakes.first_that_works(layer, trace)
-        return result
+        return self._fakes.first_that_works(layer, partial(self._trace, layer, x, loss))
 
     def _trace(self, layer: Layer, x: Any, loss: Callable[[Any], Any] | None, module: Any) -> tuple[LayerCost, Any]:
         counter = OperatorCounter(_INSTEAD)
@@ -159,16 +157,8 @@ class TimeProfiler(LayerProfiler):
         return copy.deepcopy(module) if any(isinstance(value, nn.Module) for value in given) else module
 
 
-class LayerSeconds(NamedTuple):
-    """Seconds of one sample in one layer; the last layer's include the loss."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-
-
-def measure_layers(layers: Sequence[Layer], sample: Sample, config: Config, device: torch.device) -> list[LayerSeconds]:
-    """Return the seconds of each layer on a device; layers that are alike are measured once.
+def measure_layers(layers: Sequence[Layer], sample: Sample, config: Config, device: torch.device) -> list[LayerCost]:
+    """Return the cost of each layer in seconds on a device; layers that are alike are measured once.
 
     Weight gradients are added to accumulators as the configuration's training does. Raises PartitionError, which names the
     layer and the remedy, for one that can't run there.
@@ -177,4 +167,4 @@ def measure_layers(layers: Sequence[Layer], sample: Sample, config: Config, devi
     remedy = "give a cluster by --cluster instead of --measure, which needs no device"
     context = BuildContext(ProcessGroups.imagined(1, lambda kind, nbytes: DONE), device)
     profiler = TimeProfiler(sample, context, policy.accumulator_dtype, remedy=remedy)
-    return [LayerSeconds(cost.forward, cost.backward, cost.weight) for cost in profiler.measure_all(layers)]
+    return profiler.measure_all(layers)

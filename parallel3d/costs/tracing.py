@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from parallel3d.autograd.entry import Entry
 from parallel3d.autograd.sink import GradientSink
+from parallel3d.comm.structures import TensorTree
 from parallel3d.costs.counter import Memory, OperatorCounter
 from parallel3d.costs.operators import storage_of
 from parallel3d.costs.work import Work
 from parallel3d.optim.precision import Precision
-from parallel3d.structures import TensorTree
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Work of layers: what they ask of a device and of the links, as the time model reads it."""
+"""Work of layers for a device and the links, in the quantities that the time model uses."""
 
 from __future__ import annotations
 
@@ -59,18 +59,13 @@ class Work:
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives of all exchanges."""
-        return tuple(collective for exchange in self.exchanges for collective, _ in exchange.parts)
+        return tuple(collective for exchange in self.exchanges for collective, _ in exchange)
 
 
 _NUMBERS = attrgetter("gemm_flops", "attention_flops", "moved", "kernels", "operands", "weights", "operators")
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Collectives in flight, from the start of the first one until the last of them is waited for.
-
-    parts: each collective, one after the other on the links, with the device's work from its start to the start of the next
-    one, or to the end. That is part of the Work that the exchange belongs to.
-    """
-
-    parts: tuple[tuple[Collective, Work], ...]
+# Collectives in flight, from the start of the first one until the last of them is waited for: each collective, one after the
+# other on the links, with the device's work from its start to the start of the next one, or to the end. That work is part of
+# the Work that the exchange belongs to.
+Exchange = tuple[tuple[Collective, Work], ...]

@@ -73,7 +73,8 @@ class AutoSchedule:
             return
         if plan.num_micro_batches != full:
             self._done, self._recorded = 0, []
-            self._programs.reset_plan(full)
+            self._programs.replan(None)
+            self._programs.get(full, training=True)  # sets the plan to begin with
         if num_micro_batches != plan.num_micro_batches or plan.num_micro_batches != full:
             return
         profile = _STEPS[self._done]
@@ -103,7 +104,7 @@ class AutoSchedule:
                 write_whole(Path(self._config.plan), plan.model_dump_json(indent=1) + "\n")
             except OSError as error:
                 warnings.warn(
-                    f"pipeline.plan '{self._config.plan}' could not be written: {error}; the run goes on by the plan",
+                    f"pipeline.plan '{self._config.plan}' could not be written: {error}; the run continues with the plan",
                     stacklevel=2,
                 )
 

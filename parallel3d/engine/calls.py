@@ -208,7 +208,7 @@ class StepByCalls:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backwards add to this rank's gradients and reduce nothing."""
+        """Let backwards inside add to this rank's gradients and reduce nothing."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield

@@ -1,4 +1,4 @@
-"""torch.compile, applied to each layer separately.
+"""Compilation by torch.compile, of each layer separately.
 
 The graph breaks at every linear whose weight gradient goes through the gradient sink (split_backward.py); the operators
 between are compiled. So BACKWARD_INPUT and BACKWARD_WEIGHT can run apart, and weight gradients are added directly to their
@@ -20,7 +20,7 @@ from parallel3d.comm.collectives import COMPILE_REASON as COLLECTIVE
 from parallel3d.config import CompileConfig
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.rms_norm import NORM
-from parallel3d.layer_choice import choice_rule
+from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
 
 

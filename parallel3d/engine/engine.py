@@ -280,7 +280,7 @@ class Engine:
             return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At a gradient accumulation boundary, update the weights; else only count the micro-batch.
+        """Update the weights at a gradient accumulation boundary; else only count the micro-batch.
 
         lr_kwargs: for the learning-rate schedule's `step`, such as {"metrics": loss} for ReduceLROnPlateau.
 

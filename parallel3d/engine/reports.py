@@ -6,13 +6,18 @@ import math
 import platform
 import socket
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
+from rich.console import Console
+from rich.markup import escape
+from rich.tree import Tree
 from torch import Tensor
 
 from parallel3d.autograd.recomputation import Checkpointer
@@ -25,7 +30,6 @@ from parallel3d.errors import ConfigError
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
 from parallel3d.monitor.records import Breakdown
 from parallel3d.monitor.run_record import RankRecord, RunRecord, fingerprint, measure_times
-from parallel3d.monitor.state import print_state
 from parallel3d.monitor.steps import Profile, StepMonitor
 from parallel3d.parameters import whole_shape
 from parallel3d.pipe.batch import TrainingData
@@ -33,7 +37,7 @@ from parallel3d.pipe.executor import Batch, Recorder, nest, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
-from parallel3d.schedule.timing import Timeline
+from parallel3d.schedule.timing import Timeline, simulate
 from parallel3d.zero.memory import StateBytes, moments_of, predict_state
 
 # Profiles of the steps after run_record.after_steps.
@@ -165,14 +169,44 @@ class Reports:
             self._record_run()
 
     def dump_state(self, program: Program) -> None:
-        """Print, on rank 0, the resolved configuration, batch sizes, topology, partition, buckets and program. Collective."""
+        """Print, on rank 0, the resolved configuration, batch sizes, topology, partition, buckets and program. Collective.
+
+        As wide as the terminal, or 160 columns wide. Values that differ from the defaults are bold.
+        """
         own = {owners: [b.numel for b in buckets] for owners, buckets in self._update.reducer.buckets.items()}
-        buckets = all_gather_object(own, self._groups.control)
+        everyone = all_gather_object(own, self._groups.control)
         if self._groups.rank == 0:
-            model, sizes = self._model, self._data.sizes
-            shards = self._groups.data.size if self._update.policy.stage > 0 else 1
-            tables = model.topology(), model.partition_table
-            print_state(self._config, sizes, *tables, buckets, shards, program)
+            buckets = {owners: numels for rank in everyone for owners, numels in rank.items()}
+            console = Console()
+            (console if console.is_terminal else Console(width=160)).print(
+                self._state_tree(buckets, program), highlight=False
+            )
+
+    def _state_tree(self, buckets: Mapping[tuple[int, ...], Sequence[int]], program: Program) -> Tree:
+        """Return the tree that `dump_state` prints. buckets: owners -> the elements of each of their gradient buckets."""
+        topology, num_shards = self._groups.topology, self._update.policy.num_shards(self._groups.data.size)
+        tree = Tree("parallel3d")
+        _add_section(tree.add("configuration in force"), self._config)
+        batch = tree.add("batch")
+        for name, value in vars(self._data.sizes).items():
+            batch.add(escape(f"{name}: {value}"))
+        axes = " x ".join(f"{axis} {topology.get_dim(axis)}" for axis in topology.get_axis_names())
+        tree.add(f"topology: {axes} = {topology.world_size()} ranks")
+        tree.add("partition").add(escape(self._model.partition_table))
+        cut = tree.add(f"gradient buckets, each updated in {num_shards} parts")
+        for owners, numels in sorted(buckets.items()):
+            where = f"chunk {owners[0]}" if len(owners) == 1 else f"shared by chunks {', '.join(map(str, owners))}"
+            cut.add(f"{where}: {len(numels)} buckets, {sum(numels):,} elements, the largest {max(numels):,}")
+        instructions = tree.add(
+            escape(
+                f"program {program.name}: {sum(map(len, program.instructions))} instructions for {program.num_micro_batches} "
+                f"micro-batches, bubble {simulate(program).bubble:.1%} where a backward takes twice as long as a forward"
+            )
+        )
+        for stage, listed in enumerate(program.instructions):
+            ops = Counter(i.op.name for i in listed)
+            instructions.add(f"stage {stage}: " + ", ".join(f"{n} {op}" for op, n in ops.items()))
+        return tree
 
     def _memory_rows(self) -> dict[str, tuple[int, int]]:
         """Return this rank's (predicted, measured) bytes by component and by phase."""
@@ -204,7 +238,7 @@ class Reports:
         if due == len(_RECORDED):
             try:
                 self.write_run_record(wanted.directory)
-            except ConfigError as error:  # training goes on without it
+            except ConfigError as error:  # training continues without it
                 if self._groups.rank == 0:
                     warnings.warn(str(error), stacklevel=2)
         elif due >= 0:
@@ -276,6 +310,16 @@ class Reports:
             "reserved": torch.cuda.max_memory_reserved(device),
             "outside": capacity - free - torch.cuda.memory_reserved(device),
         }
+
+
+def _add_section(tree: Tree, section: BaseModel) -> None:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            _add_section(tree.add(name), value)
+        else:
+            line = escape(f"{name}: {value!r}")
+            tree.add(line if value == field.default else f"[bold]{line}[/bold]")
 
 
 def _versions(backend: str) -> dict[str, str]:

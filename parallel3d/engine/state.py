@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.activity import Phase
 from parallel3d.checkpoint.directory import complete_checkpoints, naming_others
-from parallel3d.checkpoint.export import SINGLE, huggingface_names, merge_names, write_one_file
+from parallel3d.checkpoint.export import SINGLE, export_one_file, huggingface_names, merge_names
 from parallel3d.checkpoint.format import MASTER, MODEL, checksum
 from parallel3d.checkpoint.optimizer import OptimizerTarget, describe_groups, merge_groups
 from parallel3d.checkpoint.parts import Part, parts_of, shard_parts, state_parts
@@ -105,7 +105,7 @@ class Checkpoints:
 
         def assemble() -> None:
             if self._groups.rank == 0:
-                write_one_file(beside / "weights", place / save_filename)
+                export_one_file(beside / "weights", place / save_filename)
                 shutil.rmtree(beside)
 
         beside = place / f".{save_filename}.parts"

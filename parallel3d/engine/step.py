@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.transport import Transport
 from parallel3d.config import Config
@@ -68,7 +69,7 @@ class BatchRunner:
         program = self.programs.get(num_micro_batches, training=True)
         splits = any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[self._model.stage_id])
         if splits or self._update.policy.weight_dtype is not None:
-            self._update.reducer.split_backward(self._model)
+            make_splittable(self._model, self._update.reducer.sink)
 
     def stream(self, micro_batch: int) -> EnterLayer:
         """Return the random stream of one of this replica's micro-batches in the current step."""

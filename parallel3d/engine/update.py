@@ -85,7 +85,7 @@ class WeightUpdate:
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
     ):
         infos, groups = model.parameter_infos(), model.groups
-        self._model, self._groups = model, groups
+        self._model, self._groups, self._on_launch = model, groups, on_launch
         self._clipping = config.gradient_clipping
         self.optimizer = optimizer
         mine = make_policy(config, infos, model.device, precision.weights)
@@ -93,14 +93,13 @@ class WeightUpdate:
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
-        first_slice = groups.coordinate("model") == 0
         self.reducer = GradientReducer(
             infos,
             self.policy,
             groups.rank,
             groups.data,
             model.replica_groups,
-            is_first_slice=first_slice,
+            is_first_slice=groups.coordinate("model") == 0,
             on_launch=on_launch,
             on_value=on_value,
         )
@@ -110,7 +109,7 @@ class WeightUpdate:
             self.reducer.all_buckets(),
             model.parameters(),
             config.zero_allow_untested_optimizer,
-            on_gather=self._gather_reporter(on_launch),
+            on_gather=self._report_gather,
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
         )
         self._frozen = model.frozen_infos()
@@ -136,14 +135,9 @@ class WeightUpdate:
         if self.scaler is not None and scaler is not None:
             self.scaler.load_state_dict(scaler)
 
-    def _gather_reporter(
-        self, on_launch: Callable[[Instruction, Work], None]
-    ) -> Callable[[tuple[int, ...], int, Work], None]:
-        def report(owners: tuple[int, ...], bucket: int, work: Work) -> None:
-            first = next(c for c in owners if self._model.placement[c] == self._model.stage_id)
-            on_launch(Instruction(Op.GATHER_PARAMS, first, 0, bucket), work)
-
-        return report
+    def _report_gather(self, owners: tuple[int, ...], bucket: int, work: Work) -> None:
+        first = next(c for c in owners if self._model.placement[c] == self._model.stage_id)
+        self._on_launch(Instruction(Op.GATHER_PARAMS, first, 0, bucket), work)
 
     def master_weights(self) -> dict[nn.Parameter, Tensor]:
         """Return the whole master weights of this rank's trainable parameters, in fp32 or wider, on the host.

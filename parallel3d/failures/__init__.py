@@ -1,1 +1,1 @@
-"""Failures: which rank is at fault, said once and the same on all ranks, and an end for all of them."""
+"""Failures: all ranks agree which rank is at fault, report it once, and end."""

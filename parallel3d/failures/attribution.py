@@ -1,4 +1,4 @@
-"""Attribution of an engine's failures, and the hooks of a process that it needs: uncaught exceptions, SIGTERM, the exit."""
+"""Attribution of an engine's failures, with the process's hooks that it needs: uncaught exceptions, SIGTERM, the exit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Attribution:
             return
         run = all_gather_object(uuid.uuid4().hex, groups.control)[0]
         hooks = ProcessHooks.of_process()
-        self._watchdog = Watchdog(
+        self._watchdog = watchdog = Watchdog(
             Board(failure_store(), run, groups.rank, groups.world.size),
             Neighbours(groups.control, self.activity),
             self.activity,
@@ -58,26 +58,12 @@ class Attribution:
             self._device_is_busy,
             hooks.asked_to_end,
         )
-        weakref.finalize(owner, self._watchdog.close)
-        hooks.serve(self)
+        weakref.finalize(owner, watchdog.close)
+        hooks.serve(self, watchdog)
 
     def _device_is_busy(self) -> bool:
         """Return whether the device has not come to the end of the last batch that the host has done."""
         return self._batch_end is not None and not self._batch_end.query()
-
-    def close(self) -> None:
-        """Attribute nothing from now on."""
-        if self._watchdog is not None:
-            self._watchdog.close()
-
-    def is_watched(self) -> bool:
-        """Return whether a watchdog is at work."""
-        return self._watchdog is not None and self._watchdog.is_alive()
-
-    def leave(self) -> None:
-        """Note that this rank's script is over."""
-        if self._watchdog is not None:
-            self._watchdog.leave()
 
     def done(self) -> None:
         """Note that a call of the engine is over: what comes next is the script's own."""
@@ -98,10 +84,10 @@ class Attribution:
 
 
 class ProcessHooks:
-    """Hooks that a process has one of; they serve the attribution made last. The interpreter keeps them: see `of_process`."""
+    """The process's hooks, which serve the attribution made last. The interpreter keeps the one instance, see `of_process`."""
 
     def __init__(self) -> None:
-        self._attribution: Attribution | None = None
+        self._served: tuple[Attribution, Watchdog] | None = None
         self._activities: weakref.WeakSet[Activity] = weakref.WeakSet()
         self._reader = -1
         self._previous_hook = sys.excepthook
@@ -118,11 +104,11 @@ class ProcessHooks:
                 return owner
         return cls()
 
-    def serve(self, attribution: Attribution) -> None:
-        """Serve this attribution from now on, which also watches the engines of earlier ones, and close the one before."""
-        if self._attribution is not None:
-            self._attribution.close()
-        self._attribution = attribution
+    def serve(self, attribution: Attribution, watchdog: Watchdog) -> None:
+        """Serve this attribution from now on, whose watchdog also watches earlier engines, and close the watchdog before."""
+        if self._served is not None:
+            self._served[1].close()
+        self._served = attribution, watchdog
         for activity in self._activities:
             activity.merge_into(attribution.activity)
         self._activities.add(attribution.activity)
@@ -135,9 +121,9 @@ class ProcessHooks:
             return False
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if self._attribution is not None and isinstance(error, Exception):
+        if self._served is not None and isinstance(error, Exception):
             try:
-                self._attribution.failed(error)
+                self._served[0].failed(error)
             except PeerError as peer_error:
                 error = peer_error
             if isinstance(error, PeerError):  # the rank at fault shows its traceback
@@ -145,8 +131,8 @@ class ProcessHooks:
         self._previous_hook(kind, error, frames)
 
     def _leave(self) -> None:
-        if self._attribution is not None:
-            self._attribution.leave()
+        if self._served is not None:
+            self._served[1].leave()
         if signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -171,15 +157,15 @@ class ProcessHooks:
 
     def _forget(self) -> None:
         """Detach a forked child, such as a loader's worker: it has no watchdog, and handles signals itself."""
-        if self._attribution is not None:
-            self._attribution.activity.share(memoryview(bytearray(SLOT_BYTES)))
-        self._attribution, self._reader = None, -1
+        if self._served is not None:
+            self._served[0].activity.share(memoryview(bytearray(SLOT_BYTES)))
+        self._served, self._reader = None, -1
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _terminate(self, number: int, frame: object) -> None:
         """Handle SIGTERM in Python: the watchdog ends this process; without one, the signal does."""
-        if self._attribution is None or not self._attribution.is_watched():
+        if self._served is None or not self._served[1].is_alive():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

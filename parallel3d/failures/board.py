@@ -61,9 +61,6 @@ class Board:
             self.lost = True
             return default
 
-    def _has(self, key: str) -> bool:
-        return bool(self._ask(lambda: self._store.check([key]), False))
-
     def _get(self, key: str) -> str | None:
         return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
@@ -73,7 +70,7 @@ class Board:
 
     def is_open(self, incident: int) -> bool:
         """Return whether a rank has opened the incident."""
-        return self._has(self._key(incident))
+        return self._get(self._key(incident)) is not None
 
     def open(self, incident: int) -> bool:
         """Call on all ranks to report, and return whether this rank is the first to do so."""
@@ -138,7 +135,7 @@ class Board:
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank's script is over."""
-        return self._has(self._key("left", rank))
+        return self._get(self._key("left", rank)) is not None
 
     def ending(self, rank: int) -> str | None:
         """Return how a rank's process ended, as noted by the launcher; None if it is not known to have ended."""

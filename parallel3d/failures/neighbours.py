@@ -1,4 +1,4 @@
-"""Places of the ranks of this host, read from memory that they share: also of a rank that is stopped or dead."""
+"""Places of the ranks of this host, read from shared memory, so that those of stopped and dead ranks are known too."""
 
 from __future__ import annotations
 

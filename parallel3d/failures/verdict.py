@@ -191,7 +191,7 @@ def _reach(start: int, reports: Mapping[int, Report]) -> set[int]:
 
 
 def _holds_up(report: Report, reports: Mapping[int, Report]) -> list[int]:
-    """Return the ranks that a rank waits for, without those that have come to the same collective."""
+    """Return the ranks that a rank waits for, without those that have reached the same collective."""
     members = {report.rank, *report.waits_for}
     return [
         rank
@@ -201,7 +201,7 @@ def _holds_up(report: Report, reports: Mapping[int, Report]) -> list[int]:
 
 
 def _cycle(reports: Mapping[int, Report]) -> list[int]:
-    """Return ranks of which each waits for the next and the last for the first; [] if there are none."""
+    """Return a cycle of ranks: each waits for the next, and the last for the first; [] if there is none."""
     for start in sorted(reports):
         path, rank = [start], start
         while True:
@@ -255,7 +255,7 @@ def _describe(kind: Kind, report: Report) -> str:
         case Kind.SILENT:
             return f"doesn't answer, last in {place}: it is stopped, stuck or dead"
         case Kind.LEFT:
-            return "has come to the end of its script"
+            return "has reached the end of its script"
         case _:
             return f"was ended by {report.ending} in {place}"
 

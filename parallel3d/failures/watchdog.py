@@ -279,13 +279,6 @@ def follows(error: BaseException) -> bool:
     return False
 
 
-def _raised(error: BaseException) -> Raised:
-    """Describe the exception itself, not the ExecutionError that says in which instruction it was raised."""
-    cause = error.__cause__ if isinstance(error, ExecutionError) and error.__cause__ is not None else error
-    text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
-    return Raised(type(cause).__name__, str(cause), text, follows(error))
-
-
 def render(verdict: Verdict, reports: Mapping[int, Report], around: str) -> str:
     """Return the verdict's line, the schedule around its place (see `grid`), and for a stall what each rank waits for."""
     parts = [verdict.line, around]

@@ -36,7 +36,7 @@ def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
 
 
 class AllReduce(PeerKernel):
-    """Sums tensors over one group in rank order in fp32: bitwise the same on all ranks and every time. See AllReduceKernel."""
+    """AllReduceKernel that sums tensors over one group in rank order in fp32: bitwise the same on all ranks and every time."""
 
     key, axis, noun = "all_reduce", "model", "tensor-parallel ranks"
     half_bytes = HALF_BYTES

@@ -1,4 +1,4 @@
-"""The CUDA kernels of csrc/ as one library: compiled, found again by the hash of its sources, and loaded once per process.
+"""Library of the CUDA kernels of csrc/: compiled, found by the hash of its sources, and loaded once per process.
 
 A stale library is never loaded. Nothing here needs torch: setup.py compiles where there is none yet.
 """

@@ -1,4 +1,4 @@
-"""silu(gate) * up with gate and up in one tensor, in one pass forward and one backward.
+"""SwiGLU, silu(gate) * up with gate and up in one tensor, in one pass forward and one backward.
 
 torch.compile writes the gradient of the fused projection as a concatenation, which takes twice as long as its bytes need.
 """

@@ -83,7 +83,7 @@ class SymmetricWorkspace:
 
     - key: of the kernel in the configuration's kernels.
     - staging, pads: addresses on every rank, as C takes them.
-    - state, report: addresses of the kernel's counters, and of where it tells the host of a failure.
+    - state, report: addresses of the kernel's counters, and of the word by which it reports a failure to the host.
     """
 
     def __init__(self, shared: Mapped, group: Group, device: torch.device, key: str):
@@ -128,7 +128,7 @@ class SymmetricWorkspace:
         return handle
 
     def run_on_side_stream(self, call: Callable[[], object], *tensors: Tensor) -> Copied:
-        """Run `call`, which uses the tensors, on a stream of its own after what the current stream has queued."""
+        """Run `call`, which uses the tensors, on the side stream after what the current stream has queued."""
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             call()

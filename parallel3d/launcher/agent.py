@@ -90,10 +90,10 @@ class WorkerAgent(LocalElasticAgent):
 
     - failed_first: ranks that had failed when the agent began to end the others; empty before that.
     - last_healthy: the last time, in seconds since the epoch, at which none had failed.
+    - spare: child processes that are not the workers'.
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, spare: set[int]) -> None:
-        """spare: child processes that are not the workers'."""
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
         self._spare = spare
         self._failures: Mapping[int, ProcessFailure] = {}
@@ -134,7 +134,7 @@ class WorkerAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def store(self) -> Store:
-        """Return the store by which ranks tell each other, and this agent, of failures."""
+        """Return the store by which ranks report failures to each other and to this agent."""
         group = self._worker_group
         return agents_store(_ADDRESS, cast(int, group.master_port), group.spec.max_restarts - self._remaining_restarts)
 
@@ -166,7 +166,7 @@ def launch(options: LaunchOptions) -> int:
         code = _run(options, before)
     except SignalException as death:
         code = 128 + death.sigval
-    except KeyboardInterrupt:  # before the agent has taken over the signals
+    except KeyboardInterrupt:  # before the agent handles the signals
         code = 128 + signal.SIGINT
     finally:
         if code != 0:
@@ -208,7 +208,7 @@ def _run(options: LaunchOptions, spare: set[int]) -> int:
 class _StorePerStart(StaticTCPRendezvous):
     """Rendezvous of this node alone, with a store that listens as soon as its port is picked; the ranks join that store.
 
-    Each start has a store of its own: a rank that is started again must not find what an earlier one left there, such as
+    Each start has its own store: a rank that is started again must not find what an earlier one left there, such as
     addresses of connections. port: of the first store, 0 for a free one.
     """
 

@@ -60,7 +60,7 @@ class _Mixing(nn.Module):
 
 
 class _Activation(nn.Module):
-    """[..., ffn], or gate before up, [..., 2 ffn] -> [..., ffn]."""
+    """Activation of the feed-forward network: [..., ffn], or gate before up, [..., 2 ffn] -> [..., ffn]."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -83,7 +83,7 @@ class _Activation(nn.Module):
 
 
 class _Residual(DecoderLayer):
-    """A layer that adds to the hidden states [batch, seq, hidden] of what travels."""
+    """Layer that adds to the hidden states [batch, seq, hidden], which travel alone or in a Stream."""
 
     def _make(self) -> None:
         self.dropout = self._sharding.dropout(self.config.residual_dropout)
@@ -112,7 +112,7 @@ class _Residual(DecoderLayer):
 
 
 class Attention(_Residual):
-    """x + attention(norm(x)), on the hidden states [batch, seq, hidden] of what travels: the first half of a block."""
+    """First half of a block: x + attention(norm(x)) on hidden states [batch, seq, hidden]."""
 
     parts: ClassVar[tuple[Part, ...]] = ("attention",)
 
@@ -166,7 +166,7 @@ class Attention(_Residual):
 
 
 class FeedForward(_Residual):
-    """x + mlp(norm(x)), on the hidden states [batch, seq, hidden] of what travels: the second half of a block."""
+    """Second half of a block: x + mlp(norm(x)) on hidden states [batch, seq, hidden]."""
 
     parts: ClassVar[tuple[Part, ...]] = ("feed_forward",)
 
@@ -191,7 +191,7 @@ class FeedForward(_Residual):
 
 
 class Block(Attention, FeedForward):
-    """x + attention(norm(x)), then x + mlp(norm(x)), on the hidden states [batch, seq, hidden] of what travels."""
+    """Block of a decoder: x + attention(norm(x)), then x + mlp(norm(x)) on hidden states [batch, seq, hidden]."""
 
     parts = ("attention", "feed_forward")
 

@@ -21,7 +21,7 @@ def decoder(
     weights: Weights | None = None,
     units: Literal["block", "half"] = "block",
 ) -> list[LayerSpec]:
-    """Embedding, blocks, final norm and head, for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
+    """Return the layers of a decoder for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
 
     dtype: of the weights, torch's default one for None. weights: read by the layers that a rank builds, instead of drawn.
     units: each block one layer, or two, its attention and its feed-forward, between which a stage may end, so that stages

@@ -129,7 +129,7 @@ def normalized(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TokenEmbedding(DecoderLayer):
-    """Token ids [batch, seq], or {"input_ids", "attention_mask", "position_ids"} -> hidden states, a Stream with the others."""
+    """Embedding: token ids [batch, seq], or {"input_ids", "attention_mask", "position_ids"} -> hidden states or a Stream."""
 
     parts = ("embedding",)
 
@@ -180,7 +180,7 @@ class FinalNorm(DecoderLayer):
 
 
 class Head(DecoderLayer):
-    """Hidden states -> logits [batch, seq, vocab]; SlicedLogits if the vocabulary is sharded."""
+    """Head: hidden states -> logits [batch, seq, vocab]; SlicedLogits if the vocabulary is sharded."""
 
     parts = ("head",)
 

@@ -18,7 +18,7 @@ from parallel3d.tensor_parallel.regions import slicing_group
 
 @dataclass(frozen=True)
 class CausalLMLoss:
-    """loss_fn(logits [batch, seq, vocab], labels [batch, seq]): cross entropy of each position's label, at least in fp32.
+    """Cross entropy of each position's label, from logits [batch, seq, vocab] and labels [batch, seq], at least in fp32.
 
     It is computed `chunk` positions at a time, so that no copy of all logits in fp32 exists. With SlicedLogits each rank
     computes its part of the vocabulary. Raises DataError for labels of another shape.

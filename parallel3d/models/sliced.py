@@ -26,7 +26,7 @@ class Dropout(nn.Dropout):
 
 
 class Sharding:
-    """How the layers that a rank builds are sharded over its tensor-parallel group.
+    """Sharding of the layers that a rank builds over its tensor-parallel group.
 
     With sequence parallelism hidden states between regions are shards [batch, ceil(seq / tp), hidden], and the layers at the
     boundary of a region are given the length of the whole sequence.
@@ -86,7 +86,7 @@ class SlicedLogits:
         )
 
     def whole(self) -> Tensor:
-        """[batch, seq, vocab], on every rank. Collective over the group."""
+        """Return all logits, [batch, seq, vocab], on every rank. Collective over the group."""
         return gather_features(self.local, cut(self.vocab_size, None, self.group.size), self.group)
 
 

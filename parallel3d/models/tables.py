@@ -11,7 +11,7 @@ from parallel3d.models.config import DecoderConfig, Rope
 
 
 def rotary_frequencies(rope: Rope, dim: int, max_positions: int, seq: int = 0) -> tuple[Tensor, float]:
-    """(radians a position of each pair of a head's numbers, [dim / 2] in fp32; factor of cosines and sines).
+    """Return (radians per position for each pair of a head's numbers, [dim / 2] in fp32; factor of cosines and sines).
 
     max_positions: of the model; seq: length of the sequence, for kind "dynamic" alone.
     """
@@ -31,14 +31,14 @@ def rotary_frequencies(rope: Rope, dim: int, max_positions: int, seq: int = 0) -
 
 
 def _llama3(rope: Rope, frequencies: Tensor, original: int) -> Tensor:
-    """Wavelengths above original / low_freq_factor are stretched, those below original / high_freq_factor are not."""
+    """Stretch wavelengths above original / low_freq_factor, and leave those below original / high_freq_factor."""
     turns = original * frequencies / (2 * math.pi)
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / rope.factor)
 
 
 def _yarn(rope: Rope, frequencies: Tensor, dim: int, original: int) -> Tensor:
-    """Pairs that turn more than beta_fast times within the original context are kept, those under beta_slow stretched."""
+    """Keep pairs that turn more than beta_fast times within the original context, and stretch those under beta_slow."""
 
     def pair_that_turns(times: float) -> float:
         return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -64,7 +64,7 @@ def _yarn_temperature(rope: Rope) -> float:
 
 
 class Tables:
-    """Shared by the blocks of one list of specs; grown to the longest sequence seen, for each device.
+    """Tables shared by the blocks of one list of specs; they grow to the longest sequence seen, for each device.
 
     Not buffers: a buffer a block would be a copy a block, and would be rounded with the weights.
     """
@@ -76,7 +76,7 @@ class Tables:
         self._masks: dict[tuple[torch.device, int | None], Tensor] = {}
 
     def rotary(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [seq, head_dim / 2], or [batch, seq, head_dim / 2] by position_ids [batch or 1, seq].
+        """Return (cos, sin), each [seq, head_dim / 2], or [batch, seq, head_dim / 2] by position_ids [batch or 1, seq].
 
         x: [batch, seq, ...], for its device and dtype. For positions 0, 1, ... without position_ids.
         """
@@ -126,7 +126,7 @@ class Tables:
 
 
 def combined(causal: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-    """Which position attends to which, True where it does, [seq, seq] or [batch, 1, seq, seq]; None for causal.
+    """Return a mask, True where a position attends to another, [seq, seq] or [batch, 1, seq, seq]; None for causal.
 
     causal: of Tables; attention_mask: [batch, seq], 0 at padding, or [batch or 1, heads or 1, seq, seq], which then says it all
     but for the window. A padding position attends to itself, so that no row is empty.

@@ -1,4 +1,4 @@
-"""Memory that is in use: of this process, of the phases of a step, and of the instructions of a batch.
+"""Memory in use by this process, in the phases of a step, and by the instructions of a batch.
 
 On CUDA it is the allocator's count; on the CPU the resident set, or for instructions the storages that are alive.
 """
@@ -79,7 +79,7 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class MemoryRecorder:
-    """Recorder of the memory held beyond what was there at its start: by instructions, and at most.
+    """Recorder of the memory held beyond that at its start: after each instruction, and at most.
 
     - in_transit: returns the bytes that sent messages still hold; they leave at no fixed instruction and count for none.
     - held: (instruction, bytes that it and the wait before it added, bytes held after it).

@@ -1,4 +1,4 @@
-"""Records of steps of all ranks, and what follows from them: parts of a step's time, and seconds of each instruction."""
+"""Records of steps of all ranks, and the parts of a step's time and the seconds of each instruction that follow from them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import median
 
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.monitor.memory import format_table
 from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, SEND_OPS, Instruction, Op, depends_on
+from parallel3d.schedule.lowering import SENDS
 from parallel3d.schedule.timing import Span
-from parallel3d.topology import ProcessTopology
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,6 @@ def breakdown_table(step: int, ranks: Sequence[Breakdown]) -> str:
 # Instruction with micro_batch 0, standing for those of all micro-batches -> the seconds that each took.
 Samples = dict[Instruction, list[float]]
 
-_SENDS = {Op.FORWARD: Op.SEND_ACTIVATION, Op.BACKWARD: Op.SEND_GRADIENT, Op.BACKWARD_INPUT: Op.SEND_GRADIENT}
-
 
 def instruction_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTopology) -> Samples:
     """Return the times of each kind of compute, send, reduction and gather. steps: of each, the records of all ranks."""
@@ -180,10 +179,7 @@ def transfer_times(pipeline: Sequence[StepRecord]) -> Iterator[tuple[Instruction
     for wait in (w for record in pipeline for w in record.waits):
         for source in (computed[d] for d in depends_on(wait.instruction) if d in computed):
             if source.rank != wait.rank and wait.start < source.end < wait.end:
-                sent = Instruction(
-                    _SENDS[wait.instruction.op], source.instruction.chunk, source.instruction.micro_batch
-                )
-                yield sent, wait.end - source.end
+                yield source.instruction._replace(op=SENDS[wait.instruction.op]), wait.end - source.end
 
 
 def collective_times(replicas: Sequence[Sequence[Span]]) -> Iterator[tuple[Instruction, float]]:

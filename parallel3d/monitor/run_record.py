@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from parallel3d.atomic_write import write_whole
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import without_removed
 from parallel3d.config.layout import Layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.records import PARTS, StepRecord, break_down, instruction_times, mean_of, pipelines_of
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Timeline
-from parallel3d.topology import ProcessTopology
 
 FILE_NAME = "run_record.json"
 
@@ -132,7 +132,7 @@ def measure_times(
     """Return the fields of a RunRecord that follow from steps: instructions, step, optimizer, breakdown and bubble.
 
     - steps: recorded steps of one program, at least one, each with the records of all ranks of `topology`.
-    - others: steps of the program that were not recorded, of which begin and end are known.
+    - others: steps of the program without records of instructions; only begin and end are known.
     """
     pipelines, ops = pipelines_of(topology), list(Op)
     samples = instruction_times(steps, topology)
@@ -188,14 +188,14 @@ def read_run_record(path: str | Path) -> RunRecord:
 def find_run_records(paths: Iterable[str | Path]) -> list[tuple[Path, RunRecord]]:
     """Read these files, and all record files in these directories at any depth: (file, record), by path, each once.
 
-    Raises ConfigError as read_run_record, and for a directory that holds none.
+    Raises ConfigError as read_run_record does, and for a directory without any.
     """
     files: set[Path] = set()
     for path in map(Path, paths):
         found = sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]
         if not found:
             raise ConfigError(
-                f"no {FILE_NAME} lies in '{path}'; give directories that trainings wrote their records into"
+                f"there is no {FILE_NAME} in '{path}'; give directories with the records of training runs"
             )
         files.update(found)
     return [(file, read_run_record(file)) for file in sorted(files)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.clock import Clock, clock_of
+from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
@@ -134,7 +134,7 @@ class StepMonitor:
     Only steps that print or are profiled are recorded (if nothing is printed, every step, and the last ones are kept); of the
     others only begin and end are marked. Nothing waits for the device before records are read.
 
-    - profiles: what is to be profiled of the current step.
+    - profiles: the profiles requested of the current step.
     - sequence: tokens of a sample of the last recorded step, if this rank's inputs show it.
     - peak: the most bytes that CUDA allocated in any phase of a step with memory_breakdown.
     """
@@ -148,7 +148,7 @@ class StepMonitor:
         self._next: frozenset[Profile] = frozenset()
         self.profiles: frozenset[Profile] = frozenset()
         self._step: StepRecorder | None = None  # the current step, whether or not it is recorded
-        self._is_recorded = False
+        self._recording: StepRecorder | None = None  # the current step, if it is recorded
         self._recorded: deque[StepRecorder] = deque(maxlen=_RECORDED)
         self._others: deque[StepRecorder] = deque(maxlen=_OTHERS)
         self._steps = 0
@@ -171,10 +171,11 @@ class StepMonitor:
         """Begin a step, counted from 1. samples: trained on so far."""
         self.profiles = self._next
         due = self.prints(step) or self._every is None
-        self._is_recorded = "time" in self.profiles or (self._times and due)
-        if self._is_recorded and self._side is None and self._device.type == "cuda":
+        is_recorded = "time" in self.profiles or (self._times and due)
+        if is_recorded and self._side is None and self._device.type == "cuda":
             self._side = torch.cuda.Stream(self._device)
         self._step = StepRecorder(self._groups.coordinate("pipe"), self._clock, self._side)
+        self._recording = self._step if is_recorded else None
         self._phases = {}
         if self._memory and self.prints(step):
             memory_in_use(self._device)  # from here on, a new peak
@@ -186,15 +187,14 @@ class StepMonitor:
         """Return the recorder of this step, which runs the program, if it is recorded. inputs: of a micro-batch, if any."""
         if self._step is not None:
             self._step.program = program
-        if not self._is_recorded:
-            return None
-        self.sequence = _tokens(inputs)
-        return self._step
+        if self._recording is not None:
+            self.sequence = _tokens(inputs)
+        return self._recording
 
     def launched(self, instruction: Instruction, work: Work) -> None:
         """Record a reduction of gradients or a gather of weights that has just been launched."""
-        if self._is_recorded and self._step is not None:
-            self._step.launched(instruction, work)
+        if self._recording is not None:
+            self._recording.launched(instruction, work)
 
     def computed(self) -> None:
         """Note that the step's program has run."""
@@ -202,8 +202,8 @@ class StepMonitor:
 
     def reduced(self) -> None:
         """Note that the step's gradients are reduced."""
-        if self._is_recorded and self._step is not None:
-            self._step.reduced()
+        if self._recording is not None:
+            self._recording.reduced()
         self._sample("reduce")
 
     def finish(self, step: int, samples: int, describe: Callable[[], str]) -> None:
@@ -216,12 +216,12 @@ class StepMonitor:
         self._sample("step")
         self._steps += 1
         self._step.finish()
-        if self._is_recorded:
+        if self._recording is not None:
             self._recorded.append(self._step)
         elif self._steps > _WARM_UP and not self.profiles:  # the time of a profiled step isn't typical
             self._others.append(self._step)
         self._next -= self.profiles
-        self._step, self._is_recorded, self.profiles = None, False, frozenset()
+        self._step, self._recording, self.profiles = None, None, frozenset()
         if not self.prints(step):
             return
         texts = [self._line(step, samples, describe())] if self._groups.rank == 0 else []

@@ -1,14 +1,21 @@
-"""Calls of classes with the arguments of a configuration; errors name an argument that doesn't fit, and the remedy."""
+"""Call classes with the arguments of a configuration; errors name an argument that doesn't fit, and the remedy."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
 from parallel3d.errors import ConfigError, nearest
 
 T = TypeVar("T")
+
+
+def classes_of(module: ModuleType, base: type[T]) -> dict[str, type[T]]:
+    """Return a module's subclasses of `base`, by name, without `base` itself."""
+    classes = {name: cls for name, cls in vars(module).items() if inspect.isclass(cls)}
+    return {name: cls for name, cls in classes.items() if issubclass(cls, base) and cls is not base}
 
 
 def call(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p), then m <- b2 m + (1 - b2) g. arXiv:2302.06675.
+    """Lion: p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p), then m <- b2 m + (1 - b2) g. arXiv:2302.06675.
 
     The defaults are DeepSpeed's; the paper has betas (0.9, 0.99). Its learning rate should be 3 to 10 times smaller than
     AdamW's, its weight decay as much larger. State: `exp_avg`, one element for each of the parameter, in its dtype.

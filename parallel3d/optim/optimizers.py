@@ -10,14 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.optim.arguments import call
+from parallel3d.optim.arguments import call, classes_of
 from parallel3d.optim.lion import Lion
 
-_TORCH_CLASSES = {
-    name: cls
-    for name, cls in vars(torch.optim).items()
-    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-}
+_TORCH_CLASSES = classes_of(torch.optim, torch.optim.Optimizer)
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {**_TORCH_CLASSES, "Lion": Lion}
 _BY_LOWER_NAME = {name.lower(): cls for name, cls in _CLASSES.items()}
 
@@ -165,3 +161,34 @@ def _check_matrices(tensors: Sequence[Tensor]) -> None:
             f"optimizer.type 'Muon' updates matrices alone, but there is a parameter of shape {list(other.shape)}; pass "
             "initialize the matrices as model_parameters, or your own optimizer that updates the others by another rule"
         )
+
+
+# Memory that a step needs besides the optimizer's state
+
+# The most tensors of a parameter's size that torch's loops over parameters hold at once, those that the previous parameter
+# left included; a weight decay that isn't decoupled needs one more.
+_LOOPS = 3
+
+
+def step_bytes(optimizer: torch.optim.Optimizer, total: int, largest: int, itemsize: int, on_cuda: bool) -> int:
+    """Return the most bytes that a step needs.
+
+    A fused kernel needs none; torch's foreach implementation, its choice on CUDA otherwise, and Lion a copy of all
+    parameters; a loop over parameters some copies of the largest.
+
+    - total: elements that the step updates; largest: elements of the largest tensor.
+    """
+    settings = optimizer.defaults
+    cls = type(optimizer)
+    fused = settings.get("fused") or (on_cuda and settings.get("fused") is None and cls.__name__ in _FUSED)
+    if fused:
+        return 0
+    if cls is Lion or settings.get("foreach") or (on_cuda and settings.get("foreach", False) is None):
+        return itemsize * total
+    decays = bool(settings.get("weight_decay")) and not settings.get("decoupled_weight_decay", cls.__name__ == "AdamW")
+    copies = 2 * decays + bool(settings.get("nesterov")) if cls.__name__ == "SGD" else _LOOPS + decays
+    return itemsize * copies * largest
+
+
+# By build_optimizer on CUDA, unless params say how.
+_FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}

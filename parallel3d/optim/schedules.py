@@ -5,7 +5,6 @@ They read and write the settings of the optimizer's parameter groups and never l
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.optim.arguments import call
+from parallel3d.optim.arguments import call, classes_of
 
 # One number for all parameter groups, or one for each.
 PerGroup = float | Sequence[float]
@@ -306,13 +305,8 @@ class Warmup:
 
 
 _DEEPSPEED = {cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
-_TORCH = {
-    name: cls
-    for name, cls in vars(torch.optim.lr_scheduler).items()
-    if inspect.isclass(cls)
-    and issubclass(cls, torch.optim.lr_scheduler.LRScheduler)
-    and not name.lstrip("_").startswith("LRScheduler")
-}
+_TORCH = classes_of(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+_TORCH.pop("_LRScheduler", None)  # the base class's old name
 _COMPOSITE = ("ChainedScheduler", "SequentialLR")
 AnySchedule = Schedule | torch.optim.lr_scheduler.LRScheduler
 _BY_LOWER_NAME: dict[str, Callable[..., AnySchedule]] = {

@@ -17,12 +17,12 @@ from parallel3d.engine import Engine
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
 from parallel3d.initialization import initialize
 from parallel3d.launcher.ranks import run_ranks
+from parallel3d.models.user_model import Subject, load_subject
 from parallel3d.parity.reference import Step, Trained, Whole, train_reference
 from parallel3d.parity.report import Report, make_report
 from parallel3d.parity.settings import TOLERANCES, Settings, accumulation, check_config
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.specs import layer_name
-from parallel3d.user_model import Subject, load_subject
 
 
 def check(target: str, layouts: Sequence[PartialLayout], settings: Settings) -> Iterator[Report]:

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map_only
 
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
+from parallel3d.models.user_model import Subject, describe, load_subject
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.parity.settings import Settings
 from parallel3d.rng import layer_seed, stream_seed
 from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
-from parallel3d.user_model import Subject, describe, load_subject
 
 # Tensors on the CPU: whole ones by name, or a rank's parts of them.
 Tensors = TypeVar("Tensors")

@@ -1,4 +1,4 @@
-"""Layers -> stages and chunks: which contiguous layers each part of a pipeline holds."""
+"""Partition of the layers into stages and chunks, each of contiguous layers."""
 
 from parallel3d.partition.chain import Partition, segment_costs
 from parallel3d.partition.methods import MEASURED, Method, resolve_partition

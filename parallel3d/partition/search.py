@@ -102,7 +102,7 @@ class Search:
         neighbourhoods = [self._runs, runs[first] + runs[second]]
         while True:
             for moves in neighbourhoods:
-                # Of equals the last one is taken: the split itself.
+                # Among equals `_least` returns the last one, which is the split itself.
                 candidates = np.concatenate([bounds + moves, bounds[None]])
                 best = _least(self._objectives(candidates))
                 if best < len(moves):

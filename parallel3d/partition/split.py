@@ -17,13 +17,13 @@ from parallel3d.errors import PartitionError
 from parallel3d.partition.chain import FloatArray, Partition, cut, segment_costs
 from parallel3d.partition.search import Search
 
-# How much the largest chunk weighs beside the largest stage, in the splits among which a step's length decides.
+# Weights of the largest chunk relative to the largest stage, in the splits from which the step's length selects one.
 _EVENNESS = (0.0, 0.1, 0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class StageLimit:
-    """No stage may hold more than `limit` bytes.
+    """Limit to the bytes that a stage may hold.
 
     Layer k on chunk c takes state[k] bytes whatever happens, and activations[k] for each of the in_flight[c] micro-batches
     whose activations the chunk holds at once. Layers of one tie key (one each, None for no tie) hold their state once a part.
@@ -65,7 +65,7 @@ def partition_layers(
 ) -> Partition:
     """Split a chain of layers into `num_parts` non-empty parts with the smallest bottleneck.
 
-    Of all optimal splits it takes the smallest sum of squared part costs, then the fewest layers in the last parts.
+    Among optimal splits it prefers the smallest sum of squared part costs, then the fewest layers in the last parts.
 
     segments: costs of all possible parts, see segment_costs.
     placement: the stage that holds each part, each its own by default. Where a stage holds several, what is made small is

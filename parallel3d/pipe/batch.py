@@ -9,10 +9,10 @@ from typing import Any
 
 from parallel3d.comm.collectives import all_gather_integers
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.structures import describe
 from parallel3d.config import BatchSizes, resolve_batch
 from parallel3d.errors import ConfigError, DataError, PeerDataError
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.structures import describe
 
 _NO_DATA_NEEDED = -1
 _FAILED = -2

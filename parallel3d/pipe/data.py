@@ -92,7 +92,6 @@ class MicroBatchSampler(Sampler[list[int]]):
         replica: int,
         num_replicas: int,
         num_micro_batches: int = 1,
-        shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
     ):
@@ -106,7 +105,7 @@ class MicroBatchSampler(Sampler[list[int]]):
             )
         self._num_samples, self._micro_batch_size = num_samples, micro_batch_size
         self._replica, self._num_replicas, self._length = replica, num_replicas, steps * num_micro_batches
-        self._shuffle, self._seed = shuffle, seed
+        self._seed = seed
         self.epoch = 0  # the next iterator's
         # The epoch of the last micro-batch that was dealt, and the number dealt of that epoch.
         self._epoch = self._dealt = 0
@@ -137,8 +136,6 @@ class MicroBatchSampler(Sampler[list[int]]):
         return start
 
     def _order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(self._num_samples))
         generator = torch.Generator().manual_seed(self._seed + epoch)
         return torch.randperm(self._num_samples, generator=generator).tolist()
 

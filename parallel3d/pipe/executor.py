@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_map
 
 from parallel3d.activity import POSITION
 from parallel3d.autograd.entry import Entry
+from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import execution_error
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe.messages import Messages, Receipt
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer, same_stream
 from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_after
-from parallel3d.structures import Structure, describe
 from parallel3d.zero.reducer import GradientReducer
 
 # A micro-batch on a chunk: (chunk, micro-batch)

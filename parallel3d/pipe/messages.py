@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from parallel3d.comm.structures import Structure
 from parallel3d.comm.transport import Incoming, Transport
 from parallel3d.errors import CommunicationError
-from parallel3d.structures import Structure
 
 # (chunk that sends, signature of the micro-batch's inputs, training)
 Key = tuple[int, int, bool]

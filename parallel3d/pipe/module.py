@@ -16,11 +16,12 @@ from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, local_device
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import Config
 from parallel3d.errors import DataError, PartitionError
-from parallel3d.layer_choice import LayerChoice, choice_rule
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
+from parallel3d.pipe.layer_choice import LayerChoice, choice_rule
 from parallel3d.pipe.settings import BuildSettings, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import (
@@ -36,11 +37,11 @@ from parallel3d.specs import (
     BuildContext,
     Layer,
     LayerSpec,
+    LossFunction,
     TiedLayerSpec,
     check_layers,
     layer_name,
 )
-from parallel3d.topology import ProcessTopology
 
 
 class _Call(NamedTuple):
@@ -82,7 +83,7 @@ class PipelineModule(nn.Module):
         layers: Sequence[Layer],
         num_stages: int | None = None,
         topology: ProcessTopology | None = None,
-        loss_fn: Callable[[Any, Any], Any] | LayerSpec | None = None,
+        loss_fn: LossFunction = None,
         seed_layers: bool | None = None,
         seed_fn: Callable[[int], object] | None = None,
         base_seed: int = 1234,
@@ -266,17 +267,17 @@ class PipelineModule(nn.Module):
         return f"layers.{layer}.{name}"
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in torch, after waiting for the weights that the last step updated."""
+        """Do the same as nn.Module, after waiting for the weights that the last step updated."""
         self.wait_for_weights(self)
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch, after waiting for the weights that the last step updated."""
+        """Do the same as nn.Module, after waiting for the weights that the last step updated."""
         self.wait_for_weights(self)
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch, after waiting for the weights that the last step updated: they would overwrite those loaded."""
+        """Do the same as nn.Module, after waiting for the last step's weights, which would overwrite those loaded."""
         self.wait_for_weights(self)
         return super().load_state_dict(*args, **kwargs)
 
@@ -347,9 +348,7 @@ class PipelineModule(nn.Module):
         return x
 
 
-def _build_loss(
-    loss_fn: Callable[[Any, Any], Any] | LayerSpec | None, context: BuildContext
-) -> Callable[[Any, Any], Any] | None:
+def _build_loss(loss_fn: LossFunction, context: BuildContext) -> Callable[[Any, Any], Any] | None:
     """Build the loss function. Raises PartitionError if it has parameters to train: no stage would reduce their gradients."""
     built = loss_fn.build(context) if isinstance(loss_fn, LayerSpec) else loss_fn
     trained = [n for n, p in built.named_parameters() if p.requires_grad] if isinstance(built, nn.Module) else []

@@ -55,11 +55,6 @@ class Programs:
         self.plan = plan
         self._cache = {key: program for key, program in self._cache.items() if not key[1]}
 
-    def reset_plan(self, num_micro_batches: int) -> None:
-        """Reset schedule "auto" to the plan that it begins with, for this number of micro-batches."""
-        self.replan(None)
-        self.get(num_micro_batches, training=True)
-
     def _training(self, num_micro_batches: int) -> Program:
         if self._pipeline.schedule != "auto":
             program = self._settings.program(self._pipeline, num_micro_batches)

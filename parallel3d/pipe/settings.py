@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.comm.environment import get_world_size
+from parallel3d.comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from parallel3d.config import Config, PipelineConfig, load_sections
 from parallel3d.errors import ConfigError, PartitionError
-from parallel3d.layer_choice import LayerChoice
 from parallel3d.partition import Method
+from parallel3d.pipe.layer_choice import LayerChoice
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
-from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 
 @dataclass(frozen=True)

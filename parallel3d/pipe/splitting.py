@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import Config, PipelineConfig, load_sections, read, resolve_batch
+from parallel3d.config import Config, PipelineConfig, batch_sizes, load_sections, read
 from parallel3d.config.load import Source
 from parallel3d.costs.layer_costs import LayerCost, LayerProfiler, Sample
 from parallel3d.costs.profilers import FlopProfiler, TimeProfiler
@@ -30,14 +30,12 @@ from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
-from parallel3d.specs import BuildContext, Layer, LayerSpec, TiedLayerSpec, blueprint, layer_name
+from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, blueprint, layer_name
 from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.policy import make_policy
 
 # The simulated step has this many micro-batches per stage: the real number is not known when the module is built.
 _MICRO_BATCHES_PER_STAGE = 4
-
-LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
 
 
 def make_sample(inputs: Any, labels: Any, loss_fn: LossFunction, config: Source) -> Sample | None:
@@ -126,10 +124,8 @@ class LayerSplitter:
                 raise PartitionError(answer if len(everyone) == 1 else f"rank {rank}: {answer}")
         costs = []
         for of_ranks in zip(*everyone, strict=True):
-            times: dict[str, Any] = {
-                name: median(getattr(cost, name) for cost in of_ranks) for name in ("forward", "backward", "weight")
-            }
-            costs.append(replace(of_ranks[0], **times))
+            forward, backward, weight = map(median, zip(*(cost.parts for cost in of_ranks), strict=True))
+            costs.append(replace(of_ranks[0], forward=forward, backward=backward, weight=weight))
         return costs
 
     # What a stage holds, for pipeline.max_stage_bytes
@@ -161,14 +157,8 @@ class LayerSplitter:
     def _in_flight(self, config: Config) -> list[int]:
         """Return, for each chunk, the largest number of micro-batches whose activations it holds in the configured program."""
         settings, groups, given = self._settings, self._context.groups, config.pipeline
-        num_micro_batches = resolve_batch(
-            config.train_batch_size,
-            config.train_micro_batch_size_per_gpu,
-            config.gradient_accumulation_steps,
-            pipe=settings.num_stages,
-            data=groups.data.size,
-            model=groups.model.size,
-        ).num_micro_batches
+        sizes = batch_sizes(config, pipe=settings.num_stages, data=groups.data.size, model=groups.model.size)
+        num_micro_batches = sizes.num_micro_batches
         if given.schedule == "auto":
             # This bounds a stage, and so the share of each of its chunks, whichever program is planned.
             most = ceil((given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * settings.num_stages)

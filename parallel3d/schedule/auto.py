@@ -1,4 +1,4 @@
-"""The best program for measured times and memory, with what was measured and what is promised: schedule "auto"."""
+"""Schedule "auto": the best program for measured times and memory, with the measurements and the predicted length."""
 
 from __future__ import annotations
 

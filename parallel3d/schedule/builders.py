@@ -27,8 +27,7 @@ def placement_of(kind: str, num_stages: int, num_chunks: int) -> tuple[int, ...]
         return loop_placement(num_stages, num_chunks)
     if kind != "v":
         raise ScheduleError(f"unknown placement {kind!r}; use 'loop' or 'v'." + nearest(kind, ("loop", "v")))
-    if num_chunks != 2:
-        raise ScheduleError(f"placement 'v' puts 2 chunks on each rank, not {num_chunks}; set num_chunks to 2")
+    check_chunks(None, num_chunks, kind)
     return v_placement(num_stages)
 
 
@@ -136,9 +135,34 @@ BUILDERS: dict[str, Callable[..., Program]] = {
     "zbv": zbv,
     "zb-looped": looped_zero_bubble,
 }
-# Schedules of one chunk a stage, and those to use for several.
-_ONE_CHUNK = {"1f1b": "'interleaved' or 'gpipe'", "zb-h1": "'zb-looped'"}
-_LOOP_ALONE = ("interleaved", "zb-looped")
+# Schedule -> the chunks a stage and the placement that it needs (None: any), and the schedules that run others.
+_NEEDS: dict[str | None, tuple[int | None, str | None, str]] = {
+    "1f1b": (1, None, '"interleaved" or "gpipe"'),
+    "zb-h1": (1, None, '"zb-looped"'),
+    "interleaved": (None, "loop", '"gpipe"'),
+    "zb-looped": (None, "loop", '"zbv"'),
+    "zbv": (2, "v", '"zb-looped"'),
+}
+
+
+def check_chunks(schedule: str | None, num_chunks: int | None, placement: str | None) -> None:
+    """Raise ScheduleError for a number or placement of chunks that the schedule does not have.
+
+    - schedule: its name; None for any schedule.
+    - num_chunks, placement: None if not decided yet.
+    """
+    given = f"num_chunks is {num_chunks} and placement is {placement!r}"
+    chunks, kind, others = _NEEDS.get(schedule, (None, None, ""))
+    pairs = ((num_chunks, chunks), (placement, kind))
+    if any(need is not None and value not in (None, need) for value, need in pairs):
+        needs = [f"num_chunks {chunks}"] * (chunks is not None) + [f'placement "{kind}"'] * (kind is not None)
+        raise ScheduleError(
+            f'schedule "{schedule}" needs {" and ".join(needs)}, but {given}; set that, or schedule to {others}'
+        )
+    if placement == "v" and num_chunks not in (None, 2):
+        raise ScheduleError(
+            f'placement "v" puts 2 chunks on each stage, but {given}; set num_chunks to 2, or placement to "loop"'
+        )
 
 
 def build(
@@ -161,25 +185,10 @@ def build(
     if schedule not in BUILDERS:
         known = ", ".join(BUILDERS)
         raise ScheduleError(f"unknown schedule {schedule!r}; known: {known}." + nearest(schedule, BUILDERS))
-    _check_chunks(schedule, num_chunks, placement)
+    check_chunks(schedule, num_chunks, placement)
     options = {
         "gpipe": (num_chunks, placement),
         "interleaved": (num_chunks,),
         "zb-looped": (num_chunks, max_in_flight),
     }
     return BUILDERS[schedule](num_stages, num_micro_batches, *options.get(schedule, ()))
-
-
-def _check_chunks(schedule: str, num_chunks: int, placement: str) -> None:
-    """Raise ScheduleError for a number or placement of chunks that the schedule does not have."""
-    if schedule in _ONE_CHUNK and num_chunks != 1:
-        raise ScheduleError(
-            f"schedule {schedule!r} runs 1 chunk a stage, not {num_chunks}; use {_ONE_CHUNK[schedule]}, or set num_chunks to 1"
-        )
-    if schedule in _LOOP_ALONE and placement != "loop":
-        raise ScheduleError(f"schedule {schedule!r} needs placement 'loop', not {placement!r}")
-    if schedule == "zbv" and (num_chunks, placement) != (2, "v"):
-        raise ScheduleError(
-            f"schedule 'zbv' needs num_chunks 2 and placement 'v', not num_chunks {num_chunks} and placement "
-            f"{placement!r}; set both, or use 'zb-looped'"
-        )

@@ -1,4 +1,4 @@
-"""Two halves of a backward that stand side by side, made whole again.
+"""Fuse the two halves of a split backward where they are adjacent.
 
 A whole backward hides a layer's communication behind its weight gradients and frees its tensors at once; but what waits
 for its input gradient waits for the weight gradients too.
@@ -22,7 +22,7 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
     """Make each input gradient and the weight gradient of its chunk that follows one backward, where nothing gets later.
 
     program: compute instructions alone. Weight gradients of one chunk change places among micro-batches for that, which
-    changes neither times nor memory where micro-batches are alike. cost: as simulate()'s, of whole backwards too. All pairs
+    changes neither times nor memory where micro-batches are equal. cost: as simulate()'s, of whole backwards too. All pairs
     are tried together, then halves of what made the step longer.
     """
     clock = ListClock(program, cost)
@@ -49,7 +49,7 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
 
 
 def _pairs(program: Program) -> list[_Pair]:
-    """Return the halves that stand side by side, from the front of the lists to their ends."""
+    """Return the adjacent halves, from the front of the lists to their ends."""
     halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     found = [
         (rank, position)

@@ -1,6 +1,6 @@
-"""A clock of compute lists: when ranks end what they compute, and what they reduce beside it.
+"""Timer of lists of compute instructions: when ranks end their compute, and the reductions that run meanwhile.
 
-Quicker than `timing`, with one simplification: a transfer takes its time and never waits for another one in its channel.
+Faster than `timing`, with one simplification: a transfer never waits for another one in its channel.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Traffic(BaseModel):
 
 
 class Row(NamedTuple):
-    """A compute instruction as the clock sees it.
+    """Compute instruction with the numbers by which it is timed.
 
-    needs: slot of the result that it waits for. What it needs besides stands before it in its rank's list.
+    needs: slot of the result that it waits for. Its other dependences are before it in its rank's list.
     gives: slot of its result. A BACKWARD and a BACKWARD_INPUT of one micro-batch are alternatives and share one.
     travel: how long the result travels to another rank, 0 if it stays.
     earliest: when its chunk's weights are gathered.
@@ -116,7 +116,7 @@ class ListClock:
         return self._numbers[i._replace(op=Op.BACKWARD_INPUT) if i.op is Op.BACKWARD else i]
 
     def _needs(self, i: Instruction) -> int | None:
-        """Return the slot of the last of its dependences: the neighbouring chunk's comes after those of its own."""
+        """Return the slot of the last of its dependences: the neighbouring chunk's comes after those of its own chunk."""
         own_list = i.op is Op.BACKWARD_WEIGHT
         known = [d for d in depends_on(i) if d in self._numbers and not own_list]
         return self._slot(known[-1]) if known else None

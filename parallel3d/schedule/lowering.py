@@ -23,7 +23,8 @@ def _with_loads(program: Program, instructions: Sequence[Instruction]) -> list[I
     return out
 
 
-_SENDS = {
+# Compute -> the SEND of its result.
+SENDS = {
     Op.FORWARD: Op.SEND_ACTIVATION,
     Op.BACKWARD: Op.SEND_GRADIENT,
     Op.BACKWARD_INPUT: Op.SEND_GRADIENT,
@@ -32,9 +33,9 @@ _SENDS = {
 
 def send_after(program: Program, i: Instruction) -> Instruction | None:
     """Return the SEND that `i`'s result needs; None where the neighbouring chunk is on the same rank or doesn't exist."""
-    if i.op not in _SENDS:
+    if i.op not in SENDS:
         return None
-    send = Instruction(_SENDS[i.op], i.chunk, i.micro_batch)
+    send = Instruction(SENDS[i.op], i.chunk, i.micro_batch)
     receive = matches(send)
     assert receive is not None
     inside = 0 <= receive.chunk < program.num_chunks
@@ -52,7 +53,7 @@ def add_communication(program: Program) -> Program:
 def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruction]]:
     """Return the lists of some ranks with their transfers."""
     # The rules hold for all micro-batches: they are asked once for each kind of instruction on each chunk.
-    kinds = [Instruction(op, chunk, 0) for op in _SENDS for chunk in range(program.num_chunks)]
+    kinds = [Instruction(op, chunk, 0) for op in SENDS for chunk in range(program.num_chunks)]
     sends = {i[:2]: send for i in kinds if (send := send_after(program, i)) is not None}
     receives = {kind: receive for kind, send in sends.items() if (receive := matches(send)) is not None}
     needed = {i[:2]: d for i in kinds for d in depends_on(i) if d.op in RECV_OPS}
@@ -98,7 +99,7 @@ def with_communication(program: Program) -> Program:
 def add_parameter_gather(program: Program) -> Program:
     """Gather each chunk's weights at the head of its rank's list, in the order of first use.
 
-    The gathers run beside the first forwards; a layer waits for its own weights alone.
+    The gathers overlap with the first forwards; a layer waits only for its own weights.
     """
     lists = []
     for instructions in program.instructions:

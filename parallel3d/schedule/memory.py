@@ -1,4 +1,4 @@
-"""Bytes that a program holds in flight on a rank, from what one micro-batch takes on each chunk."""
+"""Bytes of activations that a program holds on a rank, from the bytes of one micro-batch on each chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which a program can run: what waits for what, and the proof that every rank reaches the end of its list."""
+"""Order in which a program can run: the waits between instructions, and the proof that every rank ends its list."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class WaitGraph:
     ahead of them in the channel is through. Data-parallel replicas run identical lists, so a cycle over the whole
     world projects to a cycle in this one pipeline: checking one is checking all.
 
-    nodes: what is done, by number: an instruction; a transfer is one for both ends, its SEND, a collective one for all ranks.
-    numbers: instruction -> its number; lists: the program's, as numbers; waits: number -> what that waits for.
+    nodes: instructions by number. A transfer is one node for both ends, its SEND; a collective is one node for all ranks.
+    numbers: instruction -> its number; lists: the program's lists as numbers; waits: number -> the numbers that it waits for.
     """
 
     def __init__(self, program: Program) -> None:
@@ -50,7 +50,7 @@ class WaitGraph:
         last_in_line: dict[object, int] = {}
         for rank, instructions in enumerate(program.instructions):
             passed: int | None = None  # the last that blocked the host
-            # What holds of an instruction holds of those of other micro-batches: the rules are asked once for all.
+            # The rules are the same for all micro-batches: they are applied once for each kind of instruction and chunk.
             rules: dict[tuple[Op, int], tuple[object, list[tuple[Op, int, bool]]]] = {}
             for i, number in zip(instructions, self.lists[rank], strict=True):
                 op, chunk, m, _ = i
@@ -127,13 +127,13 @@ def _check_complete(program: Program, training: bool) -> None:
                 )
             if i.op not in COLLECTIVE_OPS and program.placement[i.chunk] != rank:
                 raise ScheduleError(
-                    f"{i} stands in the list of stage {rank}, which holds chunks "
+                    f"{i} is in the list of stage {rank}, which holds chunks "
                     f"{[c for c, r in enumerate(program.placement) if r == rank]}; move it to the stage of chunk {i.chunk}"
                 )
     count = Counter(i for rank in program.instructions for i in rank if i.op not in COLLECTIVE_OPS)
     for i, times in count.items():
         if times > 1:
-            raise ScheduleError(f"{i} stands {times} times in the schedule; an instruction runs once")
+            raise ScheduleError(f"{i} occurs {times} times in the schedule; an instruction runs once")
     for chunk, m in product(range(program.num_chunks), range(program.num_micro_batches)):
         if not count[Instruction(Op.FORWARD, chunk, m)]:
             raise ScheduleError(f"F{m}@{chunk} is missing: every micro-batch passes every chunk")

@@ -1,7 +1,7 @@
-"""The shortest order of split backwards that a search finds: for any placement, any times, within any memory.
+"""Search for the shortest order of split backwards, for any placement and any times, within any memory.
 
 A list schedule: whenever a rank is free it starts the best of what is ready, in the manner of the heuristic of
-arXiv:2401.10241, section 3. Several rules for what is best are tried, and the shortest order is taken.
+arXiv:2401.10241, section 3. Several rules for what is best are tried, and the shortest order is used.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Memory(BaseModel):
 
 
 class _Rule(NamedTuple):
-    """How a rank chooses among what is ready.
+    """Rule by which a rank chooses among the instructions that are ready.
 
     - choice: between a forward and an input gradient: "alternate", "gradient" or "forward".
-    - slack: the number of forwards by which transfers are taken to be longer, for an order that bears delays.
+    - slack: transfers are assumed longer by the time of this number of forwards, for an order that tolerates delays.
     - patience: a weight gradient waits for what will be ready before this share of it would be done.
     """
 
@@ -132,7 +132,7 @@ def _bound(clock: ListClock, program: Program) -> float:
 
 @dataclass
 class _Rank:
-    """The instructions that a rank has left, of each chunk in the order of the micro-batches, and what it holds.
+    """Instructions that a rank has left, for each chunk in the order of the micro-batches, and the memory that it holds.
 
     forwards: from the last chunk to the first; gradients: from the first to the last.
     """
@@ -148,7 +148,7 @@ class _Rank:
 
 
 class _ListSchedule:
-    """Whenever a rank is free it starts the best that is ready: a forward within its limit, an input or a weight gradient.
+    """List scheduler: a free rank starts the best ready instruction, a forward within its limit, an input or a weight gradient.
 
     Of forwards the one closest to the loss, of input gradients the one farthest from it. A forward leaves room for the later
     chunks of the rank, so the oldest micro-batch on its way forward never waits for memory but that of older ones, which

@@ -1,4 +1,4 @@
-"""Costs -> timeline: when each instruction of a program runs, the bubble, the activations held."""
+"""Timing of programs: when each instruction runs for given costs, the makespan and the bubble."""
 
 from __future__ import annotations
 
@@ -75,9 +75,10 @@ _ENDING = (Op.BACKWARD, Op.BACKWARD_INPUT)  # of a micro-batch's way
 
 
 class Length(NamedTuple):
-    """How long a program takes. pace: by how much each micro-batch more makes it longer at least, since no more are in flight
-    than on their way forward and back: by Little's law (doi:10.1287/opre.9.3.383) how long the first one takes over how many
-    there are, on whichever chunk that is the most.
+    """Length of a program.
+
+    pace: the least time that each further micro-batch adds. By Little's law (doi:10.1287/opre.9.3.383) that is the time which
+    a micro-batch takes forward and back, divided by the number of micro-batches in flight, on the chunk where it is largest.
     """
 
     makespan: float
@@ -88,7 +89,7 @@ class CriticalPath(NamedTuple):
     """The critical path of a program.
 
     host: seconds of a rank's host at its beginning.
-    instructions: in order, each of which starts when the one before it ends or releases it, with the seconds that it
+    instructions: in order; each starts when the one before it ends or releases it, and comes with the seconds that it
         contributes: of a backward that releases a reduction, the share until then.
     """
 
@@ -97,7 +98,7 @@ class CriticalPath(NamedTuple):
 
 
 class Simulation:
-    """A program, with or without communication, made ready to be timed for any number of costs.
+    """Timer of one program, with or without communication, for any number of cost functions.
 
     The k-th of n reductions after a backward is released when k/n of that backward is done: buckets fill in order.
     Raises graphlib.CycleError for a program that deadlocks; validate() says so in words.
@@ -117,8 +118,11 @@ class Simulation:
                     self._waits[reduce] = [w for w in self._waits[reduce] if w != backward]
 
     def run(self, cost: Cost, host: Cost | None = None) -> Timeline:
-        """cost(instruction) in any unit, of a transfer by its SEND. host: how long each rank's host, which begins with the
-        program and waits for nothing, is busy to call what an instruction computes, that ends no earlier than that.
+        """Return when each instruction runs.
+
+        - cost: time of an instruction in any unit; a transfer's is that of its SEND.
+        - host: time that a rank's host needs to call the operators of an instruction. The host begins with the program and
+          never waits; an instruction ends no earlier than its calls.
         """
         start, end, _ = self._times(cost, host)
         lists = enumerate(zip(self.program.instructions, self._lists, strict=True))
@@ -160,7 +164,7 @@ class Simulation:
         return loops
 
     def critical_path(self, cost: Cost, host: Cost | None = None) -> CriticalPath:
-        """Return what determines the makespan. host: see run()."""
+        """Return the critical path, which determines the makespan. host: see run()."""
         start, end, called = self._times(cost, host)
         path: list[tuple[Instruction, float]] = []
         until = max(end, default=0.0)

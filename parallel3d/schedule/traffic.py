@@ -1,7 +1,7 @@
 """Orders of weight gradients that hide ZeRO's reductions best.
 
-A reduction starts when its chunk's gradients are complete. Where the last weight gradients of all chunks of a rank stand
-side by side at the end, little is left for them to hide behind; one chunk after the other, all but the last one's are hidden.
+A reduction starts when its chunk's gradients are complete. If the chunks of a rank all complete at the end of its list, little
+compute is left to overlap with; if they complete one after the other, all reductions but the last one's are hidden.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) 
     program: compute instructions alone; fits: whether a rank has the memory for such a list. Orders in which a rank completes
     one chunk after the other come first, then single weight gradients change their places, into whole backwards and out of them
     too, as long as that makes the step shorter, or ranks' parts of an equally long one, and for a bounded number of trials.
-    Weight gradients of a chunk are alike. Equal arguments give equal programs.
+    Weight gradients of a chunk are interchangeable. Equal arguments give equal programs.
     """
     search = _Search(program, ListClock(program, cost, traffic=traffic), fits)
     # No order avoids that the rank whose compute ends last has something left to reduce then.
@@ -132,7 +132,7 @@ def _moved(rows: list[Row], place: int, later_only: bool = False) -> Iterator[li
     ready = list(accumulate(((op is Op.BACKWARD_INPUT) - (op is Op.BACKWARD_WEIGHT) for op in of_chunk), initial=0))
     earlier = () if later_only else takewhile(lambda k: ready[k] >= 1, range(place - 1, -1, -1))
     for k in chain(earlier, range(place + 1, len(rows))):
-        if of_chunk[k if k < place else k - 1] is not Op.BACKWARD_WEIGHT:  # these are alike
+        if of_chunk[k if k < place else k - 1] is not Op.BACKWARD_WEIGHT:  # these are interchangeable
             yield [*rest[:k], row, *rest[k:]]
 
 

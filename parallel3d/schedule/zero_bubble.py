@@ -37,8 +37,8 @@ def zb_h1(num_stages: int, num_micro_batches: int) -> Program:
     check_sizes(num_stages, num_micro_batches)
     lists = []
     for rank in range(num_stages):
-        behind = ((Op.FORWARD, 0), (Op.BACKWARD_INPUT, num_stages - rank - 1), (Op.BACKWARD_WEIGHT, num_stages - 1))
-        steps = product(range(num_micro_batches + num_stages - 1), behind)
+        delays = ((Op.FORWARD, 0), (Op.BACKWARD_INPUT, num_stages - rank - 1), (Op.BACKWARD_WEIGHT, num_stages - 1))
+        steps = product(range(num_micro_batches + num_stages - 1), delays)
         lists.append(tuple(Instruction(op, rank, k - b) for k, (op, b) in steps if 0 <= k - b < num_micro_batches))
     return Program("zb-h1", loop_placement(num_stages, 1), num_micro_batches, tuple(lists))
 

@@ -1,4 +1,4 @@
-"""Tensor slicing: layers whose weights are split over the ranks of a group, and the boundaries between their regions."""
+"""Tensor parallelism: layers whose weights are sharded over the ranks of a group, and the boundaries of their regions."""
 
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

@@ -1,4 +1,4 @@
-"""Cross entropy of logits sliced over ranks by the vocabulary: no rank ever has all logits of a token."""
+"""Cross entropy of logits sharded over ranks by the vocabulary: no rank ever has all logits of a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout of tensors of which each rank holds a part: it draws for its part alone, or draws the whole mask and uses its part.
+"""Dropout of sharded tensors: each rank draws the mask of its part, or draws the whole mask and uses its part.
 
 If each rank draws for its own part, the mask depends on the number of ranks. With layout_independent it is the rank's part
 of the mask that one process would draw for the whole tensor, which every rank then has to draw.

@@ -1,4 +1,4 @@
-"""An embedding sliced over ranks by the vocabulary, and the output layer that shares its weight."""
+"""An embedding sharded over ranks by the vocabulary, and the output layer that shares its weight."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class VocabParallelEmbedding(SlicedLayer):
     drawn. Raises PartitionError if there are fewer words than ranks; an index outside of the vocabulary is an error as
     in nn.Embedding, found on the device.
     """
+
+    shown = ("num_embeddings", "embedding_dim", "sequence_parallel")
 
     def __init__(
         self,
@@ -83,24 +85,18 @@ class VocabParallelEmbedding(SlicedLayer):
         """
         return linear(self.sink, x, self.weight, None, boundary(self.group, self.sequence_parallel, length))
 
-    def extra_repr(self) -> str:
-        """Return nn.Embedding's text, and the rank's index."""
-        sequence = ", sequence_parallel" if self.sequence_parallel else ""
-        slice_ = f"slice {self.group.index} of {self.group.size}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{sequence}, {slice_}"
-
 
 def check_indices(indices: Tensor, size: int, valid: Tensor | None = None) -> None:
     """Raise RuntimeError (CUDA: stop the device, without the host waiting) for an index outside of 0 to size - 1.
 
-    valid: which are to be right, all by default.
+    valid: the indices that must be in range; all by default.
     """
     right = (indices >= 0) & (indices < size)
     torch._assert_async((right if valid is None else right | ~valid).all(), f"an index is not in [0, {size})")
 
 
 def own_rows(indices: Tensor, size: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return which indices lie in [start, stop), and these relative to start, the others 0. Checks indices against `size`."""
+    """Return which indices are in [start, stop), and all relative to start, 0 for the others. Checks indices against `size`."""
     check_indices(indices, size)
     here = (indices >= start) & (indices < stop)
     return here, (indices - start).where(here, 0)

@@ -1,4 +1,4 @@
-"""Linear layers sliced over ranks: by their outputs (column) and by their inputs (row). arXiv:1909.08053, section 3.
+"""Linear layers sharded over ranks: by their outputs (column) and by their inputs (row). arXiv:1909.08053, section 3.
 
 y = f(x A) B with A cut by columns and B by rows needs no communication between the two: rank r computes f(x A_r) B_r, and
 the sum over r, an all-reduce, is y. Backward, dL/dx = sum_r dL/d(x A_r) A_r^T, another all-reduce, runs while dL/dA_r is
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +41,13 @@ from parallel3d.tensor_parallel.slicing import Segments, cut
 
 
 class SlicedLayer(SplittableLayer, ABC):
-    """Layer of which each rank of `group` holds a part, which attributes of its parameters describe."""
+    """Layer that is sharded over `group`; attributes of its parameters describe this rank's part."""
 
     group: Group
     weight: nn.Parameter
     bias: nn.Parameter | None
+    # Names of the attributes that the layer's text shows.
+    shown: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -63,6 +65,11 @@ class SlicedLayer(SplittableLayer, ABC):
             vars(self._parameters[name]).update(attributes)
         return self
 
+    def extra_repr(self) -> str:
+        """Return the sizes and options of the layer, and the rank's index."""
+        shown = [f"{name}={getattr(self, name)}" for name in self.shown]
+        return f"{', '.join(shown)}, bias={self.bias is not None}, shard {self.group.index} of {self.group.size}"
+
 
 class ColumnParallelLinear(SlicedLayer):
     """y = x W^T + b, rank r computing the outputs of its rows of W and b: x: [..., in] -> [..., this rank's out].
@@ -70,10 +77,12 @@ class ColumnParallelLinear(SlicedLayer):
     x is replicated; with sequence_parallel it is a shard [..., ceil(seq / tp), in], and y has the whole sequence. With
     gather_output y is the whole [..., out]. Several layers of one input save communication with in_region: x is then what
     `enter_region` returned. segments: sizes of the fused parts of out (q, k, v or gate, up), or Segments
-    (AttentionHeads(...).query), each sliced by itself; a rank's output has its parts of them in that order. Where ranks
-    share rows (fewer kv heads than ranks) each keeps the whole weight and uses the rows of its own. Weight and bias are
+    (AttentionHeads(...).query), each sharded by itself; a rank's output has its parts of them in that order. Where ranks
+    share rows (fewer kv heads than ranks) each keeps the whole weight and uses its own rows. Weight and bias are
     those that nn.Linear would have drawn. Raises PartitionError.
     """
+
+    shown = ("in_features", "out_features", "gather_output", "sequence_parallel")
 
     def __init__(
         self,
@@ -95,7 +104,7 @@ class ColumnParallelLinear(SlicedLayer):
         self.cut = cut(out_features, segments, self.group.size)
         if self.cut.shared and len(self.cut.ranges[0]) > 1:
             raise PartitionError(
-                f"fused segments in which {self.group.size} ranks share heads can't be sliced; use separate query, key and "
+                f"fused segments in which {self.group.size} ranks share heads can't be sharded; use separate query, key and "
                 "value layers, or as many key and value heads as ranks"
             )
         whole = nn.Linear(in_features, out_features, bias)
@@ -112,27 +121,26 @@ class ColumnParallelLinear(SlicedLayer):
 
     @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor, length: int | None = None) -> Tensor:
-        """length: of the whole sequence, with sequence_parallel where it may be padded; see regions.py."""
+        """Compute this rank's outputs.
+
+        length: of the whole sequence, with sequence_parallel if it may be padded; see regions.py.
+        """
         return self._output(linear(self.sink, x, self.weight, self.bias, self._boundary(length)))
 
     def _boundary(self, length: int | None) -> RegionBoundary:
         return NO_BOUNDARY if self.in_region else boundary(self.group, self.sequence_parallel, length)
 
     def _output(self, y: Tensor) -> Tensor:
-        """y: [..., rows of the weight that is held]."""
+        """Return a rank's outputs, or all, from y: [..., rows of the weight that is held]."""
         if self.cut.shared:
             ((start, stop),) = self.cut.ranges[self.group.index]
             y = y.narrow(-1, start, stop - start)
         return gather_features(y, self.cut, self.group) if self.gather_output else y
 
-    def extra_repr(self) -> str:
-        """Return nn.Linear's text, and the rank's index."""
-        return _repr(self, ", gather_output" if self.gather_output else "")
-
 
 @torch.compiler.disable(reason=COMPILE_REASON)
 def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
-    """Return `layer(x, length)` of each of these layers, which are alike but for their segments.
+    """Return `layer(x, length)` of each of these layers, which differ only in their segments.
 
     x enters their region once. In the backward its gradient is summed in one buffer and communicated once, overlapped with
     all of the layers' weight gradients.
@@ -155,6 +163,8 @@ class RowParallelLinear(SlicedLayer):
     Weight and bias are those that nn.Linear would have drawn. Raises PartitionError.
     """
 
+    shown = ("in_features", "out_features", "input_is_parallel", "sequence_parallel")
+
     def __init__(
         self,
         in_features: int,
@@ -174,7 +184,7 @@ class RowParallelLinear(SlicedLayer):
         self.cut = cut(in_features, segments, self.group.size)
         if self.cut.shared:
             raise PartitionError(
-                "a row layer's inputs can't be shared by ranks; slice it as the query heads: AttentionHeads(...).query"
+                "a row layer's inputs can't be shared by ranks; shard it as the query heads: AttentionHeads(...).query"
             )
         whole = nn.Linear(in_features, out_features, bias)
         self.take(whole.weight, whole.bias)
@@ -194,10 +204,6 @@ class RowParallelLinear(SlicedLayer):
         y = row_linear(self.sink, x, self.weight, boundary(self.group, self.sequence_parallel, length))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def extra_repr(self) -> str:
-        """Return nn.Linear's text, and the rank's index."""
-        return _repr(self, "" if self.input_is_parallel else ", input_is_parallel=False")
-
 
 L = TypeVar("L", ColumnParallelLinear, RowParallelLinear)
 
@@ -208,9 +214,3 @@ def from_linear(cls: type[L], whole: nn.Linear, **options: Any) -> L:
         layer = cls(whole.in_features, whole.out_features, whole.bias is not None, **options)
     layer.take(whole.weight, whole.bias)
     return layer.train(whole.training)
-
-
-def _repr(layer: ColumnParallelLinear | RowParallelLinear, options: str) -> str:
-    text = f"in_features={layer.in_features}, out_features={layer.out_features}, bias={layer.bias is not None}{options}"
-    sequence = ", sequence_parallel" if layer.sequence_parallel else ""
-    return f"{text}{sequence}, slice {layer.group.index} of {layer.group.size}"

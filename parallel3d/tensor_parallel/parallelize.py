@@ -1,4 +1,4 @@
-"""Tensor parallelism for a module that is not written for it: a plan says which layers are replaced."""
+"""Tensor parallelism of a module that is not written for it, by a plan of the layers to replace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer becomes a RowParallelLinear; an embedding is sliced by its rows, the vocabulary."""
+    """A linear layer becomes a RowParallelLinear; an embedding is sharded by its rows, the vocabulary."""
 
     input_is_parallel: bool = True
     segments: Segments | None = None
@@ -43,7 +43,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Whole:
-    """A module stays as it is. partial: it works inside a sliced region, so that its gradients are summed over ranks."""
+    """A module stays as it is. partial: it works inside a sharded region, so that its gradients are summed over ranks."""
 
     partial: bool = False
 
@@ -75,7 +75,7 @@ STYLES: dict[str, Style] = {
     "local": Whole(),
     "isolated": Whole(),
     "gather": Whole(),
-    # There, of a norm: a matter of its own. Here, of the whole module: parallelize(..., sequence_parallel=True).
+    # There it concerns a single norm. Here the whole module has it or not: parallelize(..., sequence_parallel=True).
     "sequence_parallel": Whole(),
     "replicate": Whole(),
 }
@@ -84,7 +84,7 @@ STYLES: dict[str, Style] = {
 def parallelize(
     module: nn.Module, plan: Mapping[str, str | Style], group: Group, *, sequence_parallel: bool = False
 ) -> nn.Module:
-    """Replace the layers inside `module` that the plan names by sliced ones with this rank's part of the same weights.
+    """Replace the layers inside `module` that the plan names by sharded ones with this rank's part of the same weights.
 
     plan: pattern of dotted names ("*.q_proj", "layers.*.mlp.up_proj") -> a word of STYLES, or a Column, Row... Every pattern
     must match; what none matches stays whole. Layers are nn.Linear and nn.Embedding, or subclasses with their forward.
@@ -93,7 +93,7 @@ def parallelize(
     The module's code must take the sizes of what a column layer returns from the tensor, as in view(*shape, -1, head_dim);
     where a head must not be cut, the plan says Column(segments=[AttentionHeads(...).query]). sequence_parallel: what the
     module gets and passes on between row and column layers are shards of sequences that the group's size divides; all
-    parameters not sliced are then partial. Returns the module, changed in place (a lone layer: its replacement).
+    parameters not sharded are then partial. Returns the module, changed in place (a lone layer: its replacement).
     Raises PartitionError, with the names, before anything is changed.
     """
     styles = _match(module, plan)
@@ -111,7 +111,7 @@ def parallelize(
             setattr(module.get_submodule(parent), attribute, replacements[layer])
     for layer, (_, style) in styles.items():
         if isinstance(style, Whole) and style.partial:
-            # What the plan slices inside it says for itself what each rank has of its gradients.
+            # What the plan shards inside it says for itself what each rank has of its gradients.
             own = {p for new in replacements.values() for p in new.parameters()}
             sum_gradients_over((p for p in layer.parameters() if p not in own), group)
     if sequence_parallel:
@@ -147,7 +147,7 @@ def _style(pattern: str, word: str | Style) -> Style:
         return word
     if word not in STYLES:
         raise PartitionError(
-            f"plan pattern {pattern!r}: {word!r} is no way to slice a layer.{nearest(word, STYLES)} There are "
+            f"plan pattern {pattern!r}: {word!r} is no way to shard a layer.{nearest(word, STYLES)} There are "
             f"{', '.join(STYLES)}"
         )
     return STYLES[word]
@@ -172,7 +172,7 @@ def _replace(name: str, layer: nn.Module, style: Style, group: Group, sequence_p
             return VocabParallelEmbedding.from_embedding(layer, **options)
         why = "is an embedding"
     raise PartitionError(
-        f"{name or type(layer).__name__} can't be sliced as {style}: it {why or 'is a ' + type(layer).__name__}; columns and "
+        f"{name or type(layer).__name__} can't be sharded as {style}: it {why or 'is a ' + type(layer).__name__}; columns and "
         "rows are of layers with nn.Linear's forward, vocabularies of those with nn.Embedding's"
     )
 
@@ -200,7 +200,7 @@ def _keep_ties(module: nn.Module, replacements: Mapping[nn.Module, SlicedLayer])
         if len({None if part is None else slicing_of(part) for part in parts}) > 1:
             names = " and ".join(name for name, _, _ in places)
             raise PartitionError(
-                f"{names} are one parameter, which the plan slices in different ways; slice all by the vocabulary (an "
+                f"{names} are one parameter, which the plan shards in different ways; shard all by the vocabulary (an "
                 "embedding as 'vocab', its output layer as 'column') or none"
             )
         for _, layer, name in places:

@@ -38,7 +38,7 @@ def slicing_group(group: Group | None, context: BuildContext | None) -> Group:
     if group is not None:
         if not isinstance(group, Group):
             raise PartitionError(
-                f"group is a {type(group).__name__}; layers are sliced over a Group, which the context has that LayerSpec "
+                f"group is a {type(group).__name__}; layers are sharded over a Group, which the context has that LayerSpec "
                 "passes to a class that declares it: context.groups.model"
             )
         return group
@@ -175,7 +175,7 @@ class ReplicatedBoundary(RegionBoundary):
         return differentiable.start_all_reduce(gradient, self.group, hidden)
 
     def leave_products(self, factors: Factors, hidden: bool = False) -> Started:
-        """Multiply and all-reduce; large outputs in two halves, of which one is reduced while the other is multiplied."""
+        """Multiply and all-reduce; of a large output one half is reduced while the other is multiplied."""
         if hidden or not in_halves(factors, self.group):
             return self.leave(multiply(factors), hidden)
         *_, features = shape = _shape(factors)

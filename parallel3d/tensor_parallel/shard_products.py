@@ -123,7 +123,7 @@ class ShardProducts:
         return total
 
     def _add_others(self, out: Tensor) -> None:
-        """out += what each other rank sends next."""
+        """Add to `out` the next message of each other rank."""
         wide = out if self.group.size == 2 else out.to(torch.promote_types(out.dtype, torch.float32))
         for peer in self._sources():
             with self.copies.taken(out.shape, out.dtype, peer) as given:

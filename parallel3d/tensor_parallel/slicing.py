@@ -83,7 +83,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows of attention heads, which are sliced by whole heads."""
+    """Rows of attention heads, which are sharded by whole heads."""
 
     heads: AttentionHeads
     of_queries: bool
@@ -137,7 +137,7 @@ class Cut:
         return [source for _, source in sorted(found.items())]
 
 
-# Sizes, each sliced evenly, or Segments.
+# Sizes, each sharded evenly, or Segments.
 Segments = Sequence[int | Segment]
 
 

@@ -1,1 +1,1 @@
-"""Gradient buckets and, stage by stage, the sharding of what data-parallel ranks hold twice (arXiv:1910.02054)."""
+"""Gradient buckets, and the sharding of gradients and optimizer state over data-parallel ranks (arXiv:1910.02054)."""

@@ -1,4 +1,4 @@
-"""Flat buckets: which parameter lies where, which rank updates it, and the buffers of weights, masters and gradients."""
+"""Flat buckets: each parameter's position, the rank that updates it, and the buffers of weights, masters and gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Kind:
 class BucketLayout:
     """The parameters of one bucket, all of one kind and with the same owners, and where each starts in `numel` elements.
 
-    num_shards: the number of equal parts, each of which one rank updates.
+    num_shards: the number of equal parts; one rank updates each.
     """
 
     kind: Kind
@@ -119,7 +119,7 @@ class ParameterShard:
 
 
 class Bucket:
-    """Consecutive parameters in flat buffers of `numel` elements, of which each rank of `partition` updates one shard.
+    """Consecutive parameters in flat buffers of `numel` elements; each rank of `partition` updates one shard of them.
 
     weights: what the layers compute with, [numel], None where the parameters keep their own storage; gradients: the
     accumulator, [numel], None where a transient one stands in for each reduction; gradient_shard: [numel / partition].
@@ -131,7 +131,10 @@ class Bucket:
         self.parameters = tuple(info.parameter for info in self.infos)
         self.partition = partition
         self.device = self.parameters[0].device
+        self.weight_dtype, self.master_dtype = layout.weight_dtype, layout.master_dtype
         self.gradient_dtype = layout.gradient_dtype
+        # Whether the masters are a copy, in a wider dtype than the weights.
+        self.has_own_master = self.weight_dtype != self.master_dtype
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
         self.weights, self.master = self._place_weights(layout)
@@ -195,11 +198,6 @@ class Bucket:
         """Whether autograd itself adds to the accumulators, which have the weights' dtype."""
         return self.gradients is not None and self.gradient_dtype == self.parameters[0].dtype
 
-    @property
-    def has_own_master(self) -> bool:
-        """Whether the masters are a copy, in a wider dtype than the weights."""
-        return self.weights is not None and self.master is not None and self.weights.dtype != self.master.dtype
-
     def assign_gradients(self, untouched: Set[nn.Parameter], factor: Tensor | None = None) -> None:
         """Give the optimizer each piece's gradient; None for parameters that got none, which it then leaves alone.
 
@@ -246,7 +244,7 @@ class Bucket:
         return self.weights[piece.place : piece.place + piece.master.numel()].view(piece.master.shape)
 
     def check_place(self) -> None:
-        """Raise ExecutionError for a parameter that was given memory of its own, which nothing updates."""
+        """Raise ExecutionError for a parameter that has left the bucket's memory: nothing would update it."""
         if self.weights is None:
             return
         start, width = self.weights.data_ptr(), self.weights.itemsize

@@ -37,7 +37,7 @@ MAX_GROUPS = 32  # of parameters; csrc/adamw.cuh
 
 @dataclass
 class _Laid:
-    """Where the parts of a bucket that are stepped lie, one for each piece.
+    """Table of the parts of a bucket that are stepped, one for each piece.
 
     - rows: for each part the numbers of csrc/adamw.cuh's Part: addresses of the master, the gradient, its averages and the
       number of the step; its size, its place in the bucket's weights, the vectors of all parts up to it, its parameter group.
@@ -82,13 +82,11 @@ class FusedAdamW:
         """Return whether it steps the bucket: weights rounded from fp32 masters, gradients in fp32 or the weights' dtype."""
         if not bucket.has_own_master or bucket.device.type != "cuda":
             return False
-        assert bucket.weights is not None
-        assert bucket.master is not None
-        # Masters of what was built in float64 are as wide.
-        return bucket.master.dtype == torch.float32 and bucket.gradient_dtype in (torch.float32, bucket.weights.dtype)
+        # Masters of parameters built in float64 are in float64.
+        return bucket.master_dtype == torch.float32 and bucket.gradient_dtype in (torch.float32, bucket.weight_dtype)
 
     def clears(self, bucket: Bucket) -> bool:
-        """Return whether a step leaves the gradient shard zero: of its own memory, all of which the optimizer holds."""
+        """Return whether a step zeroes the gradient shard: it has its own memory, and the optimizer updates all of it."""
         return bucket.gradients is None and all(piece.master in self._group_of for piece in bucket.pieces)
 
     @torch.no_grad()
@@ -132,7 +130,7 @@ class FusedAdamW:
             peers = workspace.pads, workspace.state, workspace.report, int(workspace.limit_s * 1e9)
             stream = workspace.follow()
         # In the groups of kernels/library.py's comment.
-        kind = (DTYPES[bucket.weights.dtype], bucket.gradient_dtype != bucket.weights.dtype, world, index)
+        kind = (DTYPES[bucket.weight_dtype], bucket.gradient_dtype != bucket.weight_dtype, world, index)
         parts = (laid.table.data_ptr(), laid.vectors)
         launch = (_MAX_BLOCKS, self._device.index, stream)
         clear = bucket.gradients is None
@@ -141,7 +139,6 @@ class FusedAdamW:
 
     def _lay_out(self, bucket: Bucket, untouched: Set[nn.Parameter]) -> _Laid:
         """Return where the parts to step are; made anew where a tensor has moved, as when a checkpoint is loaded."""
-        assert bucket.weights is not None
         rows, steps, end = [], [], 0
         for piece in bucket.pieces:
             master = piece.master
@@ -149,7 +146,7 @@ class FusedAdamW:
                 continue
             state = self._state_of(master)
             tensors = (master, piece.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"])
-            end += -(-master.numel() * bucket.weights.itemsize // VECTOR_BYTES)
+            end += -(-master.numel() * bucket.weight_dtype.itemsize // VECTOR_BYTES)
             rows.append([*(t.data_ptr() for t in tensors), master.numel(), piece.place, end, self._group_of[master]])
             steps.append(state["step"])
         laid = self._laid.get(bucket)

@@ -1,4 +1,4 @@
-"""Bytes of model state: what shapes, layout and policy predict, and what this rank holds. The planner sums the former."""
+"""Bytes of model state, predicted from shapes, layout and policy, and held by this rank. The planner sums the predictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel3d.zero.policy import ZeroPolicy
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank by what holds them. Steady but for two.
+    """Bytes of one rank's model state by component. All but two are held throughout.
 
     transient: the gradient buffers of reductions, in use during a backward; update: copies of gradients in the masters'
     dtype, while the optimizer runs.

@@ -20,10 +20,10 @@ from parallel3d.zero.memory import MOMENTS, bytes_of
 if TYPE_CHECKING:
     from parallel3d.zero.fused_adamw import FusedAdamW
 
-# An elementwise optimizer updates each element from that element's own history, so that a shard is as good as the whole.
-# Other classes say so by a class attribute `elementwise = True`.
+# An elementwise optimizer updates each element from that element's own history, so that it can work on shards.
+# Other classes declare it by a class attribute `elementwise = True`.
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in MOMENTS if hasattr(torch.optim, name))
-# Norms of tensors, sums over rows and columns, products of matrices: of a shard they are others.
+# These use norms of tensors, sums over rows and columns, or products of matrices, which differ for a shard.
 _WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
 # Those whose fused kernels divide the gradients and look at a flag (torch's protocol with its GradScaler). Not SGD: when
 # its first step is skipped, the momentum is never initialized.
@@ -189,7 +189,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_u
     known = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
     if isinstance(optimizer, _WHOLE_TENSOR):
         raise ConfigError(
-            f"optimizer {name} works on whole tensors, of which a rank has but shards; use zero_optimization.stage 0, or "
+            f"optimizer {name} works on whole tensors, but a rank has only shards of them; use zero_optimization.stage 0, or "
             f"Lion or one of {known}"
         )
     if not allow_untested:

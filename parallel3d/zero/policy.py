@@ -18,7 +18,7 @@ _GRADIENT_SHARE = 0.1
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """stage 0 all-reduces gradients, 1 partitions masters and optimizer state, 2 gradients too (arXiv:1910.02054).
+    """ZeRO's stage and settings: 0 all-reduces gradients, 1 shards masters and optimizer state, 2 gradients (arXiv:1910.02054).
 
     bucket_size: elements of a gradient bucket; weight_dtype: of the weights that the layers compute with, None for the
     dtype they were built in; gradient_dtype: of the accumulators, None for max(fp32, weights' dtype);

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.autograd.sink import Accumulator, GradientSink
-from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, reduce_scatter_into
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
@@ -24,7 +23,7 @@ from parallel3d.zero.policy import ZeroPolicy
 
 @dataclass
 class _Reduction:
-    """A reduction under way and what remains to be done with its result, once."""
+    """Reduction in progress, and the function that is called once with its result."""
 
     work: Work
     finish: Callable[[], object] | None = None
@@ -148,10 +147,6 @@ class GradientReducer:
         """Return owners -> number of buckets; a chunk's own parameters have the owners (chunk,)."""
         return {owners: len(buckets) for owners, buckets in self.buckets.items()}
 
-    def split_backward(self, module: nn.Module) -> None:
-        """Let the module's linear and embedding layers add their weight gradients by themselves, at once or later."""
-        make_splittable(module, self.sink)
-
     def start_step(self) -> None:
         """Empty the accumulators for the next batch, also after a batch that failed."""
         # Before anything is cleared: what a reduction under way writes into belongs to it until it is waited for.
@@ -170,7 +165,7 @@ class GradientReducer:
     def backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
         """Run a BACKWARD inside; launches these REDUCE_GRADS in order, each as soon as its bucket is full.
 
-        Half-precision weight gradients go straight into wider accumulators, where split_backward has made that possible:
+        Half-precision weight gradients go straight into wider accumulators, where make_splittable has made that possible:
         autograd would write, read and add them once more.
         """
         with self._launching(reduces), self.sink.fusing() if self._policy.weight_dtype else nullcontext():
@@ -215,7 +210,7 @@ class GradientReducer:
             self._transient[bucket.gradient_dtype].release(bucket, reduction)
 
     def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:
-        """Sum `flat` over data parallelism into the bucket's shard, onto what is there if `accumulate`."""
+        """Sum `flat` over data parallelism into the bucket's shard, and add the shard's contents if `accumulate`."""
         bucket.is_cleared = False
         shard, dtype = bucket.gradient_shard, self._policy.communication_dtype or flat.dtype
         kernel = self._data_group.reduce_scatter_kernel if self._partition.size > 1 else None
@@ -256,7 +251,7 @@ class GradientReducer:
     def finish_step(self) -> None:
         """Wait for every reduction launched: the shards hold the gradient of the global batch.
 
-        Of copies whose gradients are partial over tensor slices (few and small: norms, biases) the sum is made here.
+        Of copies whose gradients are partial over tensor-parallel ranks (few and small: norms, biases) the sum is made here.
         """
         for reduction in self._reductions.values():
             reduction.wait()
@@ -265,7 +260,7 @@ class GradientReducer:
         for bucket in self.all_buckets():
             if bucket.kind.partial_over is not None:
                 works.append(all_reduce(bucket.gradient_shard, bucket.kind.partial_over))
-                bucket.is_cleared = False  # of a batch that failed, other slices may have reduced something
+                bucket.is_cleared = False  # of a batch that failed, other ranks may have reduced something
         for work in works:
             work.wait()
 
@@ -273,7 +268,7 @@ class GradientReducer:
         """Return the squared 2-norm of this rank's share of the gradients, float64, shape []; all shares add up to the model's.
 
         counts: which owners' parameters this rank answers for. Unpartitioned ones are the first replica's, copies over
-        tensor slices the first slice's.
+        tensor-parallel ranks the first rank's.
         """
         answers = self._partition.size > 1 or self._is_first_replica
         own = [b for o, buckets in self.buckets.items() if answers and counts(o) for b in buckets]

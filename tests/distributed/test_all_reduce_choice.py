@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from parallel3d.topology import ProcessTopology
 
 
 class StandIn(GatheredSums):

@@ -808,7 +808,7 @@ class TrainedLoss(nn.Module):
             {},
             "ConfigError: pipeline.placement is 'loop'",
         ),
-        ({"num_chunks": 2, "placement": "v"}, {"schedule": "interleaved"}, {}, "ScheduleError: schedule 'interleaved'"),
+        ({"num_chunks": 2, "placement": "v"}, {"schedule": "interleaved"}, {}, 'ScheduleError: schedule "interleaved"'),
         ({"partition_method": "uniform"}, {"partition": "parameters"}, {}, "ConfigError: pipeline.partition"),
         ({"partition_method": [0, 4]}, {"partition": [0, 4]}, {}, None),
         ({"partition_method": {"weights": [1, 2, 3, 4]}}, {"partition": {"weights": [1, 2, 3, 4]}}, {}, None),

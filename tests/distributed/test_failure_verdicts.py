@@ -306,7 +306,7 @@ def end_as_told(schedule: str, with_engine: bool, apart_s: float) -> None:
     data = arm(engine, "none", "")
     engine.train_batch(data)
     if not with_engine:
-        engine._attribution.close()
+        engine._attribution._watchdog.close()
     threading.Timer(apart_s * int(os.environ["RANK"]), os.kill, (os.getpid(), signal.SIGTERM)).start()
     while True:  # blocked in C code most of the time
         engine.train_batch(data)

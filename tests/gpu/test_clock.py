@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from parallel3d.clock import CudaClock
+from parallel3d.comm.clock import CudaClock
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,7 +10,7 @@ from ranks import RankPool
 
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind, open_peer_copies, pipeline_channels
-from parallel3d.topology import PipeDataParallelTopology
+from parallel3d.comm.topology import PipeDataParallelTopology
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import ShardCopies, open_shard_copies, shard_channels
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_sequence, scatter_sequence
-from parallel3d.topology import ProcessTopology
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 

@@ -20,8 +20,8 @@ from cases import CaseError, parse_case
 from deviations import deviation_table, is_within_noise, largest_difference, noise, outside, verdict
 
 from parallel3d.config import load
+from parallel3d.models.user_model import Subject
 from parallel3d.parity.reference import Reference
-from parallel3d.user_model import Subject
 
 TINY = ours.SIZES["tiny"]
 CPU = torch.device("cpu")

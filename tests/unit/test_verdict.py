@@ -105,7 +105,7 @@ UNTIMED = replace(PLACE, phase="a save", instruction=None, untimed=True)
         ),
         (
             report(1, state=State.LEFT, place=None),
-            "rank 1 (stage 0, host h) has come to the end of its script; ranks 0, 2 wait for it",
+            "rank 1 (stage 0, host h) has reached the end of its script; ranks 0, 2 wait for it",
         ),
         (
             report(1, state=State.ASKED_TO_END, ending="SIGTERM"),

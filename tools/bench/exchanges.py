@@ -16,10 +16,10 @@ from parallel3d.autograd.split_backward import Factors, multiply
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import PeerCopies, TensorKind, open_peer_copies, open_shard_copies
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.kernels.workspace import check_kernels
 from parallel3d.tensor_parallel.regions import SequenceBoundary
-from parallel3d.topology import ProcessTopology
 
 ALONE, KERNEL, COPIES = "alone", "kernel", "copies"
 OPERATOR = "PyTorch's operator"

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.activity import Activity
+from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.peer.copies import TensorKind
+from parallel3d.comm.structures import describe
 from parallel3d.comm.transport import Incoming
 from parallel3d.optim.precision import Precision
 from parallel3d.parameters import ParameterInfo
@@ -33,7 +35,6 @@ from parallel3d.pipe.messages import Messages
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, lower
-from parallel3d.structures import describe
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.reducer import GradientReducer
 
@@ -119,7 +120,7 @@ class Rank:
         self.instructions = [i for i in self.program.instructions[rank] if i.op is not Op.REDUCE_GRADS]
         if any(i.op is Op.BACKWARD_WEIGHT for i in self.instructions):
             for layer in self.stage.layers.values():
-                self.reducer.split_backward(layer)
+                make_splittable(layer, self.reducer.sink)
         self.sample = torch.ones(1, FEATURES)
         output = torch.ones(1, FEATURES, requires_grad=True)
         self.messages = Messages(Prompt(describe(output)[0]), self.stage.device, dynamic=False)

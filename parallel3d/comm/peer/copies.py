@@ -105,7 +105,7 @@ def open_peer_copies(groups: ProcessGroups, device: torch.device) -> PeerCopies 
 class ShardCopies:
     """Channels between this rank and the other tensor-parallel ranks of its layers. Made by open_shard_copies.
 
-    Every rank posts the same messages in the same order; messages of one peer are taken in the order in which they were sent.
+    Every rank posts the same messages in the same order; messages of one peer arrive in the order of sending.
     One stream sends all of them, one after the other, because one copy alone uses all of NVLink's bandwidth.
     """
 

@@ -138,7 +138,7 @@ class Sender(_End):
 
 
 class Arriving:
-    """An expected message, a Work: it is copied out of its ring once, on the stream that first needs it.
+    """Work of an expected message, which is copied out of its ring once, on the stream that first needs it.
 
     - first: index of its first part among all of the ring's.
     - parts: the slot of each part, where it goes, and its bytes.
@@ -174,7 +174,7 @@ class Arriving:
         else:
             self.make_way(stream)
         memory, self._memory = self._memory, None
-        assert memory is not None, "a message is taken once"
+        assert memory is not None, "a message is received once"
         return memory
 
 
@@ -204,7 +204,7 @@ class Receiver(_End):
         return self._next_slot()
 
     def _make_room(self, num_parts: int) -> None:
-        """Free the slots of the next parts of earlier messages: the order in which messages are taken must not matter."""
+        """Free the slots of the next parts of earlier messages: the order in which messages are received must not matter."""
         while self._expected:
             oldest = self._expected[0]
             if not oldest.is_completed():

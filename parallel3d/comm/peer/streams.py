@@ -20,7 +20,7 @@ _GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference as a signed
 
 
 class CudaMark:
-    """Mark of what a stream had queued when this was made.
+    """Mark in a stream's queue: it is done when all work that was queued before it is done.
 
     unused: events of earlier marks, to use again: creating one costs the host as much as copying a message.
     """
@@ -122,7 +122,7 @@ def _driver() -> ctypes.CDLL:
 
 @dataclass
 class Copied:
-    """A Work: a copy under way. data: kept alive until the copy is done."""
+    """Work of a copy in progress. data: kept alive until the copy is done."""
 
     event: CudaMark | torch.cuda.Event
     data: Tensor

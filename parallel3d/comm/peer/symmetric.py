@@ -36,7 +36,7 @@ def check_device(device: torch.device | None = None) -> Unavailable | None:
             "this PyTorch is built without CUDA", "install one that is built with it, where there is a GPU"
         )
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
-        return Unavailable("there is no CUDA device", "nothing is to be done where none is")
+        return Unavailable("there is no CUDA device", "no action is needed on a host without a GPU")
     return None
 
 
@@ -96,7 +96,7 @@ def first_unavailable(own: Unavailable | None, control: Group) -> Unavailable | 
 
 @dataclass(frozen=True)
 class Mapped:
-    """Bytes on each device of a group, equally many, that all ranks map.
+    """Memory of one size on each device of a group, which all its ranks map.
 
     - memory: this rank's bytes; while it lives, all stay mapped.
     - handle: torch's handle, which has the addresses.

@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.models.config import Activation, DecoderConfig, Rope
-from parallel3d.models.huggingface.rope import refuse, rope_json, rope_section
 
 # Keys that don't change what is computed, or only in generation.
 _NEUTRAL = frozenset(
@@ -118,7 +117,7 @@ class _Rotary(Family):
 
 
 class Llama(_Rotary):
-    """Biases by attention_bias and mlp_bias."""
+    """Llama: biases by attention_bias and mlp_bias."""
 
     architecture = "LlamaForCausalLM"
     model_type = "llama"
@@ -131,7 +130,7 @@ class Llama(_Rotary):
 
 
 class Qwen2(_Rotary):
-    """Biases of query, key and value; a sliding window in the last layers."""
+    """Qwen2: biases of query, key and value; a sliding window in the last layers."""
 
     architecture = "Qwen2ForCausalLM"
     model_type = "qwen2"
@@ -161,7 +160,7 @@ class Qwen2(_Rotary):
 
 
 class Mistral(_Rotary):
-    """One sliding window in all layers, or none."""
+    """Mistral: one sliding window in all layers, or none."""
 
     architecture = "MistralForCausalLM"
     model_type = "mistral"
@@ -181,7 +180,7 @@ class Mistral(_Rotary):
 
 
 class Gpt2(Family):
-    """Learned positions, LayerNorm, biases everywhere."""
+    """GPT-2: learned positions, LayerNorm, biases everywhere."""
 
     architecture = "GPT2LMHeadModel"
     model_type = "gpt2"
@@ -275,3 +274,49 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
 def _computed(config: DecoderConfig) -> DecoderConfig:
     """Return the configuration in one form for all that compute the same, however they are initialized."""
     return replace(config, num_kv_heads=config.kv_heads, head_dim=config.dim_of_head, depth_scaled_init=False)
+
+
+# The rotary section of a config.json
+
+_ROPE = TypeAdapter(Rope)
+_KNOWN = _ROPE.dump_python(Rope(), by_alias=True).keys()
+
+_LLAMA3 = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+# The keys that each kind has besides rope_theta and rope_type.
+_KEYS_OF_KIND = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": _LLAMA3,
+    "yarn": (*_LLAMA3[:2], "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
+
+
+def rope_json(rope: Rope) -> dict[str, Any]:
+    """Return the section of a config.json that describes `rope`."""
+    values = _ROPE.dump_python(rope, by_alias=True, exclude_none=True)
+    keys = ("rope_theta", "rope_type", *_KEYS_OF_KIND[rope.kind])
+    return {key: values[key] for key in keys if key in values}
+
+
+def rope_section(name: str, section: Mapping[str, Any], theta: Any) -> dict[str, Any]:
+    """Return a section of this name, written by transformers 4 or 5, with the keys of Rope alone.
+
+    theta: the rope_theta of the whole config, for a section that has none. Raises ConfigError for an unknown key.
+    """
+    renamed = {("rope_type" if key == "type" else key): value for key, value in section.items()}
+    if renamed.get("partial_rotary_factor") == 1.0:
+        del renamed["partial_rotary_factor"]
+    refuse(f"in {name}", {key: value for key, value in renamed.items() if key not in _KNOWN}, _KNOWN)
+    given = {key: value for key, value in renamed.items() if value is not None}
+    return given if theta is None else {"rope_theta": theta, **given}
+
+
+def refuse(where: str, unknown: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ConfigError for the first unknown key that is switched on."""
+    for key, value in unknown.items():
+        if value is not None and value is not False:
+            raise ConfigError(
+                f"key {key!r} = {value!r} {where} is not known to the native decoder;{nearest(key, known)} if what is computed "
+                f"doesn't depend on it, pass from_hf(..., ignore=[{key!r}])"
+            )

@@ -20,7 +20,7 @@ from parallel3d.pipe.module import PipelineModule
 
 
 class Trained(Protocol):
-    """An engine, as an export needs it."""
+    """The part of an engine that an export needs."""
 
     module: nn.Module
 

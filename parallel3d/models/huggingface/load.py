@@ -29,14 +29,19 @@ def from_hf(
     ignore: Collection[str] = (),
     units: Literal["block", "half"] = "block",
 ) -> list[LayerSpec]:
-    """Layers for a PipelineModule; token ids [batch, seq] -> logits [batch, seq, vocab]. Inputs: see TokenEmbedding.
+    """Return the layers of a model for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
 
-    source: a directory with config.json and safetensors, of which each rank reads what it builds and no more; or a model
-    made by transformers. Llama, Qwen2, Mistral and GPT-2 become the native decoder; any other model keeps its own layers,
-    along its config's base_model_pp_plan, sliced by its base_model_tp_plan (`wrap`). dtype: of the weights, torch's default
-    one for None, the stored one for "auto". tied: whether the head shares the embedding's weight, as the config says for
-    None. weights False: start from fresh weights, a directory then needs config.json alone. ignore: keys of the config that
-    may be there unknown. units: what a stage holds a whole number of, see `decoder`.
+    The inputs are those of TokenEmbedding.
+
+    - source: a directory with config.json and safetensors, from which each rank reads only what it builds; or a model made by
+      transformers. Llama, Qwen2, Mistral and GPT-2 become the native decoder. Any other model keeps its own layers, split
+      along its config's base_model_pp_plan and sharded by its base_model_tp_plan (`wrap`).
+    - dtype: of the weights; None for torch's default one, "auto" for the stored one.
+    - tied: whether the head shares the embedding's weight; None for what the config says.
+    - weights: False to start from new weights; a directory then needs config.json alone.
+    - ignore: unknown keys of the config that are accepted.
+    - units: what a stage holds a whole number of, see `decoder`.
+
     Raises ConfigError for an unknown architecture or key, CheckpointError for tensors that are missing, too many or misshapen.
     """
     if isinstance(source, nn.Module):

@@ -25,7 +25,7 @@ from parallel3d.tensor_parallel.slicing import cut
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is sharded over tensor-parallel ranks.
+    """Plan by which a model is sharded over tensor-parallel ranks.
 
     - model: name of its class, for errors.
     - base: the prefix of its base model.
@@ -89,20 +89,20 @@ class TensorPlan:
         """Parallelize a part before or after the layers: embeddings over the vocabulary, a head over its outputs."""
         group = self._group(context)
         styles = {} if group.size == 1 else self._styles(part, prefix)
-        sliced_styles = {name: style for name, style in styles.items() if not isinstance(style, Whole)}
-        if not sliced_styles:
+        sharded_styles = {name: style for name, style in styles.items() if not isinstance(style, Whole)}
+        if not sharded_styles:
             return part
         result = _copy_of(part)
-        for name, style in list(sliced_styles.items()):
+        for name, style in list(sharded_styles.items()):
             module = result.get_submodule(name)
             if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
                 if [n for n, _ in module.named_parameters()] != ["weight"] or module.max_norm is not None:
                     self._refuse(prefix + name, "is an embedding with more than the rows it looks up")
                 _slice_lookup(module, group)
-                del sliced_styles[name]
+                del sharded_styles[name]
             elif isinstance(module, nn.Linear) and isinstance(style, Row) and style.input_is_parallel:
-                self._refuse(prefix + name, "would be sliced by inputs that nothing has sliced")
-        return parallelize(result, sliced_styles, group)
+                self._refuse(prefix + name, "would be sharded by inputs that nothing has sharded")
+        return parallelize(result, sharded_styles, group)
 
     def _group(self, context: BuildContext | None) -> Group:
         group = slicing_group(None, context)
@@ -115,7 +115,7 @@ class TensorPlan:
         if group.size > 1 and context is not None and context.sequence_parallel:
             raise ConfigError(
                 f"{self.model} keeps its own layers, whose code takes the length of a sequence from hidden states and can't "
-                "work on a shard of it; set tensor_parallel.sequence_parallel to false (its layers are sliced all the same)"
+                "work on a shard of it; set tensor_parallel.sequence_parallel to false (its layers are sharded all the same)"
             )
         return group
 
@@ -134,7 +134,7 @@ class TensorPlan:
         of_base = key.startswith(self.base)
         plan = f"model.{'config.base_model_tp_plan' if of_base else 'tp_plan'}"
         raise ConfigError(
-            f"{self.model} can't be sliced: {where} {why}; set tensor_parallel.size to 1, or take "
+            f"{self.model} can't be sharded: {where} {why}; set tensor_parallel.size to 1, or take "
             f"{key.removeprefix(self.base)!r} and what is inside it out of {plan}, which keeps it whole on every rank"
         )
 

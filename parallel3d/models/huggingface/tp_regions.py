@@ -31,7 +31,7 @@ class UnknownRegion(Exception):
 
 @dataclass(frozen=True)
 class Region:
-    """A module with layers whose outputs or inputs stay sliced.
+    """A module with layers whose outputs or inputs stay sharded.
 
     name: of the module, in its layer; columns: style of each column layer, by its name in the module; rows: names.
     """
@@ -126,7 +126,7 @@ class Region:
             if not shapes or name in self.columns or name in self.rows:
                 continue
             if not name or any(shape != [size_of_head] for shape in shapes):
-                raise UnknownRegion(f"has {name or 'weights of its own'} that works on what is sliced")
+                raise UnknownRegion(f"has {name or 'weights of its own'} that works on what is sharded")
             partial[name] = Whole(partial=True)
         return partial
 

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face checkpoint, of which a rank reads only its part."""
+"""Weights of a Hugging Face checkpoint; each rank reads only its part."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_weights(weights: Weights, wanted: Iterable[Stored], tied: bool, where:
 
 @torch.no_grad()
 def load_layer(module: nn.Module, names: LayerNames, weights: Weights) -> None:
-    """Fill a layer's parameters, whole or sliced, in their dtype."""
+    """Fill a layer's parameters, whole or sharded, in their dtype."""
     for name, parameter in module.named_parameters():
         slicing = slicing_of(parameter)
         dim, ranges = (0, ((0, parameter.shape[0]),)) if slicing is None else (slicing.dim, slicing.ranges)

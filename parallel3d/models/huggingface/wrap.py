@@ -166,7 +166,7 @@ class Behind(WrappedPart):
         self.modules_behind = nn.ModuleDict(modules)
 
     def forward(self, x: dict[str, Any]) -> Tensor:
-        """[batch, seq, hidden] -> the same."""
+        """Apply the modules to the hidden states [batch, seq, hidden]."""
         hidden = x["hidden"]
         for module in self.modules_behind.values():
             hidden = module(hidden)

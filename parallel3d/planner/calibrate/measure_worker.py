@@ -17,20 +17,20 @@ import networkx as nx
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from parallel3d.clock import clock_of
+from parallel3d.comm.clock import clock_of
 from parallel3d.comm.collectives import Group, all_gather_into, all_gather_object, all_reduce, reduce_scatter_into
 from parallel3d.comm.environment import get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.comm.transport import Transport
 from parallel3d.config import load
-from parallel3d.costs.layer_costs import Sample
-from parallel3d.costs.profilers import LayerSeconds, measure_layers
+from parallel3d.costs.layer_costs import LayerCost, Sample
+from parallel3d.costs.profilers import measure_layers
 from parallel3d.engine.attention import attention_context, missing
 from parallel3d.optim.precision import make_precision
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel, load_model
-from parallel3d.topology import ProcessTopology
 
 # More than 16 lanes of PCIe 5 can carry: two GPUs that copy faster are joined by NVLink.
 _NVLINK_ABOVE = 64e9
@@ -260,7 +260,7 @@ class _Bench:
         return max(1.0, beside / alone[0])
 
 
-def measure_model(model: PlannedModel, device: torch.device) -> list[LayerSeconds]:
+def measure_model(model: PlannedModel, device: torch.device) -> list[LayerCost]:
     """Measure a model's layers on a device of this host, with a micro-batch of one sample."""
     config = load({**model.config, "train_micro_batch_size_per_gpu": 1})
     return measure_layers(model.layers, Sample(*model.sample(1), model.loss_fn, make_precision(config)), config, device)
@@ -275,7 +275,7 @@ def operator_seconds(device: torch.device) -> float:
     config = load({**model.config, "train_micro_batch_size_per_gpu": 1})
     costs = ModelProfile(model.layers, *model.sample(1), model.loss_fn, config).layers()[block]
     works = costs.forward, costs.input_gradient, costs.weight_gradient
-    return sum(measure_model(model, device)[block]) / sum(work.operators for work in works)
+    return sum(measure_model(model, device)[block].parts) / sum(work.operators for work in works)
 
 
 def copy_rates(size: int) -> dict[tuple[int, int], float]:

@@ -17,7 +17,7 @@ from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import WORLD_SIZES
 from parallel3d.optim import build_optimizer
-from parallel3d.optim.memory import step_bytes
+from parallel3d.optim.optimizers import step_bytes
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, chunk_memory
 from parallel3d.planner.predict.memory_replay import MemoryReplay

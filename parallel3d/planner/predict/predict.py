@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Literal, TypeVar
 
 from parallel3d.config.layout import Layout
+from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.costs.layer_profile import LayerProfile
-from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import cut, segment_costs
@@ -65,7 +65,7 @@ class Predictor:
         profile: ModelProfile,
         network: Network,
         calibration: Calibration | None = None,
-        measured: Sequence[LayerSeconds] | None = None,
+        measured: Sequence[LayerCost] | None = None,
     ):
         self.model, self.network, self.calibration = model, network, calibration or Calibration()
         self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)}

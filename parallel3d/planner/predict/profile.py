@@ -8,16 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from parallel3d.comm.structures import TensorTree
 from parallel3d.config import Config
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import INSTEAD, LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.errors import PartitionError
-from parallel3d.layer_choice import choice_rule
 from parallel3d.parameters import ParameterInfo
+from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.planner.predict.parameters import stage_parameters
 from parallel3d.specs import Layer, layer_name
-from parallel3d.structures import TensorTree
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 DeviceType = Literal["cpu", "cuda"]

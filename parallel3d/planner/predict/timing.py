@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.costs.layer_profile import LayerProfile
-from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.costs.work import Collective, Exchange, Work
 from parallel3d.planner.cluster.cluster import Device
 from parallel3d.schedule.instructions import Op
@@ -46,7 +46,7 @@ def exchange_seconds(
     over_slices: seconds of a collective; overlap: see Cluster; samples: see compute_seconds.
     """
     computed = sent = beside = 0.0
-    for collective, work in exchange.parts:
+    for collective, work in exchange:
         seconds = over_slices(collective.times(samples))
         sent = max(sent, computed) + seconds
         computed += compute_seconds(work, device, samples)
@@ -69,9 +69,9 @@ class Times:
         """Multiply compute without exchanges by `factors`, [3, layers or chunks] or one for all."""
         return replace(self, compute=(self.compute - self.exchanges) * factors + self.exchanges)
 
-    def factors_of(self, measured: Sequence[LayerSeconds]) -> Floats:
+    def factors_of(self, measured: Sequence[LayerCost]) -> Floats:
         """Return measured / these seconds, [3, layers]; 1 if one of them is 0."""
-        seconds = np.array(measured).T
+        seconds = np.array([cost.parts for cost in measured]).T
         known = (seconds > 0) & (self.compute > 0)
         return np.where(known, seconds / np.where(known, self.compute, 1.0), 1.0)
 

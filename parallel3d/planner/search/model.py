@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parallel3d.config import read_source
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder, from_hf
+from parallel3d.models.user_model import load_subject
 from parallel3d.specs import Layer, LayerSpec
-from parallel3d.user_model import load_subject
 
 _MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))["models"]
 MODELS: Mapping[str, DecoderConfig] = {name: DecoderConfig(**sizes) for name, sizes in _MODELS.items()}

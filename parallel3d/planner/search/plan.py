@@ -13,7 +13,7 @@ import numpy as np
 
 from parallel3d.config import load
 from parallel3d.config.layout import PartialLayout, configuration
-from parallel3d.costs.profilers import LayerSeconds
+from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
@@ -50,7 +50,7 @@ class Question:
     num_best: int = 5
     fixed: PartialLayout | None = None
     calibration: Calibration = field(default_factory=Calibration)
-    measured: Sequence[LayerSeconds] | None = None
+    measured: Sequence[LayerCost] | None = None
     every_auto: bool = False
 
 

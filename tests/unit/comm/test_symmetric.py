@@ -16,7 +16,7 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer import rings, symmetric
 from parallel3d.comm.peer.copies import pipeline_channels
 from parallel3d.comm.peer.symmetric import Mapped, Unavailable, map_memory
-from parallel3d.topology import ProcessTopology
+from parallel3d.comm.topology import ProcessTopology
 
 CPU = torch.device("cpu")
 CHANNELS = pipeline_channels(2)

@@ -63,7 +63,7 @@ def test_on_where_nothing_is_in_the_way(host: Host, slices: int) -> None:
 @pytest.mark.parametrize(
     ("what", "slices", "why", "remedy"),
     [
-        ({"gpus": 0}, 2, "no CUDA device", "nothing"),
+        ({"gpus": 0}, 2, "no CUDA device", "no action is needed"),
         ({"capability": (7, 5)}, 2, "compute capability 7.5", "A100"),
         ({"compiled": False}, 2, "not compiled", "run: p3d build-kernels"),
         ({"compiled": False, "nvcc": None}, 2, "not compiled, and there is no nvcc", "CUDA_HOME"),

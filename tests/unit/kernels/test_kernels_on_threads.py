@@ -110,7 +110,7 @@ BROKEN = {
     "all_reduce": {
         "one half": ("(number % 2) * call.peers.half", "0"),
         "another order of ranks": ("widen(parts[r].values[v])", "widen(parts[World - r].values[v])"),
-        "slices without end": ("min(start + slice, vectors)", "vectors"),
+        "parts without end": ("min(start + part, vectors)", "vectors"),
     },
     "reduce_scatter": {
         "one half": ("(number % 2) * call.peers.half", "0"),

@@ -28,7 +28,7 @@ def build(model: nn.Module, context: BuildContext) -> list[nn.Module]:
     return [spec.build(context) for spec in from_hf(model)]
 
 
-MIXTURE = r"MixtralForCausalLM can't be sliced: model\.layers\.0\.mlp\.experts is 'moe_tp_experts' .* tensor_parallel.size to 1"
+MIXTURE = r"Mixtral.* can't be sharded: model\.layers\.0\.mlp\.experts is 'moe_tp_experts' .* tensor_parallel.size to 1"
 OUT_OF_PLAN = r"take 'layers\.\*\.mlp\.experts' and what is inside it out of model\.config\.base_model_tp_plan"
 
 
@@ -36,7 +36,7 @@ OUT_OF_PLAN = r"take 'layers\.\*\.mlp\.experts' and what is inside it out of mod
     ("name", "message"),
     [
         ("mixtral", f"{MIXTURE}, or {OUT_OF_PLAN}"),
-        ("cohere-norms", r"Cohere.* model\.layers\.0\.self_attn has q_norm that works on what is sliced"),
+        ("cohere-norms", r"Cohere.* model\.layers\.0\.self_attn has q_norm that works on what is sharded"),
         ("deepseek", r"DeepseekV2.*\.kv_a_proj_with_mqa is 'mla_kv_a_proj' in its plan, which is not supported"),
         ("gpt-oss", r"GptOss.* nothing in the base_model_tp_plan .* names its layers; set tensor_parallel\.size to 1"),
     ],
@@ -121,7 +121,7 @@ def test_a_head_is_sliced_by_its_outputs_and_an_embedding_needs_no_other_weights
     model = make_model("phi")
     model.tp_plan["lm_head"] = "rowwise"
     with pytest.raises(
-        ConfigError, match=r"lm_head would be sliced by inputs .* take 'lm_head' .* out of model\.tp_plan"
+        ConfigError, match=r"lm_head would be sharded by inputs .* take 'lm_head' .* out of model\.tp_plan"
     ):
         build(model, on_first_of(2))
     model = make_model("gemma")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from parallel3d.clock import Clock
+from parallel3d.comm.clock import Clock
 from parallel3d.comm.collectives import Awaited, Group
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.monitor.records import StepRecord, instruction_times, traffic_times
 from parallel3d.monitor.steps import StepRecorder
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Span
-from parallel3d.topology import ProcessTopology
 
 Work = tuple[str, int, int, int, float, float]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from records import make_record
 
-from parallel3d.clock import Clock
+from parallel3d.comm.clock import Clock
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
+from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import Config, without_removed
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.records import StepRecord, instruction_times
@@ -18,7 +19,6 @@ from parallel3d.monitor.run_record import Timing, find_run_records, kind_name, r
 from parallel3d.monitor.steps import StepRecorder
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.timing import Span
-from parallel3d.topology import ProcessTopology
 
 
 def spans(rank: int, *given: tuple[str, float, float]) -> tuple[Span, ...]:
@@ -119,7 +119,7 @@ def test_records_are_found_at_any_depth_and_come_back_as_they_were(tmp_path: Pat
 
 
 def test_what_is_no_record_says_what_to_do(tmp_path: Path):
-    with pytest.raises(ConfigError, match="give directories that trainings wrote"):
+    with pytest.raises(ConfigError, match="give directories with the records"):
         find_run_records([tmp_path])
     with pytest.raises(ConfigError, match=r"there is no run record .*engine.reports.write_run_record"):
         read_run_record(tmp_path)

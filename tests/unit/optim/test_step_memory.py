@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.optim import build_optimizer
-from parallel3d.optim.memory import step_bytes
+from parallel3d.optim.optimizers import step_bytes
 
 SIZES = (30_000, 50_000, 50_000, 20_000)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.topology import PipeDataParallelTopology
 from parallel3d.costs.layer_costs import LayerCost, Sample
 from parallel3d.costs.profilers import FLOPS_PER_BYTE, FlopProfiler, TimeProfiler
 from parallel3d.errors import PartitionError
@@ -23,7 +24,6 @@ from parallel3d.models.decoder import decoder
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from parallel3d.specs import BuildContext
-from parallel3d.topology import PipeDataParallelTopology
 
 
 @pytest.fixture(scope="module")

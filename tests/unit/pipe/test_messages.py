@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from parallel3d.comm.peer.copies import TensorKind
+from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import CommunicationError
 from parallel3d.pipe.batch import signature
 from parallel3d.pipe.messages import Messages
-from parallel3d.structures import Structure, describe
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None)

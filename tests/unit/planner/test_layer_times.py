@@ -8,8 +8,8 @@ from torch import nn
 
 from parallel3d.config import load
 from parallel3d.config.layout import parse_layout
-from parallel3d.costs.layer_costs import Sample
-from parallel3d.costs.profilers import LayerSeconds, measure_layers
+from parallel3d.costs.layer_costs import LayerCost, Sample
+from parallel3d.costs.profilers import measure_layers
 from parallel3d.errors import PartitionError
 from parallel3d.optim.precision import make_precision
 from parallel3d.planner.cluster.file import load_cluster
@@ -46,7 +46,7 @@ def model(*layers: LayerSpec) -> PlannedModel:
     return PlannedModel("linears", layers, nn.functional.mse_loss, sample, 64, {})
 
 
-def measure(layers: list[LayerSpec]) -> list[LayerSeconds]:
+def measure(layers: list[LayerSpec]) -> list[LayerCost]:
     config = load({"train_micro_batch_size_per_gpu": 1})
     sample = Sample(torch.randn(64, WIDTH), torch.randn(64, WIDTH), nn.functional.mse_loss, make_precision(config))
     return measure_layers(layers, sample, config, torch.device("cpu"))
@@ -56,9 +56,9 @@ def test_each_kind_of_layer_is_measured_once_and_in_its_parts() -> None:
     found = measure([*[LayerSpec(Twice)] * 3, LayerSpec(nn.Identity)])
     assert len(found) == 4
     assert found[1] == found[2], "alike, but for the first one, whose inputs want no gradient"
-    assert min(found[1]) > 0
+    assert min(found[1].parts) > 0
     # No weights: nothing but the call that finds nothing to do.
-    assert found[3].weight_gradient < found[1].weight_gradient
+    assert found[3].weight < found[1].weight
 
 
 def test_a_layer_that_cannot_run_is_named() -> None:
@@ -76,7 +76,7 @@ def test_predictions_follow_what_was_measured(times: float) -> None:
     before = plain.predictor.predict(layout)
     of_layers = layer_times(plain.predictor.profile().layers(), cluster.gpus[0].device, lambda collective: 0.0)
     seconds = of_layers.compute.T
-    measured = [LayerSeconds(*(times * float(s) for s in layer)) for layer in seconds]
+    measured = [LayerCost(*(times * float(s) for s in layer)) for layer in seconds]
     planner = Planner(Question(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8"), measured=measured))
     after = planner.predictor.predict(layout)
     assert after.breakdown()["forward"] == pytest.approx(times * before.breakdown()["forward"])

@@ -44,7 +44,7 @@ def test_a_users_function_is_planned_for_explained_and_written_down(target, tmp_
     result = PlanResult.model_validate_json((out / "plan.json").read_text())
     assert len(result.best) == 3
     assert all(prediction.layout in printed for prediction in result.best)
-    assert f"beside {result.best[0].layout}" in printed
+    assert f"compared with {result.best[0].layout}" in printed
     assert result.seq == 64
     config = load(json.loads((out / "config.json").read_text()))
     assert config.pipeline.stages == result.best[0].stages

@@ -15,7 +15,7 @@ from test_search import hosts, small_model
 
 from parallel3d.cli.plan import show
 from parallel3d.config.layout import Layout, parse_layout
-from parallel3d.costs.profilers import LayerSeconds
+from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
 from parallel3d.parity.settings import Settings, check_config
@@ -125,7 +125,7 @@ def test_a_halfs_measured_seconds_are_longer_as_its_blocks_are() -> None:
     expected = asked.predictor.expected
     slower = 1.0 + np.arange(len(expected.total)) / 10
     works = expected.compute * slower
-    seconds = [LayerSeconds(*each) for each in works.T.tolist()]
+    seconds = [LayerCost(*each) for each in works.T.tolist()]
     measured = Planner(replace(asked.question, measured=seconds)).predictor
     layout = asked.space.where(asked.space.halves > 0).layout(0)
     own, plain = (each.stage_times(layout, each.links(layout))[0].compute[0] for each in (measured, asked.predictor))

@@ -54,20 +54,20 @@ def test_what_is_waited_for_is_what_two_queues_leave(parts: list[tuple[int, int]
             if tick >= free:
                 free = tick + sent
                 break
-    exchange = Exchange(tuple((Collective("all_reduce", sent), Work(float(computed))) for sent, computed in parts))
+    exchange: Exchange = tuple((Collective("all_reduce", sent), Work(float(computed))) for sent, computed in parts)
     found = exchange_seconds(exchange, DEVICE, lambda collective: collective.nbytes, overlap=1.0)
     assert found == max(0, free - now)
 
 
 def test_compute_is_slower_beside_what_it_hides():
-    exchange = Exchange(((Collective("all_reduce", 4.0), Work(10.0)),))
+    exchange: Exchange = ((Collective("all_reduce", 4.0), Work(10.0)),)
     assert exchange_seconds(exchange, DEVICE, lambda c: c.nbytes, overlap=1.25) == pytest.approx(0.25 * 4)
 
 
 def test_whole_backwards_hide_all_reduces_after_weights_gradients_and_split_ones_have_none_to_hide_behind():
     profile = block(samples=1)
-    split = [part for exchange in profile.input_gradient.exchanges for part in exchange.parts]
-    whole = [part for exchange in profile.backward.exchanges for part in exchange.parts]
+    split = [part for exchange in profile.input_gradient.exchanges for part in exchange]
+    whole = [part for exchange in profile.backward.exchanges for part in exchange]
     assert len(split) == len(whole) == 2
     assert all(beside.gemm_flops == 0 for _, beside in split)
     # The weights of queries, keys and values, and of what the feed-forward begins with: half of each for two slices.
@@ -80,7 +80,7 @@ def test_the_first_half_of_a_large_product_is_sent_behind_the_second():
     exchanges = block(samples=4).forward.exchanges
     # Of the output projection and of the feed-forward's second product, each over two slices.
     products = [2 * 4 * SEQ * HIDDEN * width / 2 for width in (HIDDEN, FFN)]
-    assert [[beside.gemm_flops for _, beside in e.parts] for e in exchanges] == [[flops / 2, 0] for flops in products]
+    assert [[beside.gemm_flops for _, beside in e] for e in exchanges] == [[flops / 2, 0] for flops in products]
 
 
 @pytest.mark.parametrize("samples", [1, 5])

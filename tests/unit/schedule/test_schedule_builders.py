@@ -205,9 +205,15 @@ def test_a_users_lists_make_a_program() -> None:
         (lambda: gpipe(2, 0), "num_micro_batches is 0"),
         (lambda: interleaved(2, 4, 0), "num_chunks is 0"),
         (lambda: build("1f2b", 2, 2, 1, "loop"), r"unknown schedule '1f2b'.*Did you mean '1f1b'\?"),
-        (lambda: build("1f1b", 2, 2, 2, "loop"), "'1f1b' runs 1 chunk a stage, not 2; use 'interleaved'"),
-        (lambda: build("interleaved", 2, 2, 2, "v"), "'interleaved' needs placement 'loop', not 'v'"),
-        (lambda: build("gpipe", 2, 2, 3, "v"), "placement 'v' puts 2 chunks on each rank, not 3"),
+        (
+            lambda: build("1f1b", 2, 2, 2, "loop"),
+            'schedule "1f1b" needs num_chunks 1, but num_chunks is 2 .* or schedule to "interleaved"',
+        ),
+        (
+            lambda: build("interleaved", 2, 2, 2, "v"),
+            '"interleaved" needs placement "loop", but num_chunks is 2 and placement is .v.',
+        ),
+        (lambda: build("gpipe", 2, 2, 3, "v"), 'placement "v" puts 2 chunks on each stage, but num_chunks is 3'),
         (lambda: placement_of("lop", 2, 1), r"unknown placement 'lop'.*Did you mean 'loop'\?"),
         (lambda: from_lists([["F0@0", "SA0@0"]], (0,)), "SA0@0 in a user's schedule: list compute instructions alone"),
         (lambda: from_lists([["F0@0", "B0@0"]], (0, 1)), "1 lists for 2 stages"),

@@ -37,11 +37,11 @@ def changed(program: Program, rank: int, before: str, after: str) -> Program:
         ("B2@1 ", "", r"micro-batch 2 on chunk 1 needs either B, or I and W; it has \[\]"),
         ("B2@1", "I2@1", r"micro-batch 2 on chunk 1 needs either B, or I and W; it has \['I'\]"),
         ("B2@1", "B2@1 I2@1 W2@1", r"micro-batch 2 on chunk 1 .* it has \['B', 'I', 'W'\]"),
-        ("F2@1", "F2@1 F2@1", r"F2@1 stands 2 times in the schedule"),
+        ("F2@1", "F2@1 F2@1", r"F2@1 occurs 2 times in the schedule"),
         (
             "F2@1",
             "F2@0",
-            r"F2@0 stands in the list of stage 1, which holds chunks \[1\]; move it to the stage of chunk 0",
+            r"F2@0 is in the list of stage 1, which holds chunks \[1\]; move it to the stage of chunk 0",
         ),
         ("F2@1", "F2@9", r"F2@9 is outside a program of 3 chunks"),
     ],

@@ -293,13 +293,19 @@ def test_build_finds_each_by_its_name_and_hands_on_the_memory() -> None:
             r"chunks; set pipeline.max_in_flight to 0.3334 or more",
         ),
         (lambda: looped_zero_bubble(2, 4, 2, max_in_flight=float("nan")), "max_in_flight nan"),
-        (lambda: build("zb-h1", 2, 4, 2, "loop"), "'zb-h1' runs 1 chunk a stage, not 2; use 'zb-looped'"),
+        (
+            lambda: build("zb-h1", 2, 4, 2, "loop"),
+            '"zb-h1" needs num_chunks 1, but num_chunks is 2 .* or schedule to "zb-looped"',
+        ),
         (
             lambda: build("zbv", 2, 4, 2, "loop"),
-            "needs num_chunks 2 and placement 'v', not num_chunks 2 and placement 'l",
+            'needs num_chunks 2 and placement "v", but num_chunks is 2 and placement is .loop.',
         ),
-        (lambda: build("zbv", 2, 4, 1, "loop"), "needs num_chunks 2 and placement 'v', not num_chunks 1"),
-        (lambda: build("zb-looped", 2, 4, 2, "v"), "'zb-looped' needs placement 'loop', not 'v'"),
+        (lambda: build("zbv", 2, 4, 1, "loop"), 'needs num_chunks 2 and placement "v", but num_chunks is 1'),
+        (
+            lambda: build("zb-looped", 2, 4, 2, "v"),
+            '"zb-looped" needs placement "loop", but num_chunks is 2 and placement is .v.',
+        ),
         (lambda: build("zb-v", 2, 4, 2, "v"), r"unknown schedule 'zb-v'.*Did you mean 'zbv'\?"),
         (lambda: build("zbv", 2, 4, 2, "v", max_in_flight=1), "bounds schedule 'zb-looped', but the schedule is 'zbv'"),
         (lambda: build([["F0@0", "B0@0"]], 1, 1, 1, "loop", 1.0), "the schedule is written as lists; leave it out"),

@@ -91,7 +91,7 @@ def test_what_can_not_be_sliced_is_refused() -> None:
     fused = (heads.query, heads.key_value, heads.key_value)
     with pytest.raises(PartitionError, match="use separate query, key and value layers"):
         ColumnParallelLinear(4, 64, segments=fused, group=THREE)
-    with pytest.raises(PartitionError, match="slice it as the query heads"):
+    with pytest.raises(PartitionError, match="shard it as the query heads"):
         RowParallelLinear(16, 4, segments=[heads.key_value], group=THREE)
     with pytest.raises(PartitionError, match="a vocabulary of 2 can't be split over 3 ranks"):
         VocabParallelEmbedding(2, 4, group=THREE)
@@ -211,11 +211,11 @@ class Model(nn.Module):
 
 REFUSED = [
     ({"*.q_prj": "column"}, r"'\*.q_prj' matches no module of Model. Did you mean 'q_proj'\?"),
-    ({"q_proj": "colum"}, r"'colum' is no way to slice a layer. Did you mean 'column'\?"),
-    ({"norm": "column"}, "norm can't be sliced as Column.*it is a LayerNorm"),
-    ({"odd": "rowwise"}, "odd can't be sliced as Row.*it is a Odd"),
-    ({"q_proj": "vocab"}, "q_proj can't be sliced as Vocabulary.*it is a linear layer"),
-    ({"embed": "colwise"}, "embed can't be sliced as Column.*it is an embedding"),
+    ({"q_proj": "colum"}, r"'colum' is no way to shard a layer. Did you mean 'column'\?"),
+    ({"norm": "column"}, "norm can't be sharded as Column.*it is a LayerNorm"),
+    ({"odd": "rowwise"}, "odd can't be sharded as Row.*it is a Odd"),
+    ({"q_proj": "vocab"}, "q_proj can't be sharded as Vocabulary.*it is a linear layer"),
+    ({"embed": "colwise"}, "embed can't be sharded as Column.*it is an embedding"),
     ({"scaled": "vocab"}, "scaled .*has sparse, max_norm or scale_grad_by_freq"),
     ({"hooked": "row"}, "hooked .* set them after parallelize"),
     ({"normed": "row"}, "normed .*has no weight of its own"),

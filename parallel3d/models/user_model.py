@@ -21,7 +21,7 @@ from parallel3d.config import read_source
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.models import DecoderConfig, causal_lm_loss, from_hf
 from parallel3d.rng import seeded, stream_seed
-from parallel3d.specs import Layer, LayerSpec, check_layers
+from parallel3d.specs import Layer, LossFunction, check_layers
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Subject:
 
     layers: Sequence[Layer]
     micro_batch: Callable[[int], tuple[Any, Any]]
-    loss_fn: Callable[[Any, Any], Any] | LayerSpec | None = None
+    loss_fn: LossFunction = None
     config: str | Path | Mapping[str, Any] = field(default_factory=dict)
 
     def given(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def load_subject(target: str, seed: int) -> Subject:
 
     - target: also a Hugging Face directory, or its config.json.
 
-    Every call makes layers of its own. Raises ConfigError, which says what is missing, where there is no such function or it
+    Every call makes new layers. Raises ConfigError, which says what is missing, where there is no such function or it
     returns neither a Subject nor a mapping with its fields.
     """
     if Path(target).name == "config.json" or Path(target).is_dir():

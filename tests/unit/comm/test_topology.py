@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel3d.comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from parallel3d.errors import TopologyError
-from parallel3d.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 THREE_AXES = ProcessTopology(axes=["pipe", "data", "model"], dims=[2, 2, 2])
 topologies = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
