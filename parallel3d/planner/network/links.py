@@ -63,6 +63,8 @@ class Network:
         kinds = {gpu.device: k for k, gpu in enumerate({gpu.device: gpu for gpu in cluster.gpus}.values())}
         self.devices = list(kinds)
         self.device_of = np.array([kinds[gpu.device] for gpu in cluster.gpus], dtype=np.int64)
+        self._at = np.argsort(self.fabric.position)  # GPUs by position, and the unit of each
+        self._unit_at = self.fabric.unit[self._at]
         self._routes = Routes(self.fabric)
         self._lines = lru_cache(_REMEMBERED)(self._measure)
 
@@ -121,9 +123,19 @@ class Network:
 
     def _by_algorithm(self, kind: Kind, groups: Groups, nbytes: float) -> Floats:
         """Return seconds, [algorithm, trial, group]."""
-        members = np.asarray(groups, dtype=np.int64)
+        members = self._first_alike(np.asarray(groups, dtype=np.int64))
         latency, per_byte = self._lines(kind, members.shape, members.tobytes())
         return (latency + per_byte * nbytes).reshape(len(latency), -1, members.shape[-2])
+
+    def _first_alike(self, members: Integers) -> Integers:
+        """Return the first GPUs of the cluster that have the same links as these, in the same order."""
+        fabric = self.fabric
+        units, which = np.unique(fabric.unit[members], return_inverse=True)
+        attachments = set(fabric.attachment[units].tolist())
+        if len(attachments) > 1:
+            return members
+        alike = np.flatnonzero(fabric.attachment == attachments.pop())[which.reshape(members.shape)]
+        return self._at[np.searchsorted(self._unit_at, alike) + fabric.slot[members]]
 
     def _measure(self, kind: Kind, shape: tuple[int, ...], data: bytes) -> tuple[Floats, Floats]:
         """Return seconds of latency, and seconds per byte, [algorithm, group]. data: of the members, an int64 array."""

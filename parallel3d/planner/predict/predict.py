@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, TypeVar
 
 from parallel3d.config.layout import Layout
@@ -79,7 +79,7 @@ class Predictor:
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
         self._merged: dict[int, list[list[ParameterInfo]]] = {}
-        self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._even_bounds = cache(_even_bounds)
 
     def profile(self, units: Units = None) -> ModelProfile:
         """Return the profile of the layers, or of their half blocks. Raises ConfigError if half blocks aren't known."""
@@ -215,7 +215,8 @@ class Predictor:
             times = self.stage_times(layout, links, exactly, 1 if exactly else layout.micro_batch)
             if given is None:
                 # Roughly, a split that is even for one sample is so for any number.
-                given = self._split(layout, self.stage_times(layout, links, exactly), placement)
+                fastest, paces = _fastest(self.stage_times(layout, links, exactly), placement)
+                given = self._even_bounds(tuple(fastest.total.tolist()), len(placement), paces)
             self._splits[key] = given, chunk_times([times[stage] for stage in placement], given)
         return self._splits[key]
 
@@ -275,7 +276,9 @@ class Predictor:
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
         """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
-        return self._split(layout, self.stage_times(layout, links), placement, carefully=True)
+        fastest, paces = _fastest(self.stage_times(layout, links), placement)
+        costs, step = segment_costs(fastest.total.tolist()), self._step_length(layout, fastest)
+        return partition_layers(costs, len(placement), placement=placement, step=step, paces=paces).bounds
 
     def split_within(self, step: StepPrediction, memory: Sequence[StageMemory]) -> tuple[int, ...] | None:
         """Return the most even bounds within the devices' memory, for a layout that doesn't fit; None if there are none.
@@ -288,29 +291,12 @@ class Predictor:
         limit = StageLimit(0.0, state, activations, most_in_flight(step.program), ties)
         own = cut(step.bounds, limit.chunk_bytes()).loads(placement)
         limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in memory))
-        fastest, paces = _fastest(self.stage_times(layout, links))
-        costs, of_chunks = segment_costs(fastest.total.tolist()), [paces[stage] for stage in placement]
+        fastest, paces = _fastest(self.stage_times(layout, links), placement)
+        costs = segment_costs(fastest.total.tolist())
         try:
-            return partition_layers(costs, len(placement), placement=placement, limit=limit, paces=of_chunks).bounds
+            return partition_layers(costs, len(placement), placement=placement, limit=limit, paces=paces).bounds
         except PartitionError:
             return None
-
-    def _split(
-        self, layout: Layout, times: Sequence[Times], placement: Sequence[int], carefully: bool = False
-    ) -> tuple[int, ...]:
-        """Return the chunks' bounds in layers with the smallest slowest chunk; carefully: see split_carefully."""
-        fastest, paces = _fastest(times)
-        key = (layout.stages, layout.chunks, layout.placement, paces, carefully, id(fastest))
-        if key not in self._bounds:
-            several = carefully and layout.chunks != 1
-            self._bounds[key] = partition_layers(
-                segment_costs(fastest.total.tolist()),
-                len(placement),
-                placement=placement if several else None,
-                step=self._step_length(layout, fastest) if several else None,
-                paces=None if min(paces) == max(paces) else [paces[stage] for stage in placement],
-            ).bounds
-        return self._bounds[key]
 
     def _step_length(self, layout: Layout, times: Times) -> Callable[[Sequence[float]], float]:
         """Return the schedule's makespan as a function of the chunks' costs, divided into parts as the whole model's."""
@@ -321,10 +307,16 @@ class Predictor:
         return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 
 
-def _fastest(times: Sequence[Times]) -> tuple[Times, tuple[float, ...]]:
-    """Return the times of the fastest stage, and every stage's total over that one's."""
+def _fastest(times: Sequence[Times], placement: Sequence[int]) -> tuple[Times, tuple[float, ...] | None]:
+    """Return the times of the fastest stage, and each chunk's total over that one's; None if all stages are equally fast."""
     totals = [float(each.total.sum()) for each in times]
-    return times[totals.index(min(totals))], tuple(total / min(totals) for total in totals)
+    least = min(totals)
+    return times[totals.index(least)], None if least == max(totals) else tuple(totals[s] / least for s in placement)
+
+
+def _even_bounds(costs: Sequence[float], num_chunks: int, paces: Sequence[float] | None) -> tuple[int, ...]:
+    """Return the chunks' bounds in layers with the smallest slowest chunk."""
+    return partition_layers(segment_costs(costs), num_chunks, paces=paces).bounds
 
 
 def _capacity(devices: Sequence[Device]) -> int:
