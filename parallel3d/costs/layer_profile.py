@@ -1,8 +1,9 @@
-"""Profile of one layer: its work and memory at one number of samples."""
+"""Profile of one layer: its work and memory at one number of samples, extrapolated to others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -82,3 +83,38 @@ def recomputed(profile: LayerProfile) -> LayerProfile:
         backward=again + profile.backward,
         recomputed=True,
     )
+
+
+class _NotLinear(Exception):
+    """Two profiles differ in more than numbers that grow with the samples."""
+
+
+def extrapolated(one: LayerProfile, two: LayerProfile, steps: float) -> LayerProfile | None:
+    """Return the profile at another number of samples, on the line through two profiles: `one` + `steps` * (`two` - `one`).
+
+    None if they differ in more than numbers that grow with the samples: with a single sample, some copies are views.
+    """
+
+    def line(a: Any, b: Any) -> Any:
+        if type(a) in (int, float) and type(b) in (int, float):
+            return type(a)(a + (b - a) * steps)
+        if isinstance(a, Work) and (a.kernels, a.operators) != (b.kernels, b.operators):
+            raise _NotLinear
+        if isinstance(a, tuple) and len(a) == len(b):
+            parts = [line(x, y) for x, y in zip(a, b, strict=True)]
+            return type(a)(*parts) if hasattr(a, "_fields") else tuple(parts)
+        if is_dataclass(a) and not isinstance(a, type):
+            names = _GROW if isinstance(a, LayerProfile) else [field.name for field in fields(a)]
+            return replace(a, **{name: line(getattr(a, name), getattr(b, name)) for name in names})
+        if a != b:
+            raise _NotLinear
+        return a
+
+    try:
+        profile: LayerProfile = line(one, two)
+    except _NotLinear:
+        return None
+    return profile
+
+
+_GROW = ("forward", "input_gradient", "weight_gradient", "backward", "inputs", "outputs", "whole", "split", "loss")

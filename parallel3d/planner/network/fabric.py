@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel3d.planner.cluster.cluster import Cluster
+from parallel3d.planner.cluster.cluster import Cluster, natural
 
 # A route is the shortest one for a message of this size: bandwidth counts there, and latency decides between equal routes.
 ROUTED_BYTES = 4 << 20
@@ -20,11 +20,17 @@ Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Edge(NamedTuple):
-    """An edge of the graph, between two nodes. message: bytes per second that a single message reaches."""
+Node = TypeVar("Node", str, int)
 
-    a: str
-    b: str
+
+class Edge(NamedTuple, Generic[Node]):
+    """An edge of the cluster's graph, between nodes by their names, or of a part of it, between nodes by their numbers.
+
+    message: bytes per second that a single message reaches.
+    """
+
+    a: Node
+    b: Node
     kind: str
     bandwidth: float
     latency: float
@@ -36,22 +42,16 @@ class Edge(NamedTuple):
         return max(1, round(1e12 * (self.latency + ROUTED_BYTES / self.bandwidth)))
 
 
-class LocalEdge(NamedTuple):
-    """An edge of a unit, between nodes by their number in the unit. The end of a port has a number of its own."""
-
-    a: int
-    b: int
-    edge: tuple[str, float, float, float]
-    cost: int
-
-
 @dataclass(frozen=True)
 class UnitClass:
-    """Structure that equal units share. GPUs are nodes 0 to gpus-1; ports: numbers of the edges that lead to a switch."""
+    """Structure that equal units share. GPUs are nodes 0 to gpus-1; the outer end of each port has a number of its own.
+
+    ports: numbers of the edges that lead to a switch.
+    """
 
     gpus: int
     nodes: int
-    edges: tuple[LocalEdge, ...]
+    edges: tuple[Edge[int], ...]
     ports: tuple[int, ...]
 
     @cached_property
@@ -62,14 +62,13 @@ class UnitClass:
 
 class _Unit(NamedTuple):
     gpus: list[int]
-    edges: list[Edge]  # in the order of the class, ports pointing outwards
+    edges: list[Edge[str]]  # in the order of the class, ports pointing outwards
     structure: UnitClass
-    switches: list[str]  # of the ports
 
-
-def by_name(name: str) -> tuple[int, str]:
-    """Sort key that puts host2 before host10."""
-    return len(name), name
+    @property
+    def switches(self) -> list[str]:
+        """The switch of each port."""
+        return [self.edges[port].b for port in self.structure.ports]
 
 
 class Fabric:
@@ -83,41 +82,39 @@ class Fabric:
     - unit, slot, island, position: [GPUs], by their index in the cluster. slot: number in the unit; position: order by
       locality (switches, then units and hosts by name, then index).
     - first_link, attachment: [units]. attachments: (class, switches of its ports); units with an equal pair have equal routes.
-    - switches: names; trunks: (switch, switch, edge).
+    - switches: names; trunks: the last edges, between switches by their index.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.island: Integers = np.array([gpu.island for gpu in cluster.gpus], dtype=np.int64)
-        adjacent: dict[str, list[Edge]] = {node: [] for node in cluster.graph}
+        adjacent: dict[str, list[Edge[str]]] = {node: [] for node in cluster.graph}
         for a, b, edge in cluster.graph.edges(data=True):
             bandwidth: float = edge["bandwidth"]
             rest = edge["kind"], bandwidth, edge["latency"], edge.get("message_bandwidth", bandwidth)
             adjacent[a].append(Edge(a, b, *rest))
             adjacent[b].append(Edge(b, a, *rest))
         owner = _owners(cluster, adjacent)
-        self.switches = sorted((node for node in adjacent if node not in owner), key=by_name)
+        self.switches = sorted((node for node in adjacent if node not in owner), key=natural)
         number = {name: index for index, name in enumerate(self.switches)}
         members: dict[int, list[int]] = {}
         for index, gpu in enumerate(cluster.gpus):
             members.setdefault(owner[gpu.node], []).append(index)
         units = [_unit(cluster, self._by_locality(gpus), adjacent, owner) for gpus in members.values()]
-        units.sort(key=lambda unit: ([number[s] for s in unit.switches], by_name(cluster.gpus[unit.gpus[0]].node)))
+        units.sort(key=lambda unit: ([number[s] for s in unit.switches], natural(cluster.gpus[unit.gpus[0]].node)))
         self.edges = [edge for unit in units for edge in unit.edges]
         self._number_units(units, number)
-        self.trunks: list[tuple[int, int, int]] = []
-        for name in self.switches:
-            for trunk in sorted(adjacent[name], key=lambda edge: by_name(edge.b)):
-                if number[name] < number.get(trunk.b, -1):
-                    self.trunks.append((number[name], number[trunk.b], len(self.edges)))
-                    self.edges.append(trunk)
+        trunks = [edge for name in self.switches for edge in adjacent[name] if number[name] < number.get(edge.b, -1)]
+        trunks.sort(key=lambda edge: (number[edge.a], number[edge.b]))
+        self.edges += trunks
+        self.trunks = [Edge(number[edge.a], number[edge.b], *edge[2:]) for edge in trunks]
         both = np.repeat(np.array([edge[3:] for edge in self.edges], dtype=np.float64).reshape(-1, 3), 2, axis=0)
         self.bandwidth, self.latency, self.message = np.vstack([both, [np.inf, 0.0, np.inf]]).T.copy()
 
     def _by_locality(self, unit: list[int]) -> list[int]:
         """Sort the GPUs of a unit by host and index, with the GPUs of an island next to each other."""
         gpus = self.cluster.gpus
-        unit = sorted(unit, key=lambda i: (by_name(gpus[i].host), gpus[i].index, gpus[i].node))
+        unit = sorted(unit, key=lambda i: (natural(gpus[i].host), gpus[i].index, gpus[i].node))
         first: dict[int, int] = {}
         return sorted(unit, key=lambda i: first.setdefault(gpus[i].island, len(first)))
 
@@ -140,7 +137,7 @@ class Fabric:
         self.classes, self.attachments = list(classes), list(attachments)
 
 
-def _owners(cluster: Cluster, adjacent: dict[str, list[Edge]]) -> dict[str, int]:
+def _owners(cluster: Cluster, adjacent: dict[str, list[Edge[str]]]) -> dict[str, int]:
     """Return the unit of each node in one: GPUs, nodes that NVLink and PCIe connect to them, and their network cards."""
     joined: nx.Graph = nx.Graph()
     joined.add_nodes_from(adjacent)
@@ -159,19 +156,19 @@ def _owners(cluster: Cluster, adjacent: dict[str, list[Edge]]) -> dict[str, int]
     }
 
 
-def _unit(cluster: Cluster, gpus: list[int], adjacent: dict[str, list[Edge]], owner: dict[str, int]) -> _Unit:
+def _unit(cluster: Cluster, gpus: list[int], adjacent: dict[str, list[Edge[str]]], owner: dict[str, int]) -> _Unit:
     """Number a unit's nodes and edges breadth-first from its GPUs, equally in equal units."""
     number = {cluster.gpus[gpu].node: slot for slot, gpu in enumerate(gpus)}
     mine = owner[cluster.gpus[gpus[0]].node]
-    edges: list[Edge] = []
-    local: list[LocalEdge] = []
+    edges: list[Edge[str]] = []
+    local: list[Edge[int]] = []
     ports: list[int] = []
     walked: set[str] = set()
     queue = deque(number)
     while queue:
         node = queue.popleft()
         walked.add(node)
-        for edge in sorted(adjacent[node], key=lambda edge: (edge[2:], by_name(edge.b))):
+        for edge in sorted(adjacent[node], key=lambda edge: (edge[2:], natural(edge.b))):
             if edge.b in walked:
                 continue
             new = len(number) + len(ports)
@@ -180,7 +177,6 @@ def _unit(cluster: Cluster, gpus: list[int], adjacent: dict[str, list[Edge]], ow
             elif edge.b not in number:
                 number[edge.b] = new
                 queue.append(edge.b)
-            local.append(LocalEdge(number[node], number.get(edge.b, new), edge[2:], edge.cost))
+            local.append(Edge(number[node], number.get(edge.b, new), *edge[2:]))
             edges.append(edge)
-    structure = UnitClass(len(gpus), len(number) + len(ports), tuple(local), tuple(ports))
-    return _Unit(gpus, edges, structure, [edges[port].b for port in ports])
+    return _Unit(gpus, edges, UnitClass(len(gpus), len(number) + len(ports), tuple(local), tuple(ports)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -180,21 +182,15 @@ class Network:
         # How each member is cut off from the one before: 0 not at all, 1 in another island, 2 in another unit.
         unit, island = fabric.unit[members], fabric.island[members]
         cuts = np.where(np.diff(unit, axis=1) != 0, 2, np.diff(island, axis=1) != 0).astype(np.uint8)
-        patterns, which = np.unique(cuts, axis=0, return_inverse=True)
-        chosen = [np.flatnonzero(which.ravel() == pattern) for pattern in range(len(patterns))]
-        return [_Alike(rows, members[rows], _shape(cuts)) for rows, cuts in zip(chosen, patterns, strict=True)]
+        _, first, which = np.unique(cuts, axis=0, return_index=True, return_inverse=True)
+        chosen = [(row, np.flatnonzero(which.ravel() == pattern)) for pattern, row in enumerate(first)]
+        return [_Alike(rows, members[rows], _shape(unit[row], island[row])) for row, rows in chosen]
 
 
-def _shape(cuts: npt.NDArray[np.uint8]) -> Shape:
-    shape = [[1]]
-    for cut in cuts.tolist():
-        if cut == 2:
-            shape.append([1])
-        elif cut == 1:
-            shape[-1].append(1)
-        else:
-            shape[-1][-1] += 1
-    return tuple(map(tuple, shape))
+def _shape(unit: Integers, island: Integers) -> Shape:
+    """Return the sizes of the islands in each unit. unit, island: of the members of a group, by locality."""
+    units = groupby(zip(unit.tolist(), island.tolist(), strict=True), key=itemgetter(0))
+    return tuple(tuple(len(list(members)) for _, members in groupby(own)) for _, own in units)
 
 
 def _rounds(kind: Kind, alike: list[_Alike], algorithm: int) -> Iterator[_Sent]:

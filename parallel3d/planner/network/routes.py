@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import networkx as nx
 import numpy as np
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.network.fabric import Fabric, Floats, Integers
+from parallel3d.planner.network.fabric import Edge, Fabric, Floats, Integers
 
 _SENDER, _NETWORK, _RECEIVER = range(3)  # whose first link a hop's link is counted from
 _FAR = np.iinfo(np.int64).max // 4
@@ -36,12 +36,9 @@ class Routes:
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
         self._first_place = np.cumsum([0, *(fabric.classes[kind].gpus for kind, _ in fabric.attachments)])
-        self._units = [
-            _ShortestRoutes(kind.nodes, [(e.a, e.b, number, e.cost) for number, e in enumerate(kind.edges)])
-            for kind in fabric.classes
-        ]
-        trunks = [(a, b, number, fabric.edges[number].cost) for a, b, number in fabric.trunks]
-        self._switches = _ShortestRoutes(len(fabric.switches), trunks)
+        self._units = [_ShortestRoutes(kind.nodes, kind.edges) for kind in fabric.classes]
+        first = len(fabric.edges) - len(fabric.trunks)
+        self._switches = _ShortestRoutes(len(fabric.switches), fabric.trunks, first)
         self._known: dict[int, Floats] = {}  # [3, hops] of a route by its key: side, link from the side's first, share
 
     def hops(self, source: Integers, target: Integers) -> Hops:
@@ -104,15 +101,15 @@ class Routes:
 class _ShortestRoutes:
     """Shortest routes between the nodes of a graph of a few hundred nodes.
 
-    edges: (node, node, number, cost) of each edge; link 2n leads along edge n, link 2n+1 back.
+    The edges are numbered from `first` on; link 2n leads along edge n, link 2n+1 back.
     """
 
-    def __init__(self, nodes: int, edges: Iterable[tuple[int, int, int, int]]) -> None:
+    def __init__(self, nodes: int, edges: Sequence[Edge[int]], first: int = 0) -> None:
         graph: nx.DiGraph[int] = nx.DiGraph()
         graph.add_nodes_from(range(nodes))
-        for a, b, number, cost in edges:
-            graph.add_edge(a, b, link=2 * number, cost=cost)
-            graph.add_edge(b, a, link=2 * number + 1, cost=cost)
+        for number, edge in enumerate(edges, start=first):
+            graph.add_edge(edge.a, edge.b, link=2 * number, cost=edge.cost)
+            graph.add_edge(edge.b, edge.a, link=2 * number + 1, cost=edge.cost)
         self._graph = graph
         self._search = cache(lambda source: nx.dijkstra_predecessor_and_distance(graph, source, weight="cost"))
         self.between = cache(self._between)

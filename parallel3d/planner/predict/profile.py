@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel3d.config import Config
 from parallel3d.costs.counter import OperatorCounter
-from parallel3d.costs.layer_profile import LayerProfile, recomputed
+from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import INSTEAD, LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.errors import PartitionError
 from parallel3d.layer_choice import choice_rule
@@ -21,6 +21,11 @@ from parallel3d.structures import TensorTree
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 DeviceType = Literal["cpu", "cuda"]
+# Numbers of samples that are traced, from which others follow: the first pair for which that holds. Of a single sample some
+# copies are mere views.
+_FEW = ((1, 2), (2, 3))
+
+
 _Slicing = tuple[int, bool]  # tensor-parallel ranks, and whether sequences are split among them
 
 
@@ -133,7 +138,7 @@ class ModelProfile:
         if slicing not in self._slicings:
             self._slicings[slicing] = ModelTraces(self._traceable, *slicing, self._on_meta, self._counter, self._losses)
         try:
-            return self._slicings[slicing].profiles(micro_batch)
+            return _at(micro_batch, self._slicings[slicing].profiles)
         except PartitionError:
             if not self._on_meta:
                 raise
@@ -141,3 +146,18 @@ class ModelProfile:
         self._on_meta = False
         self._slicings.clear()
         return self._trace(slicing, micro_batch)
+
+
+def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:
+    """Return the profiles at a number of samples, from those that are traced at a few."""
+    for few in _FEW:
+        if micro_batch <= max(few):
+            break
+        one, two = map(traced, few)
+        steps = (micro_batch - few[0]) / (few[1] - few[0])
+        pairs = {(id(a), id(b)): (a, b) for a, b in zip(one, two, strict=True)}  # equal layers once
+        found = {key: extrapolated(a, b, steps) for key, (a, b) in pairs.items()}
+        whole = tuple(p for a, b in zip(one, two, strict=True) if (p := found[id(a), id(b)]) is not None)
+        if len(whole) == len(one):
+            return whole
+    return traced(micro_batch)

@@ -133,7 +133,7 @@ def _exit(network: Network, unit: int) -> float:
     """Return the bandwidth out of a unit."""
     fabric = network.fabric
     ports = fabric.classes[fabric.attachments[fabric.attachment[unit]][0]]
-    return sum(ports.edges[port].edge[1] for port in ports.ports)
+    return sum(ports.edges[port].bandwidth for port in ports.ports)
 
 
 def _nestings(network: Network, order: Integers, shape: Grid) -> list[tuple[Grid, Grid]]:
