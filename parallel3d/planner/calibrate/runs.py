@@ -21,7 +21,7 @@ from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds
-from parallel3d.planner.search.candidate import Candidate, prediction_of
+from parallel3d.planner.search.candidate import prediction_of
 from parallel3d.planner.search.comparison import Comparison, compare
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.plan import profile_of
@@ -63,7 +63,7 @@ class RunPredictor:
         predictor, predicted = self._predict_step(record, calibration)
         run = self.parts(record, calibration)
         seconds = {name: calibration.seconds(parts, run.idle) for name, parts in run.instructions.items()}
-        return prediction_of(predictor, Candidate(predicted, predictor.memory(predicted))), seconds
+        return prediction_of(predictor, predicted), seconds
 
     def parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
         """Return the uncorrected parts of the run, and of its step along the path that is the longest when corrected."""
@@ -87,8 +87,9 @@ class RunPredictor:
             share = longer * seconds / cost(i) if cost(i) > 0 else 0.0
             for name, part in components(i._replace(micro_batch=0)).items():
                 step[name] += share * part
-        stages = plain.memory(uncorrected)
-        return PredictedRun(instructions, step, [stages[rank.stage] for rank in record.ranks], predicted.bubble)
+        return PredictedRun(
+            instructions, step, [uncorrected.memory[rank.stage] for rank in record.ranks], predicted.bubble
+        )
 
     def _predict_step(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, StepPrediction]:
         model, layout = self._model_of(record), Layout(**{name: getattr(record, name) for name in Layout.model_fields})
@@ -158,7 +159,7 @@ def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRec
 
 def _components(predictor: Predictor, predicted: StepPrediction, i: Instruction) -> dict[str, float]:
     """Return the uncorrected seconds of an instruction by component; empty for one that takes no time."""
-    links, placement = predicted.links, predicted.program.placement
+    links, placement = predicted.split.links, predicted.program.placement
     stage = placement[i.chunk]
     if i.op in _WORK:
         return _compute_components(predictor, predicted, i)
@@ -173,7 +174,7 @@ def _components(predictor: Predictor, predicted: StepPrediction, i: Instruction)
 
 
 def _compute_components(predictor: Predictor, predicted: StepPrediction, i: Instruction) -> dict[str, float]:
-    links, bounds = predicted.links, predicted.bounds
+    links, bounds = predicted.split.links, predicted.split.bounds
     stage = predicted.program.placement[i.chunk]
     device = max(links.devices[stage], key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
     layers = predictor.layers(predicted.layout)[bounds[i.chunk] : bounds[i.chunk + 1]]
@@ -184,7 +185,7 @@ def _compute_components(predictor: Predictor, predicted: StepPrediction, i: Inst
     for exchange in work.exchanges:
         waited = exchange_seconds(exchange, device, links.over_slices, links.overlap)
         parts[links.kind(links.slice_groups(stage))] += waited
-    slower, added = (float(seconds[i.chunk]) for seconds in predicted.reducing)
+    slower, added = (float(seconds[i.chunk]) for seconds in predicted.split.reducing)
     if added > 0 and i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
         parts[links.kind(links.replica_groups(stage))] += slower
         parts["element_wise"] += added

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -23,9 +22,8 @@ from parallel3d.schedule.timing import Cost, Simulation
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
-Reductions = tuple[
-    tuple[Collective, float], ...
-]  # collectives over a chunk's replicas, and how often they run in a step
+# Collectives over a chunk's replicas, and how often they run in a step.
+Reductions = tuple[tuple[Collective, float], ...]
 
 
 @dataclass(frozen=True)
@@ -64,16 +62,6 @@ class StepCost:
         of_chunks = self.times.total, self.times.host.sum(axis=0)
         pace, host = (float(of_stages(each, program.placement).max()) for each in of_chunks)
         return length.makespan + (micro_batches - program.num_micro_batches) * max(pace, length.pace, host)
-
-
-class Reducing(NamedTuple):
-    """Seconds by which a backward of each chunk is longer if gradients are reduced in every micro-batch, [chunks].
-
-    slower: compute beside the collectives; added: adding up the part that the rank keeps.
-    """
-
-    slower: Floats
-    added: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,23 +112,24 @@ class SplitLayout:
         return tuple(known[numels] for numels in self.buckets.of_chunk)
 
     @cached_property
-    def reducing(self) -> Reducing:
-        """Seconds that reductions in every micro-batch add."""
-        slower, added = np.zeros(len(self.placement)), np.zeros(len(self.placement))
-        if self.policy.reduce_per_micro_batch and self.layout.replicas > 1:
-            known: dict[tuple[object, ...], tuple[float, float]] = {}
-            for c, (numels, stage) in enumerate(zip(self.buckets.of_chunk, self.placement, strict=True)):
-                key = numels, self.links.like(stage), self.links.first_alike[stage]
-                if key not in known:
-                    wire = self._wire_bytes
-                    reduced = sum(self.links.over_replicas("reduce_scatter", wire * n, stage) for n in numels)
-                    # Read twice and written once, in the accumulators' dtype.
-                    itemsize = self.policy.accumulator_dtype(torch.float32).itemsize
-                    work = Work(moved=3 * itemsize * sum(numels) / self.layout.replicas)
-                    adding = max(compute_seconds(work, device) for device in self.links.devices[stage])
-                    known[key] = (self.links.overlap - 1.0) * reduced, adding
-                slower[c], added[c] = known[key]
-        return Reducing(slower, added)
+    def reducing(self) -> Floats:
+        """Seconds by which a backward of each chunk is longer if gradients are reduced in every micro-batch, [2, chunks].
+
+        The first row is slower compute beside the collectives, the second adding up the part that the rank keeps.
+        """
+        if not self.policy.reduce_per_micro_batch or self.layout.replicas == 1:
+            return np.zeros((2, len(self.placement)))
+        links, wire, itemsize = self.links, self._wire_bytes, self.policy.accumulator_dtype(torch.float32).itemsize
+
+        @cache  # equal chunks on stages that are alike add the same
+        def added(numels: tuple[int, ...], links_of: int, devices_of: int) -> tuple[float, float]:
+            reduced = sum(links.over_replicas("reduce_scatter", wire * n, links_of) for n in numels)
+            # Read twice and written once, in the accumulators' dtype.
+            work = Work(moved=3 * itemsize * sum(numels) / self.layout.replicas)
+            return (links.overlap - 1.0) * reduced, max(compute_seconds(work, d) for d in links.devices[devices_of])
+
+        chunks = zip(self.buckets.of_chunk, self.placement, strict=True)
+        return np.array([added(numels, links.like(s), links.first_alike[s]) for numels, s in chunks]).T
 
     @cached_property
     def times(self) -> Times:
@@ -153,14 +142,9 @@ class SplitLayout:
 
     def reduction_seconds(self) -> Floats:
         """Return the seconds of all collectives over replicas, [stages]."""
-        known: dict[tuple[int, int], float] = {}
-        seconds = np.zeros(self.layout.stages)
-        for stage, collectives in zip(self.placement, self.reductions, strict=True):
-            key = id(collectives), self.links.like(stage)
-            if key not in known:
-                known[key] = sum(n * self.links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
-            seconds[stage] += known[key]
-        return seconds
+        chunks = zip(self.placement, self.reductions, strict=True)
+        of_chunks = [sum(n * self.links.over_replicas(c.kind, c.nbytes, s) for c, n in own) for s, own in chunks]
+        return of_stages(np.array(of_chunks), self.placement)
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer's step on the slowest stage."""

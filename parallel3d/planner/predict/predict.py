@@ -26,7 +26,6 @@ from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.program import (
     Buckets,
     Programs,
-    given_simulation,
     make_buckets,
     rough_buckets,
     timed_micro_batches,
@@ -38,7 +37,7 @@ from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.memory import ChunkBytes, most_in_flight
+from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
 
@@ -83,9 +82,10 @@ class Predictor:
 
     def profile(self, units: Units = None) -> ModelProfile:
         """Return the profile of the layers, or of their half blocks. Raises ConfigError if half blocks aren't known."""
-        return self._memory(units).model
+        return self.memory_model(units).model
 
-    def _memory(self, units: Units) -> MemoryModel:
+    def memory_model(self, units: Units) -> MemoryModel:
+        """Return the memory of the layers, or of their half blocks."""
         if units not in self._memories:
             self._memories[units] = MemoryModel(self.profile().of_layers(self.model.in_halves().layers))
         return self._memories[units]
@@ -121,24 +121,13 @@ class Predictor:
         - compute: the schedule, if it isn't a named one.
         """
         split = self._split_layout(layout, places, bounds=bounds)
-        if compute is None:
-            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed_micro_batches(layout))
-        else:
-            simulation = given_simulation(compute, layout, split.buckets, split.policy)
-        cost, seconds = self._timed(split, simulation)
+        timed = timed_micro_batches(layout)
+        simulation = self._programs.simulation(layout, split.buckets, split.policy, timed, compute=compute)
+        cost, makespan = self._timed(split, simulation)
         optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
-        return StepPrediction(
-            layout=layout,
-            bounds=split.bounds,
-            links=split.links,
-            simulation=simulation,
-            cost=cost,
-            makespan=seconds,
-            optimizer=optimizer,
-            seconds=seconds + optimizer + self.calibration.fixed.value,
-            reductions=split.reductions,
-            reducing=split.reducing,
-        )
+        seconds = makespan + optimizer + self.calibration.fixed.value
+        memory = self._memory_of(split, simulation.program)
+        return StepPrediction(split, simulation, cost, makespan, optimizer, seconds, memory)
 
     def least(self, layout: Layout) -> float:
         """Return a lower bound of the seconds of a layout's step.
@@ -239,28 +228,21 @@ class Predictor:
             self._stage_times[key] = [slowest[stage] for stage in links.first_alike]
         return self._stage_times[key]
 
-    def held(self, layout: Layout) -> int:
-        """Return the bytes of activations that a micro-batch leaves for its backward, over all layers as one chunk."""
-        return self._memory(layout.units).held(layout)
-
-    def memory(self, step: StepPrediction) -> tuple[StageMemory, ...]:
+    def _memory_of(self, split: SplitLayout, program: Program) -> tuple[StageMemory, ...]:
         """Return the memory of each stage, as the calibration corrects it."""
-        memory, replay = self._memory(step.layout.units), MemoryReplay.of(step.program)
-        samples = untimed_flight(step.layout, step.program.num_micro_batches)
-        return tuple(
-            self.calibration.correct_memory(
-                memory.stage(replay, step.bounds, step.layout, stage, _capacity(devices), samples)
-            )
-            for stage, devices in enumerate(step.links.devices)
-        )
+        layout, replay = split.layout, MemoryReplay.of(program)
+        model, samples = self.memory_model(layout.units), untimed_flight(layout, program.num_micro_batches)
+        stages = enumerate(map(_capacity, split.links.devices))
+        found = (model.stage(replay, split.bounds, layout, stage, capacity, samples) for stage, capacity in stages)
+        return tuple(map(self.calibration.correct_memory, found))
 
     def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
-        """Yield about the `memory` of the stages that may be the fullest, scaled from that of a single sample.
+        """Yield about the memory of the stages that may be the fullest, scaled from that of a single sample.
 
         No prediction is needed, only those stages' lists of instructions.
         """
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
-        memory, replay = self._memory(layout.units), self._programs.replay(layout, timed, roughly=True)
+        memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed, roughly=True)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
         samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
         # A long pipeline is the fullest at its ends, or in the middle.
@@ -269,10 +251,6 @@ class Predictor:
                 capacity = _capacity(links.devices[stage])
                 yield self.calibration.correct_memory(memory.stage(replay, bounds, one, stage, capacity, samples))
 
-    def chunk_bytes(self, step: StepPrediction) -> list[ChunkBytes]:
-        """Return what a micro-batch holds on each chunk, with weight gradients deferred."""
-        return self._memory(step.layout.units).chunk_bytes(step.program.placement, step.bounds, step.layout)
-
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
         """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
@@ -280,17 +258,17 @@ class Predictor:
         costs, step = segment_costs(fastest.total.tolist()), self._step_length(layout, fastest)
         return partition_layers(costs, len(placement), placement=placement, step=step, paces=paces).bounds
 
-    def split_within(self, step: StepPrediction, memory: Sequence[StageMemory]) -> tuple[int, ...] | None:
+    def split_within(self, step: StepPrediction) -> tuple[int, ...] | None:
         """Return the most even bounds within the devices' memory, for a layout that doesn't fit; None if there are none.
 
-        memory: of the prediction. What isn't the layers' own is assumed to stay.
+        Memory that isn't the layers' own is assumed to stay.
         """
-        layout, links, placement = step.layout, step.links, step.program.placement
-        state, activations = self._memory(layout.units).of_layers(layout)
+        layout, links, placement = step.layout, step.split.links, step.program.placement
+        state, activations = self.memory_model(layout.units).of_layers(layout)
         ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile(layout.units).specs]
         limit = StageLimit(0.0, state, activations, most_in_flight(step.program), ties)
-        own = cut(step.bounds, limit.chunk_bytes()).loads(placement)
-        limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in memory))
+        own = cut(step.split.bounds, limit.chunk_bytes()).loads(placement)
+        limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in step.memory))
         fastest, paces = _fastest(self.stage_times(layout, links), placement)
         costs = segment_costs(fastest.total.tolist())
         try:

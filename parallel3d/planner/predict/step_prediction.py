@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallel3d.config.layout import Layout
-from parallel3d.planner.predict.costs import Reducing, Reductions, StepCost
-from parallel3d.planner.predict.links import LayoutLinks
+from parallel3d.planner.predict.costs import SplitLayout, StepCost
 from parallel3d.planner.predict.timing import Floats
+from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.timing import CriticalPath, Simulation, Timeline
+
+# A layout of half blocks counts as this much longer than it is: it has to be worth building other layers.
+WORTH_HALVES = 0.998
+
+
+def fullness_of(memory: Sequence[StageMemory]) -> float:
+    """Return the reserved share of the fullest device's memory; more than 1 doesn't fit."""
+    return max(stage.reserved / stage.capacity for stage in memory)
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Predicted step of a layout.
+    """Predicted step and memory of a layout.
 
+    - split: the layout with its layers as they are split.
     - simulation: of the pipeline's program, with fewer micro-batches than the layout's if these are too many.
     - makespan: seconds of the program; optimizer: seconds of the optimizer's step; seconds: of the whole step.
-    - reductions, reducing: of each chunk, see SplitLayout.
+    - memory: of each stage.
     """
 
-    layout: Layout
-    bounds: tuple[int, ...]
-    links: LayoutLinks
+    split: SplitLayout
     simulation: Simulation
     cost: StepCost
     makespan: float
     optimizer: float
     seconds: float
-    reductions: tuple[Reductions, ...]
-    reducing: Reducing
+    memory: tuple[StageMemory, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Layout that was predicted."""
+        return self.split.layout
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into every device."""
+        return fullness_of(self.memory) <= 1.0
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key: what fits comes first, then the shorter step."""
+        return not self.fits, self.seconds / (WORTH_HALVES if self.layout.units else 1.0)
 
     @property
     def program(self) -> Program:

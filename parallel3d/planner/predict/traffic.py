@@ -26,8 +26,8 @@ def _collectives(predictor: Predictor, step: StepPrediction) -> dict[str, list[R
     model = [Counter[Collective]() for _ in range(layout.stages)]
     data: list[Reductions] = [()] * layout.stages
     for chunk, stage in enumerate(step.program.placement):
-        data[stage] += step.reductions[chunk]
-        for layer in layers[step.bounds[chunk] : step.bounds[chunk + 1]]:
+        data[stage] += step.split.reductions[chunk]
+        for layer in layers[step.split.bounds[chunk] : step.split.bounds[chunk + 1]]:
             for work in (layer.forward, layer.input_gradient, layer.weight_gradient):
                 model[stage].update(work.collectives)
     repeated = [tuple((c, float(number * layout.micro_batches)) for c, number in own.items()) for own in model]
@@ -37,7 +37,7 @@ def _collectives(predictor: Predictor, step: StepPrediction) -> dict[str, list[R
 def _messages(predictor: Predictor, step: StepPrediction) -> Iterator[tuple[int, int, float]]:
     """Yield (source, destination, bytes) of each message between stages, for one micro-batch and one rank."""
     layers, placement = predictor.layers(step.layout), step.program.placement
-    for chunk, end in enumerate(step.bounds[1:-1]):
+    for chunk, end in enumerate(step.split.bounds[1:-1]):
         a, b = placement[chunk], placement[chunk + 1]
         if a != b:
             yield a, b, layers[end - 1].output_bytes
@@ -69,7 +69,7 @@ def traffic_of(predictor: Predictor, step: StepPrediction) -> Traffic:
 
 def link_loads(predictor: Predictor, step: StepPrediction) -> tuple[LinkLoad, ...]:
     """Return what the links carry in a step, the slowest first."""
-    network, links = predictor.network, step.links
+    network, links = predictor.network, step.split.links
     carried = {axis: np.zeros(len(network.fabric.bandwidth)) for axis in ("pipe", "data", "model")}
     for a, b, nbytes in _messages(predictor, step):
         carried["pipe"] += step.layout.micro_batches * network.link_bytes("send", links.stage_groups(a, b), nbytes)

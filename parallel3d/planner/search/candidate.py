@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from operator import attrgetter
 
 from parallel3d.config.layout import Layout
 from parallel3d.errors import ScheduleError
 from parallel3d.planner.network.placement import place
 from parallel3d.planner.predict.links import Shape
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.step_prediction import StepPrediction
+from parallel3d.planner.predict.step_prediction import StepPrediction, fullness_of
 from parallel3d.planner.predict.traffic import traffic_of
 from parallel3d.planner.search.result import Prediction, StageMemory
 from parallel3d.schedule.auto import Measured, make_plan
@@ -20,8 +21,6 @@ from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.memory import bytes_in_flight
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
-# A layout of half blocks counts as this much longer than it is: it has to be worth building other layers.
-WORTH_HALVES = 0.998
 # Share of a device's memory up to which a split is looked for by which the layout fits; with more chunks of all stages, or
 # more ranks, that takes too long.
 _NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
@@ -30,11 +29,6 @@ _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 _NAMED = {(1, "loop"): "zb-h1", (2, "v"): "zbv", (2, "loop"): "zb-looped", (4, "loop"): "zb-looped"}
 # Chunks of all stages x micro-batches: planning a longer pipeline takes longer than the rest of the plan.
 _QUICK = 160
-
-
-def fullness_of(memory: Sequence[StageMemory]) -> float:
-    """Return the reserved share of the fullest device's memory; more than 1 doesn't fit."""
-    return max(stage.reserved / stage.capacity for stage in memory)
 
 
 def shape_of(layout: Layout) -> Shape:
@@ -58,31 +52,8 @@ class OutOfMemory:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sort key, see Candidate."""
+        """Sort key, see StepPrediction."""
         return True, self.least
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Layout whose step was predicted."""
-
-    step: StepPrediction
-    memory: tuple[StageMemory, ...]
-
-    @property
-    def layout(self) -> Layout:
-        """Layout that was predicted."""
-        return self.step.layout
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits into every device."""
-        return fullness_of(self.memory) <= 1.0
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """Sort key: what fits comes first, then the shorter step."""
-        return not self.fits, self.step.seconds / (WORTH_HALVES if self.layout.units else 1.0)
 
 
 def out_of_memory(predictor: Predictor, layout: Layout, least: float) -> OutOfMemory | None:
@@ -103,8 +74,8 @@ def evaluate(
     places: Sequence[int] | None = None,
     bounds: Sequence[int] | None = None,
     best: float = inf,
-) -> Candidate:
-    """Predict a layout with its memory.
+) -> StepPrediction:
+    """Predict a layout.
 
     If it nearly fits, and its chunks are few, its layers are split so that it does, if possible.
 
@@ -112,37 +83,35 @@ def evaluate(
     - best: seconds of a step that fits already; no split is looked for by which a longer one fits.
     """
     step = predictor.predict(layout, places, bounds)
-    candidate = Candidate(step, predictor.memory(step))
-    if not 1.0 < fullness_of(candidate.memory) < _fullest_to_split(layout) or step.seconds >= best:
-        return candidate
-    within = predictor.split_within(step, candidate.memory)
-    if within is None or within == step.bounds:
-        return candidate
-    step = predictor.predict(layout, places, within)
-    other = Candidate(step, predictor.memory(step))
-    return other if other.fits else candidate
+    if not 1.0 < fullness_of(step.memory) < _fullest_to_split(layout) or step.seconds >= best:
+        return step
+    within = predictor.split_within(step)
+    if within is None or within == step.split.bounds:
+        return step
+    other = predictor.predict(layout, places, within)
+    return other if other.fits else step
 
 
-def improve(predictor: Predictor, candidate: Candidate) -> Candidate:
-    """Put a candidate's ranks where `place` does, and split its layers with more care, if that makes the step shorter."""
-    layout = candidate.layout
-    places = place(predictor.network, shape_of(layout), traffic_of(predictor, candidate.step))
-    found = [candidate]
+def improve(predictor: Predictor, step: StepPrediction) -> StepPrediction:
+    """Put a layout's ranks where `place` does, and split its layers with more care, if that makes the step shorter."""
+    layout = step.layout
+    places = place(predictor.network, shape_of(layout), traffic_of(predictor, step))
+    found = [step]
     if places != tuple(range(layout.world_size)):
         found.append(evaluate(predictor, layout, places))
     if layout.chunks > 1 and layout.stages * layout.chunks <= _MOST_SEARCHED:
-        links = min(found, key=lambda c: c.rank).step.links
+        links = min(found, key=attrgetter("rank")).split.links
         bounds = predictor.split_carefully(layout, links)
         found.append(evaluate(predictor, layout, links.ranks.ravel().tolist(), bounds))
-    return min(found, key=lambda c: c.rank)
+    return min(found, key=attrgetter("rank"))
 
 
-def prediction_of(predictor: Predictor, candidate: Candidate) -> Prediction:
-    """Return a candidate as results list it."""
-    step, layout, seconds = candidate.step, candidate.layout, candidate.step.seconds
+def prediction_of(predictor: Predictor, step: StepPrediction) -> Prediction:
+    """Return a prediction as results list it."""
+    layout, seconds = step.layout, step.seconds
     gpus, samples = predictor.network.cluster.gpus, layout.micro_batch * layout.micro_batches * layout.replicas
     low, high = predictor.calibration.interval(seconds)
-    peak = sum(gpus[place].device.peak_flops for place in step.links.ranks.ravel())
+    peak = sum(gpus[place].device.peak_flops for place in step.split.links.ranks.ravel())
     # A backward is twice a forward, whatever attention recomputes.
     flops = 3 * samples * sum(layer.forward.flops for layer in predictor.profile(layout.units).layers())
     return Prediction(
@@ -156,8 +125,8 @@ def prediction_of(predictor: Predictor, candidate: Candidate) -> Prediction:
         bubble=step.bubble,
         exposed_communication=step.exposed,
         breakdown=step.breakdown(),
-        bounds=step.bounds,
-        memory=candidate.memory,
+        bounds=step.split.bounds,
+        memory=step.memory,
     )
 
 
@@ -166,12 +135,12 @@ def is_quick(layout: Layout) -> bool:
     return layout.stages * layout.chunks * layout.micro_batches <= _QUICK
 
 
-def with_auto(predictor: Predictor, candidate: Candidate) -> Candidate | None:
-    """Predict schedule "auto" on a candidate's chunks and devices.
+def with_auto(predictor: Predictor, step: StepPrediction) -> StepPrediction | None:
+    """Predict schedule "auto" on the chunks and devices of a prediction.
 
     Return None for a single stage, for a placement of chunks that "auto" doesn't have, or if no micro-batch fits.
     """
-    layout, places = candidate.layout, candidate.step.links.ranks.ravel().tolist()
+    layout, places = step.layout, step.split.links.ranks.ravel().tolist()
     named = _NAMED.get((layout.chunks, layout.placement))
     if layout.stages == 1 or named is None:
         return None
@@ -181,18 +150,17 @@ def with_auto(predictor: Predictor, candidate: Candidate) -> Candidate | None:
     except ScheduleError:
         return None
     auto = layout.model_copy(update={"schedule": "auto"})
-    step = predictor.predict(auto, places, bounds=start.step.bounds, compute=program)
-    return Candidate(step, predictor.memory(step))
+    return predictor.predict(auto, places, start.split.bounds, program)
 
 
-def _auto_program(predictor: Predictor, start: Candidate) -> Program:
+def _auto_program(predictor: Predictor, step: StepPrediction) -> Program:
     """Plan by the times and bytes of a prediction of the same chunks. Raises ScheduleError if no micro-batch fits."""
-    step, micro_batches = start.step, start.layout.micro_batches
-    chunks, placement = predictor.chunk_bytes(step), step.program.placement
+    layout, micro_batches, placement = step.layout, step.layout.micro_batches, step.program.placement
+    chunks = predictor.memory_model(layout.units).chunk_bytes(placement, step.split.bounds, layout)
     held = tuple(max(1.0, c.saved + c.received + c.loaded) for c in chunks)
     deferred = tuple(max(1.0, c.deferred) for c in chunks)
     room = []
-    for stage, memory in enumerate(start.memory):
+    for stage, memory in enumerate(step.memory):
         own = {c: chunks[c] for c, s in enumerate(placement) if s == stage}
         activations = max(bytes_in_flight(step.program.instructions[stage], own))
         # Bytes of the device that activations may take.

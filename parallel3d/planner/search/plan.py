@@ -23,7 +23,7 @@ from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.traffic import link_loads
-from parallel3d.planner.search.candidate import Candidate, improve, is_quick, prediction_of, shape_of, with_auto
+from parallel3d.planner.search.candidate import improve, is_quick, prediction_of, shape_of, with_auto
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import PlanResult, RankPlace, TimelineSpan
@@ -104,7 +104,7 @@ class Planner:
             improved = [improve(self.predictor, candidate) for candidate in near] + found[len(near) :]
             return self._result(search, self._listed(self._with_autos(improved)))
 
-    def _with_autos(self, found: list[Candidate]) -> list[Candidate]:
+    def _with_autos(self, found: list[StepPrediction]) -> list[StepPrediction]:
         """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""
         found = sorted(found, key=lambda c: c.rank)
         question = self.question
@@ -120,9 +120,9 @@ class Planner:
         autos = [auto for c in chosen if (auto := with_auto(self.predictor, c)) is not None and auto.fits]
         return sorted(autos if schedule == "auto" else found + autos, key=lambda c: c.rank)
 
-    def _listed(self, found: Sequence[Candidate]) -> list[Candidate]:
+    def _listed(self, found: Sequence[StepPrediction]) -> list[StepPrediction]:
         """Return the best candidates, at most a few of one shape."""
-        listed: list[Candidate] = []
+        listed: list[StepPrediction] = []
         of_shape: Counter[Shape] = Counter()
         for candidate in found:
             shape = shape_of(candidate.layout)
@@ -131,10 +131,10 @@ class Planner:
                 listed.append(candidate)
         return listed[: self.question.num_best]
 
-    def _result(self, search: BranchAndBound, best: Sequence[Candidate]) -> PlanResult:
+    def _result(self, search: BranchAndBound, best: Sequence[StepPrediction]) -> PlanResult:
         question, predictor = self.question, self.predictor
         shown = [prediction_of(predictor, c) for c in best]
-        winner = best[0].step if best else None
+        winner = best[0] if best else None
         return PlanResult(
             model=question.model.name,
             cluster=question.cluster.name,
@@ -147,7 +147,7 @@ class Planner:
             timeline=timeline_of(winner) if winner else (),
             links=link_loads(predictor, winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),
-            config=configuration(winner.layout, question.model.config, winner.bounds) if winner else {},
+            config=configuration(winner.layout, question.model.config, winner.split.bounds) if winner else {},
             layers=tuple(map(layer_name, question.model.layers)),
             halves=tuple(map(layer_name, self._halves())),
             remedy=None if best else what_would_fit(search),
@@ -192,7 +192,7 @@ def timeline_of(step: StepPrediction) -> tuple[TimelineSpan, ...]:
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:
     """Return the device of each rank."""
-    ranks = step.links.ranks
+    ranks = step.split.links.ranks
     places = []
     for rank, (pipe, data, model) in enumerate(np.ndindex(*ranks.shape)):
         gpu = cluster.gpus[ranks[pipe, data, model]]

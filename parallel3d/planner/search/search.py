@@ -19,16 +19,9 @@ from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.links import Integers
 from parallel3d.planner.predict.parameters import merged_parameters
 from parallel3d.planner.predict.predict import Predictor
+from parallel3d.planner.predict.step_prediction import WORTH_HALVES, StepPrediction, fullness_of
 from parallel3d.planner.predict.timing import Floats, compute_seconds, layer_times
-from parallel3d.planner.search.candidate import (
-    WORTH_HALVES,
-    Candidate,
-    OutOfMemory,
-    evaluate,
-    fullness_of,
-    out_of_memory,
-    shape_of,
-)
+from parallel3d.planner.search.candidate import OutOfMemory, evaluate, out_of_memory, shape_of
 from parallel3d.planner.search.space import RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
 
@@ -98,7 +91,8 @@ class Bounds:
         for chosen in _groups(space.slices, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
-            found[chosen] += predictor.held(one) * samples * np.minimum(stages, space.micro_batches[chosen]) / stages
+            held = predictor.memory_model(None).held(one)
+            found[chosen] += held * samples * np.minimum(stages, space.micro_batches[chosen]) / stages
         return found
 
 
@@ -130,20 +124,20 @@ class BranchAndBound:
         self._predictor, self.space = predictor, space
         self.bounds = Bounds(predictor, space)
         self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
-        self.evaluated: dict[Layout, Candidate | OutOfMemory] = {}
+        self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._least = cache(predictor.least)
 
     @property
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[StepPrediction]:
         """All layouts that were predicted."""
-        return [each for each in self.evaluated.values() if isinstance(each, Candidate)]
+        return [each for each in self.evaluated.values() if isinstance(each, StepPrediction)]
 
     @property
-    def fitting(self) -> list[Candidate]:
+    def fitting(self) -> list[StepPrediction]:
         """The candidates that fit, the best first."""
         return sorted((c for c in self.candidates if c.fits), key=lambda c: c.rank)
 
-    def run(self) -> list[Candidate]:
+    def run(self) -> list[StepPrediction]:
         """Return the candidates that fit, the best first; none if nothing fits."""
         seconds = self.bounds.seconds / np.where(self.space.halves, WORTH_HALVES, 1.0)
         possible = np.flatnonzero(np.isfinite(seconds) & (self.bounds.bytes <= self.capacity))
@@ -191,7 +185,7 @@ class BranchAndBound:
         key = layout.model_copy(update={"recompute": min(1, layout.recompute)})
         return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
-    def _evaluate(self, layout: Layout, best: float = np.inf) -> Candidate | OutOfMemory:
+    def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
         """Predict a layout, see `evaluate`, unless it can't fit."""
         refused = out_of_memory(self._predictor, layout, self._near_bound(layout))
         self.evaluated[layout] = refused or evaluate(self._predictor, layout, best=best)
