@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from parallel3d.atomic_write import write_whole
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.run_record import RunRecord
+from parallel3d.monitor.run_record import RunRecord, read_stored
 from parallel3d.planner.calibrate.correction import Factor, Prior, Row, error_deviation, error_factor, fit
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.search.result import StageMemory
@@ -161,18 +161,7 @@ class Calibration(BaseModel):
 
 def read_calibration(path: str | Path) -> Calibration:
     """Read a file that `Calibration.write` wrote. Raises ConfigError."""
-    try:
-        return Calibration.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"calibration '{path}' can't be read: {error}; make one by p3d plan --calibrate RUNS"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(
-            f"'{path}' is no calibration of this version: {'.'.join(map(str, first['loc']))}: {first['msg']}; make it anew by "
-            "p3d plan --calibrate RUNS"
-        ) from error
+    return read_stored(Calibration, Path(path), "calibration", "p3d plan --calibrate RUNS")
 
 
 def calibrate(records: Sequence[RunRecord], predict: Callable[[RunRecord, Calibration], PredictedRun]) -> Calibration:

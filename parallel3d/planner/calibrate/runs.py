@@ -17,9 +17,9 @@ from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.cluster.presets import preset_of
 from parallel3d.planner.network.links import Network
+from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
-from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds
 from parallel3d.planner.search.candidate import prediction_of
 from parallel3d.planner.search.comparison import Comparison, compare

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from parallel3d.costs.work import CollectiveKind
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.collective_hops import Phase, Shape, algorithms
-from parallel3d.planner.network.fabric import Fabric, Floats, Integers
-from parallel3d.planner.network.routes import Routes
+from parallel3d.planner.network.fabric import Fabric, Floats, Integers, Routes
 from parallel3d.planner.search.result import LinkLoad
 
 Kind = CollectiveKind | Literal["send"]

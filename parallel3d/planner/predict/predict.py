@@ -17,12 +17,11 @@ from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.predict.costs import SplitLayout, StepCost, of_stages
+from parallel3d.planner.predict.chunk_memory import MemoryReplay
+from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction, of_stages
 from parallel3d.planner.predict.links import LayoutLinks, Shape
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.memory_replay import MemoryReplay
-from parallel3d.planner.predict.parameters import merged_parameters
-from parallel3d.planner.predict.profile import ModelProfile
+from parallel3d.planner.predict.profile import ModelProfile, merged_parameters
 from parallel3d.planner.predict.program import (
     Buckets,
     Programs,
@@ -31,7 +30,6 @@ from parallel3d.planner.predict.program import (
     timed_micro_batches,
     untimed_flight,
 )
-from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.timing import Floats, Times, by_op, chunk_times, layer_times
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory

@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from parallel3d.config.layout import Layout
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.predict.memory_replay import MemoryReplay
+from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_collectives, lower, lower_rank

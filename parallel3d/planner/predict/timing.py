@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -129,7 +129,5 @@ def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
     """Return the times of each chunk. of_devices: for each chunk, those of all layers on the slowest device of its stage."""
     parts = list(zip(of_devices, bounds, bounds[1:], strict=False))
     return Times(
-        np.array([times.compute[:, a:b].sum(axis=1) for times, a, b in parts]).T,
-        np.array([times.exchanges[:, a:b].sum(axis=1) for times, a, b in parts]).T,
-        np.array([times.host[:, a:b].sum(axis=1) for times, a, b in parts]).T,
+        *(np.array([getattr(own, f.name)[:, a:b].sum(axis=1) for own, a, b in parts]).T for f in fields(Times))
     )

@@ -9,9 +9,8 @@ import numpy as np
 
 from parallel3d.costs.work import Collective
 from parallel3d.planner.network.placement import Traffic
-from parallel3d.planner.predict.costs import Reductions
+from parallel3d.planner.predict.costs import Reductions, StepPrediction
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.search.result import LinkLoad
 
 _SEEN = 0.25  # share of the time of collectives between replicas that compute doesn't hide, about

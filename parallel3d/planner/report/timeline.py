@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from parallel3d.planner.report.drawing import WIDTH, place_legend, render
-from parallel3d.planner.report.words import duration
+from parallel3d.planner.report.drawing import WIDTH, duration, place_legend, render
 from parallel3d.planner.search.result import TimelineSpan
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import Instruction, Op

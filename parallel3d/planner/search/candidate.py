@@ -11,9 +11,9 @@ from operator import attrgetter
 from parallel3d.config.layout import Layout
 from parallel3d.errors import ScheduleError
 from parallel3d.planner.network.placement import place
+from parallel3d.planner.predict.costs import StepPrediction, fullness_of
 from parallel3d.planner.predict.links import Shape
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.step_prediction import StepPrediction, fullness_of
 from parallel3d.planner.predict.traffic import traffic_of
 from parallel3d.planner.search.result import Prediction, StageMemory
 from parallel3d.schedule.auto import Measured, make_plan

@@ -18,10 +18,10 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
+from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.links import Shape
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
-from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.traffic import link_loads
 from parallel3d.planner.search.candidate import improve, is_quick, prediction_of, shape_of, with_auto
 from parallel3d.planner.search.model import PlannedModel
@@ -29,6 +29,7 @@ from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import PlanResult, RankPlace, TimelineSpan
 from parallel3d.planner.search.search import BranchAndBound
 from parallel3d.planner.search.space import Space, enumerate_space
+from parallel3d.schedule.timing import Span
 from parallel3d.specs import Layer, layer_name
 
 # Candidates within this ratio of the shortest step, at most so many, are placed and split with more care.
@@ -144,7 +145,7 @@ class Planner:
             best=tuple(shown),
             rejected=why_not(search, shown),
             trade_off=trade_off([*best, *search.fitting]),
-            timeline=timeline_of(winner) if winner else (),
+            timeline=tuple(map(_recorded, winner.timeline.spans)) if winner else (),
             links=link_loads(predictor, winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),
             config=configuration(winner.layout, question.model.config, winner.split.bounds) if winner else {},
@@ -181,20 +182,16 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any])
     return ModelProfile(model.layers, inputs, labels, model.loss_fn, load(config), "cpu" if on_cpu else "cuda")
 
 
-def timeline_of(step: StepPrediction) -> tuple[TimelineSpan, ...]:
-    """Return the timeline of the micro-batches that were simulated."""
-    spans = []
-    for span in step.timeline.spans:
-        op, chunk, micro_batch, bucket = span.instruction
-        spans.append(TimelineSpan(span.rank, op.value, chunk, micro_batch, span.start, span.end, bucket))
-    return tuple(spans)
+def _recorded(span: Span) -> TimelineSpan:
+    op, chunk, micro_batch, bucket = span.instruction
+    return TimelineSpan(span.rank, op.value, chunk, micro_batch, span.start, span.end, bucket)
 
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:
     """Return the device of each rank."""
     ranks = step.split.links.ranks
-    places = []
-    for rank, (pipe, data, model) in enumerate(np.ndindex(*ranks.shape)):
-        gpu = cluster.gpus[ranks[pipe, data, model]]
-        places.append(RankPlace(rank=rank, host=gpu.host, gpu=gpu.index, pipe=pipe, data=data, model=model))
-    return tuple(places)
+    gpus = zip(np.ndindex(*ranks.shape), (cluster.gpus[place] for place in ranks.ravel()), strict=True)
+    return tuple(
+        RankPlace(rank=rank, host=gpu.host, gpu=gpu.index, pipe=pipe, data=data, model=model)
+        for rank, ((pipe, data, model), gpu) in enumerate(gpus)
+    )

@@ -7,8 +7,8 @@ from math import ceil, log2
 
 import numpy as np
 
+from parallel3d.planner.predict.costs import StepPrediction, fullness_of
 from parallel3d.planner.predict.links import Shape
-from parallel3d.planner.predict.step_prediction import StepPrediction, fullness_of
 from parallel3d.planner.search.candidate import OutOfMemory, shape_of
 from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
 from parallel3d.planner.search.search import BranchAndBound

@@ -16,10 +16,10 @@ from parallel3d.costs.work import Collective, Work
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.network.links import Network
+from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
 from parallel3d.planner.predict.links import Integers
-from parallel3d.planner.predict.parameters import merged_parameters
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.step_prediction import WORTH_HALVES, StepPrediction, fullness_of
+from parallel3d.planner.predict.profile import merged_parameters
 from parallel3d.planner.predict.timing import Floats, compute_seconds, layer_times
 from parallel3d.planner.search.candidate import OutOfMemory, evaluate, out_of_memory, shape_of
 from parallel3d.planner.search.space import RECOMPUTED, Space

@@ -7,7 +7,7 @@ from test_search import hosts, small_model
 
 from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.planner.cluster.file import load_cluster
-from parallel3d.planner.predict.step_prediction import StepPrediction
+from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.search.candidate import evaluate, is_quick, with_auto
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program

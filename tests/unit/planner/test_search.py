@@ -17,8 +17,8 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.calibrate.calibration import Calibration, Factor
 from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.search.candidate import evaluate, out_of_memory
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.search.plan import Planner, Question, possible_slices
@@ -152,7 +152,7 @@ def test_no_prediction_is_below_its_bounds(idle: float) -> None:
     for k in range(0, len(search.space), 7):
         outlook = planner.predictor.predict(search.space.layout(k))
         assert outlook.seconds >= search.bounds.seconds[k]
-        memory = planner.outlook.memory
+        memory = outlook.memory
         assert max(stage.allocated for stage in memory) >= search.bounds.bytes[k]
 
 
