@@ -81,8 +81,8 @@ class Fabric:
     GPU's way to itself.
 
     - edges; bandwidth, latency, message: [links].
-    - unit, slot, island, position: [GPUs], by their index in the cluster. slot: number in the unit; position: order by
-      locality (switches, then units and hosts by name, then index).
+    - unit, slot, island, position, place: [GPUs], by their index in the cluster. slot: number in the unit; position: order by
+      locality (switches, then units and hosts by name, then index); place: the same for equal slots of units with equal routes.
     - first_link, attachment: [units]. attachments: (class, switches of its ports); units with an equal pair have equal routes.
     - switches: names; trunks: the last edges, between switches by their index.
     """
@@ -137,6 +137,8 @@ class Fabric:
         self.first_link: Integers = 2 * np.cumsum([0, *(len(unit.edges) for unit in units[:-1])])
         self.attachment: Integers = np.array(attached, dtype=np.int64)
         self.classes, self.attachments = list(classes), list(attachments)
+        first_place = np.cumsum([0, *(self.classes[kind].gpus for kind, _ in attachments)])
+        self.place: Integers = first_place[self.attachment[self.unit]] + self.slot
 
 
 def _owners(cluster: Cluster, adjacent: dict[str, list[Edge[str]]]) -> dict[str, int]:
@@ -206,7 +208,6 @@ class Routes:
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
-        self._first_place = np.cumsum([0, *(fabric.classes[kind].gpus for kind, _ in fabric.attachments)])
         self._units = [_ShortestRoutes(kind.nodes, kind.edges) for kind in fabric.classes]
         first = len(fabric.edges) - len(fabric.trunks)
         self._switches = _ShortestRoutes(len(fabric.switches), fabric.trunks, first)
@@ -216,13 +217,9 @@ class Routes:
         """Return the hops of messages between GPUs, by index. Raises ConfigError for two that no links connect."""
         fabric = self.fabric
         units = fabric.unit[source], fabric.unit[target]
-        places = [
-            self._first_place[fabric.attachment[u]] + fabric.slot[g]
-            for u, g in zip(units, (source, target), strict=True)
-        ]
-        total = int(self._first_place[-1])
+        total = int(fabric.place.max()) + 1
         # A key: the places of both ends, and whether they are of one unit.
-        keys = places[0] * total + places[1] + total * total * (units[0] == units[1])
+        keys = fabric.place[source] * total + fabric.place[target] + total * total * (units[0] == units[1])
         different, example, which = np.unique(keys, return_index=True, return_inverse=True)
         for key, message in zip(different.tolist(), example.tolist(), strict=True):
             if key not in self._known:

@@ -169,11 +169,10 @@ def exchanges(network: Network, shape: Grid, placed: Integers, most: int) -> Int
     fabric, gpus = network.fabric, network.cluster.gpus
     unused = np.setdiff1d(np.arange(len(gpus)), placed)
     places = np.concatenate([placed, unused[np.argsort(fabric.position[unused])]])
-    alike: dict[object, int] = {}
-    classes = [fabric.attachments[number][0] for number in fabric.attachment[fabric.unit]]
-    kind = np.array([alike.setdefault((g.device, c), len(alike)) for g, c in zip(gpus, classes, strict=True)])
+    classes = np.array([kind for kind, _ in fabric.attachments])
+    kind = classes[fabric.attachment[fabric.unit]] * len(network.devices) + network.device_of
     sizes = np.unique(fabric.island[placed], return_counts=True)[1]
-    if len(alike) == 1 and (len(gpus) > _SMALL or (sizes == sizes[0]).all()):
+    if (kind == kind[0]).all() and (len(gpus) > _SMALL or (sizes == sizes[0]).all()):
         return np.zeros((0, len(placed)), dtype=np.int64)
     pairs = list(
         islice(_pairs(fabric.island[places], kind[places], len(placed), shape[2], len(gpus) > _SMALL), _LISTED)

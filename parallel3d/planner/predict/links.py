@@ -13,7 +13,6 @@ from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Kind, Network
 
 Integers = npt.NDArray[np.int64]
-Shape = tuple[int, int, int]  # ranks along pipe, data, model
 
 
 class LayoutLinks:
@@ -23,7 +22,7 @@ class LayoutLinks:
     - roughly: assume that all stages have the links of the first one.
     """
 
-    def __init__(self, network: Network, shape: Shape, places: Sequence[int], roughly: bool = False):
+    def __init__(self, network: Network, shape: tuple[int, int, int], places: Sequence[int], roughly: bool = False):
         self.network, self.shape = network, shape
         self.ranks = np.asarray(places, dtype=np.int64).reshape(shape)
         self._roughly = roughly

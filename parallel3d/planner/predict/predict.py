@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import cache, cached_property
 from typing import Literal, TypeVar
 
+import numpy as np
+
 from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.errors import PartitionError
-from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import cut, segment_costs
 from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
@@ -19,9 +20,9 @@ from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction, of_stages
-from parallel3d.planner.predict.links import LayoutLinks, Shape
+from parallel3d.planner.predict.links import LayoutLinks
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.profile import ModelProfile, merged_parameters
+from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.program import (
     Buckets,
     Programs,
@@ -68,14 +69,14 @@ class Predictor:
         self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)}
         self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
         if measured is not None:
-            factors = self.expected.factors_of(measured)
+            seconds, expected = np.array(measured).T, self.expected.compute
+            factors = np.divide(seconds, expected, out=np.ones_like(expected), where=(seconds > 0) & (expected > 0))
             blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
             self._factors = {None: factors, "half": factors[:, blocks]}
         self._programs = Programs()
         self._links: dict[tuple[object, ...], LayoutLinks] = {}
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
-        self._merged: dict[int, list[list[ParameterInfo]]] = {}
         self._even_bounds = cache(_even_bounds)
 
     def profile(self, units: Units = None) -> ModelProfile:
@@ -165,25 +166,22 @@ class Predictor:
         links, policy = self.links(layout, places, exactly), self.profile().policy(layout.zero)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
-        stages = self.profile(layout.units).stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
+        profile, slicing = self.profile(layout.units), (layout.slices, layout.sequence_parallel)
+        stages = profile.stage_parameters(*slicing, bounds, placement, merged=not exactly)
         if exactly:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         else:
-            if id(stages) not in self._merged:  # the profile keeps them
-                self._merged[id(stages)] = [merged_parameters(own) for own in stages]
-            stages = self._merged[id(stages)]
             buckets = rough_buckets(stages, len(placement))
         layers, samples = self.layers(layout, exactly), 1 if exactly else layout.micro_batch
         return SplitLayout(layout, links, layers, samples, placement, bounds, times, policy, stages, buckets)
 
     def links(self, layout: Layout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
-        shape: Shape = (layout.stages, layout.replicas, layout.slices)
         roughly = not exactly and layout.world_size > _SMALL
-        key = (shape, None if places is None else tuple(places), roughly)
+        key = (layout.shape, None if places is None else tuple(places), roughly)
         if key not in self._links:
             placed = range(layout.world_size) if places is None else places
-            self._links[key] = LayoutLinks(self.network, shape, placed, roughly)
+            self._links[key] = LayoutLinks(self.network, layout.shape, placed, roughly)
         return self._links[key]
 
     def _chunks(

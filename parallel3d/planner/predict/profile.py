@@ -66,7 +66,8 @@ class ModelProfile:
         self._losses: dict[Any, LayerProfile] = {}
         self._slicings: dict[_Slicing, ModelTraces] = {}
         self._profiles: dict[tuple[_Slicing, int, bool], tuple[LayerProfile, ...]] = {}
-        self._parameters: dict[tuple[object, ...], list[list[ParameterInfo]]] = {}
+        # All of each stage, and merged.
+        self._parameters: dict[object, tuple[list[list[ParameterInfo]], list[list[ParameterInfo]]]] = {}
 
     def of_layers(self, layers: Sequence[Layer]) -> ModelProfile:
         """Return the profile of the same model in other layers, for both of which the loss is traced once."""
@@ -127,14 +128,22 @@ class ModelProfile:
         return self._profiles[key]
 
     def stage_parameters(
-        self, slices: int, sequence_parallel: bool, bounds: Sequence[int], placement: Sequence[int]
+        self,
+        slices: int,
+        sequence_parallel: bool,
+        bounds: Sequence[int],
+        placement: Sequence[int],
+        merged: bool = False,
     ) -> list[list[ParameterInfo]]:
-        """Return each stage's trainable parameters, found once for all callers, who must not change them."""
+        """Return each stage's trainable parameters, found once for all callers, who must not change them.
+
+        merged: see merged_parameters.
+        """
         key = (slices, sequence_parallel, tuple(bounds), tuple(placement))
         if key not in self._parameters:
-            layers = self.layers(slices, sequence_parallel)
-            self._parameters[key] = stage_parameters(self.specs, layers, bounds, placement)
-        return self._parameters[key]
+            stages = stage_parameters(self.specs, self.layers(slices, sequence_parallel), bounds, placement)
+            self._parameters[key] = stages, list(map(merged_parameters, stages))
+        return self._parameters[key][merged]
 
     def _trace(self, slicing: _Slicing, micro_batch: int) -> tuple[LayerProfile, ...]:
         if slicing not in self._slicings:

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.costs.layer_profile import LayerProfile
-from parallel3d.costs.profilers import LayerSeconds
 from parallel3d.costs.work import Collective, Exchange, Work
 from parallel3d.planner.cluster.cluster import Device
 from parallel3d.schedule.instructions import Op
@@ -68,12 +67,6 @@ class Times:
     def scaled(self, factors: Floats | float) -> Times:
         """Multiply compute without exchanges by `factors`, [3, layers or chunks] or one for all."""
         return replace(self, compute=(self.compute - self.exchanges) * factors + self.exchanges)
-
-    def factors_of(self, measured: Sequence[LayerSeconds]) -> Floats:
-        """Return measured / these seconds, [3, layers]; 1 if one of them is 0."""
-        seconds = np.array(measured).T
-        known = (seconds > 0) & (self.compute > 0)
-        return np.where(known, seconds / np.where(known, self.compute, 1.0), 1.0)
 
     @property
     def total(self) -> Floats:

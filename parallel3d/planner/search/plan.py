@@ -7,34 +7,43 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from parallel3d.config import load
-from parallel3d.config.layout import PartialLayout, configuration
+from parallel3d.config.layout import Layout, PartialLayout, configuration
 from parallel3d.costs.profilers import LayerSeconds
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ScheduleError
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
+from parallel3d.planner.network.placement import Grid, place
 from parallel3d.planner.predict.costs import StepPrediction
-from parallel3d.planner.predict.links import Shape
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
-from parallel3d.planner.predict.traffic import link_loads
-from parallel3d.planner.search.candidate import improve, is_quick, prediction_of, shape_of, with_auto
+from parallel3d.planner.predict.traffic import link_loads, traffic_of
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
-from parallel3d.planner.search.result import PlanResult, RankPlace, TimelineSpan
-from parallel3d.planner.search.search import BranchAndBound
+from parallel3d.planner.search.result import PlanResult, Prediction, RankPlace, TimelineSpan
+from parallel3d.planner.search.search import BranchAndBound, evaluate
 from parallel3d.planner.search.space import Space, enumerate_space
+from parallel3d.schedule.auto import Measured, make_plan
+from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.memory import bytes_in_flight
 from parallel3d.schedule.timing import Span
+from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.specs import Layer, layer_name
 
 # Candidates within this ratio of the shortest step, at most so many, are placed and split with more care.
 _NEAR, _MOST_NEAR = 1.02, 6
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
+_MOST_SEARCHED = 32  # chunks of all stages that are split with more care
+# (chunks, placement) that "auto" may have -> the named schedule of split backwards.
+_NAMED = {(1, "loop"): "zb-h1", (2, "v"): "zbv", (2, "loop"): "zb-looped", (4, "loop"): "zb-looped"}
+# Chunks of all stages x micro-batches: planning a longer pipeline takes longer than the rest of the plan.
+_QUICK = 160
 
 
 @dataclass(frozen=True)
@@ -124,11 +133,10 @@ class Planner:
     def _listed(self, found: Sequence[StepPrediction]) -> list[StepPrediction]:
         """Return the best candidates, at most a few of one shape."""
         listed: list[StepPrediction] = []
-        of_shape: Counter[Shape] = Counter()
+        of_shape: Counter[Grid] = Counter()
         for candidate in found:
-            shape = shape_of(candidate.layout)
-            of_shape[shape] += 1
-            if of_shape[shape] <= _OF_A_SHAPE:
+            of_shape[candidate.layout.shape] += 1
+            if of_shape[candidate.layout.shape] <= _OF_A_SHAPE:
                 listed.append(candidate)
         return listed[: self.question.num_best]
 
@@ -195,3 +203,84 @@ def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:
         RankPlace(rank=rank, host=gpu.host, gpu=gpu.index, pipe=pipe, data=data, model=model)
         for rank, ((pipe, data, model), gpu) in enumerate(gpus)
     )
+
+
+def improve(predictor: Predictor, step: StepPrediction) -> StepPrediction:
+    """Put a layout's ranks where `place` does, and split its layers with more care, if that makes the step shorter."""
+    layout = step.layout
+    places = place(predictor.network, layout.shape, traffic_of(predictor, step))
+    found = [step]
+    if places != tuple(range(layout.world_size)):
+        found.append(evaluate(predictor, layout, places))
+    if layout.chunks > 1 and layout.stages * layout.chunks <= _MOST_SEARCHED:
+        links = min(found, key=attrgetter("rank")).split.links
+        bounds = predictor.split_carefully(layout, links)
+        found.append(evaluate(predictor, layout, links.ranks.ravel().tolist(), bounds))
+    return min(found, key=attrgetter("rank"))
+
+
+def prediction_of(predictor: Predictor, step: StepPrediction) -> Prediction:
+    """Return a prediction as results list it."""
+    layout, seconds = step.layout, step.seconds
+    gpus, samples = predictor.network.cluster.gpus, layout.micro_batch * layout.micro_batches * layout.replicas
+    low, high = predictor.calibration.interval(seconds)
+    peak = sum(gpus[place].device.peak_flops for place in step.split.links.ranks.ravel())
+    # A backward is twice a forward, whatever attention recomputes.
+    flops = 3 * samples * sum(layer.forward.flops for layer in predictor.profile(layout.units).layers())
+    return Prediction(
+        **dict(layout),
+        layout=layout.text,
+        seconds=seconds,
+        low=low,
+        high=high,
+        tokens_per_second=samples * predictor.model.seq / seconds,
+        mfu=flops / seconds / peak,
+        bubble=step.bubble,
+        exposed_communication=step.exposed,
+        breakdown=step.breakdown(),
+        bounds=step.split.bounds,
+        memory=step.memory,
+    )
+
+
+def is_quick(layout: Layout) -> bool:
+    """Whether "auto" is planned for the layout's chunks in some tenths of a second."""
+    return layout.stages * layout.chunks * layout.micro_batches <= _QUICK
+
+
+def with_auto(predictor: Predictor, step: StepPrediction) -> StepPrediction | None:
+    """Predict schedule "auto" on the chunks and devices of a prediction.
+
+    Return None for a single stage, for a placement of chunks that "auto" doesn't have, or if no micro-batch fits.
+    """
+    layout, places = step.layout, step.split.links.ranks.ravel().tolist()
+    named = _NAMED.get((layout.chunks, layout.placement))
+    if layout.stages == 1 or named is None:
+        return None
+    start = evaluate(predictor, layout.model_copy(update={"schedule": named}), places)
+    try:
+        program = _auto_program(predictor, start)
+    except ScheduleError:
+        return None
+    auto = layout.model_copy(update={"schedule": "auto"})
+    return predictor.predict(auto, places, start.split.bounds, program)
+
+
+def _auto_program(predictor: Predictor, step: StepPrediction) -> Program:
+    """Plan by the times and bytes of a prediction of the same chunks. Raises ScheduleError if no micro-batch fits."""
+    layout, micro_batches, placement = step.layout, step.layout.micro_batches, step.program.placement
+    chunks = predictor.memory_model(layout.units).chunk_bytes(placement, step.split.bounds, layout)
+    held = tuple(max(1.0, c.saved + c.received + c.loaded) for c in chunks)
+    deferred = tuple(max(1.0, c.deferred) for c in chunks)
+    room = []
+    for stage, memory in enumerate(step.memory):
+        own = {c: chunks[c] for c, s in enumerate(placement) if s == stage}
+        activations = max(bytes_in_flight(step.program.instructions[stage], own))
+        # Bytes of the device that activations may take.
+        others = memory.reserved - memory.allocated + memory.phases["backward"] - activations
+        room.append(float(memory.capacity - others))
+    cost = step.cost.cost()
+    sends = {i for rank in step.program.instructions for i in rank if i.op is Op.SEND_ACTIVATION}
+    transfer = max(map(cost, sends), default=0.0)
+    measured = Measured.of(placement, cost, held, deferred, DEFAULT_MAX_IN_FLIGHT, room, transfer)
+    return make_plan(placement, micro_batches, measured).program(micro_batches)

@@ -7,11 +7,10 @@ from math import ceil, log2
 
 import numpy as np
 
+from parallel3d.planner.network.placement import Grid
 from parallel3d.planner.predict.costs import StepPrediction, fullness_of
-from parallel3d.planner.predict.links import Shape
-from parallel3d.planner.search.candidate import OutOfMemory, shape_of
 from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
-from parallel3d.planner.search.search import BranchAndBound
+from parallel3d.planner.search.search import BranchAndBound, OutOfMemory
 
 _GIB = 2**30
 _MOST = 24  # rejected layouts that are listed
@@ -20,10 +19,10 @@ _MOST = 24  # rejected layouts that are listed
 def why_not(search: BranchAndBound, shown: Sequence[Prediction]) -> tuple[Rejected, ...]:
     """Return the best layout of each shape that isn't shown, the closest first; then shapes that bounds have ruled out."""
     winner, texts = shown[0] if shown else None, {prediction.layout for prediction in shown}
-    best: dict[Shape, StepPrediction | OutOfMemory] = {}
+    best: dict[Grid, StepPrediction | OutOfMemory] = {}
     for evaluated in sorted(search.evaluated.values(), key=lambda each: each.rank):
         if evaluated.layout.text not in texts:
-            best.setdefault(shape_of(evaluated.layout), evaluated)
+            best.setdefault(evaluated.layout.shape, evaluated)
     rejected = [
         Rejected(
             layout=evaluated.layout.text,
@@ -33,7 +32,7 @@ def why_not(search: BranchAndBound, shown: Sequence[Prediction]) -> tuple[Reject
         )
         for evaluated in best.values()
     ]
-    known = {*best, *map(shape_of, shown)}
+    known = {*best, *(prediction.shape for prediction in shown)}
     return tuple([*rejected, *_ruled_out(search, known, winner)][:_MOST])
 
 
@@ -67,9 +66,9 @@ def _does_not_fit(memory: Sequence[StageMemory]) -> str:
     return f"stage {worst.stage} needs {sizes}: {parts or 'model state'}"
 
 
-def _ruled_out(search: BranchAndBound, known: set[Shape], winner: Prediction | None) -> list[Rejected]:
+def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | None) -> list[Rejected]:
     """Return one layout of each shape of which none was evaluated."""
-    found: dict[Shape, Rejected] = {}
+    found: dict[Grid, Rejected] = {}
     space, bounds = search.space, search.bounds
     order = np.argsort(bounds.seconds, kind="stable")
     for k, (stages, replicas, slices) in zip(order.tolist(), space.shapes[order].tolist(), strict=True):

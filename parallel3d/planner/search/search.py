@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from parallel3d.planner.predict.links import Integers
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import merged_parameters
 from parallel3d.planner.predict.timing import Floats, compute_seconds, layer_times
-from parallel3d.planner.search.candidate import OutOfMemory, evaluate, out_of_memory, shape_of
+from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
 
@@ -35,6 +36,65 @@ _SLACK = 0.99
 # The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
 _EVEN = 0.8
 _GROUPS = 32  # tensor-parallel groups that are compared
+# Share of a device's memory up to which a split is looked for by which the layout fits; with more chunks of all stages, or
+# more ranks, that takes too long.
+_NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """Layout that isn't predicted, because it doesn't fit. least: seconds that it would hardly be below."""
+
+    layout: Layout
+    predictor: Predictor
+    least: float
+    fits = False
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Memory of the stages that may be the fullest."""
+        return tuple(self.predictor.rough_memory(self.layout))
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key, see StepPrediction."""
+        return True, self.least
+
+
+def out_of_memory(predictor: Predictor, layout: Layout, least: float) -> OutOfMemory | None:
+    """Return a layout that doesn't fit by its rough memory, and that no other split of its layers makes fit, else None."""
+    is_too_large = any(fullness_of([stage]) > _fullest_to_split(layout) for stage in predictor.rough_memory(layout))
+    return OutOfMemory(layout, predictor, least) if is_too_large else None
+
+
+def _fullest_to_split(layout: Layout) -> float:
+    """Return how full a layout may be, for that it is worth looking for a split of the layers by which it does fit."""
+    is_worth_it = layout.stages * layout.chunks <= _MOST_CHUNKS and layout.world_size <= _MOST_RANKS
+    return _NEARLY if layout.stages > 1 and is_worth_it else 1.0
+
+
+def evaluate(
+    predictor: Predictor,
+    layout: Layout,
+    places: Sequence[int] | None = None,
+    bounds: Sequence[int] | None = None,
+    best: float = inf,
+) -> StepPrediction:
+    """Predict a layout.
+
+    If it nearly fits, and its chunks are few, its layers are split so that it does, if possible.
+
+    - places, bounds: see Predictor.predict.
+    - best: seconds of a step that fits already; no split is looked for by which a longer one fits.
+    """
+    step = predictor.predict(layout, places, bounds)
+    if not 1.0 < fullness_of(step.memory) < _fullest_to_split(layout) or step.seconds >= best:
+        return step
+    within = predictor.split_within(step)
+    if within is None or within == step.split.bounds:
+        return step
+    other = predictor.predict(layout, places, within)
+    return other if other.fits else step
 
 
 class Bounds:
@@ -169,7 +229,7 @@ class BranchAndBound:
     def _find_alternatives(self, order: Integers) -> None:
         """Evaluate the likeliest layouts of other shapes and of little memory, until one of each fits."""
         space, shapes = self.space, self.space.shapes[order]
-        found = {shape_of(candidate.layout) for candidate in self.fitting}
+        found = {candidate.layout.shape for candidate in self.fitting}
         others = [shape for shape in dict.fromkeys(map(tuple, shapes.tolist())) if shape not in found]
         groups = [order[(shapes == shape).all(axis=1)] for shape in others[: max(0, _ALTERNATIVES - len(found))]]
         groups += [order[self.bounds.bytes[order] <= share * self.capacity][:_TRIES] for share in _LEANER]

@@ -23,10 +23,10 @@ from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.calibrate.runs import RunPredictor
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.report import html_page
-from parallel3d.planner.search.candidate import evaluate
 from parallel3d.planner.search.model import load_model
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.planner.search.result import PlanResult
+from parallel3d.planner.search.search import evaluate
 from parallel3d.specs import layer_name
 
 

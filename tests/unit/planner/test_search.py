@@ -19,11 +19,10 @@ from parallel3d.planner.calibrate.calibration import Calibration, Factor
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.search.candidate import evaluate, out_of_memory
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.search.plan import Planner, Question, possible_slices
 from parallel3d.planner.search.result import PlanResult, Prediction
-from parallel3d.planner.search.search import BranchAndBound
+from parallel3d.planner.search.search import BranchAndBound, evaluate, out_of_memory
 from parallel3d.planner.search.space import VARIANTS, Space
 
 GPU = {"device": "H200", "count": 4}
