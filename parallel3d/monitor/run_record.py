@@ -26,11 +26,13 @@ FILE_NAME = "run_record.json"
 Stored = TypeVar("Stored", bound=BaseModel)
 
 
-class _Record(BaseModel):
+class StoredModel(BaseModel):
+    """Immutable model of a JSON file, or of a part of one. Unknown keys are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Timing(_Record):
+class Timing(StoredModel):
     """Statistics of `count` times, in seconds. spread: between the quartiles, 0 for a single time."""
 
     median: float
@@ -44,7 +46,7 @@ class Timing(_Record):
         return Timing(median=median(seconds), spread=last - first, count=len(seconds))
 
 
-class ModelFingerprint(_Record):
+class ModelFingerprint(StoredModel):
     """Composition of a model, whatever the layout: each layer's class, and the number of parameters first used there."""
 
     layers: tuple[str, ...]
@@ -56,7 +58,7 @@ class ModelFingerprint(_Record):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
-class RankRecord(_Record):
+class RankRecord(StoredModel):
     """Measurements of one rank.
 
     - host: number of its host, in the order of the hosts' first ranks.

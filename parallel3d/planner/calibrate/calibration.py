@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from parallel3d.atomic_write import write_whole
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.run_record import RunRecord, read_stored
+from parallel3d.monitor.run_record import RunRecord, StoredModel, read_stored
 from parallel3d.planner.calibrate.correction import Factor, Prior, Row, error_deviation, error_factor, fit
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.search.result import StageMemory
@@ -77,7 +77,7 @@ class PredictedRun:
     idle: float = 0.0
 
 
-class Calibration(BaseModel):
+class Calibration(StoredModel):
     """Corrections of the planner's models for one kind of device and backend; without arguments, none.
 
     - factors: of COMPONENTS; memory: of MEMORY.
@@ -86,8 +86,6 @@ class Calibration(BaseModel):
     - error: standard deviation of the relative errors that remain in the seconds of steps of layouts that the fit hasn't
       seen; layouts: the number of layouts that it was estimated from.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
     device: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Generic, NamedTuple, TypeVar
 
 import networkx as nx
@@ -55,11 +55,6 @@ class UnitClass:
     nodes: int
     edges: tuple[Edge[int], ...]
     ports: tuple[int, ...]
-
-    @cached_property
-    def port_nodes(self) -> list[int]:
-        """Number of each port's outer end."""
-        return [self.edges[port].b for port in self.ports]
 
 
 class _Unit(NamedTuple):
@@ -247,7 +242,8 @@ class Routes:
         a, b = self._units[kind_a], self._units[kind_b]
         if units[0] == units[1]:
             return np.array([(_SENDER, *hop) for hop in a.between(i, j)]).T
-        exits, entries = (fabric.classes[kind].port_nodes for kind in (kind_a, kind_b))
+        classes = (fabric.classes[kind] for kind in (kind_a, kind_b))
+        exits, entries = ([kind.edges[port].b for port in kind.ports] for kind in classes)
         network = np.array([self._switches.costs(switch, to_switches) for switch in from_switches])
         cost = a.costs(i, exits)[:, None] + network + b.costs(j, entries)
         if cost.min(initial=_FAR) >= _FAR:

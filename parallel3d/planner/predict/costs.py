@@ -13,9 +13,8 @@ from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, CollectiveKind, Work
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.predict.links import LayoutLinks
 from parallel3d.planner.predict.program import Buckets
-from parallel3d.planner.predict.timing import Floats, Times, by_op, compute_seconds
+from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op, compute_seconds
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op, Program
@@ -101,16 +100,17 @@ class SplitLayout:
 
     @cached_property
     def reductions(self) -> tuple[Reductions, ...]:
-        """The collectives over replicas of each chunk. Equal chunks have the same tuple."""
+        """The collectives over replicas of each chunk."""
         if self.layout.replicas == 1:
             return ((),) * len(self.buckets.of_chunk)
         times = float(self.layout.micro_batches) if self.policy.reduce_per_micro_batch else 1.0
-        known: dict[tuple[int, ...], Reductions] = {}
-        for numels in set(self.buckets.of_chunk):
-            reduced: Reductions = ((Collective(self._reduce_kind, self._wire_bytes * sum(numels)), times),)
-            gathered = Collective("all_gather", self._weight_bytes * sum(numels))
-            known[numels] = reduced if self.policy.stage == 0 else (*reduced, (gathered, 1.0))
-        return tuple(known[numels] for numels in self.buckets.of_chunk)
+
+        def of_chunk(numel: int) -> Reductions:
+            reduced = Collective(self._reduce_kind, self._wire_bytes * numel), times
+            gathered = Collective("all_gather", self._weight_bytes * numel), 1.0
+            return (reduced,) if self.policy.stage == 0 else (reduced, gathered)
+
+        return tuple(of_chunk(sum(numels)) for numels in self.buckets.of_chunk)
 
     @cached_property
     def reducing(self) -> Floats:

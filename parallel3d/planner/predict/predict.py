@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Literal, TypeVar
@@ -20,7 +20,6 @@ from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction, of_stages
-from parallel3d.planner.predict.links import LayoutLinks
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.program import (
@@ -31,7 +30,7 @@ from parallel3d.planner.predict.program import (
     timed_micro_batches,
     untimed_flight,
 )
-from parallel3d.planner.predict.timing import Floats, Times, by_op, chunk_times, layer_times
+from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op, chunk_times, layer_times
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
@@ -251,7 +250,16 @@ class Predictor:
         """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         fastest, paces = _fastest(self.stage_times(layout, links), placement)
-        costs, step = segment_costs(fastest.total.tolist()), self._step_length(layout, fastest)
+        # A step's length is the schedule's makespan. Each chunk's cost is divided into parts as the whole model's.
+        shares = by_op(fastest.compute.sum(axis=1) / fastest.total.sum())
+        policy, timed = replace(self.profile().policy(layout.zero), stage=0), timed_micro_batches(layout, exactly=False)
+        none = Buckets(((),) * len(placement), ())
+        simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)
+
+        def step(costs: Sequence[float]) -> float:
+            return simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
+
+        costs = segment_costs(fastest.total.tolist())
         return partition_layers(costs, len(placement), placement=placement, step=step, paces=paces).bounds
 
     def split_within(self, step: StepPrediction) -> tuple[int, ...] | None:
@@ -271,14 +279,6 @@ class Predictor:
             return partition_layers(costs, len(placement), placement=placement, limit=limit, paces=paces).bounds
         except PartitionError:
             return None
-
-    def _step_length(self, layout: Layout, times: Times) -> Callable[[Sequence[float]], float]:
-        """Return the schedule's makespan as a function of the chunks' costs, divided into parts as the whole model's."""
-        shares = by_op(times.compute.sum(axis=1) / times.total.sum())
-        none = Buckets(((),) * (layout.stages * layout.chunks), ())
-        policy, timed = replace(self.profile().policy(layout.zero), stage=0), timed_micro_batches(layout, exactly=False)
-        simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)
-        return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
 
 
 def _fastest(times: Sequence[Times], placement: Sequence[int]) -> tuple[Times, tuple[float, ...] | None]:

@@ -15,18 +15,18 @@ import numpy as np
 from parallel3d.config import load
 from parallel3d.config.layout import Layout, PartialLayout, configuration
 from parallel3d.costs.profilers import LayerSeconds
+from parallel3d.costs.work import Collective
 from parallel3d.errors import ConfigError, ScheduleError
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.network.placement import Grid, place
-from parallel3d.planner.predict.costs import StepPrediction
+from parallel3d.planner.network.placement import Grid, Traffic, place
+from parallel3d.planner.predict.costs import Reductions, StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
-from parallel3d.planner.predict.traffic import link_loads, traffic_of
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
-from parallel3d.planner.search.result import PlanResult, Prediction, RankPlace, TimelineSpan
+from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction, RankPlace, TimelineSpan
 from parallel3d.planner.search.search import BranchAndBound, evaluate
 from parallel3d.planner.search.space import Space, enumerate_space
 from parallel3d.schedule.auto import Measured, make_plan
@@ -284,3 +284,70 @@ def _auto_program(predictor: Predictor, step: StepPrediction) -> Program:
     transfer = max(map(cost, sends), default=0.0)
     measured = Measured.of(placement, cost, held, deferred, DEFAULT_MAX_IN_FLIGHT, room, transfer)
     return make_plan(placement, micro_batches, measured).program(micro_batches)
+
+
+_SEEN = 0.25  # share of the time of collectives between replicas that compute doesn't hide, about
+
+
+def _collectives(predictor: Predictor, step: StepPrediction) -> dict[str, list[Reductions]]:
+    """Return each stage's collectives by axis: "model" over tensor-parallel groups, "data" over replicas.
+
+    Each comes with how often it runs in a step.
+    """
+    layout, layers = step.layout, predictor.layers(step.layout)
+    model = [Counter[Collective]() for _ in range(layout.stages)]
+    data: list[Reductions] = [()] * layout.stages
+    for chunk, stage in enumerate(step.program.placement):
+        data[stage] += step.split.reductions[chunk]
+        for layer in layers[step.split.bounds[chunk] : step.split.bounds[chunk + 1]]:
+            for work in (layer.forward, layer.input_gradient, layer.weight_gradient):
+                model[stage].update(work.collectives)
+    repeated = [tuple((c, float(number * layout.micro_batches)) for c, number in own.items()) for own in model]
+    return {"data": data, "model": repeated}
+
+
+def _messages(predictor: Predictor, step: StepPrediction) -> Iterator[tuple[int, int, float]]:
+    """Yield (source, destination, bytes) of each message between stages, for one micro-batch and one rank."""
+    layers, placement = predictor.layers(step.layout), step.program.placement
+    for chunk, end in enumerate(step.split.bounds[1:-1]):
+        a, b = placement[chunk], placement[chunk + 1]
+        if a != b:
+            yield a, b, layers[end - 1].output_bytes
+            yield b, a, layers[end - 1].gradient_bytes
+
+
+def traffic_of(predictor: Predictor, step: StepPrediction) -> Traffic:
+    """Return what the placement of ranks is chosen by. If stages differ, the busiest one counts."""
+    layout = step.layout
+    busiest = {
+        axis: max(stages, key=lambda own: sum(collective.nbytes * number for collective, number in own))
+        for axis, stages in _collectives(predictor, step).items()
+    }
+    sizes = Counter(nbytes for *_, nbytes in _messages(predictor, step))
+    flops = sum(
+        layer.forward.flops + layer.input_gradient.flops + layer.weight_gradient.flops
+        for layer in predictor.layers(layout)
+    )
+    return Traffic(
+        model=busiest["model"],
+        data=tuple((collective, _SEEN * number) for collective, number in busiest["data"]),
+        # Messages are waited for while the pipeline fills and drains; in between, compute hides them.
+        pipe=tuple((nbytes, number / max(1, layout.stages - 1)) for nbytes, number in sizes.items()),
+        loops=layout.placement == "loop" and layout.chunks > 1,
+        flops=flops * layout.micro_batches,
+    )
+
+
+def link_loads(predictor: Predictor, step: StepPrediction) -> tuple[LinkLoad, ...]:
+    """Return what the links carry in a step, the slowest first."""
+    network, links = predictor.network, step.split.links
+    carried = {axis: np.zeros(len(network.fabric.bandwidth)) for axis in ("pipe", "data", "model")}
+    for a, b, nbytes in _messages(predictor, step):
+        carried["pipe"] += step.layout.micro_batches * network.link_bytes("send", links.stage_groups(a, b), nbytes)
+    groups_of = {"data": links.replica_groups, "model": links.slice_groups}
+    for axis, stages in _collectives(predictor, step).items():
+        for stage, collectives in enumerate(stages):
+            groups = groups_of[axis](stage)
+            for collective, number in collectives:
+                carried[axis] += number * network.link_bytes(collective.kind, groups, collective.nbytes)
+    return network.loads({axis: nbytes for axis, nbytes in carried.items() if nbytes.any()})

@@ -18,10 +18,9 @@ from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
-from parallel3d.planner.predict.links import Integers
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import merged_parameters
-from parallel3d.planner.predict.timing import Floats, compute_seconds, layer_times
+from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
