@@ -165,8 +165,8 @@ def read_calibration(path: str | Path) -> Calibration:
 def calibrate(records: Sequence[RunRecord], predict: Callable[[RunRecord, Calibration], PredictedRun]) -> Calibration:
     """Fit the corrections to recorded runs: the same for the same records in any order.
 
-    predict: predicts a run. It is called again with the corrections found, since a step may then wait for other parts. Of all
-    rounds, that without corrections included, the one that fits the steps best is returned. Factors are least squares of
+    predict: predicts a run. It is called again with the corrections found, since a step may then wait for other parts. The
+    round that fits the steps best is returned; the one without corrections is among them. Factors are least squares of
     relative errors, robust (Huber) and drawn towards 1, where a factor stays that the records say nothing about. Raises
     ConfigError for no records, and for those of several devices or backends.
     """

@@ -1,4 +1,4 @@
-"""Predictions of recorded runs: for comparison, and for calibration component by component."""
+"""Predictions of recorded runs, their comparison with what was measured, and their parts for the calibration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from parallel3d.schedule.builders import from_lists, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.specs import layer_name
 
-# Of more instructions, or ranks, than this, the table shows only the worst, and the mean error of all.
+# With more instructions or ranks than this, the table shows only the worst, and the mean error of all.
 _MOST_LINES = 16
 # Name of a part of the step in Prediction.breakdown -> names in RunRecord.breakdown.
 _PARTS = {

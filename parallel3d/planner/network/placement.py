@@ -24,7 +24,7 @@ from parallel3d.planner.network.links import Kind, Network
 Grid = tuple[int, int, int]  # of each axis: stages, replicas, tensor-parallel ranks
 
 _SMALL = 64  # GPUs: in larger clusters of equal hosts a structured arrangement is as good as its exchanges
-_STARTS = 4  # structured arrangements that are improved on so few GPUs, within the same bound
+_STARTS = 4  # structured arrangements that are improved in such small clusters, within the same bound
 _GROWTH = 16  # limit of the arrangements of the first ranks, in multiples of the limit of the complete ones
 _STRUCTURED = 1 << 14  # ranks of all structured arrangements: bounds the time to compare them
 _LISTED = 1 << 14  # exchanges to choose from
@@ -101,7 +101,8 @@ def _edge(graph: nx.Graph, a: str, b: str) -> tuple[object, ...]:
 def structured(network: Network, shape: Grid) -> Integers:
     """Return arrangements of blocks of GPUs of one island: a part of each axis tiles a block, the rest runs over blocks.
 
-    If there are too many, these are the likeliest: tensor-parallel ranks within islands, replicas along rails, stages across.
+    If there are too many, only the most likely ones are returned: tensor-parallel ranks within islands, replicas along rails,
+    stages across.
     """
     world = int(np.prod(shape))
     ways: dict[bytes, Integers] = {}
@@ -144,7 +145,7 @@ def _exit(network: Network, unit: int) -> float:
 
 
 def _nestings(network: Network, order: Integers, shape: Grid) -> list[tuple[Grid, Grid]]:
-    """Return ways in which the axes can run over GPUs in this order, the likeliest first.
+    """Return ways in which the axes can run over GPUs in this order, the most likely first.
 
     Each is the part of every axis that tiles a block, and the axes that run over blocks, the slowest first. Blocks are the
     largest ones of one island that the order can be cut into.
@@ -224,14 +225,14 @@ class Traffic:
 def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
     """Return each rank's GPU, by its index in `network.cluster.gpus`; rank = (stage * replicas + replica) * slices + slice.
 
-    shape: (stages, replicas, slices). If few arrangements differ, all are tried; else the best structured one (slices within
-    islands, replicas along rails, stages across) is improved by exchanges while they help. The result doesn't depend on the
-    order of the cluster's hosts. Raises ConfigError if the cluster has too few GPUs.
+    shape: (stages, replicas, slices). If few arrangements differ, all are tried; else the best structured one (tensor-parallel
+    ranks within islands, replicas along rails, stages across) is improved by exchanges while they help. The result doesn't
+    depend on the order of the cluster's hosts. Raises ConfigError if the cluster has too few GPUs.
     """
     world, gpus = int(np.prod(shape)), len(network.cluster.gpus)
     if world > gpus:
         raise ConfigError(
-            f"{shape[0]} stages of {shape[1]} replicas of {shape[2]} slices need {world} GPUs, "
+            f"{shape[0]} stages of {shape[1]} replicas of {shape[2]} tensor-parallel ranks need {world} GPUs, "
             f"cluster {network.cluster.name!r} has {gpus}"
         )
     trials = every_arrangement(network, shape, _ALL)
@@ -240,7 +241,7 @@ def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
         return tuple(placed.tolist())
     starts = structured(network, shape)
     seconds = _seconds(network, shape, traffic, starts)
-    # The likeliest come first, and less than a percent is no reason to leave, say, slices in islands.
+    # The most likely come first, and less than a percent is no reason to move, say, tensor-parallel ranks out of islands.
     order = np.argsort(np.where(seconds <= _SAME * seconds.min(), seconds.min(), seconds), kind="stable")
     # More than one start if that costs little: the descent in small clusters ends where no exchange of two improves.
     chosen = order[: _STARTS if gpus <= _SMALL else 1]

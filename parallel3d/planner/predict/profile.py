@@ -23,8 +23,8 @@ from parallel3d.zero.buckets import by_owners
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 DeviceType = Literal["cpu", "cuda"]
-# Numbers of samples that are traced, from which others follow: the first pair for which that holds. Of a single sample some
-# copies are mere views.
+# Numbers of samples that are traced, from which others follow: the first pair for which that holds. With a
+# single sample some copies are views.
 _FEW = ((1, 2), (2, 3))
 
 
@@ -60,7 +60,7 @@ class ModelProfile:
         self.precision = self._traceable.precision
         chosen = choice_rule(config.pipeline.checkpointable_layers, self.names, "checkpointable_layers")
         self._recomputes = [chosen(k, layer) for k, layer in enumerate(self.specs)]
-        # Attention of the CPU's is found on fake tensors alone; the meta device has no autocast.
+        # The CPU's attention is traced on fake tensors only; the meta device has no autocast.
         self._on_meta = device == "cuda" and self.precision.autocast is None
         self._counter = OperatorCounter(INSTEAD, fuses)
         self._losses: dict[Any, LayerProfile] = {}

@@ -26,7 +26,7 @@ _OF_BANDWIDTH = 0.7
 def compute_seconds(work: Work, device: Device, samples: int = 1) -> float:
     """Return the device's seconds for the work, without its collectives.
 
-    samples: predict this many samples from the work of one, which is about right: what grows with them is multiplied.
+    samples: predict this many samples from the work of one, approximately: what grows with them is multiplied.
     """
     growing = (
         work.gemm_flops / device.gemm_flops
@@ -129,7 +129,7 @@ def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
 class LayoutLinks:
     """Seconds of collectives and messages between a layout's ranks; all groups that are alike communicate at the same time.
 
-    - places: the GPU of each rank; rank = (stage * replicas + replica) * slices + slice.
+    - places: the GPU of each rank; rank = (stage * replicas + replica) * slices + tensor rank.
     - roughly: assume that all stages have the links of the first one.
     """
 
@@ -160,7 +160,7 @@ class LayoutLinks:
         return self._seconds(collective.kind, collective.nbytes, self.slice_groups)
 
     def over_replicas(self, kind: CollectiveKind, nbytes: float, stage: int) -> float:
-        """Return the seconds of a collective over the replicas of each slice of a stage. nbytes: of one slice's tensor."""
+        """Return the seconds of a collective over the replicas of each tensor rank of a stage. nbytes: of one rank's tensor."""
         return self._seconds(kind, nbytes, self.replica_groups, self.like(stage))
 
     def over_stages(self, nbytes: float, stages: tuple[int, ...]) -> float:
@@ -178,7 +178,7 @@ class LayoutLinks:
         return (self.ranks if stage is None else self.ranks[stage]).reshape(-1, self.shape[2])
 
     def replica_groups(self, stage: int) -> Integers:
-        """Return the GPUs of the replicas of each slice of a stage, [slices, replicas]."""
+        """Return the GPUs of the replicas of each tensor rank of a stage, [slices, replicas]."""
         return self.ranks[stage].T
 
     def stage_groups(self, *stages: int) -> Integers:

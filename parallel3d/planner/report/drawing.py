@@ -1,4 +1,4 @@
-"""What the report's drawings share: numbers, names and colours, rendered templates, and geometry."""
+"""Numbers, names, colours, templates and geometry that the report's drawings share."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def as_timeline(spans: tuple[TimelineSpan, ...], num_stages: int) -> Timeline:
 def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
     """Return the columns that the page draws and names instructions from, each lane's spans in the order of their starts.
 
-    Of more than `limit` spans those in the middle of the step, where a schedule repeats itself, are left out: "left_out"
-    is then (tick from, tick to, number). Starts are differences to the span before.
+    If there are more than `limit` spans, those in the middle of the step, where a schedule repeats itself, are left out:
+    "left_out" is then (tick from, tick to, number). Starts are differences to the span before.
     """
     full = timeline.makespan or 1.0
     spans, gap = _both_ends(timeline, limit)

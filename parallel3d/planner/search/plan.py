@@ -1,4 +1,4 @@
-"""Plan of a model on a cluster: search, improvement of the best layouts, and result."""
+"""Plan of a model on a cluster: search, improvement of the best layouts, what they send, and the result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from parallel3d.schedule.timing import Span
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.specs import Layer, layer_name
 
-# Candidates within this ratio of the shortest step, at most so many, are placed and split with more care.
+# Candidates within this ratio of the shortest step, at most _MOST_NEAR, are placed and split with more care.
 _NEAR, _MOST_NEAR = 1.02, 6
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
@@ -51,7 +51,7 @@ class Question:
     """Model and cluster to plan for.
 
     - fixed: what the user has decided of the layout; measured: see Predictor.
-    - every_auto: whether schedule "auto" is planned for all listed layouts, however long that takes.
+    - every_auto: whether schedule "auto" is planned for all listed layouts, also those with long pipelines.
     """
 
     model: PlannedModel

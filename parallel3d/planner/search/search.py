@@ -26,8 +26,8 @@ from parallel3d.planner.search.space import RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
-_ALTERNATIVES = 5  # shapes whose likeliest layouts are evaluated, so that there is something to compare with
-_LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose likeliest layouts are evaluated
+_ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
+_LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose most likely layouts are evaluated
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
 _QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
 # The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
@@ -35,14 +35,14 @@ _SLACK = 0.99
 # The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
 _EVEN = 0.8
 _GROUPS = 32  # tensor-parallel groups that are compared
-# Share of a device's memory up to which a split is looked for by which the layout fits; with more chunks of all stages, or
-# more ranks, that takes too long.
+# Share of a device's memory up to which a split is searched that makes the layout fit; with more chunks of all stages, or
+# more ranks, the search would be too slow.
 _NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Layout that isn't predicted, because it doesn't fit. least: seconds that it would hardly be below."""
+    """Layout that isn't predicted, because it doesn't fit. least: a lower bound of its seconds."""
 
     layout: Layout
     predictor: Predictor
@@ -67,7 +67,7 @@ def out_of_memory(predictor: Predictor, layout: Layout, least: float) -> OutOfMe
 
 
 def _fullest_to_split(layout: Layout) -> float:
-    """Return how full a layout may be, for that it is worth looking for a split of the layers by which it does fit."""
+    """Return how full a layout may be, as a share of the memory, so that another split of its layers may still make it fit."""
     is_worth_it = layout.stages * layout.chunks <= _MOST_CHUNKS and layout.world_size <= _MOST_RANKS
     return _NEARLY if layout.stages > 1 and is_worth_it else 1.0
 
@@ -100,7 +100,7 @@ class Bounds:
     """Lower bounds of every layout of a space.
 
     - seconds: of a step whose layers are spread evenly over all ranks, on the fastest device and the best links, with the
-      filling and draining of its pipeline; infinite if the model can't be split over so many tensor-parallel ranks.
+      filling and draining of its pipeline; infinite if the model can't be split over this number of tensor-parallel ranks.
     - bytes: of the fullest rank, with state and activations in flight spread evenly.
     - why_not_sliced: number of tensor-parallel ranks -> the reason why layers can't be split over them.
     """
@@ -226,7 +226,7 @@ class BranchAndBound:
                     roomy.add(layout)
 
     def _find_alternatives(self, order: Integers) -> None:
-        """Evaluate the likeliest layouts of other shapes and of little memory, until one of each fits."""
+        """Evaluate the most likely layouts of other shapes and of little memory, until one of each fits."""
         space, shapes = self.space, self.space.shapes[order]
         found = {candidate.layout.shape for candidate in self.fitting}
         others = [shape for shape in dict.fromkeys(map(tuple, shapes.tolist())) if shape not in found]
