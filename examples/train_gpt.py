@@ -28,8 +28,7 @@ from parallel3d.config import Layout, parse_layout
 from parallel3d.monitor import MetricsFile, ProgressBar, plot_losses
 from parallel3d.monitor.run_record import RunRecord, find_run_records
 from parallel3d.pipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology
-from parallel3d.planner.calibrate.runs import compare_run
-from parallel3d.planner.search.comparison import print_comparison
+from parallel3d.planner.calibrate.runs import compare_run, print_comparison
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.schedule.draw import chrome_trace, svg
 from parallel3d.schedule.timing import measured_cost, simulate

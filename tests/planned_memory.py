@@ -15,10 +15,9 @@ from parallel3d.config.layout import Layout, configuration, parse_layout
 from parallel3d.models import CausalLMLoss, DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.pipe import PipelineModule
+from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.memory_replay import MemoryReplay
-from parallel3d.planner.predict.parameters import stage_parameters
-from parallel3d.planner.predict.profile import ModelProfile
+from parallel3d.planner.predict.profile import ModelProfile, stage_parameters
 from parallel3d.planner.predict.program import Programs, make_buckets
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import placement_of

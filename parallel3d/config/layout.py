@@ -74,6 +74,11 @@ class Layout(BaseModel):
     units: Literal["half"] | None = None
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """Ranks along the pipe, data and model axes."""
+        return self.stages, self.replicas, self.slices
+
+    @property
     def world_size(self) -> int:
         """Number of processes."""
         return self.stages * self.slices * self.replicas

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -23,13 +23,16 @@ from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Timeline
 
 FILE_NAME = "run_record.json"
+Stored = TypeVar("Stored", bound=BaseModel)
 
 
-class _Record(BaseModel):
+class StoredModel(BaseModel):
+    """Immutable model of a JSON file, or of a part of one. Unknown keys are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Timing(_Record):
+class Timing(StoredModel):
     """Statistics of `count` times, in seconds. spread: between the quartiles, 0 for a single time."""
 
     median: float
@@ -43,7 +46,7 @@ class Timing(_Record):
         return Timing(median=median(seconds), spread=last - first, count=len(seconds))
 
 
-class ModelFingerprint(_Record):
+class ModelFingerprint(StoredModel):
     """Composition of a model, whatever the layout: each layer's class, and the number of parameters first used there."""
 
     layers: tuple[str, ...]
@@ -55,7 +58,7 @@ class ModelFingerprint(_Record):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
-class RankRecord(_Record):
+class RankRecord(StoredModel):
     """Measurements of one rank.
 
     - host: number of its host, in the order of the hosts' first ranks.
@@ -167,21 +170,29 @@ def fingerprint(names: Sequence[str], counts: Iterable[Mapping[str, int]]) -> Mo
 def read_run_record(path: str | Path) -> RunRecord:
     """Read the record of a file, or of the file in a directory. Raises ConfigError if it is missing or holds no record."""
     file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
-    try:
-        return RunRecord.model_validate_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         raise ConfigError(
             f'there is no run record \'{file}\'; train with "run_record": {{"directory": "{file.parent}"}} in the '
             "configuration, or call engine.reports.write_run_record"
-        ) from None
+        )
+    return read_stored(RunRecord, file, "run record", "engine.reports.write_run_record")
+
+
+def read_stored(model: type[Stored], file: Path, what: str, remedy: str) -> Stored:
+    """Read a model from a JSON file.
+
+    what: name of such files in errors; remedy: what writes them. Raises ConfigError if it can't be read, or holds no model.
+    """
+    try:
+        return model.model_validate_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"run record '{file}' can't be read: {error}") from error
+        raise ConfigError(f"{what} '{file}' can't be read: {error}; make one by {remedy}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(
-            f"'{file}' is no run record of this version: {where}: {first['msg']} ({error.error_count()} faults); write it anew "
-            "by engine.reports.write_run_record"
+            f"'{file}' is no {what} of this version: {where}: {first['msg']} ({error.error_count()} faults); make it anew by "
+            f"{remedy}"
         ) from error
 
 

@@ -131,8 +131,9 @@ def _min_max(cost: FloatArray) -> list[int]:
     """Return the bounds of the best split, where part k as [a, b) costs cost[k, a, b]. One of finite cost must exist."""
     bottleneck = _best_prefixes(np.maximum, cost)[-1][-1]
     # Scaled by a power of two: squares of whole numbers stay exact, and no square overflows.
-    scaled = np.ldexp(np.where(cost <= bottleneck, cost, np.inf), -math.frexp(bottleneck)[1])
-    squares = scaled * scaled
+    own = cost if cost.strides[0] else cost[:1]  # parts of equal cost are one matrix
+    scaled = np.ldexp(np.where(own <= bottleneck, own, np.inf), -math.frexp(bottleneck)[1])
+    squares = np.broadcast_to(scaled * scaled, cost.shape)
     prefixes = _best_prefixes(np.add, squares)
     bounds = [cost.shape[-1] - 1]
     for best, part in zip(reversed(prefixes[:-1]), squares[::-1], strict=True):

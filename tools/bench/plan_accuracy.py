@@ -131,7 +131,7 @@ def tasks_of(names: Sequence[str], cluster: Cluster, models: Mapping[str, Planne
         if size not in predictors:
             profile = profile_of(model, cluster, configuration(layout, model.config))
             predictors[size] = Predictor(model, profile, network)
-        bounds = predictors[size].predict(layout).bounds
+        bounds = predictors[size].predict(layout).split.bounds
         tasks.append(Task(size, written, configuration(layout, model.config, bounds)))
     return tasks
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import model_validator
 
 from parallel3d.atomic_write import write_whole
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.run_record import RunRecord
+from parallel3d.monitor.run_record import RunRecord, StoredModel, read_stored
 from parallel3d.planner.calibrate.correction import Factor, Prior, Row, error_deviation, error_factor, fit
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.search.result import StageMemory
@@ -77,7 +77,7 @@ class PredictedRun:
     idle: float = 0.0
 
 
-class Calibration(BaseModel):
+class Calibration(StoredModel):
     """Corrections of the planner's models for one kind of device and backend; without arguments, none.
 
     - factors: of COMPONENTS; memory: of MEMORY.
@@ -86,8 +86,6 @@ class Calibration(BaseModel):
     - error: standard deviation of the relative errors that remain in the seconds of steps of layouts that the fit hasn't
       seen; layouts: the number of layouts that it was estimated from.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
     device: str = ""
@@ -161,25 +159,14 @@ class Calibration(BaseModel):
 
 def read_calibration(path: str | Path) -> Calibration:
     """Read a file that `Calibration.write` wrote. Raises ConfigError."""
-    try:
-        return Calibration.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"calibration '{path}' can't be read: {error}; make one by p3d plan --calibrate RUNS"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(
-            f"'{path}' is no calibration of this version: {'.'.join(map(str, first['loc']))}: {first['msg']}; make it anew by "
-            "p3d plan --calibrate RUNS"
-        ) from error
+    return read_stored(Calibration, Path(path), "calibration", "p3d plan --calibrate RUNS")
 
 
 def calibrate(records: Sequence[RunRecord], predict: Callable[[RunRecord, Calibration], PredictedRun]) -> Calibration:
     """Fit the corrections to recorded runs: the same for the same records in any order.
 
-    predict: predicts a run. It is called again with the corrections found, since a step may then wait for other parts. Of all
-    rounds, that without corrections included, the one that fits the steps best is returned. Factors are least squares of
+    predict: predicts a run. It is called again with the corrections found, since a step may then wait for other parts. The
+    round that fits the steps best is returned; the one without corrections is among them. Factors are least squares of
     relative errors, robust (Huber) and drawn towards 1, where a factor stays that the records say nothing about. Raises
     ConfigError for no records, and for those of several devices or backends.
     """

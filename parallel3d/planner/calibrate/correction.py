@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+
+from parallel3d.monitor.run_record import StoredModel
 
 FloatArray = NDArray[np.float64]
 
@@ -22,10 +23,8 @@ _Z_90 = 1.6448536269514722  # standard deviations on both sides of a normal dist
 _PRIOR_ERRORS, _PRIOR_DEVIATION = 2, 0.06
 
 
-class Factor(BaseModel):
+class Factor(StoredModel):
     """Factor of a component, and its 90% interval."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     value: float = 1.0
     low: float = 1.0

@@ -1,11 +1,15 @@
-"""Predictions of recorded runs: for comparison, and for calibration component by component."""
+"""Predictions of recorded runs, their comparison with what was measured, and their parts for the calibration."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+from rich.table import Column, Table
 
 from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Work
@@ -17,18 +21,115 @@ from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.cluster.presets import preset_of
 from parallel3d.planner.network.links import Network
+from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
-from parallel3d.planner.predict.step_prediction import StepPrediction
 from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds
-from parallel3d.planner.search.candidate import Candidate, prediction_of
-from parallel3d.planner.search.comparison import Comparison, compare
 from parallel3d.planner.search.model import PlannedModel
-from parallel3d.planner.search.plan import profile_of
+from parallel3d.planner.search.plan import prediction_of, profile_of
 from parallel3d.planner.search.result import Prediction
 from parallel3d.schedule.builders import from_lists, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.specs import layer_name
+
+# With more instructions or ranks than this, the table shows only the worst, and the mean error of all.
+_MOST_LINES = 16
+# Name of a part of the step in Prediction.breakdown -> names in RunRecord.breakdown.
+_PARTS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "exposed communication": ("communication", "reduce"),
+    "optimizer": ("step",),
+}
+
+
+Unit = Literal["s", "B", "share"]  # seconds, bytes, or share of the time
+
+
+class Line(NamedTuple):
+    """One predicted and measured number."""
+
+    what: str
+    unit: Unit
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured; the difference if these are shares."""
+        difference = self.predicted - self.measured
+        if self.unit == "share" or not difference:
+            return difference
+        return difference / self.measured if self.measured else float("inf")
+
+
+class Comparison(NamedTuple):
+    """Comparison of a run. step: seconds, their parts, and the bubble; instructions: medians; memory: peaks of each rank."""
+
+    layout: str
+    device: str
+    step: tuple[Line, ...]
+    instructions: tuple[Line, ...]
+    memory: tuple[Line, ...]
+
+
+def compare(record: RunRecord, prediction: Prediction, instructions: Mapping[str, float]) -> Comparison:
+    """Compare a run with its prediction. What one side lacks is left out.
+
+    instructions: predicted seconds, by kind_name.
+    """
+    parts = [
+        Line(name, "s", prediction.breakdown[name], sum(record.breakdown.get(part, 0.0) for part in measured))
+        for name, measured in _PARTS.items()
+        if name in prediction.breakdown
+    ]
+    step = Line("step", "s", prediction.seconds, record.step.median)
+    bubble = Line("bubble", "share", prediction.bubble, record.bubble)
+    known = {name: timing.median for name, timing in record.instructions.items() if name in instructions}
+    medians = tuple(Line(name, "s", instructions[name], median) for name, median in known.items())
+    return Comparison(record.layout, record.device, (step, *parts, bubble), medians, tuple(_peaks(record, prediction)))
+
+
+def _peaks(record: RunRecord, prediction: Prediction) -> Iterator[Line]:
+    """Yield the peak memory of each rank."""
+    stages = {stage.stage: stage for stage in prediction.memory}
+    for rank in record.ranks:
+        if rank.stage not in stages:
+            continue
+        stage = stages[rank.stage]
+        if rank.allocated is not None:
+            yield Line(f"rank {rank.rank} allocated", "B", stage.allocated, rank.allocated)
+        if rank.reserved is not None and rank.outside is not None:
+            yield Line(f"rank {rank.rank} reserved", "B", stage.reserved, rank.reserved + rank.outside)
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Return a table with the errors in percent, of shares in percentage points."""
+    columns = [Column(name, justify="right" if name else "left") for name in ("", "predicted", "measured", "error")]
+    table = Table(*columns, title=f"{comparison.layout} on {comparison.device}", title_justify="left")
+    for lines in (comparison.step, comparison.instructions, comparison.memory):
+        worst = sorted(lines, key=lambda line: -abs(line.error))[:_MOST_LINES]
+        for line in (line for line in lines if line in worst):
+            error = f"{line.error * 100:+.1f} " + ("pp" if line.unit == "share" else "%")
+            table.add_row(line.what, _text(line, line.predicted), _text(line, line.measured), error)
+        if len(lines) > _MOST_LINES:
+            mean = sum(abs(line.error) for line in lines) / len(lines)
+            table.add_row(f"... {len(lines)}, mean error", "", "", f"{mean:.1%}")
+        table.add_section()
+    return table
+
+
+def _text(line: Line, value: float) -> str:
+    if line.unit == "share":
+        return f"{value:.1%}"
+    return f"{value / 2**30:.3f} GiB" if line.unit == "B" else f"{value * 1e3:.3f} ms"
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Print to standard output, as wide as the terminal, else 100 columns."""
+    console = Console()
+    (console if console.is_terminal else Console(width=100)).print(comparison_table(comparison), highlight=False)
+
 
 _WORK = {
     Op.FORWARD: "forward",
@@ -63,7 +164,7 @@ class RunPredictor:
         predictor, predicted = self._predict_step(record, calibration)
         run = self.parts(record, calibration)
         seconds = {name: calibration.seconds(parts, run.idle) for name, parts in run.instructions.items()}
-        return prediction_of(predictor, Candidate(predicted, predictor.memory(predicted))), seconds
+        return prediction_of(predictor, predicted), seconds
 
     def parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
         """Return the uncorrected parts of the run, and of its step along the path that is the longest when corrected."""
@@ -87,8 +188,9 @@ class RunPredictor:
             share = longer * seconds / cost(i) if cost(i) > 0 else 0.0
             for name, part in components(i._replace(micro_batch=0)).items():
                 step[name] += share * part
-        stages = plain.memory(uncorrected)
-        return PredictedRun(instructions, step, [stages[rank.stage] for rank in record.ranks], predicted.bubble)
+        return PredictedRun(
+            instructions, step, [uncorrected.memory[rank.stage] for rank in record.ranks], predicted.bubble
+        )
 
     def _predict_step(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, StepPrediction]:
         model, layout = self._model_of(record), Layout(**{name: getattr(record, name) for name in Layout.model_fields})
@@ -158,7 +260,7 @@ def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRec
 
 def _components(predictor: Predictor, predicted: StepPrediction, i: Instruction) -> dict[str, float]:
     """Return the uncorrected seconds of an instruction by component; empty for one that takes no time."""
-    links, placement = predicted.links, predicted.program.placement
+    links, placement = predicted.split.links, predicted.program.placement
     stage = placement[i.chunk]
     if i.op in _WORK:
         return _compute_components(predictor, predicted, i)
@@ -173,7 +275,7 @@ def _components(predictor: Predictor, predicted: StepPrediction, i: Instruction)
 
 
 def _compute_components(predictor: Predictor, predicted: StepPrediction, i: Instruction) -> dict[str, float]:
-    links, bounds = predicted.links, predicted.bounds
+    links, bounds = predicted.split.links, predicted.split.bounds
     stage = predicted.program.placement[i.chunk]
     device = max(links.devices[stage], key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
     layers = predictor.layers(predicted.layout)[bounds[i.chunk] : bounds[i.chunk + 1]]
@@ -184,7 +286,7 @@ def _compute_components(predictor: Predictor, predicted: StepPrediction, i: Inst
     for exchange in work.exchanges:
         waited = exchange_seconds(exchange, device, links.over_slices, links.overlap)
         parts[links.kind(links.slice_groups(stage))] += waited
-    slower, added = (float(seconds[i.chunk]) for seconds in predicted.reducing)
+    slower, added = (float(seconds[i.chunk]) for seconds in predicted.split.reducing)
     if added > 0 and i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
         parts[links.kind(links.replica_groups(stage))] += slower
         parts["element_wise"] += added

@@ -46,22 +46,21 @@ class Catalogue:
     """
 
     def __init__(self, described: Mapping[str, DeviceSpec] | None = None) -> None:
-        self._devices: dict[str, Device] = {}
-        self._wiring: dict[str, _Wiring] = {}
+        self._known: dict[str, tuple[Device, _Wiring | None]] = {}  # by name in lower case
         for name, spec in [*_PRESETS.devices.items(), *(described or {}).items()]:
             self._add(name, spec)
 
     @property
     def devices(self) -> dict[str, Device]:
         """All devices by their names."""
-        return {device.name: device for device in self._devices.values()}
+        return {device.name: device for device, _ in self._known.values()}
 
     def _add(self, name: str, spec: DeviceSpec) -> None:
         given = {**spec.given, "name": name}
         wiring = given.pop("wiring", None)
         if spec.base is not None:
-            device = replace(self.device(given.pop("base")), **given)
-            wiring = wiring or self._wiring.get(spec.base.lower())
+            base, its_wiring = self._find(given.pop("base"))
+            device, wiring = replace(base, **given), wiring or its_wiring
         elif missing := [f.name for f in fields(Device) if f.default is MISSING and f.name not in given]:
             raise ConfigError(
                 f"devices.{name} lacks {', '.join(missing)}; give them, or `base`, a device that is like it otherwise, such "
@@ -69,21 +68,22 @@ class Catalogue:
             )
         else:
             device = Device(**given)
-        if name.lower() in self._devices:
+        if name.lower() in self._known:
             raise ConfigError(f"there is a device {self.device(name).name!r} already; call yours something else")
-        self._devices[name.lower()] = device
-        if wiring is not None:
-            self._wiring[name.lower()] = wiring
+        self._known[name.lower()] = device, wiring
 
     def device(self, name: str) -> Device:
         """Return the device of this name. Raises ConfigError, with the nearest name."""
-        if name.lower() not in self._devices:
+        return self._find(name)[0]
+
+    def _find(self, name: str) -> tuple[Device, _Wiring | None]:
+        if name.lower() not in self._known:
             names = list(self.devices)
             raise ConfigError(
                 f"unknown device {name!r};{nearest(name, names)} Known are {', '.join(names)}; describe another one under "
                 "`devices` of a cluster's YAML, or measure it with p3d plan --measure"
             )
-        return self._devices[name.lower()]
+        return self._known[name.lower()]
 
     def machine(self, text: str) -> dict[str, Any]:
         """Return the host that '8xH100' or a name of MACHINES stands for, as in a cluster's YAML. Raises ConfigError."""
@@ -93,8 +93,7 @@ class Catalogue:
                 f"{text!r} is no machine; give GPUs and their device, such as 8xH100, or a name of "
                 f"{', '.join(MACHINES)}.{nearest(text, MACHINES)}"
             )
-        count, device = int(match[1]), self.device(match[2])
-        wiring = self._wiring.get(device.name.lower())
+        count, (device, wiring) = int(match[1]), self._find(match[2])
         if wiring is None:
             raise ConfigError(
                 f"it isn't known how a machine of {device.name!r} is wired; give the host gpus, nvlink, pcie and nics instead "

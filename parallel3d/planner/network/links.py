@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,10 +15,136 @@ import numpy.typing as npt
 
 from parallel3d.costs.work import CollectiveKind
 from parallel3d.planner.cluster.cluster import Cluster
-from parallel3d.planner.network.collective_hops import Phase, Shape, algorithms
-from parallel3d.planner.network.fabric import Fabric, Floats, Integers
-from parallel3d.planner.network.routes import Routes
+from parallel3d.planner.network.fabric import Fabric, Floats, Integers, Routes
 from parallel3d.planner.search.result import LinkLoad
+
+# Sizes of the islands in each unit; members are ordered by locality. ((4, 4), (4,)): two islands in one host, one in another.
+Shape = tuple[tuple[int, ...], ...]
+
+# Share of a ring's bandwidth that a tree reaches, as NCCL's own tuning has it.
+_TREE_EFFICIENCY = 0.92
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Messages that a group sends at the same time.
+
+    - source, target: places of members in the group.
+    - share: bytes of each message over those of the collective's tensor; steps: how often the message's latency counts.
+    - lanes: where each series of messages that wait for each other begins. The latency of a phase is its slowest lane's.
+    """
+
+    source: Integers
+    target: Integers
+    share: Floats
+    steps: Floats
+    lanes: Integers
+
+
+class _Message(NamedTuple):
+    source: int
+    target: int
+    share: float
+    steps: float
+
+
+# The members of a unit, by island. A block is the members of an island, or of a unit.
+Unit = list[range]
+
+
+@lru_cache(maxsize=1024)
+def algorithms(kind: CollectiveKind | Literal["send"], shape: Shape) -> tuple[tuple[Phase, ...], ...]:
+    """Return NCCL's algorithms for a group of `shape`: ring, hierarchical and tree, each a series of phases.
+
+    - ring: through all members; between units (and between islands of a unit) over as many rails as each has members, as
+      NCCL's channels are laid. It has the fewest bytes; the others have fewer steps.
+    - hierarchical: reduce-scatter in the unit, then across on all rails, then all-gather in the unit.
+    - tree: a double binary tree over units (Sanders, Speck, Träff 2009), for all_reduce.
+
+    A group in one unit has a ring alone; a "send" is one message.
+    """
+    if kind == "send":
+        return ((_phase([[_Message(0, 1, 1.0, 1.0)]], 1, 1),),)
+    passes = 2 if kind == "all_reduce" else 1
+    starts = iter(accumulate((size for unit in shape for size in unit), initial=0))
+    units = [[range(start := next(starts), start + size) for size in unit] for unit in shape]
+    blocks = [range(unit[0].start, unit[-1].stop) for unit in units]
+    inside = [message for unit in units for message in _inside(unit)]
+    members = blocks[-1].stop
+    ring = (_phase([inside + _across(blocks)], passes * (members - 1) / members, passes),)
+    if len(units) == 1:
+        return (ring,)
+    hierarchical = _hierarchical(units, blocks, passes) if max(map(len, blocks)) > 1 else ring
+    return (ring, hierarchical, _tree(inside, blocks) if kind == "all_reduce" else ring)
+
+
+def _hierarchical(units: list[Unit], blocks: list[range], passes: int) -> tuple[Phase, ...]:
+    local = [
+        [message._replace(share=message.share * (len(block) - 1) / len(block)) for message in _inside(unit)]
+        for unit, block in zip(units, blocks, strict=True)
+        if len(block) > 1
+    ]
+    across = _across(blocks)
+    rails = min(map(len, blocks))
+    lanes = [
+        [message._replace(steps=message.steps * rails) for message in across[rail::rails]] for rail in range(rails)
+    ]
+    return (_phase(local, passes, passes), _phase(lanes, passes * (len(units) - 1) / len(units), passes))
+
+
+def _tree(inside: list[_Message], blocks: list[range]) -> tuple[Phase, ...]:
+    """Each half of the tensor goes up one of two trees and down again; the leaves of one tree are inner nodes of the other."""
+    members, count = blocks[-1].stop, len(blocks)
+    local = [m._replace(share=2 * m.share * (members - 1) / members, steps=2 * m.steps / count) for m in inside]
+    rails = min(map(len, blocks))
+    depth = (count - 1).bit_length()  # on each way up the lowest bit of a node's number rises
+    pairs = [(node, _parent(node, count)) for node in range(1, count)]
+    pairs += [(count - 1 - child, count - 1 - parent) for child, parent in pairs]
+    pairs += [(parent, child) for child, parent in pairs]
+    steps = 2 * depth / (len(pairs) * rails)
+    between = [
+        _Message(_rail(blocks[a], rail, rails), _rail(blocks[b], rail, rails), 0.5 / rails, steps)
+        for a, b in pairs
+        for rail in range(rails)
+    ]
+    return (_phase([local + between], 1 / _TREE_EFFICIENCY, 1),)
+
+
+def _inside(unit: Unit) -> list[_Message]:
+    """A ring through the members of a unit: through each island, and from island to island."""
+    return [message for island in unit for message in _across([range(i, i + 1) for i in island])] + _across(unit)
+
+
+def _across(blocks: list[range]) -> list[_Message]:
+    """A ring from block to block, on as many rails as each block has members."""
+    if len(blocks) == 1:
+        return []
+    rails = min(map(len, blocks))
+    steps = (len(blocks) - 1) / (len(blocks) * rails)
+    return [
+        _Message(_rail(block, rail, rails), _rail(following, rail, rails), 1 / rails, steps)
+        for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True)
+        for rail in range(rails)
+    ]
+
+
+def _rail(block: range, rail: int, rails: int) -> int:
+    return block[rail * len(block) // rails]
+
+
+def _parent(node: int, count: int) -> int:
+    """Return a node's parent in the tree whose root is 0 and whose odd nodes are leaves."""
+    bit = node & -node
+    parent = (node ^ bit) | (bit << 1)
+    return parent if parent < count else node ^ bit
+
+
+def _phase(lanes: list[list[_Message]], bytes_factor: float, steps_factor: float) -> Phase:
+    messages = [message for lane in lanes for message in lane]
+    first = list(accumulate(map(len, lanes[:-1]), initial=0))
+    source, target, share, steps = (np.array(column) for column in zip(*messages, strict=True))
+    return Phase(source, target, bytes_factor * share, steps_factor * steps, np.array(first))
+
 
 Kind = CollectiveKind | Literal["send"]
 Groups = Sequence[Sequence[int]] | npt.NDArray[np.integer]
@@ -63,6 +192,8 @@ class Network:
         kinds = {gpu.device: k for k, gpu in enumerate({gpu.device: gpu for gpu in cluster.gpus}.values())}
         self.devices = list(kinds)
         self.device_of = np.array([kinds[gpu.device] for gpu in cluster.gpus], dtype=np.int64)
+        self._at = np.argsort(self.fabric.position)  # GPUs by position, and the unit of each
+        self._unit_at = self.fabric.unit[self._at]
         self._routes = Routes(self.fabric)
         self._lines = lru_cache(_REMEMBERED)(self._measure)
 
@@ -121,9 +252,19 @@ class Network:
 
     def _by_algorithm(self, kind: Kind, groups: Groups, nbytes: float) -> Floats:
         """Return seconds, [algorithm, trial, group]."""
-        members = np.asarray(groups, dtype=np.int64)
+        members = self._first_alike(np.asarray(groups, dtype=np.int64))
         latency, per_byte = self._lines(kind, members.shape, members.tobytes())
         return (latency + per_byte * nbytes).reshape(len(latency), -1, members.shape[-2])
+
+    def _first_alike(self, members: Integers) -> Integers:
+        """Return the first GPUs of the cluster that have the same links as these, in the same order."""
+        fabric = self.fabric
+        units, which = np.unique(fabric.unit[members], return_inverse=True)
+        attachments = set(fabric.attachment[units].tolist())
+        if len(attachments) > 1:
+            return members
+        alike = np.flatnonzero(fabric.attachment == attachments.pop())[which.reshape(members.shape)]
+        return self._at[np.searchsorted(self._unit_at, alike) + fabric.slot[members]]
 
     def _measure(self, kind: Kind, shape: tuple[int, ...], data: bytes) -> tuple[Floats, Floats]:
         """Return seconds of latency, and seconds per byte, [algorithm, group]. data: of the members, an int64 array."""
@@ -168,21 +309,15 @@ class Network:
         # How each member is cut off from the one before: 0 not at all, 1 in another island, 2 in another unit.
         unit, island = fabric.unit[members], fabric.island[members]
         cuts = np.where(np.diff(unit, axis=1) != 0, 2, np.diff(island, axis=1) != 0).astype(np.uint8)
-        patterns, which = np.unique(cuts, axis=0, return_inverse=True)
-        chosen = [np.flatnonzero(which.ravel() == pattern) for pattern in range(len(patterns))]
-        return [_Alike(rows, members[rows], _shape(cuts)) for rows, cuts in zip(chosen, patterns, strict=True)]
+        _, first, which = np.unique(cuts, axis=0, return_index=True, return_inverse=True)
+        chosen = [(row, np.flatnonzero(which.ravel() == pattern)) for pattern, row in enumerate(first)]
+        return [_Alike(rows, members[rows], _shape(unit[row], island[row])) for row, rows in chosen]
 
 
-def _shape(cuts: npt.NDArray[np.uint8]) -> Shape:
-    shape = [[1]]
-    for cut in cuts.tolist():
-        if cut == 2:
-            shape.append([1])
-        elif cut == 1:
-            shape[-1].append(1)
-        else:
-            shape[-1][-1] += 1
-    return tuple(map(tuple, shape))
+def _shape(unit: Integers, island: Integers) -> Shape:
+    """Return the sizes of the islands in each unit. unit, island: of the members of a group, by locality."""
+    units = groupby(zip(unit.tolist(), island.tolist(), strict=True), key=itemgetter(0))
+    return tuple(tuple(len(list(members)) for _, members in groupby(own)) for _, own in units)
 
 
 def _rounds(kind: Kind, alike: list[_Alike], algorithm: int) -> Iterator[_Sent]:

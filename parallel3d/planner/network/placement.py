@@ -1,21 +1,207 @@
-"""Choice of each rank's GPU: a step's communication, and its compute on unequal GPUs, should take the fewest seconds."""
+"""Choice of each rank's GPU: a step's communication, and its compute on unequal GPUs, should take the fewest seconds.
+
+Arrangements of ranks on GPUs are arrays [arrangements, ranks]: all that differ, structured ones, and exchanges in a given one.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations, islice, product
+from math import gcd
+from operator import itemgetter
 
+import networkx as nx
 import numpy as np
+import numpy.typing as npt
 
 from parallel3d.costs.work import Collective
 from parallel3d.errors import ConfigError
 from parallel3d.planner.network.fabric import Floats, Integers
 from parallel3d.planner.network.links import Kind, Network
-from parallel3d.planner.search.arrangements import Grid, every_arrangement, exchanges, structured
+
+Grid = tuple[int, int, int]  # of each axis: stages, replicas, tensor-parallel ranks
+
+_SMALL = 64  # GPUs: in larger clusters of equal hosts a structured arrangement is as good as its exchanges
+_STARTS = 4  # structured arrangements that are improved in such small clusters, within the same bound
+_GROWTH = 16  # limit of the arrangements of the first ranks, in multiples of the limit of the complete ones
+_STRUCTURED = 1 << 14  # ranks of all structured arrangements: bounds the time to compare them
+_LISTED = 1 << 14  # exchanges to choose from
+_FEW = 4  # structured arrangements of the largest clusters
+
+
+def every_arrangement(network: Network, shape: Grid, most: int) -> Integers | None:
+    """Return one of each set of arrangements that take the same time; None if there are more than `most`.
+
+    GPUs that could change places are of one kind. Replicas and tensor-parallel ranks can be permuted.
+    """
+    if len(network.cluster.gpus) > _SMALL:
+        return None
+    members = [np.array(kind) for kind in _interchangeable(network)]
+    stages, replicas, slices = shape
+    ways = np.zeros((1, 0), dtype=np.int64)  # kinds of the first ranks' GPUs
+    for rank in range(1, stages * replicas * slices + 1):
+        if len(ways) * len(members) > _GROWTH * most:
+            return None
+        free = [ways[(ways == kind).sum(axis=1) < len(gpus)] for kind, gpus in enumerate(members)]
+        ways = np.concatenate([np.column_stack([w, np.full(len(w), kind)]) for kind, w in enumerate(free)])
+        if rank <= replicas * slices:
+            ways = ways[_canonical(ways, replicas, slices)]
+    if len(ways) > most:
+        return None
+    placed = np.zeros_like(ways)
+    for kind, gpus in enumerate(members):
+        mine = ways == kind
+        placed = np.where(mine, gpus[np.where(mine, np.cumsum(mine, axis=1) - 1, 0)], placed)
+    return placed
+
+
+def _canonical(ways: Integers, replicas: int, slices: int) -> npt.NDArray[np.bool_]:
+    """Select first stages with rows and columns in order: at least one of those that are permutations of each other."""
+    if ways.shape[1] <= slices:
+        return np.all(np.diff(ways, axis=1) >= 0, axis=1)
+    complete = ways.shape[1] // slices
+    grids = ways[:, : complete * slices].reshape(-1, complete, slices)
+    in_order = _ascending(grids)
+    if complete == replicas:
+        in_order &= _ascending(grids.transpose(0, 2, 1))
+    return in_order
+
+
+def _ascending(grids: Integers) -> npt.NDArray[np.bool_]:
+    base = float(grids.max(initial=0)) + 1
+    keys = grids @ base ** np.arange(grids.shape[2])[::-1]
+    return np.all(np.diff(keys, axis=1) >= 0, axis=1)
+
+
+def _interchangeable(network: Network) -> list[list[int]]:
+    """Return groups of GPUs that could change places, with all that only they are linked to; by locality."""
+    graph, gpus, fabric = network.cluster.graph, network.cluster.gpus, network.fabric
+    nodes = {gpu.node for gpu in gpus}
+    kinds: dict[object, list[int]] = {}
+    for gpu in np.argsort(fabric.position).tolist():
+        ends = []
+        for first in graph[gpus[gpu].node]:
+            # Follow what leads nowhere else: a GPU's own card.
+            before, node, way = gpus[gpu].node, first, [_edge(graph, gpus[gpu].node, first)]
+            while node not in nodes and len(graph[node]) == 2:
+                before, node = node, next(other for other in graph[node] if other != before)
+                way.append(_edge(graph, before, node))
+            dead_end = node not in nodes and len(graph[node]) == 1
+            ends.append(("" if dead_end else node, tuple(way)))
+        kinds.setdefault((gpus[gpu].device, frozenset(Counter(ends).items())), []).append(gpu)
+    return list(kinds.values())
+
+
+def _edge(graph: nx.Graph, a: str, b: str) -> tuple[object, ...]:
+    return tuple(sorted(graph.edges[a, b].items()))
+
+
+def structured(network: Network, shape: Grid) -> Integers:
+    """Return arrangements of blocks of GPUs of one island: a part of each axis tiles a block, the rest runs over blocks.
+
+    If there are too many, only the most likely ones are returned: tensor-parallel ranks within islands, replicas along rails,
+    stages across.
+    """
+    world = int(np.prod(shape))
+    ways: dict[bytes, Integers] = {}
+    trials = [(rank, o, n) for o in _orders(network, shape) for rank, n in enumerate(_nestings(network, o, shape))]
+    # The likeliest of each order come first.
+    for _, order, (tile, axes) in sorted(trials, key=itemgetter(0)):
+        split = [part for size, inner in zip(shape, tile, strict=True) for part in (size // inner, inner)]
+        ranks = np.arange(len(order)).reshape(split)
+        placed = np.empty_like(order)
+        placed[ranks.transpose(*(2 * axis for axis in axes), 1, 3, 5).ravel()] = order
+        ways.setdefault(placed.tobytes(), placed)
+        if len(ways) >= max(_FEW, _STRUCTURED // world):
+            break
+    return np.array(list(ways.values()))
+
+
+def _orders(network: Network, shape: Grid) -> list[Integers]:
+    """Return orders of the GPUs to use: by locality, and the fast and well connected first. Whole tensor groups lead."""
+    fabric, gpus = network.fabric, network.cluster.gpus
+    speed = np.array([gpu.device.gemm_flops for gpu in gpus])
+    unit_exit = np.array([_exit(network, unit) for unit in range(len(fabric.first_link))])
+    ways = np.lexsort([fabric.position]), np.lexsort([fabric.position, -unit_exit[fabric.unit], -speed])
+    world, slices = int(np.prod(shape)), shape[2]
+    orders: dict[bytes, Integers] = {}
+    for way in ways:
+        runs = np.split(way, np.flatnonzero(np.diff(fabric.island[way])) + 1)
+        if any(len(run) % slices and len(run) > slices for run in runs):
+            whole = [run[: len(run) // slices * slices] for run in runs]
+            runs = whole + [run[len(run) // slices * slices :] for run in runs]
+        order = np.concatenate(runs)[:world]
+        orders.setdefault(order.tobytes(), order)
+    return list(orders.values())
+
+
+def _exit(network: Network, unit: int) -> float:
+    """Return the bandwidth out of a unit."""
+    fabric = network.fabric
+    ports = fabric.classes[fabric.attachments[fabric.attachment[unit]][0]]
+    return sum(ports.edges[port].bandwidth for port in ports.ports)
+
+
+def _nestings(network: Network, order: Integers, shape: Grid) -> list[tuple[Grid, Grid]]:
+    """Return ways in which the axes can run over GPUs in this order, the most likely first.
+
+    Each is the part of every axis that tiles a block, and the axes that run over blocks, the slowest first. Blocks are the
+    largest ones of one island that the order can be cut into.
+    """
+    starts = np.flatnonzero(np.diff(network.fabric.island[order], prepend=-1))
+    block = gcd(*np.diff(starts, append=len(order)).tolist())
+    divisors = [[part for part in range(1, size + 1) if size % part == 0 and block % part == 0] for size in shape]
+    tiles: list[Grid] = [(p, d, m) for p, d, m in product(*divisors) if p * d * m == block]
+    # Tensor-parallel ranks within islands; then neither stages nor replicas mixed with others in one.
+    tiles.sort(key=lambda tile: (-tile[2], min(tile[:2]), -tile[0]))
+    likely: list[Grid] = [(0, 1, 2), (1, 0, 2)]
+    unlikely: list[Grid] = [(0, 2, 1), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+    return [(tile, axes) for some in (likely, unlikely) for tile in tiles for axes in some]
+
+
+def exchanges(network: Network, shape: Grid, placed: Integers, most: int) -> Integers:
+    """Return `placed` with two islands, tensor-parallel groups or GPUs exchanged, or a GPU with an unused one, at most `most`.
+
+    There are none if all GPUs are alike in islands of one size, which structured arrangements suit. In large clusters only
+    unlike GPUs are exchanged.
+    """
+    fabric, gpus = network.fabric, network.cluster.gpus
+    unused = np.setdiff1d(np.arange(len(gpus)), placed)
+    places = np.concatenate([placed, unused[np.argsort(fabric.position[unused])]])
+    classes = np.array([kind for kind, _ in fabric.attachments])
+    kind = classes[fabric.attachment[fabric.unit]] * len(network.devices) + network.device_of
+    sizes = np.unique(fabric.island[placed], return_counts=True)[1]
+    if (kind == kind[0]).all() and (len(gpus) > _SMALL or (sizes == sizes[0]).all()):
+        return np.zeros((0, len(placed)), dtype=np.int64)
+    pairs = list(
+        islice(_pairs(fabric.island[places], kind[places], len(placed), shape[2], len(gpus) > _SMALL), _LISTED)
+    )
+    ways = np.repeat(places[None], min(most, len(pairs)), axis=0)
+    for way, pair in zip(ways, pairs[:: max(1, -(-len(pairs) // max(1, most)))], strict=False):
+        a, b = pair
+        way[a], way[b] = places[b], places[a]
+    return ways[:, : len(placed)]
+
+
+def _pairs(
+    island: Integers, kind: Integers, world: int, slices: int, unlike: bool
+) -> Iterator[tuple[Integers, Integers]]:
+    """Yield places to exchange: islands, tensor-parallel groups, GPUs. unlike: only those of different kinds."""
+    in_use = island[:world]
+    islands = [np.flatnonzero(in_use == each) for each in dict.fromkeys(in_use.tolist())]
+    groups = list(np.arange(world).reshape(-1, slices))
+    single = list(np.arange(len(island)).reshape(-1, 1))
+    for blocks in (islands, groups, single) if slices > 1 else (islands, single):
+        for a, b in combinations(blocks, 2):
+            if len(a) == len(b) and a[0] < world and (not unlike or (kind[a] != kind[b]).any()):
+                yield a, b
+
 
 _ALL = 12_000  # arrangements that are all tried, if no more are different
 _AT_ONCE = 1 << 15  # ranks of trials timed together
 _TRIED = 1 << 16  # ranks of all trials of a descent: bounds the time
-_SMALL, _STARTS = 64, 4  # GPUs up to which this many structured arrangements are improved, within the same bound
 _SAME = 1.01  # a ratio of seconds that is no difference between structured arrangements
 
 
@@ -39,14 +225,14 @@ class Traffic:
 def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
     """Return each rank's GPU, by its index in `network.cluster.gpus`; rank = (stage * replicas + replica) * slices + slice.
 
-    shape: (stages, replicas, slices). If few arrangements differ, all are tried; else the best structured one (slices within
-    islands, replicas along rails, stages across) is improved by exchanges while they help. The result doesn't depend on the
-    order of the cluster's hosts. Raises ConfigError if the cluster has too few GPUs.
+    shape: (stages, replicas, slices). If few arrangements differ, all are tried; else the best structured one (tensor-parallel
+    ranks within islands, replicas along rails, stages across) is improved by exchanges while they help. The result doesn't
+    depend on the order of the cluster's hosts. Raises ConfigError if the cluster has too few GPUs.
     """
     world, gpus = int(np.prod(shape)), len(network.cluster.gpus)
     if world > gpus:
         raise ConfigError(
-            f"{shape[0]} stages of {shape[1]} replicas of {shape[2]} slices need {world} GPUs, "
+            f"{shape[0]} stages of {shape[1]} replicas of {shape[2]} tensor-parallel ranks need {world} GPUs, "
             f"cluster {network.cluster.name!r} has {gpus}"
         )
     trials = every_arrangement(network, shape, _ALL)
@@ -55,7 +241,7 @@ def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
         return tuple(placed.tolist())
     starts = structured(network, shape)
     seconds = _seconds(network, shape, traffic, starts)
-    # The likeliest come first, and less than a percent is no reason to leave, say, slices in islands.
+    # The most likely come first, and less than a percent is no reason to move, say, tensor-parallel ranks out of islands.
     order = np.argsort(np.where(seconds <= _SAME * seconds.min(), seconds.min(), seconds), kind="stable")
     # More than one start if that costs little: the descent in small clusters ends where no exchange of two improves.
     chosen = order[: _STARTS if gpus <= _SMALL else 1]
@@ -115,16 +301,10 @@ def step_seconds(network: Network, shape: Grid, traffic: Traffic, placed: Intege
         pairs = np.stack([grid[:, : following.shape[1]], following], axis=-1).reshape(trials, -1, 2)
         sent.append((pairs, [("send", nbytes, times) for nbytes, times in traffic.pipe]))
     for groups, messages in sent:
-        different, which = _different(np.take_along_axis(groups, np.argsort(groups[:, :, :1], axis=1), axis=1))
+        # Each of the trials that differ is timed once. As bytes, whole trials are compared in little time.
+        ordered = np.take_along_axis(groups, np.argsort(groups[:, :, :1], axis=1), axis=1)
+        rows = np.ascontiguousarray(ordered.reshape(trials, -1)).view(f"V{ordered[0].nbytes}").ravel()
+        _, first, which = np.unique(rows, return_index=True, return_inverse=True)
         for kind, nbytes, times in messages:
-            seconds += times * network.each(kind, different, nbytes).max(axis=1)[which]
+            seconds += times * network.each(kind, ordered[first], nbytes).max(axis=1)[which]
     return seconds
-
-
-def _different(groups: Integers) -> tuple[Integers, Integers]:
-    """Return the trials that differ, and for each trial which of these it is."""
-    rows = np.ascontiguousarray(groups.reshape(len(groups), -1))
-    _, first, which = np.unique(
-        rows.view(f"V{rows.itemsize * rows.shape[1]}").ravel(), return_index=True, return_inverse=True
-    )
-    return groups[first], which

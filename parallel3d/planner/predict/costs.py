@@ -1,11 +1,10 @@
-"""Seconds of each instruction of a layout's program, and bounds of its step."""
+"""Seconds of each instruction of a layout's program, bounds of its step, and its prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -14,18 +13,17 @@ from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, CollectiveKind, Work
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.predict.links import LayoutLinks
 from parallel3d.planner.predict.program import Buckets
-from parallel3d.planner.predict.timing import Floats, Times, by_op, compute_seconds
+from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op, compute_seconds
+from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
-from parallel3d.schedule.instructions import Op
-from parallel3d.schedule.timing import Cost, Simulation
+from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
-Reductions = tuple[
-    tuple[Collective, float], ...
-]  # collectives over a chunk's replicas, and how often they run in a step
+# Collectives over a chunk's replicas, and how often they run in a step.
+Reductions = tuple[tuple[Collective, float], ...]
 
 
 @dataclass(frozen=True)
@@ -66,16 +64,6 @@ class StepCost:
         return length.makespan + (micro_batches - program.num_micro_batches) * max(pace, length.pace, host)
 
 
-class Reducing(NamedTuple):
-    """Seconds by which a backward of each chunk is longer if gradients are reduced in every micro-batch, [chunks].
-
-    slower: compute beside the collectives; added: adding up the part that the rank keeps.
-    """
-
-    slower: Floats
-    added: Floats
-
-
 @dataclass(frozen=True, eq=False)
 class SplitLayout:
     """A layout whose layers are split into chunks, with all that the seconds of its step depend on.
@@ -112,35 +100,37 @@ class SplitLayout:
 
     @cached_property
     def reductions(self) -> tuple[Reductions, ...]:
-        """The collectives over replicas of each chunk. Equal chunks have the same tuple."""
+        """The collectives over replicas of each chunk."""
         if self.layout.replicas == 1:
             return ((),) * len(self.buckets.of_chunk)
         times = float(self.layout.micro_batches) if self.policy.reduce_per_micro_batch else 1.0
-        known: dict[tuple[int, ...], Reductions] = {}
-        for numels in set(self.buckets.of_chunk):
-            reduced: Reductions = ((Collective(self._reduce_kind, self._wire_bytes * sum(numels)), times),)
-            gathered = Collective("all_gather", self._weight_bytes * sum(numels))
-            known[numels] = reduced if self.policy.stage == 0 else (*reduced, (gathered, 1.0))
-        return tuple(known[numels] for numels in self.buckets.of_chunk)
+
+        def of_chunk(numel: int) -> Reductions:
+            reduced = Collective(self._reduce_kind, self._wire_bytes * numel), times
+            gathered = Collective("all_gather", self._weight_bytes * numel), 1.0
+            return (reduced,) if self.policy.stage == 0 else (reduced, gathered)
+
+        return tuple(of_chunk(sum(numels)) for numels in self.buckets.of_chunk)
 
     @cached_property
-    def reducing(self) -> Reducing:
-        """Seconds that reductions in every micro-batch add."""
-        slower, added = np.zeros(len(self.placement)), np.zeros(len(self.placement))
-        if self.policy.reduce_per_micro_batch and self.layout.replicas > 1:
-            known: dict[tuple[object, ...], tuple[float, float]] = {}
-            for c, (numels, stage) in enumerate(zip(self.buckets.of_chunk, self.placement, strict=True)):
-                key = numels, self.links.like(stage), self.links.first_alike[stage]
-                if key not in known:
-                    wire = self._wire_bytes
-                    reduced = sum(self.links.over_replicas("reduce_scatter", wire * n, stage) for n in numels)
-                    # Read twice and written once, in the accumulators' dtype.
-                    itemsize = self.policy.accumulator_dtype(torch.float32).itemsize
-                    work = Work(moved=3 * itemsize * sum(numels) / self.layout.replicas)
-                    adding = max(compute_seconds(work, device) for device in self.links.devices[stage])
-                    known[key] = (self.links.overlap - 1.0) * reduced, adding
-                slower[c], added[c] = known[key]
-        return Reducing(slower, added)
+    def reducing(self) -> Floats:
+        """Seconds by which a backward of each chunk is longer if gradients are reduced in every micro-batch, [2, chunks].
+
+        The first row is slower compute beside the collectives, the second adding up the part that the rank keeps.
+        """
+        if not self.policy.reduce_per_micro_batch or self.layout.replicas == 1:
+            return np.zeros((2, len(self.placement)))
+        links, wire, itemsize = self.links, self._wire_bytes, self.policy.accumulator_dtype(torch.float32).itemsize
+
+        @cache  # equal chunks on stages that are alike add the same
+        def added(numels: tuple[int, ...], links_of: int, devices_of: int) -> tuple[float, float]:
+            reduced = sum(links.over_replicas("reduce_scatter", wire * n, links_of) for n in numels)
+            # Read twice and written once, in the accumulators' dtype.
+            work = Work(moved=3 * itemsize * sum(numels) / self.layout.replicas)
+            return (links.overlap - 1.0) * reduced, max(compute_seconds(work, d) for d in links.devices[devices_of])
+
+        chunks = zip(self.buckets.of_chunk, self.placement, strict=True)
+        return np.array([added(numels, links.like(s), links.first_alike[s]) for numels, s in chunks]).T
 
     @cached_property
     def times(self) -> Times:
@@ -153,14 +143,9 @@ class SplitLayout:
 
     def reduction_seconds(self) -> Floats:
         """Return the seconds of all collectives over replicas, [stages]."""
-        known: dict[tuple[int, int], float] = {}
-        seconds = np.zeros(self.layout.stages)
-        for stage, collectives in zip(self.placement, self.reductions, strict=True):
-            key = id(collectives), self.links.like(stage)
-            if key not in known:
-                known[key] = sum(n * self.links.over_replicas(c.kind, c.nbytes, stage) for c, n in collectives)
-            seconds[stage] += known[key]
-        return seconds
+        chunks = zip(self.placement, self.reductions, strict=True)
+        of_chunks = [sum(n * self.links.over_replicas(c.kind, c.nbytes, s) for c, n in own) for s, own in chunks]
+        return of_stages(np.array(of_chunks), self.placement)
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer's step on the slowest stage."""
@@ -213,3 +198,97 @@ def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
     """Return the sums of chunks' values by stage, [stages]."""
     sums: Floats = np.bincount(np.asarray(placement), weights=of_chunks).astype(np.float64)
     return sums
+
+
+# A layout of half blocks counts as this much longer than it is: it has to be worth building other layers.
+WORTH_HALVES = 0.998
+
+
+def fullness_of(memory: Sequence[StageMemory]) -> float:
+    """Return the reserved share of the fullest device's memory; more than 1 doesn't fit."""
+    return max(stage.reserved / stage.capacity for stage in memory)
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Predicted step and memory of a layout.
+
+    - split: the layout with its layers as they are split.
+    - simulation: of the pipeline's program, with fewer micro-batches than the layout's if these are too many.
+    - makespan: seconds of the program; optimizer: seconds of the optimizer's step; seconds: of the whole step.
+    - memory: of each stage.
+    """
+
+    split: SplitLayout
+    simulation: Simulation
+    cost: StepCost
+    makespan: float
+    optimizer: float
+    seconds: float
+    memory: tuple[StageMemory, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Layout that was predicted."""
+        return self.split.layout
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into every device."""
+        return fullness_of(self.memory) <= 1.0
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key: what fits comes first, then the shorter step."""
+        return not self.fits, self.seconds / (WORTH_HALVES if self.layout.units else 1.0)
+
+    @property
+    def program(self) -> Program:
+        """The program with all that the executor runs."""
+        return self.simulation.program
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Timeline of the micro-batches that were timed."""
+        return self.simulation.run(self.cost.cost(), self.cost.host())
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """Critical path of the timeline."""
+        return self.simulation.critical_path(self.cost.cost(), self.cost.host())
+
+    @cached_property
+    def exposed(self) -> float:
+        """Seconds by which the makespan is shorter if links take no time."""
+        alone = self.cost.without_links()
+        return max(0.0, self.makespan - alone.makespan(self.simulation, self.layout.micro_batches))
+
+    @cached_property
+    def hosts(self) -> float:
+        """Seconds by which the makespan is shorter if hosts take no time."""
+        if self.cost.host() is None:
+            return 0.0
+        times = self.cost.times
+        without = replace(self.cost, times=replace(times, host=0.0 * times.host))
+        return self.makespan - without.makespan(self.simulation, self.layout.micro_batches)
+
+    @property
+    def bubble(self) -> float:
+        """Share of stages x makespan in which no forward or backward runs."""
+        return max(0.0, 1.0 - self._computing(self.cost.times.total) / self.makespan)
+
+    def _computing(self, of_chunks: Floats) -> float:
+        """Return the seconds of a step from those of chunks and one micro-batch, the mean of stages."""
+        return float(of_chunks.sum()) * self.layout.micro_batches / self.layout.stages
+
+    def breakdown(self) -> dict[str, float]:
+        """Return the seconds of a step by what takes them, the mean of stages."""
+        forward, inputs, weights = self.cost.without_links().times.compute
+        parts = {
+            "forward": self._computing(forward),
+            "backward": self._computing(inputs + weights),
+            "exposed communication": self.exposed,
+            "host": self.hosts,
+            "optimizer": self.optimizer,
+        }
+        return {**parts, "bubble": max(0.0, self.makespan + self.optimizer - sum(parts.values()))}

@@ -19,8 +19,7 @@ from parallel3d.kernels.workspace import WORLD_SIZES
 from parallel3d.optim import build_optimizer
 from parallel3d.optim.optimizers import step_bytes
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.predict.chunk_memory import ChunkMemory, chunk_memory
-from parallel3d.planner.predict.memory_replay import MemoryReplay
+from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay, chunk_memory
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.memory import ChunkBytes

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, TypeVar
+
+import numpy as np
 
 from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.errors import PartitionError
-from parallel3d.parameters import ParameterInfo
 from parallel3d.partition.chain import cut, segment_costs
 from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.predict.costs import SplitLayout, StepCost, of_stages
-from parallel3d.planner.predict.links import LayoutLinks, Shape
+from parallel3d.planner.predict.chunk_memory import MemoryReplay
+from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction, of_stages
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.memory_replay import MemoryReplay
-from parallel3d.planner.predict.parameters import merged_parameters
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.program import (
     Buckets,
     Programs,
-    given_simulation,
     make_buckets,
     rough_buckets,
     timed_micro_batches,
     untimed_flight,
 )
-from parallel3d.planner.predict.step_prediction import StepPrediction
-from parallel3d.planner.predict.timing import Floats, Times, by_op, chunk_times, layer_times
+from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op, chunk_times, layer_times
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.memory import ChunkBytes, most_in_flight
+from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
 
@@ -71,21 +68,22 @@ class Predictor:
         self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)}
         self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
         if measured is not None:
-            factors = self.expected.factors_of(measured)
+            seconds, expected = np.array(measured).T, self.expected.compute
+            factors = np.divide(seconds, expected, out=np.ones_like(expected), where=(seconds > 0) & (expected > 0))
             blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
             self._factors = {None: factors, "half": factors[:, blocks]}
         self._programs = Programs()
         self._links: dict[tuple[object, ...], LayoutLinks] = {}
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
-        self._merged: dict[int, list[list[ParameterInfo]]] = {}
-        self._bounds: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._even_bounds = cache(_even_bounds)
 
     def profile(self, units: Units = None) -> ModelProfile:
         """Return the profile of the layers, or of their half blocks. Raises ConfigError if half blocks aren't known."""
-        return self._memory(units).model
+        return self.memory_model(units).model
 
-    def _memory(self, units: Units) -> MemoryModel:
+    def memory_model(self, units: Units) -> MemoryModel:
+        """Return the memory of the layers, or of their half blocks."""
         if units not in self._memories:
             self._memories[units] = MemoryModel(self.profile().of_layers(self.model.in_halves().layers))
         return self._memories[units]
@@ -121,24 +119,13 @@ class Predictor:
         - compute: the schedule, if it isn't a named one.
         """
         split = self._split_layout(layout, places, bounds=bounds)
-        if compute is None:
-            simulation = self._programs.simulation(layout, split.buckets, split.policy, timed_micro_batches(layout))
-        else:
-            simulation = given_simulation(compute, layout, split.buckets, split.policy)
-        cost, seconds = self._timed(split, simulation)
+        timed = timed_micro_batches(layout)
+        simulation = self._programs.simulation(layout, split.buckets, split.policy, timed, compute=compute)
+        cost, makespan = self._timed(split, simulation)
         optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
-        return StepPrediction(
-            layout=layout,
-            bounds=split.bounds,
-            links=split.links,
-            simulation=simulation,
-            cost=cost,
-            makespan=seconds,
-            optimizer=optimizer,
-            seconds=seconds + optimizer + self.calibration.fixed.value,
-            reductions=split.reductions,
-            reducing=split.reducing,
-        )
+        seconds = makespan + optimizer + self.calibration.fixed.value
+        memory = self._memory_of(split, simulation.program)
+        return StepPrediction(split, simulation, cost, makespan, optimizer, seconds, memory)
 
     def least(self, layout: Layout) -> float:
         """Return a lower bound of the seconds of a layout's step.
@@ -178,25 +165,22 @@ class Predictor:
         links, policy = self.links(layout, places, exactly), self.profile().policy(layout.zero)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
-        stages = self.profile(layout.units).stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)
+        profile, slicing = self.profile(layout.units), (layout.slices, layout.sequence_parallel)
+        stages = profile.stage_parameters(*slicing, bounds, placement, merged=not exactly)
         if exactly:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
         else:
-            if id(stages) not in self._merged:  # the profile keeps them
-                self._merged[id(stages)] = [merged_parameters(own) for own in stages]
-            stages = self._merged[id(stages)]
             buckets = rough_buckets(stages, len(placement))
         layers, samples = self.layers(layout, exactly), 1 if exactly else layout.micro_batch
         return SplitLayout(layout, links, layers, samples, placement, bounds, times, policy, stages, buckets)
 
     def links(self, layout: Layout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
-        shape: Shape = (layout.stages, layout.replicas, layout.slices)
         roughly = not exactly and layout.world_size > _SMALL
-        key = (shape, None if places is None else tuple(places), roughly)
+        key = (layout.shape, None if places is None else tuple(places), roughly)
         if key not in self._links:
             placed = range(layout.world_size) if places is None else places
-            self._links[key] = LayoutLinks(self.network, shape, placed, roughly)
+            self._links[key] = LayoutLinks(self.network, layout.shape, placed, roughly)
         return self._links[key]
 
     def _chunks(
@@ -215,7 +199,8 @@ class Predictor:
             times = self.stage_times(layout, links, exactly, 1 if exactly else layout.micro_batch)
             if given is None:
                 # Roughly, a split that is even for one sample is so for any number.
-                given = self._split(layout, self.stage_times(layout, links, exactly), placement)
+                fastest, paces = _fastest(self.stage_times(layout, links, exactly), placement)
+                given = self._even_bounds(tuple(fastest.total.tolist()), len(placement), paces)
             self._splits[key] = given, chunk_times([times[stage] for stage in placement], given)
         return self._splits[key]
 
@@ -238,28 +223,21 @@ class Predictor:
             self._stage_times[key] = [slowest[stage] for stage in links.first_alike]
         return self._stage_times[key]
 
-    def held(self, layout: Layout) -> int:
-        """Return the bytes of activations that a micro-batch leaves for its backward, over all layers as one chunk."""
-        return self._memory(layout.units).held(layout)
-
-    def memory(self, step: StepPrediction) -> tuple[StageMemory, ...]:
+    def _memory_of(self, split: SplitLayout, program: Program) -> tuple[StageMemory, ...]:
         """Return the memory of each stage, as the calibration corrects it."""
-        memory, replay = self._memory(step.layout.units), MemoryReplay.of(step.program)
-        samples = untimed_flight(step.layout, step.program.num_micro_batches)
-        return tuple(
-            self.calibration.correct_memory(
-                memory.stage(replay, step.bounds, step.layout, stage, _capacity(devices), samples)
-            )
-            for stage, devices in enumerate(step.links.devices)
-        )
+        layout, replay = split.layout, MemoryReplay.of(program)
+        model, samples = self.memory_model(layout.units), untimed_flight(layout, program.num_micro_batches)
+        stages = enumerate(map(_capacity, split.links.devices))
+        found = (model.stage(replay, split.bounds, layout, stage, capacity, samples) for stage, capacity in stages)
+        return tuple(map(self.calibration.correct_memory, found))
 
     def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
-        """Yield about the `memory` of the stages that may be the fullest, scaled from that of a single sample.
+        """Yield about the memory of the stages that may be the fullest, scaled from that of a single sample.
 
         No prediction is needed, only those stages' lists of instructions.
         """
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
-        memory, replay = self._memory(layout.units), self._programs.replay(layout, timed, roughly=True)
+        memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed, roughly=True)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
         samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
         # A long pipeline is the fullest at its ends, or in the middle.
@@ -268,63 +246,51 @@ class Predictor:
                 capacity = _capacity(links.devices[stage])
                 yield self.calibration.correct_memory(memory.stage(replay, bounds, one, stage, capacity, samples))
 
-    def chunk_bytes(self, step: StepPrediction) -> list[ChunkBytes]:
-        """Return what a micro-batch holds on each chunk, with weight gradients deferred."""
-        return self._memory(step.layout.units).chunk_bytes(step.program.placement, step.bounds, step.layout)
-
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
         """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
-        return self._split(layout, self.stage_times(layout, links), placement, carefully=True)
+        fastest, paces = _fastest(self.stage_times(layout, links), placement)
+        # A step's length is the schedule's makespan. Each chunk's cost is divided into parts as the whole model's.
+        shares = by_op(fastest.compute.sum(axis=1) / fastest.total.sum())
+        policy, timed = replace(self.profile().policy(layout.zero), stage=0), timed_micro_batches(layout, exactly=False)
+        none = Buckets(((),) * len(placement), ())
+        simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)
 
-    def split_within(self, step: StepPrediction, memory: Sequence[StageMemory]) -> tuple[int, ...] | None:
+        def step(costs: Sequence[float]) -> float:
+            return simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
+
+        costs = segment_costs(fastest.total.tolist())
+        return partition_layers(costs, len(placement), placement=placement, step=step, paces=paces).bounds
+
+    def split_within(self, step: StepPrediction) -> tuple[int, ...] | None:
         """Return the most even bounds within the devices' memory, for a layout that doesn't fit; None if there are none.
 
-        memory: of the prediction. What isn't the layers' own is assumed to stay.
+        Memory that isn't the layers' own is assumed to stay.
         """
-        layout, links, placement = step.layout, step.links, step.program.placement
-        state, activations = self._memory(layout.units).of_layers(layout)
+        layout, links, placement = step.layout, step.split.links, step.program.placement
+        state, activations = self.memory_model(layout.units).of_layers(layout)
         ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile(layout.units).specs]
         limit = StageLimit(0.0, state, activations, most_in_flight(step.program), ties)
-        own = cut(step.bounds, limit.chunk_bytes()).loads(placement)
-        limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in memory))
-        fastest, paces = _fastest(self.stage_times(layout, links))
-        costs, of_chunks = segment_costs(fastest.total.tolist()), [paces[stage] for stage in placement]
+        own = cut(step.split.bounds, limit.chunk_bytes()).loads(placement)
+        limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in step.memory))
+        fastest, paces = _fastest(self.stage_times(layout, links), placement)
+        costs = segment_costs(fastest.total.tolist())
         try:
-            return partition_layers(costs, len(placement), placement=placement, limit=limit, paces=of_chunks).bounds
+            return partition_layers(costs, len(placement), placement=placement, limit=limit, paces=paces).bounds
         except PartitionError:
             return None
 
-    def _split(
-        self, layout: Layout, times: Sequence[Times], placement: Sequence[int], carefully: bool = False
-    ) -> tuple[int, ...]:
-        """Return the chunks' bounds in layers with the smallest slowest chunk; carefully: see split_carefully."""
-        fastest, paces = _fastest(times)
-        key = (layout.stages, layout.chunks, layout.placement, paces, carefully, id(fastest))
-        if key not in self._bounds:
-            several = carefully and layout.chunks != 1
-            self._bounds[key] = partition_layers(
-                segment_costs(fastest.total.tolist()),
-                len(placement),
-                placement=placement if several else None,
-                step=self._step_length(layout, fastest) if several else None,
-                paces=None if min(paces) == max(paces) else [paces[stage] for stage in placement],
-            ).bounds
-        return self._bounds[key]
 
-    def _step_length(self, layout: Layout, times: Times) -> Callable[[Sequence[float]], float]:
-        """Return the schedule's makespan as a function of the chunks' costs, divided into parts as the whole model's."""
-        shares = by_op(times.compute.sum(axis=1) / times.total.sum())
-        none = Buckets(((),) * (layout.stages * layout.chunks), ())
-        policy, timed = replace(self.profile().policy(layout.zero), stage=0), timed_micro_batches(layout, exactly=False)
-        simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)
-        return lambda costs: simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
-
-
-def _fastest(times: Sequence[Times]) -> tuple[Times, tuple[float, ...]]:
-    """Return the times of the fastest stage, and every stage's total over that one's."""
+def _fastest(times: Sequence[Times], placement: Sequence[int]) -> tuple[Times, tuple[float, ...] | None]:
+    """Return the times of the fastest stage, and each chunk's total over that one's; None if all stages are equally fast."""
     totals = [float(each.total.sum()) for each in times]
-    return times[totals.index(min(totals))], tuple(total / min(totals) for total in totals)
+    least = min(totals)
+    return times[totals.index(least)], None if least == max(totals) else tuple(totals[s] / least for s in placement)
+
+
+def _even_bounds(costs: Sequence[float], num_chunks: int, paces: Sequence[float] | None) -> tuple[int, ...]:
+    """Return the chunks' bounds in layers with the smallest slowest chunk."""
+    return partition_layers(segment_costs(costs), num_chunks, paces=paces).bounds
 
 
 def _capacity(devices: Sequence[Device]) -> int:

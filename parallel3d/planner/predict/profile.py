@@ -1,12 +1,13 @@
-"""Profiles of a model's layers, work and memory, traced without a device."""
+"""Profiles of a model's layers, work and memory, traced without a device, and the parameters of each stage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.comm.structures import TensorTree
 from parallel3d.config import Config
@@ -16,13 +17,14 @@ from parallel3d.costs.model_traces import INSTEAD, LossFunction, ModelTraces, Tr
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.layer_choice import choice_rule
-from parallel3d.planner.predict.parameters import stage_parameters
+from parallel3d.pipe.ties import TieIndex
 from parallel3d.specs import Layer, layer_name
+from parallel3d.zero.buckets import by_owners
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 DeviceType = Literal["cpu", "cuda"]
-# Numbers of samples that are traced, from which others follow: the first pair for which that holds. Of a single sample some
-# copies are mere views.
+# Numbers of samples that are traced, from which others follow: the first pair for which that holds. With a
+# single sample some copies are views.
 _FEW = ((1, 2), (2, 3))
 
 
@@ -58,13 +60,14 @@ class ModelProfile:
         self.precision = self._traceable.precision
         chosen = choice_rule(config.pipeline.checkpointable_layers, self.names, "checkpointable_layers")
         self._recomputes = [chosen(k, layer) for k, layer in enumerate(self.specs)]
-        # Attention of the CPU's is found on fake tensors alone; the meta device has no autocast.
+        # The CPU's attention is traced on fake tensors only; the meta device has no autocast.
         self._on_meta = device == "cuda" and self.precision.autocast is None
         self._counter = OperatorCounter(INSTEAD, fuses)
         self._losses: dict[Any, LayerProfile] = {}
         self._slicings: dict[_Slicing, ModelTraces] = {}
         self._profiles: dict[tuple[_Slicing, int, bool], tuple[LayerProfile, ...]] = {}
-        self._parameters: dict[tuple[object, ...], list[list[ParameterInfo]]] = {}
+        # All of each stage, and merged.
+        self._parameters: dict[object, tuple[list[list[ParameterInfo]], list[list[ParameterInfo]]]] = {}
 
     def of_layers(self, layers: Sequence[Layer]) -> ModelProfile:
         """Return the profile of the same model in other layers, for both of which the loss is traced once."""
@@ -125,14 +128,22 @@ class ModelProfile:
         return self._profiles[key]
 
     def stage_parameters(
-        self, slices: int, sequence_parallel: bool, bounds: Sequence[int], placement: Sequence[int]
+        self,
+        slices: int,
+        sequence_parallel: bool,
+        bounds: Sequence[int],
+        placement: Sequence[int],
+        merged: bool = False,
     ) -> list[list[ParameterInfo]]:
-        """Return each stage's trainable parameters, found once for all callers, who must not change them."""
+        """Return each stage's trainable parameters, found once for all callers, who must not change them.
+
+        merged: see merged_parameters.
+        """
         key = (slices, sequence_parallel, tuple(bounds), tuple(placement))
         if key not in self._parameters:
-            layers = self.layers(slices, sequence_parallel)
-            self._parameters[key] = stage_parameters(self.specs, layers, bounds, placement)
-        return self._parameters[key]
+            stages = stage_parameters(self.specs, self.layers(slices, sequence_parallel), bounds, placement)
+            self._parameters[key] = stages, list(map(merged_parameters, stages))
+        return self._parameters[key][merged]
 
     def _trace(self, slicing: _Slicing, micro_batch: int) -> tuple[LayerProfile, ...]:
         if slicing not in self._slicings:
@@ -161,3 +172,36 @@ def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> 
         if len(whole) == len(one):
             return whole
     return traced(micro_batch)
+
+
+def stage_parameters(
+    specs: Sequence[Layer], layers: Sequence[LayerProfile], bounds: Sequence[int], placement: Sequence[int]
+) -> list[list[ParameterInfo]]:
+    """Return each stage's trainable parameters, as in PipelineModule.parameter_infos. placement: each chunk's stage."""
+    chunk_of = np.repeat(np.arange(len(placement)), np.diff(bounds)).tolist()
+    ties = TieIndex(specs, chunk_of.__getitem__)
+    builders: list[set[int]] = [set() for _ in range(max(placement) + 1)]
+    for k, builder in enumerate(ties.builder):
+        builders[placement[chunk_of[k]]].add(builder)
+    return [_in_order(ties, layers, sorted(own)) for own in builders]
+
+
+def _in_order(ties: TieIndex, layers: Sequence[LayerProfile], builders: Sequence[int]) -> list[ParameterInfo]:
+    """Order parameters by the layers that build them; in each layer, those that are tied by attribute come first."""
+    found: dict[str, ParameterInfo] = {}
+    for builder in builders:
+        tied = tuple(attribute + "." for attribute in ties.attributes(builder))
+        for name, parameter in sorted(layers[builder].parameters, key=lambda item: not f"{item[0]}.".startswith(tied)):
+            origin, source = ties.origin(builder, name)
+            path = f"layers.{origin}.{source}"
+            found.setdefault(path, ParameterInfo(path, parameter, ties.owners(builder, name)))
+    return list(found.values())
+
+
+def merged_parameters(stage: Sequence[ParameterInfo]) -> list[ParameterInfo]:
+    """Return one parameter, without memory, in place of all that have the same owners: enough for a rough prediction."""
+    merged = []
+    for owners, infos in by_owners(stage).items():
+        numel, dtype = sum(info.parameter.numel() for info in infos), infos[0].parameter.dtype
+        merged.append(ParameterInfo("", nn.Parameter(torch.empty(numel, dtype=dtype, device="meta")), owners))
+    return merged

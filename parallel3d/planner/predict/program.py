@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from parallel3d.config.layout import Layout
 from parallel3d.parameters import ParameterInfo
-from parallel3d.planner.predict.memory_replay import MemoryReplay
+from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
@@ -77,11 +77,20 @@ class Programs:
         )
 
     def simulation(
-        self, layout: Layout, buckets: Buckets, policy: ZeroPolicy, num_micro_batches: int, roughly: bool = False
+        self,
+        layout: Layout,
+        buckets: Buckets,
+        policy: ZeroPolicy,
+        num_micro_batches: int,
+        roughly: bool = False,
+        compute: Program | None = None,
     ) -> Simulation:
-        """Return a simulation of what the executor runs."""
-        schedule = _schedule(layout, num_micro_batches, roughly)
-        return self._simulation(schedule, _collectives(layout, buckets, policy))
+        """Return a simulation of what the executor runs. compute: the schedule, if it isn't a named one."""
+        owners, partitioned = tuple(owners for owners, _ in buckets.replicas), policy.stage > 0 and layout.replicas > 1
+        added = tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
+        if compute is not None:
+            return Simulation(add_collectives(lower(compute), *added))
+        return self._simulation(_schedule(layout, num_micro_batches, roughly), added)
 
     def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
         """Return the replay of the program without collectives, which hold nothing.
@@ -96,20 +105,6 @@ def _compute(schedule: _Schedule) -> Program:
     if roughly:
         return looped_zero_bubble(stages, num_micro_batches, chunks, roughly=True)
     return build(name, stages, num_micro_batches, chunks, placement)
-
-
-def given_simulation(compute: Program, layout: Layout, buckets: Buckets, policy: ZeroPolicy) -> Simulation:
-    """Return a simulation of a given schedule, with what the executor adds to it."""
-    return Simulation(add_collectives(lower(compute), *_collectives(layout, buckets, policy)))
-
-
-def _collectives(
-    layout: Layout, buckets: Buckets, policy: ZeroPolicy
-) -> tuple[tuple[int, ...], tuple[Owners, ...], bool, bool]:
-    """Return the arguments of add_collectives."""
-    owners = tuple(owners for owners, _ in buckets.replicas)
-    partitioned = policy.stage > 0 and layout.replicas > 1
-    return tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
 
 
 def timed_micro_batches(layout: Layout, exactly: bool = True) -> int:

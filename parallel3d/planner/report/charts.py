@@ -11,8 +11,7 @@ import networkx as nx
 from markupsafe import Markup
 
 from parallel3d.planner.cluster.cluster import natural
-from parallel3d.planner.report.drawing import WIDTH, place_legend, render
-from parallel3d.planner.report.words import MEMORY_UNITS, colours_of, duration, unit_of
+from parallel3d.planner.report.drawing import MEMORY_UNITS, WIDTH, colours_of, duration, place_legend, render, unit_of
 from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction
 from parallel3d.schedule.draw import ticks
 

@@ -1,13 +1,66 @@
-"""Templates of the report rendered, and the geometry that its charts share."""
+"""Numbers, names, colours, templates and geometry that the report's drawings share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from parallel3d.planner.report import words
+MEMORY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+# In a chart's order. Two neighbours differ in lightness too, for readers who see few colours and for grey print.
+PART_COLOURS = {
+    "weights": "#2f69b4",
+    "gradients": "#6fb1c9",
+    "masters": "#6b4ea3",
+    "optimizer": "#b39ad9",
+    "activations": "#b8671a",
+    "workspace": "#e0b44c",
+    "transient": "#8b5e4b",
+    "messages": "#d98880",
+    "update": "#2e8752",
+    "forward": "#2f69b4",
+    "backward": "#2e8752",
+    "exposed communication": "#c8413b",
+    "host": "#d4a017",
+    "bubble": "#9aa5b1",
+}
+_FURTHER_COLOURS = ("#93c58f", "#5c6b7a", "#c77fb5", "#4d9a94", "#a8a03c", "#7f8fd0")
+
+
+def colours_of(parts: Iterable[str]) -> dict[str, str]:
+    """Return part -> colour in a chart's order: the parts known above, then others by name, whose colours repeat after six."""
+    given = set(parts)
+    further = sorted(given - PART_COLOURS.keys())
+    known = {part: colour for part, colour in PART_COLOURS.items() if part in given}
+    return known | {part: _FURTHER_COLOURS[k % len(_FURTHER_COLOURS)] for k, part in enumerate(further)}
+
+
+def unit_of(number: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Return (size, name) of the largest unit of which the number holds one or more; else the smallest unit."""
+    return next((unit for unit in units if abs(number) >= unit[0]), units[-1])
+
+
+def memory(nbytes: float) -> str:
+    """Format bytes: 1610612736 -> "1.50 GiB"."""
+    return _in_unit(nbytes, MEMORY_UNITS)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: 0.0123 -> "12.3 ms"."""
+    return _in_unit(seconds, _TIME_UNITS)
+
+
+def _in_unit(number: float, units: Sequence[tuple[float, str]]) -> str:
+    """Format a number to three digits, in the unit that suits it."""
+    size, unit = unit_of(number, units)
+    value = number / size
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{digits}f} {unit}" if value else f"0 {unit}"
+
 
 WIDTH = 1100
 """Width of every chart, in pixels."""
@@ -23,8 +76,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "memory": words.memory,
-        "duration": words.duration,
+        "memory": memory,
+        "duration": duration,
         "percent": "{:.1%}".format,
         "count": "{:,.0f}".format,
         "px": lambda value: f"{value:.2f}".rstrip("0").rstrip("."),

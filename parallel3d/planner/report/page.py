@@ -95,8 +95,7 @@ def _details(result: PlanResult, prediction: Prediction) -> Markup:
 def _stage_names(result: PlanResult, prediction: Prediction) -> list[str]:
     """Name the stages, with their ranks where the layout has the winner's shape: where these run the page says below."""
     names = [f"stage {stage}" for stage in range(prediction.stages)]
-    shapes = {(p.stages, p.replicas, p.slices) for p in (prediction, result.best[0])}
-    if len(shapes) > 1:
+    if prediction.shape != result.best[0].shape:
         return names
     size = prediction.replicas * prediction.slices
     ranks = [f"ranks {k * size}–{(k + 1) * size - 1}" if size > 1 else f"rank {k}" for k in range(len(names))]

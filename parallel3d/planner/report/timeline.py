@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from parallel3d.planner.report.drawing import WIDTH, place_legend, render
-from parallel3d.planner.report.words import duration
+from parallel3d.planner.report.drawing import WIDTH, duration, place_legend, render
 from parallel3d.planner.search.result import TimelineSpan
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import Instruction, Op
@@ -27,8 +26,8 @@ def as_timeline(spans: tuple[TimelineSpan, ...], num_stages: int) -> Timeline:
 def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
     """Return the columns that the page draws and names instructions from, each lane's spans in the order of their starts.
 
-    Of more than `limit` spans those in the middle of the step, where a schedule repeats itself, are left out: "left_out"
-    is then (tick from, tick to, number). Starts are differences to the span before.
+    If there are more than `limit` spans, those in the middle of the step, where a schedule repeats itself, are left out:
+    "left_out" is then (tick from, tick to, number). Starts are differences to the span before.
     """
     full = timeline.makespan or 1.0
     spans, gap = _both_ends(timeline, limit)

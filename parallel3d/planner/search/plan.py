@@ -1,4 +1,4 @@
-"""Plan of a model on a cluster: search, improvement of the best layouts, and result."""
+"""Plan of a model on a cluster: search, improvement of the best layouts, what they send, and the result."""
 
 from __future__ import annotations
 
@@ -7,33 +7,43 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from parallel3d.config import load
-from parallel3d.config.layout import PartialLayout, configuration
+from parallel3d.config.layout import Layout, PartialLayout, configuration
 from parallel3d.costs.layer_costs import LayerCost
-from parallel3d.errors import ConfigError
+from parallel3d.costs.work import Collective
+from parallel3d.errors import ConfigError, ScheduleError
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.predict.links import Shape
+from parallel3d.planner.network.placement import Grid, Traffic, place
+from parallel3d.planner.predict.costs import Reductions, StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
-from parallel3d.planner.predict.step_prediction import StepPrediction
-from parallel3d.planner.predict.traffic import link_loads
-from parallel3d.planner.search.candidate import Candidate, improve, is_quick, prediction_of, shape_of, with_auto
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
-from parallel3d.planner.search.result import PlanResult, RankPlace, TimelineSpan
-from parallel3d.planner.search.search import BranchAndBound
+from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction, RankPlace, TimelineSpan
+from parallel3d.planner.search.search import BranchAndBound, evaluate
 from parallel3d.planner.search.space import Space, enumerate_space
+from parallel3d.schedule.auto import Measured, make_plan
+from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.memory import bytes_in_flight
+from parallel3d.schedule.timing import Span
+from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.specs import Layer, layer_name
 
-# Candidates within this ratio of the shortest step, at most so many, are placed and split with more care.
+# Candidates within this ratio of the shortest step, at most _MOST_NEAR, are placed and split with more care.
 _NEAR, _MOST_NEAR = 1.02, 6
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
+_MOST_SEARCHED = 32  # chunks of all stages that are split with more care
+# (chunks, placement) that "auto" may have -> the named schedule of split backwards.
+_NAMED = {(1, "loop"): "zb-h1", (2, "v"): "zbv", (2, "loop"): "zb-looped", (4, "loop"): "zb-looped"}
+# Chunks of all stages x micro-batches: planning a longer pipeline takes longer than the rest of the plan.
+_QUICK = 160
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Question:
     """Model and cluster to plan for.
 
     - fixed: what the user has decided of the layout; measured: see Predictor.
-    - every_auto: whether schedule "auto" is planned for all listed layouts, however long that takes.
+    - every_auto: whether schedule "auto" is planned for all listed layouts, also those with long pipelines.
     """
 
     model: PlannedModel
@@ -104,7 +114,7 @@ class Planner:
             improved = [improve(self.predictor, candidate) for candidate in near] + found[len(near) :]
             return self._result(search, self._listed(self._with_autos(improved)))
 
-    def _with_autos(self, found: list[Candidate]) -> list[Candidate]:
+    def _with_autos(self, found: list[StepPrediction]) -> list[StepPrediction]:
         """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""
         found = sorted(found, key=lambda c: c.rank)
         question = self.question
@@ -120,21 +130,20 @@ class Planner:
         autos = [auto for c in chosen if (auto := with_auto(self.predictor, c)) is not None and auto.fits]
         return sorted(autos if schedule == "auto" else found + autos, key=lambda c: c.rank)
 
-    def _listed(self, found: Sequence[Candidate]) -> list[Candidate]:
+    def _listed(self, found: Sequence[StepPrediction]) -> list[StepPrediction]:
         """Return the best candidates, at most a few of one shape."""
-        listed: list[Candidate] = []
-        of_shape: Counter[Shape] = Counter()
+        listed: list[StepPrediction] = []
+        of_shape: Counter[Grid] = Counter()
         for candidate in found:
-            shape = shape_of(candidate.layout)
-            of_shape[shape] += 1
-            if of_shape[shape] <= _OF_A_SHAPE:
+            of_shape[candidate.layout.shape] += 1
+            if of_shape[candidate.layout.shape] <= _OF_A_SHAPE:
                 listed.append(candidate)
         return listed[: self.question.num_best]
 
-    def _result(self, search: BranchAndBound, best: Sequence[Candidate]) -> PlanResult:
+    def _result(self, search: BranchAndBound, best: Sequence[StepPrediction]) -> PlanResult:
         question, predictor = self.question, self.predictor
         shown = [prediction_of(predictor, c) for c in best]
-        winner = best[0].step if best else None
+        winner = best[0] if best else None
         return PlanResult(
             model=question.model.name,
             cluster=question.cluster.name,
@@ -144,10 +153,10 @@ class Planner:
             best=tuple(shown),
             rejected=why_not(search, shown),
             trade_off=trade_off([*best, *search.fitting]),
-            timeline=timeline_of(winner) if winner else (),
+            timeline=tuple(map(_recorded, winner.timeline.spans)) if winner else (),
             links=link_loads(predictor, winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),
-            config=configuration(winner.layout, question.model.config, winner.bounds) if winner else {},
+            config=configuration(winner.layout, question.model.config, winner.split.bounds) if winner else {},
             layers=tuple(map(layer_name, question.model.layers)),
             halves=tuple(map(layer_name, self._halves())),
             remedy=None if best else what_would_fit(search),
@@ -181,20 +190,164 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any])
     return ModelProfile(model.layers, inputs, labels, model.loss_fn, load(config), "cpu" if on_cpu else "cuda")
 
 
-def timeline_of(step: StepPrediction) -> tuple[TimelineSpan, ...]:
-    """Return the timeline of the micro-batches that were simulated."""
-    spans = []
-    for span in step.timeline.spans:
-        op, chunk, micro_batch, bucket = span.instruction
-        spans.append(TimelineSpan(span.rank, op.value, chunk, micro_batch, span.start, span.end, bucket))
-    return tuple(spans)
+def _recorded(span: Span) -> TimelineSpan:
+    op, chunk, micro_batch, bucket = span.instruction
+    return TimelineSpan(span.rank, op.value, chunk, micro_batch, span.start, span.end, bucket)
 
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:
     """Return the device of each rank."""
-    ranks = step.links.ranks
-    places = []
-    for rank, (pipe, data, model) in enumerate(np.ndindex(*ranks.shape)):
-        gpu = cluster.gpus[ranks[pipe, data, model]]
-        places.append(RankPlace(rank=rank, host=gpu.host, gpu=gpu.index, pipe=pipe, data=data, model=model))
-    return tuple(places)
+    ranks = step.split.links.ranks
+    gpus = zip(np.ndindex(*ranks.shape), (cluster.gpus[place] for place in ranks.ravel()), strict=True)
+    return tuple(
+        RankPlace(rank=rank, host=gpu.host, gpu=gpu.index, pipe=pipe, data=data, model=model)
+        for rank, ((pipe, data, model), gpu) in enumerate(gpus)
+    )
+
+
+def improve(predictor: Predictor, step: StepPrediction) -> StepPrediction:
+    """Put a layout's ranks where `place` does, and split its layers with more care, if that makes the step shorter."""
+    layout = step.layout
+    places = place(predictor.network, layout.shape, traffic_of(predictor, step))
+    found = [step]
+    if places != tuple(range(layout.world_size)):
+        found.append(evaluate(predictor, layout, places))
+    if layout.chunks > 1 and layout.stages * layout.chunks <= _MOST_SEARCHED:
+        links = min(found, key=attrgetter("rank")).split.links
+        bounds = predictor.split_carefully(layout, links)
+        found.append(evaluate(predictor, layout, links.ranks.ravel().tolist(), bounds))
+    return min(found, key=attrgetter("rank"))
+
+
+def prediction_of(predictor: Predictor, step: StepPrediction) -> Prediction:
+    """Return a prediction as results list it."""
+    layout, seconds = step.layout, step.seconds
+    gpus, samples = predictor.network.cluster.gpus, layout.micro_batch * layout.micro_batches * layout.replicas
+    low, high = predictor.calibration.interval(seconds)
+    peak = sum(gpus[place].device.peak_flops for place in step.split.links.ranks.ravel())
+    # A backward is twice a forward, whatever attention recomputes.
+    flops = 3 * samples * sum(layer.forward.flops for layer in predictor.profile(layout.units).layers())
+    return Prediction(
+        **dict(layout),
+        layout=layout.text,
+        seconds=seconds,
+        low=low,
+        high=high,
+        tokens_per_second=samples * predictor.model.seq / seconds,
+        mfu=flops / seconds / peak,
+        bubble=step.bubble,
+        exposed_communication=step.exposed,
+        breakdown=step.breakdown(),
+        bounds=step.split.bounds,
+        memory=step.memory,
+    )
+
+
+def is_quick(layout: Layout) -> bool:
+    """Whether "auto" is planned for the layout's chunks in some tenths of a second."""
+    return layout.stages * layout.chunks * layout.micro_batches <= _QUICK
+
+
+def with_auto(predictor: Predictor, step: StepPrediction) -> StepPrediction | None:
+    """Predict schedule "auto" on the chunks and devices of a prediction.
+
+    Return None for a single stage, for a placement of chunks that "auto" doesn't have, or if no micro-batch fits.
+    """
+    layout, places = step.layout, step.split.links.ranks.ravel().tolist()
+    named = _NAMED.get((layout.chunks, layout.placement))
+    if layout.stages == 1 or named is None:
+        return None
+    start = evaluate(predictor, layout.model_copy(update={"schedule": named}), places)
+    try:
+        program = _auto_program(predictor, start)
+    except ScheduleError:
+        return None
+    auto = layout.model_copy(update={"schedule": "auto"})
+    return predictor.predict(auto, places, start.split.bounds, program)
+
+
+def _auto_program(predictor: Predictor, step: StepPrediction) -> Program:
+    """Plan by the times and bytes of a prediction of the same chunks. Raises ScheduleError if no micro-batch fits."""
+    layout, micro_batches, placement = step.layout, step.layout.micro_batches, step.program.placement
+    chunks = predictor.memory_model(layout.units).chunk_bytes(placement, step.split.bounds, layout)
+    held = tuple(max(1.0, c.saved + c.received + c.loaded) for c in chunks)
+    deferred = tuple(max(1.0, c.deferred) for c in chunks)
+    room = []
+    for stage, memory in enumerate(step.memory):
+        own = {c: chunks[c] for c, s in enumerate(placement) if s == stage}
+        activations = max(bytes_in_flight(step.program.instructions[stage], own))
+        # Bytes of the device that activations may take.
+        others = memory.reserved - memory.allocated + memory.phases["backward"] - activations
+        room.append(float(memory.capacity - others))
+    cost = step.cost.cost()
+    sends = {i for rank in step.program.instructions for i in rank if i.op is Op.SEND_ACTIVATION}
+    transfer = max(map(cost, sends), default=0.0)
+    measured = Measured.of(placement, cost, held, deferred, DEFAULT_MAX_IN_FLIGHT, room, transfer)
+    return make_plan(placement, micro_batches, measured).program(micro_batches)
+
+
+_SEEN = 0.25  # share of the time of collectives between replicas that compute doesn't hide, about
+
+
+def _collectives(predictor: Predictor, step: StepPrediction) -> dict[str, list[Reductions]]:
+    """Return each stage's collectives by axis: "model" over tensor-parallel groups, "data" over replicas.
+
+    Each comes with how often it runs in a step.
+    """
+    layout, layers = step.layout, predictor.layers(step.layout)
+    model = [Counter[Collective]() for _ in range(layout.stages)]
+    data: list[Reductions] = [()] * layout.stages
+    for chunk, stage in enumerate(step.program.placement):
+        data[stage] += step.split.reductions[chunk]
+        for layer in layers[step.split.bounds[chunk] : step.split.bounds[chunk + 1]]:
+            for work in (layer.forward, layer.input_gradient, layer.weight_gradient):
+                model[stage].update(work.collectives)
+    repeated = [tuple((c, float(number * layout.micro_batches)) for c, number in own.items()) for own in model]
+    return {"data": data, "model": repeated}
+
+
+def _messages(predictor: Predictor, step: StepPrediction) -> Iterator[tuple[int, int, float]]:
+    """Yield (source, destination, bytes) of each message between stages, for one micro-batch and one rank."""
+    layers, placement = predictor.layers(step.layout), step.program.placement
+    for chunk, end in enumerate(step.split.bounds[1:-1]):
+        a, b = placement[chunk], placement[chunk + 1]
+        if a != b:
+            yield a, b, layers[end - 1].output_bytes
+            yield b, a, layers[end - 1].gradient_bytes
+
+
+def traffic_of(predictor: Predictor, step: StepPrediction) -> Traffic:
+    """Return what the placement of ranks is chosen by. If stages differ, the busiest one counts."""
+    layout = step.layout
+    busiest = {
+        axis: max(stages, key=lambda own: sum(collective.nbytes * number for collective, number in own))
+        for axis, stages in _collectives(predictor, step).items()
+    }
+    sizes = Counter(nbytes for *_, nbytes in _messages(predictor, step))
+    flops = sum(
+        layer.forward.flops + layer.input_gradient.flops + layer.weight_gradient.flops
+        for layer in predictor.layers(layout)
+    )
+    return Traffic(
+        model=busiest["model"],
+        data=tuple((collective, _SEEN * number) for collective, number in busiest["data"]),
+        # Messages are waited for while the pipeline fills and drains; in between, compute hides them.
+        pipe=tuple((nbytes, number / max(1, layout.stages - 1)) for nbytes, number in sizes.items()),
+        loops=layout.placement == "loop" and layout.chunks > 1,
+        flops=flops * layout.micro_batches,
+    )
+
+
+def link_loads(predictor: Predictor, step: StepPrediction) -> tuple[LinkLoad, ...]:
+    """Return what the links carry in a step, the slowest first."""
+    network, links = predictor.network, step.split.links
+    carried = {axis: np.zeros(len(network.fabric.bandwidth)) for axis in ("pipe", "data", "model")}
+    for a, b, nbytes in _messages(predictor, step):
+        carried["pipe"] += step.layout.micro_batches * network.link_bytes("send", links.stage_groups(a, b), nbytes)
+    groups_of = {"data": links.replica_groups, "model": links.slice_groups}
+    for axis, stages in _collectives(predictor, step).items():
+        for stage, collectives in enumerate(stages):
+            groups = groups_of[axis](stage)
+            for collective, number in collectives:
+                carried[axis] += number * network.link_bytes(collective.kind, groups, collective.nbytes)
+    return network.loads({axis: nbytes for axis, nbytes in carried.items() if nbytes.any()})

@@ -7,10 +7,10 @@ from math import ceil, log2
 
 import numpy as np
 
-from parallel3d.planner.predict.links import Shape
-from parallel3d.planner.search.candidate import Candidate, OutOfMemory, fullness_of, shape_of
+from parallel3d.planner.network.placement import Grid
+from parallel3d.planner.predict.costs import StepPrediction, fullness_of
 from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
-from parallel3d.planner.search.search import BranchAndBound
+from parallel3d.planner.search.search import BranchAndBound, OutOfMemory
 
 _GIB = 2**30
 _MOST = 24  # rejected layouts that are listed
@@ -19,40 +19,39 @@ _MOST = 24  # rejected layouts that are listed
 def why_not(search: BranchAndBound, shown: Sequence[Prediction]) -> tuple[Rejected, ...]:
     """Return the best layout of each shape that isn't shown, the closest first; then shapes that bounds have ruled out."""
     winner, texts = shown[0] if shown else None, {prediction.layout for prediction in shown}
-    best: dict[Shape, Candidate | OutOfMemory] = {}
+    best: dict[Grid, StepPrediction | OutOfMemory] = {}
     for evaluated in sorted(search.evaluated.values(), key=lambda each: each.rank):
         if evaluated.layout.text not in texts:
-            best.setdefault(shape_of(evaluated.layout), evaluated)
+            best.setdefault(evaluated.layout.shape, evaluated)
     rejected = [
         Rejected(
             layout=evaluated.layout.text,
             why=_why(evaluated, winner),
-            seconds=evaluated.step.seconds if isinstance(evaluated, Candidate) else None,
+            seconds=evaluated.seconds if isinstance(evaluated, StepPrediction) else None,
             peak=max(stage.reserved for stage in evaluated.memory),
         )
         for evaluated in best.values()
     ]
-    known = {*best, *map(shape_of, shown)}
+    known = {*best, *(prediction.shape for prediction in shown)}
     return tuple([*rejected, *_ruled_out(search, known, winner)][:_MOST])
 
 
-def _why(evaluated: Candidate | OutOfMemory, winner: Prediction | None) -> str:
+def _why(evaluated: StepPrediction | OutOfMemory, winner: Prediction | None) -> str:
     if isinstance(evaluated, OutOfMemory):
         return f"{_does_not_fit(evaluated.memory)}; a step would take {evaluated.least:.3g} s or more"
     if not evaluated.fits:
         return _does_not_fit(evaluated.memory)
     if winner is None:
         return "fits"
-    step = evaluated.step
-    host = step.hosts - winner.breakdown["host"]
-    idle = step.bubble * step.makespan - winner.bubble * (winner.seconds - winner.breakdown["optimizer"])
+    host = evaluated.hosts - winner.breakdown["host"]
+    idle = evaluated.bubble * evaluated.makespan - winner.bubble * (winner.seconds - winner.breakdown["optimizer"])
     parts = {
         "bubble": idle - host,
         "the host's calls": host,
-        "communication that it waits for": step.exposed - winner.exposed_communication,
-        "optimizer": step.optimizer - winner.breakdown["optimizer"],
+        "communication that it waits for": evaluated.exposed - winner.exposed_communication,
+        "optimizer": evaluated.optimizer - winner.breakdown["optimizer"],
     }
-    later = step.seconds - winner.seconds
+    later = evaluated.seconds - winner.seconds
     parts["compute"] = later - sum(parts.values())
     name = max(parts, key=lambda part: parts[part])
     return f"{later / winner.seconds:.1%} longer: {parts[name] * 1e3:,.3g} ms more of {name}"
@@ -67,9 +66,9 @@ def _does_not_fit(memory: Sequence[StageMemory]) -> str:
     return f"stage {worst.stage} needs {sizes}: {parts or 'model state'}"
 
 
-def _ruled_out(search: BranchAndBound, known: set[Shape], winner: Prediction | None) -> list[Rejected]:
+def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | None) -> list[Rejected]:
     """Return one layout of each shape of which none was evaluated."""
-    found: dict[Shape, Rejected] = {}
+    found: dict[Grid, Rejected] = {}
     space, bounds = search.space, search.bounds
     order = np.argsort(bounds.seconds, kind="stable")
     for k, (stages, replicas, slices) in zip(order.tolist(), space.shapes[order].tolist(), strict=True):
@@ -89,9 +88,9 @@ def _ruled_out(search: BranchAndBound, known: set[Shape], winner: Prediction | N
     return list(found.values())
 
 
-def trade_off(found: Sequence[Candidate]) -> tuple[tuple[int, float, str], ...]:
+def trade_off(found: Sequence[StepPrediction]) -> tuple[tuple[int, float, str], ...]:
     """Return (peak bytes, seconds, layout) of the candidates that no other one beats in both, the leanest first."""
-    points = sorted((max(s.reserved for s in c.memory), c.step.seconds, c.layout.text) for c in found)
+    points = sorted((max(s.reserved for s in c.memory), c.seconds, c.layout.text) for c in found)
     front: list[tuple[int, float, str]] = []
     for point in points:
         if not front or point[1] < front[-1][1]:

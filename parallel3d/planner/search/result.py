@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
 from parallel3d.config.layout import Layout
+from parallel3d.monitor.run_record import StoredModel
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StageMemory(_Result):
+class StageMemory(StoredModel):
     """Peak memory of each rank of a stage, in bytes.
 
     - parts: what is held at the peak, by name (weights, gradients, masters, optimizer, activations, workspace, transient,
@@ -77,7 +72,7 @@ class TimelineSpan(NamedTuple):
     bucket: int | None = None
 
 
-class LinkLoad(_Result):
+class LinkLoad(StoredModel):
     """Load of one kind of link in a step.
 
     - a, b: nodes of the cluster's graph, or groups of alike ones ("host 0-15").
@@ -92,7 +87,7 @@ class LinkLoad(_Result):
     by_axis: dict[str, float]
 
 
-class Rejected(_Result):
+class Rejected(StoredModel):
     """Layout that lost, and why. seconds: if its step was predicted; peak: bytes of the fullest stage, if predicted."""
 
     layout: str
@@ -101,7 +96,7 @@ class Rejected(_Result):
     peak: int | None = None
 
 
-class RankPlace(_Result):
+class RankPlace(StoredModel):
     """Device of a rank, and its coordinates."""
 
     rank: int
@@ -112,7 +107,7 @@ class RankPlace(_Result):
     model: int
 
 
-class PlanResult(_Result):
+class PlanResult(StoredModel):
     """Result of `p3d plan`.
 
     - best: ranked layouts, the winner first. It is empty if nothing fits; then `remedy` says what binds and the smallest

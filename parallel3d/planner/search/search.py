@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -16,25 +17,17 @@ from parallel3d.costs.work import Collective, Work
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.predict.links import Integers
-from parallel3d.planner.predict.parameters import merged_parameters
+from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.timing import Floats, compute_seconds, layer_times
-from parallel3d.planner.search.candidate import (
-    WORTH_HALVES,
-    Candidate,
-    OutOfMemory,
-    evaluate,
-    fullness_of,
-    out_of_memory,
-    shape_of,
-)
+from parallel3d.planner.predict.profile import merged_parameters
+from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
+from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
-_ALTERNATIVES = 5  # shapes whose likeliest layouts are evaluated, so that there is something to compare with
-_LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose likeliest layouts are evaluated
+_ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
+_LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose most likely layouts are evaluated
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
 _QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
 # The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
@@ -42,13 +35,72 @@ _SLACK = 0.99
 # The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
 _EVEN = 0.8
 _GROUPS = 32  # tensor-parallel groups that are compared
+# Share of a device's memory up to which a split is searched that makes the layout fit; with more chunks of all stages, or
+# more ranks, the search would be too slow.
+_NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """Layout that isn't predicted, because it doesn't fit. least: a lower bound of its seconds."""
+
+    layout: Layout
+    predictor: Predictor
+    least: float
+    fits = False
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Memory of the stages that may be the fullest."""
+        return tuple(self.predictor.rough_memory(self.layout))
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key, see StepPrediction."""
+        return True, self.least
+
+
+def out_of_memory(predictor: Predictor, layout: Layout, least: float) -> OutOfMemory | None:
+    """Return a layout that doesn't fit by its rough memory, and that no other split of its layers makes fit, else None."""
+    is_too_large = any(fullness_of([stage]) > _fullest_to_split(layout) for stage in predictor.rough_memory(layout))
+    return OutOfMemory(layout, predictor, least) if is_too_large else None
+
+
+def _fullest_to_split(layout: Layout) -> float:
+    """Return how full a layout may be, as a share of the memory, so that another split of its layers may still make it fit."""
+    is_worth_it = layout.stages * layout.chunks <= _MOST_CHUNKS and layout.world_size <= _MOST_RANKS
+    return _NEARLY if layout.stages > 1 and is_worth_it else 1.0
+
+
+def evaluate(
+    predictor: Predictor,
+    layout: Layout,
+    places: Sequence[int] | None = None,
+    bounds: Sequence[int] | None = None,
+    best: float = inf,
+) -> StepPrediction:
+    """Predict a layout.
+
+    If it nearly fits, and its chunks are few, its layers are split so that it does, if possible.
+
+    - places, bounds: see Predictor.predict.
+    - best: seconds of a step that fits already; no split is looked for by which a longer one fits.
+    """
+    step = predictor.predict(layout, places, bounds)
+    if not 1.0 < fullness_of(step.memory) < _fullest_to_split(layout) or step.seconds >= best:
+        return step
+    within = predictor.split_within(step)
+    if within is None or within == step.split.bounds:
+        return step
+    other = predictor.predict(layout, places, within)
+    return other if other.fits else step
 
 
 class Bounds:
     """Lower bounds of every layout of a space.
 
     - seconds: of a step whose layers are spread evenly over all ranks, on the fastest device and the best links, with the
-      filling and draining of its pipeline; infinite if the model can't be split over so many tensor-parallel ranks.
+      filling and draining of its pipeline; infinite if the model can't be split over this number of tensor-parallel ranks.
     - bytes: of the fullest rank, with state and activations in flight spread evenly.
     - why_not_sliced: number of tensor-parallel ranks -> the reason why layers can't be split over them.
     """
@@ -98,7 +150,8 @@ class Bounds:
         for chosen in _groups(space.slices, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
-            found[chosen] += predictor.held(one) * samples * np.minimum(stages, space.micro_batches[chosen]) / stages
+            held = predictor.memory_model(None).held(one)
+            found[chosen] += held * samples * np.minimum(stages, space.micro_batches[chosen]) / stages
         return found
 
 
@@ -130,20 +183,20 @@ class BranchAndBound:
         self._predictor, self.space = predictor, space
         self.bounds = Bounds(predictor, space)
         self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
-        self.evaluated: dict[Layout, Candidate | OutOfMemory] = {}
+        self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._least = cache(predictor.least)
 
     @property
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[StepPrediction]:
         """All layouts that were predicted."""
-        return [each for each in self.evaluated.values() if isinstance(each, Candidate)]
+        return [each for each in self.evaluated.values() if isinstance(each, StepPrediction)]
 
     @property
-    def fitting(self) -> list[Candidate]:
+    def fitting(self) -> list[StepPrediction]:
         """The candidates that fit, the best first."""
         return sorted((c for c in self.candidates if c.fits), key=lambda c: c.rank)
 
-    def run(self) -> list[Candidate]:
+    def run(self) -> list[StepPrediction]:
         """Return the candidates that fit, the best first; none if nothing fits."""
         seconds = self.bounds.seconds / np.where(self.space.halves, WORTH_HALVES, 1.0)
         possible = np.flatnonzero(np.isfinite(seconds) & (self.bounds.bytes <= self.capacity))
@@ -173,9 +226,9 @@ class BranchAndBound:
                     roomy.add(layout)
 
     def _find_alternatives(self, order: Integers) -> None:
-        """Evaluate the likeliest layouts of other shapes and of little memory, until one of each fits."""
+        """Evaluate the most likely layouts of other shapes and of little memory, until one of each fits."""
         space, shapes = self.space, self.space.shapes[order]
-        found = {shape_of(candidate.layout) for candidate in self.fitting}
+        found = {candidate.layout.shape for candidate in self.fitting}
         others = [shape for shape in dict.fromkeys(map(tuple, shapes.tolist())) if shape not in found]
         groups = [order[(shapes == shape).all(axis=1)] for shape in others[: max(0, _ALTERNATIVES - len(found))]]
         groups += [order[self.bounds.bytes[order] <= share * self.capacity][:_TRIES] for share in _LEANER]
@@ -191,7 +244,7 @@ class BranchAndBound:
         key = layout.model_copy(update={"recompute": min(1, layout.recompute)})
         return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
-    def _evaluate(self, layout: Layout, best: float = np.inf) -> Candidate | OutOfMemory:
+    def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
         """Predict a layout, see `evaluate`, unless it can't fit."""
         refused = out_of_memory(self._predictor, layout, self._near_bound(layout))
         self.evaluated[layout] = refused or evaluate(self._predictor, layout, best=best)

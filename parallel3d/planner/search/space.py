@@ -20,7 +20,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 # and for a time what n layers hold, each ten inputs or more: for models of up to 160 layers the least for n <= 4.
 RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
-# Most chunks of all stages whose order is searched for: for more that takes too long, on many ranks even earlier.
+# Most chunks of all stages for which an order is searched: for more the search is too slow, on many ranks even earlier.
 _MOST_SEARCHED, _MOST_SEARCHED_LARGE, _LARGE = 32, 16, 4096
 
 

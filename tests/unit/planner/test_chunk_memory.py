@@ -16,8 +16,7 @@ from parallel3d.models import DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import LayerSpec
-from parallel3d.planner.predict.chunk_memory import ChunkMemory, chunk_memory
-from parallel3d.planner.predict.memory_replay import MemoryReplay
+from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay, chunk_memory
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Op

@@ -9,7 +9,7 @@ from records import make_record
 from rich.console import Console
 
 from parallel3d.monitor.run_record import RankRecord
-from parallel3d.planner.search.comparison import Line, compare, comparison_table, print_comparison
+from parallel3d.planner.calibrate.runs import Line, compare, comparison_table, print_comparison
 from parallel3d.planner.search.result import Prediction, StageMemory
 
 GIB = 2**30

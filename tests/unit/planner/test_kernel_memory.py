@@ -11,8 +11,8 @@ from parallel3d.config.layout import Layout
 from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.pipe import LayerSpec
+from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.memory_replay import MemoryReplay
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import build

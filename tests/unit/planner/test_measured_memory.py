@@ -25,8 +25,8 @@ from cases import Workload, command_of, parse_case
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout
+from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.memory_replay import MemoryReplay
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower

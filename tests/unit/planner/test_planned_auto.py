@@ -7,13 +7,14 @@ from test_search import hosts, small_model
 
 from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.planner.cluster.file import load_cluster
-from parallel3d.planner.search.candidate import Candidate, evaluate, is_quick, with_auto
-from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.planner.predict.costs import StepPrediction
+from parallel3d.planner.search.plan import Planner, Question, is_quick, with_auto
+from parallel3d.planner.search.search import evaluate
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
 from parallel3d.schedule.order import validate
 
 
-def planned(text: str, memory: str | None = None) -> tuple[Candidate, Candidate]:
+def planned(text: str, memory: str | None = None) -> tuple[StepPrediction, StepPrediction]:
     """(as named, with "auto") of one layout of 4 GPUs in a row."""
     fixed = parse_layout(text)
     model = small_model(layers=16)
@@ -36,10 +37,10 @@ def test_it_is_as_short_as_the_named_schedule_on_the_same_chunks(text: str) -> N
     named, auto = planned(text)
     assert auto.layout == named.layout.model_copy(update={"schedule": "auto"})
     assert parse_layout(auto.layout.text).schedule == "auto"
-    assert auto.step.program.placement == named.step.program.placement
-    validate(compute_of(auto.step.program))
+    assert auto.program.placement == named.program.placement
+    validate(compute_of(auto.program))
     # The rest is what the plan doesn't know of: which transfers share a link, and the collectives of a step.
-    assert auto.step.makespan <= 1.01 * named.step.makespan
+    assert auto.makespan <= 1.01 * named.makespan
     assert auto.fits
 
 
@@ -49,7 +50,7 @@ def test_it_keeps_within_the_devices_memory() -> None:
     most = max(stage.reserved for stage in free.memory)
     _, bound = planned("pp4,zbv,v,chunks2,m8,mb1", f"{(2 * least + most) // 3} B")
     assert max(stage.reserved for stage in bound.memory) < most
-    assert bound.step.makespan > free.step.makespan
+    assert bound.makespan > free.makespan
 
 
 def test_a_single_stage_has_none() -> None:
@@ -75,7 +76,7 @@ def test_who_asks_for_it_gets_nothing_else() -> None:
 def test_the_best_pipeline_is_planned_with_it_where_that_is_quick_or_asked_for(
     every: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallel3d.planner.search.candidate._QUICK", 0 if every else 160)
+    monkeypatch.setattr("parallel3d.planner.search.plan._QUICK", 0 if every else 160)
     fixed = parse_layout("pp4,m16")
     answers = [
         Planner(Question(small_model(), load_cluster(hosts(1)), 16, fixed=fixed, every_auto=asked)).answer()

@@ -23,10 +23,10 @@ from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.calibrate.runs import RunPredictor
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.report import html_page
-from parallel3d.planner.search.candidate import evaluate
 from parallel3d.planner.search.model import load_model
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.planner.search.result import PlanResult
+from parallel3d.planner.search.search import evaluate
 from parallel3d.specs import layer_name
 
 
@@ -46,7 +46,7 @@ def test_the_plan_is_the_shortest_of_all_layouts_of_blocks_and_of_halves(
     asked = planner(name, words, batch)
     layouts = map(asked.space.layout, range(len(asked.space)))
     every = [evaluate(asked.predictor, layout) for layout in layouts]
-    seconds = {f.layout.text: f.step.seconds for f in every if f.fits}
+    seconds = {f.layout.text: f.seconds for f in every if f.fits}
     assert {f.layout.units for f in every} == {None, "half"}
     result = asked.answer()
     winner = next(p for p in result.best if p.schedule != "auto")
@@ -64,9 +64,9 @@ def test_halves_are_found_though_their_whole_blocks_were_too_long_to_be_predicte
     result = asked.answer()
     layouts = map(asked.space.layout, range(len(asked.space)))
     every = [evaluate(asked.predictor, layout) for layout in layouts]
-    best = min((f for f in every if f.fits), key=lambda f: f.step.seconds)
+    best = min((f for f in every if f.fits), key=lambda f: f.seconds)
     assert result.best[0].units == best.layout.units == "half"
-    assert result.best[0].seconds <= best.step.seconds * (1 + 1e-9)
+    assert result.best[0].seconds <= best.seconds * (1 + 1e-9)
 
 
 @pytest.fixture(scope="module")

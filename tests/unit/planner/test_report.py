@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import GIB, Shape, plan
 
-from parallel3d.planner.report import drawings, html_page, words, write_report
+from parallel3d.planner.report import drawing as words
+from parallel3d.planner.report import drawings, html_page, write_report
 from parallel3d.planner.report.timeline import as_timeline, columns
 from parallel3d.planner.search.result import LinkLoad, PlanResult, TimelineSpan
 

@@ -8,7 +8,8 @@ import pytest
 from browser import emulate, headless, open_page
 from plans import Shape, plan
 
-from parallel3d.planner.report import html_page, words
+from parallel3d.planner.report import drawing as words
+from parallel3d.planner.report import html_page
 from parallel3d.planner.report import page as page_module
 from parallel3d.planner.search.result import PlanResult
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,13 +17,12 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.calibrate.calibration import Calibration, Factor
 from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.step_prediction import StepPrediction
-from parallel3d.planner.search.candidate import Candidate, evaluate, out_of_memory
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.search.plan import Planner, Question, possible_slices
-from parallel3d.planner.search.result import PlanResult, Prediction, StageMemory
-from parallel3d.planner.search.search import BranchAndBound
+from parallel3d.planner.search.result import PlanResult, Prediction
+from parallel3d.planner.search.search import BranchAndBound, evaluate, out_of_memory
 from parallel3d.planner.search.space import VARIANTS, Space
 
 GPU = {"device": "H200", "count": 4}
@@ -70,7 +70,7 @@ def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
     predictor, space, found = planner.predictor, of_blocks(planner), {}
     for k in range(len(space)):
         one = evaluate(predictor, space.layout(k))
-        found[one.layout.text] = (one.step.seconds, one.fits)
+        found[one.layout.text] = (one.seconds, one.fits)
     return found
 
 
@@ -81,7 +81,7 @@ def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | Non
     found = search.run()
     everything = every_prediction(planner)
     fitting = [seconds for seconds, fits in everything.values() if fits]
-    assert found[0].step.seconds == pytest.approx(min(fitting), rel=1e-9)
+    assert found[0].seconds == pytest.approx(min(fitting), rel=1e-9)
     assert len(search.candidates) < len(everything) / 3
     if memory is not None:
         assert 0 < len(fitting) < len(everything), "memory doesn't bind: the case is too easy"
@@ -90,7 +90,7 @@ def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | Non
 def test_layers_are_split_within_the_devices_memory() -> None:
     """The vocabulary makes one end heavy in bytes but not in time."""
 
-    def found(memory: str | None) -> Candidate:
+    def found(memory: str | None) -> StepPrediction:
         model = small_model(vocab=40_000)
         planner = Planner(Question(model, load_cluster(hosts(1, memory)), 16, fixed=parse_layout("pp4,1f1b,m16,mb1")))
         layout = next(found for k in range(len(planner.space)) if (found := planner.space.layout(k)).recompute == 0)
@@ -101,8 +101,8 @@ def test_layers_are_split_within_the_devices_memory() -> None:
     assert most > 1.02 * second
     bound = found(f"{(most + second) // 2} B")
     assert bound.fits
-    assert bound.step.bounds != free.step.bounds
-    assert bound.step.seconds >= free.step.seconds
+    assert bound.split.bounds != free.split.bounds
+    assert bound.seconds >= free.seconds
 
 
 def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
@@ -151,7 +151,7 @@ def test_no_prediction_is_below_its_bounds(idle: float) -> None:
     for k in range(0, len(search.space), 7):
         outlook = planner.predictor.predict(search.space.layout(k))
         assert outlook.seconds >= search.bounds.seconds[k]
-        memory = planner.predictor.memory(outlook)
+        memory = outlook.memory
         assert max(stage.allocated for stage in memory) >= search.bounds.bytes[k]
 
 
@@ -174,7 +174,7 @@ def test_a_step_is_no_shorter_than_a_host_needs_to_call_it(layout: str) -> None:
         + (layer.input_gradient.operators + layer.weight_gradient.operators if splits else layer.backward.operators)
         for layer in planner.predictor.layers(given)
     ]
-    busiest = max(sum(operators[a:b]) for a, b in pairwise(outlook.bounds))
+    busiest = max(sum(operators[a:b]) for a, b in pairwise(outlook.split.bounds))
     assert outlook.makespan == pytest.approx(8 * each * busiest, rel=0.05)
     quick = Planner(Question(small_model(), with_quick_hosts(cluster), 8)).predictor.predict(given)
     assert outlook.hosts == pytest.approx(outlook.makespan - quick.makespan, rel=1e-6)
@@ -277,12 +277,13 @@ def test_what_cannot_fit_is_told_with_what_would() -> None:
 
 
 def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = Predictor.memory
+    predict = Predictor.predict
 
-    def fuller(self: Predictor, step: StepPrediction) -> tuple[StageMemory, ...]:
-        return tuple(stage.model_copy(update={"reserved": 1 << 50}) for stage in exact(self, step))
+    def fuller(self: Predictor, *given: Any, **named: Any) -> StepPrediction:
+        step = predict(self, *given, **named)
+        return replace(step, memory=tuple(stage.model_copy(update={"reserved": 1 << 50}) for stage in step.memory))
 
-    monkeypatch.setattr(Predictor, "memory", fuller)
+    monkeypatch.setattr(Predictor, "predict", fuller)
     result = answer(hosts(1))
     assert not result.best
     assert result.remedy is not None
