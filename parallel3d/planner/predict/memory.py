@@ -210,10 +210,7 @@ class MemoryModel:
                     "masters": state.masters,
                     "optimizer": state.optimizer,
                 },
-                kept={
-                    "transient": state.transient,
-                    "communication": communicated_bytes(infos, policy, replicas),
-                },
+                kept={"transient": state.transient, "communication": communicated_bytes(infos, policy, replicas)},
                 step={
                     "update": 0 if self._steps_by_kernel else state.update,
                     "workspace": step_bytes(self._optimizer, total, largest, 4, model.device == "cuda"),

@@ -22,7 +22,7 @@ from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import merged_parameters
 from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
 from parallel3d.planner.search.result import StageMemory
-from parallel3d.planner.search.space import RECOMPUTED, Space
+from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
@@ -201,20 +201,26 @@ class BranchAndBound:
         seconds = self.bounds.seconds / np.where(self.space.halves, WORTH_HALVES, 1.0)
         possible = np.flatnonzero(np.isfinite(seconds) & (self.bounds.bytes <= self.capacity))
         order = possible[np.argsort(seconds[possible], kind="stable")]
-        self._find_best(list(zip(seconds[order].tolist(), order.tolist(), strict=True)))
+        if len(self._predictor.network.cluster.gpus) > LARGE:
+            # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.
+            is_half = self.space.halves[order] > 0
+            self._find_best(seconds, order[~is_half])
+            for best in self.fitting[:1]:
+                order = order[~is_half | (self.space.shapes[order] == best.layout.shape).all(axis=1)]
+        self._find_best(seconds, order)
         if self.fitting:
             self._find_alternatives(order)
         return self.fitting
 
-    def _find_best(self, bounds: Sequence[tuple[float, int]]) -> None:
-        """Evaluate layouts, given as (bound, index), in the order of their bounds until none is below the best that fits."""
-        best, roomy = np.inf, set[Layout]()
-        waiting = [(least, n, k, False) for n, (least, k) in enumerate(bounds)]
+    def _find_best(self, seconds: Floats, order: Integers) -> None:
+        """Evaluate layouts in the order of their bounds, `seconds`, until none is below the best that fits."""
+        best, roomy = min((c.rank[1] for c in self.fitting), default=np.inf), set[Layout]()
+        waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
         heapify(waiting)
         while waiting and waiting[0][0] < best:
             _, n, k, is_near = heappop(waiting)
             layout = self.space.layout(k)
-            if any(other in roomy for other in _no_slower(layout)):
+            if layout in self.evaluated or any(other in roomy for other in _no_slower(layout)):
                 continue
             if not is_near:
                 heappush(waiting, (self._near_bound(layout), n, k, True))

@@ -21,7 +21,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
 # Most chunks of all stages for which an order is searched: for more the search is too slow, on many ranks even earlier.
-_MOST_SEARCHED, _MOST_SEARCHED_LARGE, _LARGE = 32, 16, 4096
+_MOST_SEARCHED, _MOST_SEARCHED_LARGE, LARGE = 32, 16, 4096
 
 
 class Variant(NamedTuple):
@@ -103,8 +103,7 @@ def enumerate_space(
 ) -> Space:
     """Return all layouts of this many ranks whose micro-batches make up the global batch (samples).
 
-    - num_halves: layers of the model in half blocks, which make pipelines only; 0 if these aren't layers. On very many ranks
-      they are searched only if the user asks for them: predictions take long.
+    - num_halves: layers of the model in half blocks, which make pipelines only; 0 if these aren't layers.
     - slices: possible numbers of tensor-parallel ranks.
     - fixed: what the user has decided of the layout, also values that aren't searched otherwise.
     """
@@ -117,7 +116,7 @@ def enumerate_space(
     space = Space(**columns)
     layers = np.where(space.halves, num_halves, num_layers)
     num_chunks = space.stages * space.chunks
-    most_searched = _MOST_SEARCHED_LARGE if num_ranks > _LARGE else _MOST_SEARCHED
+    most_searched = _MOST_SEARCHED_LARGE if num_ranks > LARGE else _MOST_SEARCHED
     is_searched = np.array([variant.schedule == "zb-looped" for variant in VARIANTS])[space.variant]
     kept = (
         (space.shapes.prod(axis=1) == num_ranks)
@@ -140,7 +139,7 @@ def _choices(
     """Return the values of the columns that are combined."""
     recompute, micro_batch = fixed.decided("recompute"), fixed.decided("micro_batch")
     halves = [1] if fixed.units == "half" else [0]
-    if fixed.units is None and num_halves and num_ranks <= _LARGE:
+    if fixed.units is None and num_halves:
         halves = [0, 1]
     return {
         "halves": halves,
