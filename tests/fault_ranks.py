@@ -1,10 +1,10 @@
-"""Ranks as a launcher starts and ends them, but from a warm process: the fault-injection runs of test_failure_verdicts."""
+"""Ranks as a launcher starts and ends them, but from a warm process: a start of Python and torch costs seconds."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from ranks import warm_context
 
 from parallel3d.comm.coordination import agents_store, exit_key
 from parallel3d.launcher.agent import ending
@@ -59,6 +60,13 @@ def _rank(
     os._exit(code)  # multiprocessing's way out prints the traceback once more
 
 
+def run_script(path: str, *arguments: str) -> None:
+    """Run a script as `python path arguments` does. For FaultRanks.run."""
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
 class FaultRanks:
     """`run(n, folder, script, *args)` runs script(*args) on n ranks, each a process of its own, and ends them.
 
@@ -68,8 +76,7 @@ class FaultRanks:
     """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "parallel3d", "pytest"])
+        self._context = warm_context()
 
     def run(
         self,

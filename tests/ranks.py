@@ -66,6 +66,13 @@ def _take_part(connection: Connection, store: dist.Store, device: str) -> None:
     connection.send_bytes(pickle.dumps(result))
 
 
+def warm_context() -> multiprocessing.context.ForkServerContext:
+    """Return the context of processes that have imported what takes long, by the one server of this test process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"])
+    return context
+
+
 class RankPool:
     """`run(n, function, *args)` runs function(*args) on n ranks of one world and returns their results in rank order.
 
@@ -78,8 +85,7 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._runs = 0
         self._folder = TemporaryDirectory(prefix="parallel3d_ranks_")
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"])
+        self._context = warm_context()
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         while len(self._workers) < n:
