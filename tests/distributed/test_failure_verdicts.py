@@ -288,11 +288,11 @@ def take_time(schedule: str) -> None:
     assert ends_by_sigterm(os.fork())
     if os.environ["RANK"] == "1":
         with engine.unwatched():
-            time.sleep(2 * TIMEOUT_S)
+            time.sleep(1.5 * TIMEOUT_S)
     engine.train_batch(data)
     engine.eval_batch(data)
     if os.environ["RANK"] == "2":  # what a script does between an evaluation and the next step is part of it
-        time.sleep(2 * TIMEOUT_S)
+        time.sleep(1.5 * TIMEOUT_S)
     engine.train_batch(data)
 
 
