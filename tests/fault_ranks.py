@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import torch.distributed as dist
 from ranks import warm_context
+from warm import run_and_end
 
 from parallel3d.comm.coordination import agents_store, exit_key
 from parallel3d.launcher.agent import ending
@@ -46,58 +44,7 @@ def _rank(
         "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent), "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    _run_and_end(script, args)
-
-
-def _run_and_end(script: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """End this process as python ends after a script."""
-    import torch
-
-    torch.set_num_threads(1)
-    code = 0
-    try:
-        script(*args)
-    except SystemExit as exit_:
-        code = exit_.code
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # multiprocessing's way out prints the traceback once more
-
-
-def _run_code(folder: str, environment: dict[str, str], code: str) -> None:
-    for stream, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
-    os.environ.clear()
-    os.environ |= environment
-    _run_and_end(exec, (code, {"__name__": "__main__"}))
-
-
-def run_codes(code: str, folder: Path, environments: Sequence[dict[str, str]]) -> list[CompletedProcess[str]]:
-    """Run `python -c code` in each environment, all at once, from a process that has imported torch."""
-    processes = []
-    for k, environment in enumerate(environments):
-        own = folder / str(k)
-        own.mkdir(parents=True)
-        processes.append(warm_context().Process(target=_run_code, args=(str(own), environment, code)))
-        processes[-1].start()
-    done = []
-    for k, process in enumerate(processes):
-        process.join(100)
-        process.kill()
-        process.join()
-        out, err = ((folder / str(k) / name).read_text() for name in ("out", "err"))
-        done.append(CompletedProcess(code, process.exitcode, out, err))
-    return done
-
-
-def run_script(path: str, *arguments: str) -> None:
-    """Run a script as `python path arguments` does. For FaultRanks.run."""
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(path, run_name="__main__")
+    run_and_end(script, args)
 
 
 class FaultRanks:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from fault_ranks import FaultRanks, run_script
+from fault_ranks import FaultRanks
 from torch import nn
+from warm import run_script
 
 import parallel3d as deepspeed
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from fault_ranks import run_codes
+from warm import run_codes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (

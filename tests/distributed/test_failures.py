@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from fault_ranks import FaultRanks, run_script
+from fault_ranks import FaultRanks
+from warm import run_script
 
 REPO = Path(__file__).parents[2]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from fault_ranks import FaultRanks, run_script
+from fault_ranks import FaultRanks
+from warm import run_script
 
 from parallel3d.monitor.run_record import read_run_record
 
