@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from fault_ranks import FaultRanks
-from warm import run_script
+from warm import WarmProcess, run_script
 
 REPO = Path(__file__).parents[2]
 
@@ -97,12 +95,12 @@ def check_ended(folder: Path, within_s: float) -> None:
 def launch(folder: Path, *arguments: str) -> str:
     """Run the script on four ranks by the launcher. Return its stderr when the job has failed and left nothing."""
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "4", "script.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    job = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
-    assert job.returncode == 1, job.stderr
+    job = WarmProcess(folder, environment, "parallel3d.launcher", "--num_procs", "4", "script.py", *arguments)
+    _, errors = job.communicate(timeout=100)
+    assert job.returncode == 1, errors
     check_ended(folder, within_s=30)
-    return job.stderr
+    return errors
 
 
 def check_summary(errors: str, rank: int, instruction: str) -> None:

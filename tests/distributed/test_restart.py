@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
-LAUNCHER = [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "2"]
 STEPS, BATCH, SAMPLES, SEED = 24, 4, 24, 1234
 
 TRAINING = f"""
@@ -108,14 +108,15 @@ def test_the_launcher_gives_up_after_its_restarts(tmp_path: Path):
         "open(sys.argv[1], 'a').write(os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] + ' ')\n"
         "if os.environ['RANK'] == '1': raise ValueError('again')\n"
     )
-    command = [*LAUNCHER, "--max_restarts", "2", str(script), str(tmp_path / "starts")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
-    assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if "restart" in line] == [
+    options = ["--num_procs", "2", "--max_restarts", "2"]
+    job = WarmProcess(tmp_path, environment(), "parallel3d.launcher", *options, str(script), str(tmp_path / "starts"))
+    _, errors = job.communicate(timeout=100)
+    assert job.returncode == 1
+    assert [line for line in errors.splitlines() if "restart" in line] == [
         "parallel3d: restart 1 of 2",
         "parallel3d: restart 2 of 2",
     ]
-    assert done.stderr.count("rank 1 failed (exit code 1): ValueError: again") == 3
+    assert errors.count("rank 1 failed (exit code 1): ValueError: again") == 3
     assert {"10", "11", "12"} <= set((tmp_path / "starts").read_text().split())
 
 
