@@ -84,22 +84,22 @@ def place_of(rank: int, instruction: str) -> str:
     return f"rank {rank}, stage 1, micro-batch 3, instruction {instruction}: RuntimeError: the layer is tired"
 
 
-def check_ended(folder: Path, within_s: float) -> None:
-    """All four ranks have ended, so soon after the layer has raised."""
+def check_ended(folder: Path, ranks: int, within_s: float) -> None:
+    """All ranks have ended, so soon after the layer has raised."""
     assert time.time() - float((folder / "struck").read_text()) < within_s
     pids = [int(file.read_text()) for file in folder.glob("*.pid")]
-    assert len(pids) == 4
+    assert len(pids) == ranks
     assert not [pid for pid in pids if lives(pid)]
 
 
-def launch(folder: Path, *arguments: str) -> str:
-    """Run the script on four ranks by the launcher. Return its stderr when the job has failed and left nothing."""
+def launch(folder: Path, ranks: int, *arguments: str) -> str:
+    """Run the script by the launcher. Return its stderr when the job has failed and left nothing."""
     (folder / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    job = WarmProcess(folder, environment, "parallel3d.launcher", "--num_procs", "4", "script.py", *arguments)
+    job = WarmProcess(folder, environment, "parallel3d.launcher", "--num_procs", str(ranks), "script.py", *arguments)
     _, errors = job.communicate(timeout=100)
     assert job.returncode == 1, errors
-    check_ended(folder, within_s=30)
+    check_ended(folder, ranks, within_s=30)
     return errors
 
 
@@ -116,14 +116,14 @@ def check_summary(errors: str, rank: int, instruction: str) -> None:
 
 
 def test_a_layer_whose_forward_raises_ends_the_job(tmp_path: Path):
-    check_summary(launch(tmp_path, "forward", "4", "1"), 1, "F3@1")
+    check_summary(launch(tmp_path, 3, "forward", "3", "1"), 1, "F3@1")
 
 
 def test_a_layer_whose_backward_raises_ends_all_ranks(tmp_path: Path, full: bool):
     """In the first of two pipelines, which are ranks 0, 2 and 1, 3. With --full by the launcher, too."""
     (tmp_path / "script.py").write_text(SCRIPT)
     ended = FaultRanks().run(4, tmp_path, run_script, str(tmp_path / "script.py"), "backward", "2", "2")
-    check_ended(tmp_path, within_s=30)
+    check_ended(tmp_path, 4, within_s=30)
     assert all(ended.codes), ended.outputs
     assert ended.codes[2] == 1
     lines = [line for output in ended.outputs for line in output.splitlines() if place_of(2, "B3@1") in line]
@@ -131,4 +131,4 @@ def test_a_layer_whose_backward_raises_ends_all_ranks(tmp_path: Path, full: bool
     if full:
         folder = tmp_path / "launched"
         folder.mkdir()
-        check_summary(launch(folder, "backward", "2", "2"), 2, "B3@1")
+        check_summary(launch(folder, 4, "backward", "2", "2"), 2, "B3@1")

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 from records import timing
+from warm import run_process
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
@@ -153,7 +154,8 @@ def command(*words: str) -> int:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("accuracy") / "run.json"
     words = ["--cpu", "--steps", "2", "--timeout", "300", "--commit", "abc", "--out", str(out)]
-    assert command(*words, "--layouts", *RUNS) == 0
+    with mock.patch.object(plan_accuracy, "run_process", run_process):
+        assert command(*words, "--layouts", *RUNS) == 0
     return out
 
 
