@@ -20,11 +20,14 @@ from ranks import warm_context
 def run_and_end(script: Callable[..., None], args: tuple[Any, ...]) -> None:
     """End this process as python ends after a script."""
     torch.set_num_threads(1)
-    code = 0
+    code: Any = 0
     try:
         script(*args)
     except SystemExit as exit_:
-        code = exit_.code
+        code = exit_.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
