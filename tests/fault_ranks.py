@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
 from ranks import warm_context
-from warm import run_and_end
+from torch.distributed import run as torchrun
+from warm import run_and_end, run_script
 
 from parallel3d.comm.coordination import agents_store, exit_key
+from parallel3d.launcher import cli
 from parallel3d.launcher.agent import ending
 
 GRACE_S = 5.0  # the launcher's, between SIGTERM and SIGKILL
@@ -111,3 +114,17 @@ class FaultRanks:
                         rank.kill()
             time.sleep(0.02)
         return Ended([rank.exitcode for rank in ranks], time.time())
+
+
+def run_process(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[str, str]:
+    """Run a launcher's command as run_process of tools/bench does: (status, output). The ranks come from a warm process."""
+    launcher, *arguments = command[2:]
+    if launcher == "parallel3d.launcher":
+        options = cli.parse(arguments, 0)
+        number, script = options.num_workers, options.command
+    else:
+        words = torchrun.parse_args(arguments)
+        number, script = int(words.nproc_per_node), [words.training_script, *words.training_script_args]
+    with TemporaryDirectory() as folder:
+        ended = FaultRanks().run(number, Path(folder), run_script, *script, timeout=timeout)
+    return "failed" if any(ended.codes) else "ok", "".join(ended.outputs)

@@ -6,7 +6,7 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -83,15 +83,6 @@ def _run_module(
     _become(folder, environment)
     sys.argv = [name, *arguments]
     run_and_end(runpy.run_module, (name, None, "__main__", True))
-
-
-def run_process(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[str, str]:
-    """Run `python -m module arguments` as the benchmarks' run_process does: (status, output), from a warm process."""
-    _, flag, name, *arguments = command
-    assert flag == "-m"
-    process = WarmProcess(Path.cwd(), dict(environment), name, *arguments)
-    out, err = process.communicate(timeout)
-    return ("ok" if process.returncode == 0 else f"exit code {process.returncode}"), out + err
 
 
 class WarmProcess:

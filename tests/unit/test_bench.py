@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from warm import run_process
+from fault_ranks import run_process
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
@@ -284,8 +284,9 @@ def test_a_result_counts_even_if_the_process_hangs_after_it(monkeypatch: pytest.
 
 
 def test_one_command_runs_cases_and_writes_them_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], full: bool
 ):
+    """With --full by torchrun itself."""
     out = tmp_path / "results.json"
     command = [
         str(BENCH / "run.py"),
@@ -297,7 +298,8 @@ def test_one_command_runs_cases_and_writes_them_down(
     ]
     command += "--warmup 1 --steps 2 --micro_batches 2 --commit abc --out".split()
     monkeypatch.setattr(sys, "argv", [*command, str(out)])
-    monkeypatch.setattr(run, "run_process", run_process)
+    if not full:
+        monkeypatch.setattr(run, "run_process", run_process)
     assert run.main() == 0
     printed = capsys.readouterr().out.splitlines()
     found = json.loads(out.read_text())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from warm import run_process
+from fault_ranks import run_process
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
@@ -121,12 +121,14 @@ def test_a_host_that_is_never_ahead_is_an_error(monkeypatch: pytest.MonkeyPatch)
 EXCHANGED = ("all_reduce", "ring", "message")
 
 
-def test_a_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool):
+    """With --full by torchrun itself."""
     out = tmp_path / "communication.json"
     command = [communication.__file__, "--cpu", "--worlds", "2,64", "--sizes", "64,4096"]
     command += ["--dtypes", "float32", "--products", "64,32,48", "--repeats", "2", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.setattr(communication, "run_process", run_process)
+    if not full:
+        monkeypatch.setattr(communication, "run_process", run_process)
     assert communication.main() == 0
     run = json.loads(out.read_text())
     found = [(m["what"], m["by"], m["bytes"]) for m in run["measured"]]
