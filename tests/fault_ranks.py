@@ -1,21 +1,24 @@
-"""Ranks as a launcher starts and ends them, but from a warm process: the fault-injection runs of test_failure_verdicts."""
+"""Ranks as a launcher starts and ends them, but from a warm process: a start of Python and torch costs seconds."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
+from ranks import warm_context
+from torch.distributed import run as torchrun
+from warm import run_and_end, run_script
 
 from parallel3d.comm.coordination import agents_store, exit_key
+from parallel3d.launcher import cli
 from parallel3d.launcher.agent import ending
 
 GRACE_S = 5.0  # the launcher's, between SIGTERM and SIGKILL
@@ -44,19 +47,7 @@ def _rank(
         "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent), "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    import torch
-
-    torch.set_num_threads(1)
-    code = 0
-    try:
-        script(*args)
-    except SystemExit as exit_:
-        code = exit_.code
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)  # multiprocessing's way out prints the traceback once more
+    run_and_end(script, args)
 
 
 class FaultRanks:
@@ -68,8 +59,7 @@ class FaultRanks:
     """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "parallel3d", "pytest"])
+        self._context = warm_context()
 
     def run(
         self,
@@ -124,3 +114,17 @@ class FaultRanks:
                         rank.kill()
             time.sleep(0.02)
         return Ended([rank.exitcode for rank in ranks], time.time())
+
+
+def run_process(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[str, str]:
+    """Run a launcher's command as run_process of tools/bench does: (status, output). The ranks come from a warm process."""
+    launcher, *arguments = command[2:]
+    if launcher == "parallel3d.launcher":
+        options = cli.parse(arguments, 0)
+        number, script = options.num_workers, options.command
+    else:
+        words = torchrun.parse_args(arguments)
+        number, script = int(words.nproc_per_node), [words.training_script, *words.training_script_args]
+    with TemporaryDirectory() as folder:
+        ended = FaultRanks().run(number, Path(folder), run_script, *script, timeout=timeout)
+    return "failed" if any(ended.codes) else "ok", "".join(ended.outputs)

@@ -48,6 +48,11 @@ class Layout:
     dropout: float = 0.0
 
     @property
+    def num_steps(self) -> int:
+        """Number of steps to train; the third is already like the second, unless the micro-batches still differ."""
+        return STEPS if self.accumulation == 1 else 3
+
+    @property
     def is_valid(self) -> bool:
         """Whether this schedule runs so many chunks, so placed."""
         if self.schedule == "zbv":
@@ -253,7 +258,7 @@ def run_steps(engine: Engine, iterator: Iterator[Any] | None, steps: int) -> Run
 
 
 def train(layout: Layout, **config: Any) -> Run:
-    """On one rank: the losses, gradient norms and final weights of STEPS steps. config: other keys."""
+    """On one rank: the losses, gradient norms and final weights of the layout's steps. config: other keys."""
     schedule: Any = layout.schedule
     if schedule in ("written", "split"):
         write = written_schedule if schedule == "written" else split_schedule
@@ -279,8 +284,9 @@ def train(layout: Layout, **config: Any) -> Run:
         },
         **config,
     )
-    total = STEPS * layout.accumulation * layout.dp
-    return run_steps(engine, own_iterator(engine, [toy.micro_batch(g, layout.data) for g in range(total)]), STEPS)
+    total = layout.num_steps * layout.accumulation * layout.dp
+    data = own_iterator(engine, [toy.micro_batch(g, layout.data) for g in range(total)])
+    return run_steps(engine, data, layout.num_steps)
 
 
 def enter_layer(step: int, micro_batch: int, layer: int) -> None:
@@ -294,19 +300,21 @@ def run_reference(reference: Reference, micro_batches: Sequence[Any], per_step: 
 
 
 @cache
-def reference_run(per_step: int, tied: bool, data: str, clipping: bool, optimizer: str, dropout: float) -> Run:
-    """Return the result that `train` must have in any layout with `per_step` micro-batches a step."""
+def reference_run(
+    steps: int, per_step: int, tied: bool, data: str, clipping: bool, optimizer: str, dropout: float
+) -> Run:
+    """Return the result that `train` must have in any layout with `steps` steps of `per_step` micro-batches."""
     clip = CLIPPING if clipping else 0.0
     model = toy.model(tied, dropout=dropout)
     reference = Reference(model, toy.cross_entropy, make_optimizer(optimizer), clip, BASE_SEED, enter=enter_layer)
-    return run_reference(reference, [toy.micro_batch(g, data) for g in range(STEPS * per_step)], per_step)
+    return run_reference(reference, [toy.micro_batch(g, data) for g in range(steps * per_step)], per_step)
 
 
 def check_layout(layout: Layout, ranks: Sequence[Run]) -> None:
     """`check` of what `train` returned on all ranks."""
-    wanted = reference_run(
-        layout.dp * layout.accumulation, layout.tied, layout.data, layout.clipping, layout.optimizer, layout.dropout
-    )
+    steps, per_step = layout.num_steps, layout.dp * layout.accumulation
+    model = (layout.tied, layout.data, layout.clipping, layout.optimizer, layout.dropout)
+    wanted = reference_run(steps, per_step, *model)
     assert not layout.clipping or min(wanted[1]) > CLIPPING, "clipping must have an effect to be tested"
     check(ranks, wanted, layout.dp)
 

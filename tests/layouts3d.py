@@ -20,7 +20,7 @@ import parallel3d
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.pipe import LayerSpec, PipelineModule
 
-STEPS, ACCUMULATION, CLIPPING = 5, 4, 0.3
+STEPS, ACCUMULATION, CLIPPING = 3, 4, 0.3
 # What a rank holds: of each parameter its slice and its values.
 Held = dict[str, tuple[Slicing | None, Tensor]]
 
@@ -63,14 +63,16 @@ AXES: dict[str, tuple[Any, ...]] = {
 ALL = [layout for values in product(*AXES.values()) if (layout := Layout(*values)).is_valid]
 
 
-def pairs(layout: Layout) -> set[Any]:
-    return set(combinations(asdict(layout).items(), 2))
+@cache
+def pairs(layout: Layout) -> frozenset[Any]:
+    return frozenset(combinations(asdict(layout).items(), 2))
 
 
 def cover(max_ranks: int = 16) -> list[Layout]:
     """Layouts of at most so many ranks that hold every pair of values that any holds: greedily the best of some."""
     fitting = [layout for layout in ALL if layout.num_ranks <= max_ranks]
-    rng, left, chosen = random.Random(0), set().union(*map(pairs, fitting)), []
+    rng, chosen = random.Random(0), []
+    left: set[Any] = set().union(*map(pairs, fitting))
     while left:
         one = next(iter(sorted(left, key=repr)))
         holding = [layout for layout in fitting if one in pairs(layout)]

@@ -66,6 +66,13 @@ def _take_part(connection: Connection, store: dist.Store, device: str) -> None:
     connection.send_bytes(pickle.dumps(result))
 
 
+def warm_context() -> multiprocessing.context.ForkServerContext:
+    """Return the context of processes that have imported what takes long, by the one server of this test process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"])
+    return context
+
+
 class RankPool:
     """`run(n, function, *args)` runs function(*args) on n ranks of one world and returns their results in rank order.
 
@@ -78,21 +85,23 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._runs = 0
         self._folder = TemporaryDirectory(prefix="parallel3d_ranks_")
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"])
+        self._context = warm_context()
 
-    def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(
+        self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 120, patience: float = 5
+    ) -> list[Any]:
+        """patience: seconds that the others are given once a rank has raised, for their own results."""
         while len(self._workers) < n:
             self._start()
         self._runs += 1
         payload = pickle.dumps((function, args))
         for rank in range(n):
             self._workers[rank][1].send_bytes(pickle.dumps((self._runs, rank, n, sys.path, payload)))
-        results = self._collect(n, timeout)
+        results = self._collect(n, timeout, patience)
         for rank in range(n):
             with suppress(ConnectionError):  # one that has died since is an error of the next line
                 self._workers[rank][1].send_bytes(b"all are through")
-        self._collect(n, timeout)
+        self._collect(n, timeout, patience)
         return results
 
     def _start(self) -> None:
@@ -103,17 +112,17 @@ class RankPool:
         theirs.close()
         self._workers.append((process, ours))
 
-    def _collect(self, n: int, timeout: float) -> list[Any]:
+    def _collect(self, n: int, timeout: float, patience: float) -> list[Any]:
         """Return the next result of each rank, in order. Raises RankError."""
-        told = self._wait(n, timeout)
+        told = self._wait(n, timeout, patience)
         failed = {rank: value for rank, (status, value) in told.items() if status != "ok"}
         if failed:
             self._stop_workers()
             raise RankError(failed)
         return [told[rank][1] for rank in range(n)]
 
-    def _wait(self, n: int, timeout: float) -> dict[int, tuple[str, Any]]:
-        """Return the ranks' results; once one has failed, the others get 5 s, since they may wait for it forever."""
+    def _wait(self, n: int, timeout: float, patience: float) -> dict[int, tuple[str, Any]]:
+        """Return the ranks' results; once one has failed, the others may wait for it forever."""
         results: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(results) < n:
@@ -129,7 +138,7 @@ class RankPool:
                 except EOFError:
                     results[rank] = ("error", "the process died")
                 if results[rank][0] != "ok":
-                    deadline = min(deadline, time.monotonic() + 5)
+                    deadline = min(deadline, time.monotonic() + patience)
         return results
 
     def _show_stacks(self, ranks: Iterable[int]) -> None:

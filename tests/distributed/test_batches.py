@@ -657,7 +657,7 @@ def train_data_dependent(shapes: str) -> Run:
 def test_shapes_that_depend_on_the_data_are_an_error_when_static(run_ranks):
     error = r'rank 0, stage 0, .*SA\d@0: CommunicationError: chunk 0 returned .*set pipeline.shapes to "dynamic"'
     with pytest.raises(RankError, match=error):
-        run_ranks(2, train_data_dependent, "static")
+        run_ranks(2, train_data_dependent, "static", patience=0.5)  # the other waits for it
 
 
 def test_shapes_that_depend_on_the_data_work_when_dynamic(run_ranks):

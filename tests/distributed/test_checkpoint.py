@@ -8,8 +8,6 @@ import pickle
 import resource
 import shutil
 import struct
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -23,6 +21,7 @@ import torch
 import toy
 from layouts import copies, make_engine, own_iterator, specs
 from torch import nn
+from warm import WarmProcess
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
@@ -416,10 +415,12 @@ def test_a_script_that_ends_waits_for_what_it_saves(tmp_path: Path) -> None:
         "engine, *_ = parallel3d.initialize(model=model, config=config)\n"
         "engine.save_checkpoint(sys.argv[1])\n"
     )
-    command = [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "2", str(script), str(tmp_path / "saved")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stderr
-    assert "not saved" not in ended.stderr
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    arguments = ["--num_procs", "2", str(script), str(tmp_path / "saved")]
+    ended = WarmProcess(tmp_path, environment, "parallel3d.launcher", *arguments)
+    _, errors = ended.communicate(timeout=100)
+    assert ended.returncode == 0, errors
+    assert "not saved" not in errors
     assert (tmp_path / "saved" / "latest").read_text() == "global_step0"
     [found] = complete_checkpoints(tmp_path / "saved")
     assert list(Reader(found.path).verify_all()) == []

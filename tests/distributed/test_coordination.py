@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import queue
 import random
@@ -11,13 +10,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import RankPool, warm_context
 
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.coordination import CollectiveDecision
@@ -88,18 +89,45 @@ def decisions() -> tuple[Any, ...]:
     return items, large == random.Random((rank + 1) % 3).randbytes(5 << 20).hex(), errors, totals
 
 
-def lonely(absent: int) -> tuple[str, int]:
-    rank = dist.get_rank()
-    decision = opened(3.0 - rank / 2)  # the last to come gives up first
-    message = ""
-    dist.barrier()  # a rank whose imports or group took longer isn't late
-    if rank != absent:
+def total_of(decision: CollectiveDecision) -> int:
+    return decision.make("all", 1, lambda values: [sum(values)] * 3)
+
+
+def wait_for_all(decision: CollectiveDecision, name: str, takes_part: bool) -> tuple[str, float]:
+    """Return what a rank hears of one that does not come, and after how many seconds."""
+    begun, message = time.monotonic(), ""
+    if takes_part:
         try:
-            decision.make("all", 0, lambda values: values)
+            decision.make(name, 0, lambda values: values)
         except CommunicationError as error:
             message = str(error)
+    return message, time.monotonic() - begun
+
+
+def unconnected(connect: Callable[..., socket.socket]) -> CollectiveDecision:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "create_connection", connect)
+        return CollectiveDecision(control(), "test", 2, connect_s=0.5)
+
+
+def waits_in_vain() -> dict[str, Any]:
+    """Each with decisions of its own, all at once, as most of it is waiting."""
+    rank, absences = dist.get_rank(), (0, 2)
+    lonely = [opened(3.0 - rank / 2) for _ in absences]  # the last to come gives up first
+    apart = [unconnected(connect) for connect in (refuse, connect_to_another)]
+    totals = [total_of(decision) for decision in apart]
+    dist.barrier()  # a rank whose imports or group took longer isn't late
+    with ThreadPoolExecutor(4) as pool:
+        left_alone = [
+            pool.submit(wait_for_all, decision, "all", rank != absent)
+            for decision, absent in zip(lonely, absences, strict=True)
+        ]
+        waiting = [pool.submit(wait_for_all, decision, "two", rank != 1) for decision in apart]
     dist.barrier()
-    return message, decision.make("all", rank, lambda values: [sum(values)] * 3)
+    return {
+        "lonely": [(found.result()[0], total_of(decision)) for found, decision in zip(left_alone, lonely, strict=True)],
+        "unconnected": [(total, *found.result()) for total, found in zip(totals, waiting, strict=True)],
+    }
 
 
 def left_early(folder: str) -> tuple[str, int | None, float] | None:
@@ -140,31 +168,13 @@ def opened_and_closed() -> tuple[int, int, int]:
     return len(opened), inherited, len(sockets() & opened)
 
 
-def unconnected(connect: Callable[..., socket.socket]) -> tuple[int, str, float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "create_connection", connect)
-        decision = CollectiveDecision(control(), "test", 2, connect_s=0.5)
-    total = decision.make("all", 1, lambda values: [sum(values)] * 3)
-    dist.barrier()
-    begun, message = time.monotonic(), ""
-    if dist.get_rank() != 1:
-        try:
-            decision.make("two", 1, lambda values: values)
-        except CommunicationError as error:
-            message = str(error)
-    waited = time.monotonic() - begun
-    dist.barrier()
-    return total, message, waited
-
-
 def all_cases(folder: str) -> dict[str, Any]:
     """Every case that needs no start of its own."""
     return {
         "decisions": decisions(),
-        "lonely": [lonely(absent) for absent in (0, 2)],
         "left early": left_early(folder),
         "sockets": opened_and_closed(),
-        "unconnected": [unconnected(connect) for connect in (refuse, connect_to_another)],
+        **waits_in_vain(),
     }
 
 
@@ -256,26 +266,48 @@ def left_waiting(rank: int, size: int, port: int, dying: int, before: str, heard
     os._exit(0)
 
 
-@pytest.mark.parametrize(
-    ("dying", "before"), [(1, "nothing"), (0, "nothing"), (2, "it met the others"), (2, "it came to a decision")]
-)
-def test_the_death_of_a_rank_is_told_at_once_to_those_that_wait(dying: int, before: str) -> None:
+Heard = list[tuple[int, str, float, bool, int | None]]
+DEATHS = [(1, "nothing"), (0, "nothing"), (2, "it met the others"), (2, "it came to a decision")]
+
+
+@contextmanager
+def dying_world(dying: int, before: str) -> Iterator[Any]:
+    """Three ranks, one of which dies; the queue that those which wait for it report to."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # an agent's: it outlives every rank
-    context = multiprocessing.get_context("forkserver")
+    context = warm_context()
     reports = context.Queue()
     arguments = [(rank, 3, store.port, dying, before, reports) for rank in range(3)]
     processes = [context.Process(target=left_waiting, args=a, daemon=True) for a in arguments]
     try:
         for process in processes:
             process.start()
-        heard = sorted(reports.get(timeout=40) for _ in range(2))
-    except queue.Empty:
-        pytest.fail("those that wait for a dead rank stand still")
+        yield reports
     finally:
         for process in processes:
             process.kill()
             process.join()
-    assert [rank for rank, *_ in heard] == [rank for rank in range(3) if rank != dying]
+
+
+@pytest.fixture(scope="module")
+def deaths() -> dict[tuple[int, str], Heard]:
+    """Return what was heard of each death; less where nothing was. All at once, as most of it is waiting."""
+    heard: dict[tuple[int, str], Heard] = {}
+    with ExitStack() as stack:
+        worlds = {death: stack.enter_context(dying_world(*death)) for death in DEATHS}
+        for death, reports in worlds.items():
+            heard[death] = []
+            with suppress(queue.Empty):
+                for _ in range(2):
+                    heard[death].append(reports.get(timeout=40))
+    return heard
+
+
+@pytest.mark.parametrize(("dying", "before"), DEATHS)
+def test_the_death_of_a_rank_is_told_at_once_to_those_that_wait(
+    deaths: dict[tuple[int, str], Heard], dying: int, before: str
+) -> None:
+    heard = sorted(deaths[dying, before])
+    assert [rank for rank, *_ in heard] == [rank for rank in range(3) if rank != dying], "a rank stands still"
     for _, message, seconds, is_consequence, blamed in heard:
         assert f"save: rank {dying} ended" in message
         assert seconds < 5

@@ -18,7 +18,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from fault_ranks import FaultRanks
 from torch import nn
+from warm import run_script
 
 import parallel3d as deepspeed
 
@@ -26,12 +28,18 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 OURS = [sys.executable, "-m", "parallel3d.launcher", "--num_procs"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+WARM: list[str] = []  # no launcher: ranks with the environment that one gives, from a process that has imported torch
 SCRIPT_SEED, ORDER_SEED = 1138, 1234  # the scripts' --seed; the configuration's own default
 
 
-def run(command: list[str], name: str, config: Path, *arguments: str) -> str:
-    command = [*command, str(EXAMPLES / f"{name}.py"), "--deepspeed_config", str(config), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+def run(folder: Path, launcher: list[str], ranks: int, name: str, config: Path, *arguments: str) -> str:
+    """Run a script. Return what it printed: of the first rank if there is no launcher."""
+    script = [str(EXAMPLES / f"{name}.py"), "--deepspeed_config", str(config), *arguments]
+    if not launcher:
+        ended = FaultRanks().run(ranks, folder, run_script, *script, timeout=200)
+        assert ended.codes == [0] * ranks, ended.outputs
+        return ended.outputs[0]
+    done = subprocess.run([*launcher, str(ranks), *script], capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -79,13 +87,13 @@ def pipeline_losses() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("command", "stages"),
-    [([*OURS, "2"], 2), ([*TORCHRUN, "2"], 0)],
-    ids=["parallel3d pipe", "torchrun base line"],
+    ("launcher", "stages"), [(OURS, 2), (TORCHRUN, 0)], ids=["parallel3d pipe", "torchrun base line"]
 )
-def test_a_script_of_the_pipeline_tutorial(command: list[str], stages: int):
-    config = EXAMPLES / "deepspeed_pipeline.json"
-    out = run(command, "deepspeed_pipeline", config, "-s", str(STEPS), "-p", str(stages), "--backend", "gloo")
+def test_a_script_of_the_pipeline_tutorial(tmp_path: Path, full: bool, launcher: list[str], stages: int):
+    """Started by torchrun, it is only with --full."""
+    launcher = launcher if full or launcher == OURS else WARM
+    arguments = ["-s", str(STEPS), "-p", str(stages), "--backend", "gloo"]
+    out = run(tmp_path, launcher, 2, "deepspeed_pipeline", EXAMPLES / "deepspeed_pipeline.json", *arguments)
     found = [float(loss) for loss in re.findall(rf"step: +\d+ / +{STEPS} loss: ([\d.]+)", out)]
     assert found == pytest.approx(pipeline_losses(), abs=2e-3)
     assert sum(found[-5:]) < 0.9 * sum(found[:5])
@@ -124,13 +132,15 @@ def plain_losses(config: dict[str, Any], replicas: int, dtype: torch.dtype, epoc
 
 
 @pytest.mark.parametrize(
-    ("command", "replicas", "dtype", "stage"),
-    [([*OURS, "2"], 2, "half", 1), ([*TORCHRUN, "1"], 1, "fp32", 0)],
+    ("launcher", "replicas", "dtype", "stage"),
+    [(OURS, 2, "half", 1), (TORCHRUN, 1, "fp32", 0)],
     ids=["parallel3d half precision", "torchrun fp32"],
 )
 def test_a_script_of_the_plain_engine(
-    tmp_path: Path, full: bool, command: list[str], replicas: int, dtype: str, stage: int
+    tmp_path: Path, full: bool, launcher: list[str], replicas: int, dtype: str, stage: int
 ):
+    """Started by parallel3d's launcher, it is only with --full."""
+    launcher = launcher if full or launcher == TORCHRUN else WARM
     config, epochs = json.loads((EXAMPLES / "deepspeed_plain.json").read_text()), 2
     if dtype == "half":
         dtype = "fp16" if full else "bf16"  # CPUs take ten times longer in fp16
@@ -138,7 +148,8 @@ def test_a_script_of_the_plain_engine(
     config["zero_optimization"]["stage"] = stage
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config))
-    out = run(command, "deepspeed_plain", path, "--deepspeed", "-e", str(epochs), "--log-interval", str(INTERVAL))
+    arguments = ["--deepspeed", "-e", str(epochs), "--log-interval", str(INTERVAL)]
+    out = run(tmp_path, launcher, replicas, "deepspeed_plain", path, *arguments)
     found = [float(loss) for loss in re.findall(r"loss: ([\d.]+) lr", out)]
     wanted = plain_losses(config, replicas, DTYPES[dtype], epochs)
     assert found == pytest.approx(wanted, rel=1e-3 if dtype == "fp32" else 2e-2)

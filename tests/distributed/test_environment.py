@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
+
+from warm import run_codes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (
@@ -18,31 +21,25 @@ def environment(**variables: str) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": str(ROOT), **variables}
 
 
-def run(script: str = SCRIPT, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", script],
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def run(folder: Path, script: str = SCRIPT, **variables: str) -> CompletedProcess[str]:
+    [done] = run_codes(script, folder, [environment(**variables)])
+    return done
 
 
-def test_srun_starts_a_world():
+def test_srun_starts_a_world(tmp_path: Path):
     job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.1"}
-    ranks = [run(**job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)) for r in range(2)]
-    assert [r.communicate(timeout=100)[0].strip() for r in ranks] == ["0 2", "1 2"]
+    ranks = [environment(**job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)) for r in range(2)]
+    assert [done.stdout.strip() for done in run_codes(SCRIPT, tmp_path, ranks)] == ["0 2", "1 2"]
 
 
-def test_a_script_without_a_launcher_is_a_world_of_one():
-    assert run().communicate(timeout=100)[0].strip() == "0 1"
+def test_a_script_without_a_launcher_is_a_world_of_one(tmp_path: Path):
+    assert run(tmp_path).stdout.strip() == "0 1"
 
 
-def test_half_of_a_launchers_variables_is_an_error_that_names_the_rest():
-    process = run(RANK="0", WORLD_SIZE="1")
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode != 0
-    assert "MASTER_ADDR, MASTER_PORT" in errors
+def test_half_of_a_launchers_variables_is_an_error_that_names_the_rest(tmp_path: Path):
+    done = run(tmp_path, RANK="0", WORLD_SIZE="1")
+    assert done.returncode != 0
+    assert "MASTER_ADDR, MASTER_PORT" in done.stderr
 
 
 # At its end the main thread holds on to the interpreter while gloo's threads want it, to let go of their tensors.
@@ -59,13 +56,15 @@ while time.monotonic() < end:
 
 
 def test_a_script_that_leaves_the_world_to_us_ends_well():
-    processes = [run(BUSY_AT_ITS_END) for _ in range(3)]
+    """Python's own end, so that it is started anew."""
+    command, pipe = [sys.executable, "-c", BUSY_AT_ITS_END], subprocess.PIPE
+    processes = [subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True) for _ in range(3)]
     assert [(p.communicate(timeout=100)[1], p.returncode) for p in processes] == [("", 0)] * 3
 
 
-def test_dist_init_required_says_who_joins():
-    process = run("import parallel3d as p; p.init_distributed('gloo', dist_init_required=False)")
-    assert "this process has joined no world; call parallel3d.init_distributed()" in process.communicate(timeout=100)[1]
+def test_dist_init_required_says_who_joins(tmp_path: Path):
+    done = run(tmp_path / "alone", "import parallel3d as p; p.init_distributed('gloo', dist_init_required=False)")
+    assert "this process has joined no world; call parallel3d.init_distributed()" in done.stderr
     both = "p.init_distributed('gloo', True, 23456); p.init_distributed('gloo', dist_init_required=False)"
-    process = run(f"import os, parallel3d as p; {both}; print(os.environ['MASTER_PORT'])")
-    assert process.communicate(timeout=100)[0].strip() == "23456"
+    done = run(tmp_path / "both", f"import os, parallel3d as p; {both}; print(os.environ['MASTER_PORT'])")
+    assert done.stdout.strip() == "23456"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import pytest
 import torch
 from fault_ranks import Ended, FaultRanks
 from torch import Tensor, nn
+from warm import WarmProcess
 
 import parallel3d
 from parallel3d.errors import ExecutionError, PeerError
@@ -288,11 +287,11 @@ def take_time(schedule: str) -> None:
     assert ends_by_sigterm(os.fork())
     if os.environ["RANK"] == "1":
         with engine.unwatched():
-            time.sleep(2 * TIMEOUT_S)
+            time.sleep(1.5 * TIMEOUT_S)
     engine.train_batch(data)
     engine.eval_batch(data)
     if os.environ["RANK"] == "2":  # what a script does between an evaluation and the next step is part of it
-        time.sleep(2 * TIMEOUT_S)
+        time.sleep(1.5 * TIMEOUT_S)
     engine.train_batch(data)
 
 
@@ -341,19 +340,14 @@ def lives(pid: int) -> bool:
 
 def test_the_launcher_kills_a_rank_that_is_stopped(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    job = subprocess.run(
-        [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "4", "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    job = WarmProcess(tmp_path, environment, "parallel3d.launcher", "--num_procs", "4", "script.py")
+    _, errors = job.communicate(timeout=90)
     at = time.time()
-    assert job.returncode == 128 + signal.SIGKILL, job.stderr
+    assert job.returncode == 128 + signal.SIGKILL, errors
     accounts = {rank: json.loads((tmp_path / f"failure-{rank}.json").read_text()) for rank in (0, 2, 3)}
-    check(Ended([1] * 4, at, accounts, [job.stderr]), tmp_path, 1, KINDS["stop"], "I2@0", {0, 2, 3})
-    assert job.stderr.splitlines()[-2:] == [
+    check(Ended([1] * 4, at, accounts, [errors]), tmp_path, 1, KINDS["stop"], "I2@0", {0, 2, 3})
+    assert errors.splitlines()[-2:] == [
         "parallel3d: rank 1 failed (SIGKILL)",
         "parallel3d: ended because of it: ranks 0, 2, 3",
     ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import pytest
+from fault_ranks import FaultRanks
+from warm import WarmProcess, run_script
 
 REPO = Path(__file__).parents[2]
 
@@ -81,35 +80,55 @@ def lives(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("direction", "stages", "chunks", "instruction"), [("forward", 4, 1, "F3@1"), ("backward", 2, 2, "B3@1")]
-)
-def test_a_layer_that_raises_ends_the_job(tmp_path: Path, direction: str, stages: int, chunks: int, instruction: str):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "4", "script.py"]
+def place_of(rank: int, instruction: str) -> str:
+    return f"rank {rank}, stage 1, micro-batch 3, instruction {instruction}: RuntimeError: the layer is tired"
+
+
+def check_ended(folder: Path, ranks: int, within_s: float) -> None:
+    """All ranks have ended, so soon after the layer has raised."""
+    assert time.time() - float((folder / "struck").read_text()) < within_s
+    pids = [int(file.read_text()) for file in folder.glob("*.pid")]
+    assert len(pids) == ranks
+    assert not [pid for pid in pids if lives(pid)]
+
+
+def launch(folder: Path, ranks: int, *arguments: str) -> str:
+    """Run the script by the launcher. Return its stderr when the job has failed and left nothing."""
+    (folder / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    job = subprocess.run(
-        [*command, direction, str(stages), str(chunks)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    err = job.stderr
-    assert job.returncode == 1, err
-    assert time.time() - float((tmp_path / "struck").read_text()) < 30
-    # rank: of stage 1 in the first pipeline; the pipelines of 2 stages are ranks 0, 2 and 1, 3.
-    rank = 2 if stages == 2 else 1
-    place = f"rank {rank}, stage 1, micro-batch 3, instruction {instruction}: RuntimeError: the layer is tired"
-    # One line of the traceback, and one of the summary at the very end, which names the root cause first.
-    lines = [line for line in err.splitlines() if place in line]
-    assert len(lines) == 2, err
+    job = WarmProcess(folder, environment, "parallel3d.launcher", "--num_procs", str(ranks), "script.py", *arguments)
+    _, errors = job.communicate(timeout=100)
+    assert job.returncode == 1, errors
+    check_ended(folder, ranks, within_s=30)
+    return errors
+
+
+def check_summary(errors: str, rank: int, instruction: str) -> None:
+    """The place is in one line of the traceback, and in one of the summary at the end, which names the root cause first."""
+    place = place_of(rank, instruction)
+    lines = [line for line in errors.splitlines() if place in line]
+    assert len(lines) == 2, errors
     assert re.fullmatch(
         rf"parallel3d: rank {rank} failed \(exit code 1\): ExecutionError: {re.escape(place)}", lines[1]
     )
-    summary = [line for line in err.splitlines() if line.startswith("parallel3d: ")]
+    summary = [line for line in errors.splitlines() if line.startswith("parallel3d: ")]
     assert summary[0] == lines[1], "the root cause comes first"
-    pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
-    assert len(pids) == 4
-    assert not [pid for pid in pids if lives(pid)]
+
+
+def test_a_layer_whose_forward_raises_ends_the_job(tmp_path: Path):
+    check_summary(launch(tmp_path, 3, "forward", "3", "1"), 1, "F3@1")
+
+
+def test_a_layer_whose_backward_raises_ends_all_ranks(tmp_path: Path, full: bool):
+    """In the first of two pipelines, which are ranks 0, 2 and 1, 3. With --full by the launcher, too."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ended = FaultRanks().run(4, tmp_path, run_script, str(tmp_path / "script.py"), "backward", "2", "2")
+    check_ended(tmp_path, 4, within_s=30)
+    assert all(ended.codes), ended.outputs
+    assert ended.codes[2] == 1
+    lines = [line for output in ended.outputs for line in output.splitlines() if place_of(2, "B3@1") in line]
+    assert len(lines) == 1, ended.outputs
+    if full:
+        folder = tmp_path / "launched"
+        folder.mkdir()
+        check_summary(launch(folder, 4, "backward", "2", "2"), 2, "B3@1")

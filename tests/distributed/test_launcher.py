@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from warm import WarmProcess
 
 from parallel3d.launcher import cli, worker
 from parallel3d.launcher.agent import rank_failures, summary
@@ -36,13 +37,16 @@ os.rename("." + rank, rank + ".pids")
 """
 
 
-def start(folder: Path, script: str, *options: str, args: tuple[str, ...] = (), **kwargs: object) -> subprocess.Popen:
-    (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "parallel3d.launcher", *options, "script.py", *args]
+def environment_in(folder: Path) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(folder)}
     environment.pop("OMP_NUM_THREADS", None)
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
-    return subprocess.Popen(command, cwd=folder, env=environment, **streams)
+    return environment
+
+
+def start(folder: Path, script: str, *options: str, args: tuple[str, ...] = ()) -> WarmProcess:
+    """The launcher, from a warm process; the ranks are started as ever."""
+    (folder / "script.py").write_text(script)
+    return WarmProcess(folder, environment_in(folder), "parallel3d.launcher", *options, "script.py", *args)
 
 
 def run(folder: Path, script: str, *options: str, args: tuple[str, ...] = ()) -> tuple[int, str, str]:
@@ -84,8 +88,18 @@ if os.environ["RANK"] == "0":
 open(os.environ["RANK"] + ".json", "w").write(json.dumps(seen))
 """
     args = ("--m", "3", "--num_gpus", "7", "-m", "x", "--", "--log_dir=y", "-h", "${local_rank}", "$$", "", "a b")
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "3", "script.py", *args]
     terminal, slave = pty.openpty()
-    process = start(folder, script, "--num_procs", "3", args=args, stdin=subprocess.PIPE, stdout=slave)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment_in(folder),
+        stdin=subprocess.PIPE,
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     _, err = process.communicate("hello", timeout=TIMEOUT_S)
     os.close(slave)
     os.close(terminal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -17,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
-LAUNCHER = [sys.executable, "-m", "parallel3d.launcher", "--num_procs", "2"]
-STEPS, BATCH, SAMPLES, SEED = 40, 4, 24, 1234
+STEPS, BATCH, SAMPLES, SEED = 24, 4, 24, 1234
 
 TRAINING = f"""
 import json, os, signal, sys, time
@@ -54,7 +55,7 @@ engine.resume(sys.argv[1])
 for step in range(engine.global_steps, {STEPS}):
     loss = engine.train_batch().item()
     if step == 5 and "DIES_BEFORE_SAVING" in os.environ:
-        time.sleep(1)  # the other waits for it, in its save
+        time.sleep(0.5)  # the other waits for it, in its save
         for pid in (os.getppid(), os.getpid()):
             os.kill(pid, signal.SIGKILL)
     engine.save_checkpoint(sys.argv[1], client_state={{"step": step}})
@@ -66,19 +67,38 @@ parallel3d.comm.destroy()
 """
 
 
+# torchrun, which begins when the other node has imported it too: neither is late for the other's last call.
+NODE = """
+import sys, time
+from pathlib import Path
+from torch.distributed import run
+
+node, others = Path(sys.argv.pop(1)), Path(sys.argv.pop(1))
+node.touch()
+while not others.exists():
+    time.sleep(0.01)
+run.main()
+"""
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def test_random_kills_lose_nothing(tmp_path: Path, full: bool):
+def test_random_kills_lose_nothing(
+    tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """tools/soak.py says what it checks; by hand it kills 100 times. Here the first start saves at once, the second later."""
     kills = 10 if full else 2
-    arguments = f"--kills {kills} --layout pp2 --longest 0.5 --seed 1"
-    soak = [sys.executable, str(ROOT / "tools" / "soak.py"), *arguments.split()]
-    done = subprocess.run([*soak, "--directory", str(tmp_path)], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    by_rank = re.search(rf"{kills} kills {{0: (\d+), 1: (\d+)}} by rank", done.stdout)
-    assert by_rank is not None, done.stdout
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    arguments = f"--kills {kills} --layout pp2 --longest 0.5 --seed 1 --directory {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["soak.py", *arguments.split()])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code = importlib.import_module("soak").main()
+    said = capsys.readouterr()
+    assert code == 0, said.out + said.err
+    by_rank = re.search(rf"{kills} kills {{0: (\d+), 1: (\d+)}} by rank", said.out)
+    assert by_rank is not None, said.out
 
 
 def test_the_launcher_gives_up_after_its_restarts(tmp_path: Path):
@@ -88,14 +108,15 @@ def test_the_launcher_gives_up_after_its_restarts(tmp_path: Path):
         "open(sys.argv[1], 'a').write(os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] + ' ')\n"
         "if os.environ['RANK'] == '1': raise ValueError('again')\n"
     )
-    command = [*LAUNCHER, "--max_restarts", "2", str(script), str(tmp_path / "starts")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
-    assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if "restart" in line] == [
+    options = ["--num_procs", "2", "--max_restarts", "2"]
+    job = WarmProcess(tmp_path, environment(), "parallel3d.launcher", *options, str(script), str(tmp_path / "starts"))
+    _, errors = job.communicate(timeout=100)
+    assert job.returncode == 1
+    assert [line for line in errors.splitlines() if "restart" in line] == [
         "parallel3d: restart 1 of 2",
         "parallel3d: restart 2 of 2",
     ]
-    assert done.stderr.count("rank 1 failed (exit code 1): ValueError: again") == 3
+    assert errors.count("rank 1 failed (exit code 1): ValueError: again") == 3
     assert {"10", "11", "12"} <= set((tmp_path / "starts").read_text().split())
 
 
@@ -142,18 +163,20 @@ def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path, amid: str):
     script, losses = tmp_path / "train.py", tmp_path / "losses"
     script.write_text(TRAINING)
     port = free_port()
-    # Quicker than by default, and yet not on a busy machine: a node counts as lost after 5 s, and late 4 s after the first.
-    quick = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"]
-    torchrun += ["--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    # Quicker than by default, and yet not on a busy machine: a node counts as lost after 5 s, and late 2 s after the first.
+    quick = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
+    torchrun = ["--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3"]
+    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
     train = [str(script), str(tmp_path / "saved"), str(losses)]
     outputs = [tmp_path / "node0", tmp_path / "node1"]
     nodes = []
     try:
-        for output, is_host in zip(outputs, ("true", "false"), strict=True):
+        for output, other, is_host in zip(outputs, reversed(outputs), ("true", "false"), strict=True):
             dies = {"DIES_BEFORE_SAVING": "1"} if amid == "a save" and is_host == "false" else {}
             with output.open("w") as file:
-                command = [*torchrun, "--rdzv_conf", f"{quick},is_host={is_host}", *train]
+                meet = [f"{output}.ready", f"{other}.ready"]
+                rendezvous = ["--rdzv_conf", f"{quick},is_host={is_host}"]
+                command = [sys.executable, "-c", NODE, *meet, *torchrun, *rendezvous, *train]
                 variables = environment() | dies
                 nodes.append(subprocess.Popen(command, env=variables, start_new_session=True, stdout=file, stderr=file))
         end = time.monotonic() + 100

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,22 @@ PACKAGE = Path(parallel3d.__file__).parent
 MAY_USE_TORCH_DISTRIBUTED = ("comm", "launcher")
 
 
+@cache
+def _nodes_of(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_syntax_trees() -> Iterator[None]:
+    """So many objects slow down every later garbage collection."""
+    yield
+    _nodes_of.cache_clear()
+
+
 def _imports(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -50,7 +64,7 @@ def _classes() -> dict[str, tuple[Path, ast.ClassDef]]:
     """Every class of the package, by its name."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 found[node.name] = (path.relative_to(PACKAGE), node)
     return found
@@ -80,13 +94,13 @@ def test_only_the_instructions_name_rules_of_dependence():
     named = ("depends_on", "matches")
     for path in PACKAGE.rglob("*.py"):
         if path.name != "instructions.py":
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in _nodes_of(path):
                 assert not (isinstance(node, ast.FunctionDef) and node.name in named), path
 
 
 def _nodes() -> Iterator[tuple[Path, ast.AST]]:
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes_of(path):
             yield path.relative_to(PACKAGE), node
 
 
@@ -147,6 +161,6 @@ def test_functions_and_files_are_short():
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         assert len(text.splitlines()) <= 400, path
-        for node in ast.walk(ast.parse(text)):
+        for node in _nodes_of(path):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 50, f"{path}: {node.name}"

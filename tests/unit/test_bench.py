@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_ranks import run_process
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
@@ -283,10 +283,12 @@ def test_a_result_counts_even_if_the_process_hangs_after_it(monkeypatch: pytest.
     assert run.find_result(output) == {"step_s": 1}
 
 
-def test_one_command_runs_cases_and_writes_them_down(tmp_path: Path):
+def test_one_command_runs_cases_and_writes_them_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], full: bool
+):
+    """With --full by torchrun itself."""
     out = tmp_path / "results.json"
     command = [
-        sys.executable,
         str(BENCH / "run.py"),
         "--cpu",
         "--size",
@@ -295,8 +297,11 @@ def test_one_command_runs_cases_and_writes_them_down(tmp_path: Path):
         "pp1-half,pp2-interleaved2-half-roofline",
     ]
     command += "--warmup 1 --steps 2 --micro_batches 2 --commit abc --out".split()
-    done = subprocess.run([*command, str(out)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(sys, "argv", [*command, str(out)])
+    if not full:
+        monkeypatch.setattr(run, "run_process", run_process)
+    assert run.main() == 0
+    printed = capsys.readouterr().out.splitlines()
     found = json.loads(out.read_text())
     assert found["commit"] == "abc"
     assert found["workload"]["size"] == "tiny"
@@ -308,7 +313,7 @@ def test_one_command_runs_cases_and_writes_them_down(tmp_path: Path):
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
     assert len(two["peak_gib"]) == 2
     assert 0 <= two["simulated_bubble"] < two["bubble"] < 1
-    assert "pp2-interleaved2-half-roofline" in done.stdout.splitlines()[-3]
+    assert "pp2-interleaved2-half-roofline" in printed[-3]
     roofline = two["roofline"]
     parts = [sum(of_rank) for of_rank in zip(*roofline["parts_ns"].values(), strict=True)]
     assert parts == roofline["step_ns"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_ranks import run_process
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 
@@ -121,12 +121,15 @@ def test_a_host_that_is_never_ahead_is_an_error(monkeypatch: pytest.MonkeyPatch)
 EXCHANGED = ("all_reduce", "ring", "message")
 
 
-def test_a_run_on_the_cpu(tmp_path: Path):
+def test_a_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool):
+    """With --full by torchrun itself."""
     out = tmp_path / "communication.json"
-    command = [sys.executable, communication.__file__, "--cpu", "--worlds", "2,64", "--sizes", "64,4096"]
+    command = [communication.__file__, "--cpu", "--worlds", "2,64", "--sizes", "64,4096"]
     command += ["--dtypes", "float32", "--products", "64,32,48", "--repeats", "2", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(sys, "argv", command)
+    if not full:
+        monkeypatch.setattr(communication, "run_process", run_process)
+    assert communication.main() == 0
     run = json.loads(out.read_text())
     found = [(m["what"], m["by"], m["bytes"]) for m in run["measured"]]
     exchanged = [(what, "gloo", size) for size in (64, 4096) for what in EXCHANGED]

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from fault_ranks import run_process
 from records import timing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
@@ -150,10 +151,13 @@ def command(*words: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Path:
+    """With --full by the launcher itself."""
     out = tmp_path_factory.mktemp("accuracy") / "run.json"
     words = ["--cpu", "--steps", "2", "--timeout", "300", "--commit", "abc", "--out", str(out)]
-    assert command(*words, "--layouts", *RUNS) == 0
+    run = plan_accuracy.run_process if full else run_process
+    with mock.patch.object(plan_accuracy, "run_process", run):
+        assert command(*words, "--layouts", *RUNS) == 0
     return out
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from warm import run_codes
 
 from parallel3d.cli import main
 from parallel3d.errors import KernelError
@@ -160,13 +161,12 @@ def test_several_processes_build_at_once(cache: Path, tmp_path: Path, monkeypatc
     """Each sees a whole library or none, and nothing else stays behind."""
     fake_nvcc(tmp_path, monkeypatch, "echo half > $target; sleep 0.3; echo whole >> $target")
     script = "from parallel3d.kernels.library import build; print(build().read_text().split())"
-    command = [sys.executable, "-c", script]
-    with ThreadPoolExecutor(4) as pool:
-        runs = [pool.submit(subprocess.run, command, capture_output=True, text=True, timeout=120) for _ in range(3)]
-        while not all(run.done() for run in runs):
+    with ThreadPoolExecutor(1) as pool:
+        runs = pool.submit(run_codes, script, tmp_path / "runs", [dict(os.environ)] * 3)
+        while not runs.done():
             assert not (path := cache / library_name()).exists() or path.read_text().split() == ["half", "whole"]
             time.sleep(0.01)
-    assert [run.result().stdout.strip() for run in runs] == ["['half', 'whole']"] * 3
+    assert [run.stdout.strip() for run in runs.result()] == ["['half', 'whole']"] * 3
     assert os.listdir(cache) == [library_name()]
 
 

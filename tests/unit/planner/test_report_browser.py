@@ -28,11 +28,16 @@ def result() -> PlanResult:
     return plan()
 
 
+@pytest.fixture(scope="module")
+def html(result) -> str:
+    return html_page(result)
+
+
 @pytest.fixture
-def page(driver, result, tmp_path):
+def page(driver, html, tmp_path):
     """The plan's page, opened; at the end its console must be silent."""
     emulate(driver)
-    open_page(driver, html_page(result), tmp_path / "plan.html")
+    open_page(driver, html, tmp_path / "plan.html")
     yield driver
     assert driver.get_log("browser") == []
 
@@ -52,7 +57,8 @@ def hover(driver, element, x: float, y: float) -> str:
     """Return the tooltip's text at (x, y) from the element's corner; "" if it is hidden."""
     from selenium.webdriver.common.action_chains import ActionChains
 
-    wide, high = element.size["width"], element.size["height"]
+    size = element.size
+    wide, high = size["width"], size["height"]
     ActionChains(driver, 0).move_to_element_with_offset(element, round(x - wide / 2), round(y - high / 2)).perform()
     return driver.execute_script("const t = document.getElementById('tip'); return t.hidden ? '' : t.textContent")
 
@@ -170,9 +176,9 @@ def told_span(words_: str) -> tuple[str, int, float, float]:
 
 def sweep(driver, canvas, y: float, steps: int = 60) -> dict[float, tuple[str, int, float, float]]:
     """x -> what is told there, from left to right."""
-    found = {}
+    found, wide = {}, canvas.size["width"] - 90
     for k in range(steps):
-        x = 80 + (canvas.size["width"] - 90) * k / (steps - 1)
+        x = 80 + wide * k / (steps - 1)
         told = hover(driver, canvas, x, y)
         if told:
             found[x] = told_span(told)
