@@ -815,7 +815,7 @@ class TrainedLoss(nn.Module):
         ({"activation_checkpoint_interval": 1}, {"activation_checkpoint_interval": 2}, {}, "ConfigError"),
         ({"seed_layers": False}, {"seed_layers": True}, {}, "ConfigError: pipeline.seed_layers is True"),
         ({}, {"schedule": [["F0@0", "B0@0"]]}, {}, "ScheduleError: schedule 'custom' is written for 1 micro-batches"),
-        ({}, {"schedule": [["F0@0", "F1@0", "B0@0", "B0@0"]]}, {}, "ScheduleError: B0@0 stands 2 times"),
+        ({}, {"schedule": [["F0@0", "F1@0", "B0@0", "B0@0"]]}, {}, "ScheduleError: B0@0 occurs 2 times"),
         ({}, {"schedule": [["F0@0", "I0@0", "W0@0", "F1@0", "B1@0"]]}, {}, None),
         ({"loss_fn": TrainedLoss()}, {}, {}, "PartitionError: loss_fn TrainedLoss has parameters to train, ['weight']"),
         ({"config": {"pipeline": {"stages": 2}}}, {}, {}, "ConfigError: num_stages is 1 in one place and 2 in another"),

@@ -68,7 +68,7 @@ class Predictor:
         self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)}
         self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
         if measured is not None:
-            seconds, expected = np.array(measured).T, self.expected.compute
+            seconds, expected = np.array([cost.parts for cost in measured]).T, self.expected.compute
             factors = np.divide(seconds, expected, out=np.ones_like(expected), where=(seconds > 0) & (expected > 0))
             blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
             self._factors = {None: factors, "half": factors[:, blocks]}
