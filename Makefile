@@ -18,11 +18,11 @@ $(STAMP): setup.py constraints.txt
 train: setup
 	$(BIN)/parallel3d --num_procs $(LAYOUT) examples/train_gpt.py --layout $(LAYOUT) $(ARGS)
 
-# Two at a time, as what runs on many processes waits half of the time; neighbours stay together, for what they share.
+# Three at a time, as what runs on many processes waits most of the time; neighbours stay together, for what they share.
 # Hundreds of processes import the package: each would compile it anew where the environment says not to keep that.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 test-all: setup
 	$(MAKE) test ARGS="--full $(ARGS)"

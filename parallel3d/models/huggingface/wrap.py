@@ -66,12 +66,14 @@ class _Recorder(nn.Module):
 
 
 class _Output:
-    """Output of a base model, with the fields that a head reads."""
-
-    past_key_values = hidden_states = attentions = router_logits = None
+    """Output of a base model. All fields but the last hidden state are None: their names depend on transformers' version."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
     def __getitem__(self, k: int) -> Tensor:
         return (self.last_hidden_state,)[k]
