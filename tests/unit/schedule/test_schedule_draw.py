@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schedule_emulator import programs, unhurried
 
 from parallel3d.schedule.builders import from_lists, gpipe, inference, interleaved, one_f_one_b
-from parallel3d.schedule.draw import chrome_trace, neighbourhood, svg, text_grid
+from parallel3d.schedule.draw import chrome_trace, neighbourhood, svg, text_grid, ticks
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, lower
 from parallel3d.schedule.timing import Span, Timeline, simulate
@@ -267,3 +267,16 @@ def test_trace_has_a_thread_for_each_stage_and_others_for_its_communication() ->
                 assert names[thread] == f"stage {rank_of[e['name'], e['ts']]}"
         inside.sort(key=lambda e: e["ts"])
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-9 for a, b in pairwise(inside)), "viewers nest what overlaps"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "number", "wanted"),
+    [
+        (0.0, 37.0, 5, [0.0, 10.0, 20.0, 30.0]),
+        (0.0, 8.0, 8, [float(k) for k in range(9)]),
+        (-0.3, 0.3, 3, [-0.2, 0.0, 0.2]),
+        (2.0, 2.0, 8, [2.0]),
+    ],
+)
+def test_ticks_are_round_and_few(low: float, high: float, number: int, wanted: list[float]) -> None:
+    assert list(ticks(low, high, number)) == pytest.approx(wanted)

@@ -80,7 +80,7 @@ def built(by_kernel: bool, held: slice, dtype: torch.dtype = torch.float32) -> t
     return ShardedOptimizer(optimizer, [bucket], parameters, open_kernel=open_kernel), bucket
 
 
-@pytest.mark.parametrize("held", [slice(0, 3), slice(0, 1)], ids=["all", "some"])
+@pytest.mark.parametrize("held", [slice(0, 3), slice(0, 1), slice(1, 3)], ids=["all", "the first", "not the first"])
 def test_the_kernel_steps_what_the_optimizer_holds_and_says_whether_all_is_cleared(held: slice) -> None:
     (sharded, bucket), (plain, its) = built(True, held), built(False, held)
     assert len(bucket.pieces) > 1
