@@ -1,15 +1,17 @@
-"""Directories of checkpoints: which are complete, which one `latest` names, and changes that a kill at any point leaves valid.
+"""Directories of checkpoints: which are complete, and which one `latest` names.
 
-A checkpoint is written as `<tag>.tmp-<id>` and renamed when all of it is on the disk. One that it replaces is `<tag>.old-<id>`
-in between, and valid until the new one has its name; `<tag>.gone-<id>` is being removed.
+<save_dir>/<tag>                          a checkpoint, see format.py
+<save_dir>/latest                         the tag of the last one
+<save_dir>/.parallel3d/lock               locked while a name changes
+<save_dir>/.parallel3d/<id>/lock          its tag; locked as long as this save runs
+<save_dir>/.parallel3d/<id>/new           the checkpoint that is being written, until it gets its name
+<save_dir>/.parallel3d/<id>/old           the one that it replaces, valid until then
 """
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +21,14 @@ from parallel3d.checkpoint.format import MANIFEST, Manifest, read_manifest
 from parallel3d.errors import CheckpointError, nearest
 
 LATEST = "latest"
-_ASIDE = re.compile(r"(?P<tag>.+)\.(?P<kind>tmp|old|gone)-[0-9a-f]{8}")
+OWN = ".parallel3d"
+LOCK = "lock"
+MARK = "parallel3d save of "  # in a save's lock, before the tag
+FILES = re.compile(r"manifest\.json|rank[0-9]{5,}-[0-9]{2,}\.safetensors")
+_ORDER = re.compile(rb'"order": ([0-9]{1,15})[,}]')
+# Bytes of a manifest in which its first entries are.
+_HEAD_BYTES = 4096
+_LONGEST_TAG = 200
 # Number of tags that a message lists.
 _MOST = 5
 
@@ -27,9 +36,11 @@ _MOST = 5
 def check_tag(tag: object) -> str:
     """Return the tag as the name of a directory. Raises CheckpointError if it can't be one."""
     name = str(tag)
-    if name in ("", ".", "..", LATEST) or Path(name).name != name or _ASIDE.fullmatch(name):
+    is_plain = name not in ("", ".", "..", LATEST, OWN) and Path(name).name == name and name.strip() == name
+    if not is_plain or not name.isprintable() or len(name.encode()) > _LONGEST_TAG:
         raise CheckpointError(
-            f"tag {name!r} can't be the name of a checkpoint's directory; give a plain name, without '/'"
+            f"tag {name[:_LONGEST_TAG]!r} can't be the name of a checkpoint's directory; give a plain name of at most "
+            f"{_LONGEST_TAG} bytes, without '/' or blanks at its ends"
         )
     return name
 
@@ -41,6 +52,17 @@ class Found:
     tag: str
     path: Path
     manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint, complete or not. error: why it isn't complete; latest: whether it was saved as the latest, if known."""
+
+    tag: str
+    path: Path
+    order: tuple[float, float]
+    latest: bool
+    error: str | None = None
 
 
 def check_complete(path: Path) -> Manifest:
@@ -56,27 +78,76 @@ def check_complete(path: Path) -> Manifest:
     return manifest
 
 
-def _saved(save_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (tag, directory) of what was saved, and of what a save was about to replace when it was killed."""
+def saved(save_dir: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (tag, directory) of the directories, and of what a save was about to replace when it was killed."""
     for path in sorted(save_dir.iterdir()) if save_dir.is_dir() else ():
-        aside = _ASIDE.fullmatch(path.name)
-        tag = aside["tag"] if aside else path.name
-        if path.is_dir() and (aside is None or (aside["kind"] == "old" and not (save_dir / tag).is_dir())):
-            yield tag, path
+        if path.is_dir() and path.name != OWN:
+            yield path.name, path
+    for folder in save_folders(save_dir):
+        tag = tag_of(folder)
+        if tag is not None and (folder / "old").is_dir() and not os.path.lexists(save_dir / tag):
+            yield tag, folder / "old"
 
 
 def complete_checkpoints(save_dir: Path) -> list[Found]:
-    """Return the complete checkpoints of a directory, the oldest first."""
+    """Return the complete checkpoints of a directory in the order of their saves, whatever the clock said."""
     found = []
-    for tag, path in _saved(save_dir):
+    for tag, path in saved(save_dir):
         with suppress(CheckpointError):
             found.append(Found(tag, path, check_complete(path)))
-    return sorted(found, key=lambda checkpoint: checkpoint.manifest.saved)
+    return sorted(found, key=lambda checkpoint: (checkpoint.manifest.order, checkpoint.manifest.saved))
+
+
+def candidates(save_dir: Path) -> list[Candidate]:
+    """Return what could be resumed from, the best first: what `latest` names, then those saved as the latest, newest first.
+
+    Damaged checkpoints are among them. Raises CheckpointError if `latest` can't be read.
+    """
+    named = latest_tag(save_dir)
+    found = [_candidate(tag, path) for tag, path in saved(save_dir) if tag == named or _has_own_files(path)]
+    if named is not None and named not in {one.tag for one in found}:
+        path = save_dir / named
+        found.append(Candidate(named, path, (0, 0), True, f"{path}, which `latest` names, is not there"))
+    wanted = [one for one in found if one.latest or one.tag == named]
+    return sorted(wanted, key=lambda one: (one.tag == named, one.order), reverse=True)
+
+
+def _candidate(tag: str, path: Path) -> Candidate:
+    try:
+        manifest = check_complete(path)
+    except CheckpointError as error:
+        return Candidate(tag, path, (order_of(path), path.stat().st_mtime), True, str(error))
+    return Candidate(tag, path, (manifest.order, manifest.saved), manifest.latest)
+
+
+def _has_own_files(path: Path) -> bool:
+    """Return whether a directory is, or was, a checkpoint: other programs have a manifest.json too."""
+    return "parallel3d checkpoint" in _head(path).decode(errors="replace") or any(
+        FILES.fullmatch(entry.name) for entry in path.iterdir() if entry.name != MANIFEST
+    )
+
+
+def _head(path: Path) -> bytes:
+    """Return the first bytes of a directory's manifest; none where there is none."""
+    manifest = path / MANIFEST
+    with suppress(OSError):
+        if manifest.is_file():
+            with manifest.open("rb") as file:
+                return file.read(_HEAD_BYTES)
+    return b""
+
+
+def order_of(path: Path) -> int:
+    """Return a checkpoint's place in the order of saves by its manifest's first entries alone; 0 if it says none."""
+    found = _ORDER.search(_head(path))
+    return int(found[1]) if found else 0
 
 
 def latest_tag(save_dir: Path) -> str | None:
     """Return the tag in the file `latest`, or None without such a file."""
     try:
+        if (save_dir / LATEST).is_fifo():
+            raise OSError("it is no file")
         return (save_dir / LATEST).read_text().strip()
     except FileNotFoundError:
         return None
@@ -86,10 +157,10 @@ def latest_tag(save_dir: Path) -> str | None:
 
 def find(load_dir: Path, tag: str) -> Path:
     """Return the directory of a tag. Raises CheckpointError, with what else can be loaded, where there is none."""
-    saved = dict(_saved(load_dir))
-    if check_tag(tag) not in saved:
+    places = dict(saved(load_dir))
+    if check_tag(tag) not in places:
         raise CheckpointError(f"{load_dir / tag} is not there{other_tags(load_dir, tag)}")
-    return saved[tag]
+    return places[tag]
 
 
 @contextmanager
@@ -110,90 +181,17 @@ def other_tags(load_dir: Path, tag: str) -> str:
     return f"; complete in {load_dir}, the newest first: {listed}.{nearest(tag, others)}"
 
 
-def begin(save_dir: Path, tag: str) -> Path:
-    """Make an empty directory to write a checkpoint in, next to its place. Raises OSError, CheckpointError."""
-    save_dir.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(save_dir)
-    place = save_dir / tag
-    if place.exists() and not (place / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{place} is there and is no checkpoint of parallel3d's; choose another tag, or remove it"
-        )
-    path = _aside(save_dir / tag, "tmp")
-    path.mkdir()
-    return path
+def save_folders(save_dir: Path) -> list[Path]:
+    """Return the folders of saves that are running or were killed."""
+    own = save_dir / OWN
+    return sorted(path for path in own.iterdir() if path.is_dir()) if own.is_dir() else []
 
 
-def commit(written: Path, save_dir: Path, tag: str) -> Path:
-    """Give a checkpoint that is on the disk its name, and remove the one that had it. Raises OSError."""
-    sync(written)
-    path = save_dir / tag
-    replaced = _aside(path, "old") if path.exists() else None
-    if replaced is not None:
-        path.rename(replaced)
-    written.rename(path)
-    sync(save_dir)
-    if replaced is not None:
-        _remove(replaced, tag)
-    return path
-
-
-def set_latest(save_dir: Path, tag: str) -> None:
-    """Let `latest` name a tag. Raises OSError."""
-    beside = _aside(save_dir / LATEST, "tmp")
-    write_file(beside, tag)
-    beside.rename(save_dir / LATEST)
-    sync(save_dir)
-
-
-def keep_newest(save_dir: Path, number: int) -> None:
-    """Remove all but the newest `number` of the checkpoints that were saved as the latest, never the one that `latest` names.
-
-    Raises OSError.
-    """
-    counted = [found for found in complete_checkpoints(save_dir) if found.manifest.latest]
-    for found in counted[:-number]:
-        if found.tag != latest_tag(save_dir):
-            _remove(found.path, found.tag)
-
-
-def remove_leftovers(save_dir: Path) -> None:
-    """Tidy up after a save that was killed: remove what was never a checkpoint, put back what was set aside. Raises OSError."""
-    for path in sorted(save_dir.iterdir()):
-        aside = _ASIDE.fullmatch(path.name)
-        if aside is None:
-            continue
-        if aside["kind"] == "old" and not (save_dir / aside["tag"]).exists():
-            path.rename(save_dir / aside["tag"])
-        elif path.is_dir():
-            _remove(path, aside["tag"])
-        else:
-            path.unlink()
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a text; it is on the disk when this returns. Raises OSError."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a directory's names, is on the disk. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _aside(path: Path, kind: str) -> Path:
-    return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")
-
-
-def _remove(path: Path, tag: str) -> None:
-    # Renamed first: half removed, it must not pass for one that was set aside.
-    gone = _aside(path.with_name(tag), "gone")
-    path.rename(gone)
-    shutil.rmtree(gone)
+def tag_of(folder: Path) -> str | None:
+    """Return the tag that a save's folder is for; None for a folder that no save has made."""
+    with suppress(OSError, ValueError, CheckpointError):
+        lock = folder / LOCK
+        mark = lock.read_text(encoding="utf-8") if lock.is_file() else ""
+        if mark.startswith(MARK):
+            return check_tag(mark.removeprefix(MARK))
+    return None

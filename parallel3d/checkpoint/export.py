@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import shutil
 import sys
 from collections import Counter
@@ -18,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.directory import sync
 from parallel3d.checkpoint.format import MASTER, MODEL
+from parallel3d.checkpoint.pending import sync
 from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError, ConfigError
 
@@ -79,7 +80,7 @@ LayerNames = Mapping[str, Stored]
 
 @runtime_checkable
 class HuggingFaceLayer(Protocol):
-    """A layer of a model that Hugging Face has."""
+    """A layer of a model whose architecture Hugging Face has."""
 
     def stored(self) -> LayerNames:
         """Return how each parameter is stored, by its name in the layer."""
@@ -89,7 +90,7 @@ class HuggingFaceLayer(Protocol):
 
 
 def huggingface_names(layers: nn.ModuleDict, global_name: Callable[[int, str], str]) -> Json | None:
-    """Return config.json, and how each parameter of this rank's layers is stored; None if a layer with weights doesn't say.
+    """Return config.json, and how each parameter of this rank's layers is stored; None if a layer with weights has no names.
 
     - layers: by their positions in the model.
     - global_name: (position, name in the layer) -> name in the whole model.
@@ -137,7 +138,7 @@ def export_checkpoint(
     A model of `parallel3d.models` becomes a directory that from_pretrained reads; any other model, or any with `plain`,
     becomes safetensors under the model's own names.
 
-    - dtype: to which floating-point tensors are converted.
+    - dtype: the dtype to which floating-point tensors are converted.
     - masters: write the masters that the optimizer updates, where they are wider than the weights.
 
     Raises CheckpointError, and has then written nothing.
@@ -189,9 +190,9 @@ def write_weights(
     """Write whole parameters to a directory that appears once everything in it is on the disk.
 
     - targets: how each parameter is stored, and its dtype.
-    - tensors: the parameters by the keys of `targets`. In that order, only one file's tensors are held at a time.
+    - tensors: the parameters by the keys of `targets`. If they come in that order, one file's tensors are held at a time.
     - config: the content of config.json, without its dtype; None for no such file.
-    - dtype: to which floating-point tensors are converted.
+    - dtype: the dtype to which floating-point tensors are converted.
 
     Raises CheckpointError if a file can't be written; then, and after any other exception, nothing is left.
     """
@@ -200,8 +201,7 @@ def write_weights(
     file_of = _assign_files(targets.values(), max_file_bytes)
     unwritten = Counter(file_of[section.name] for stored, _ in targets.values() for section in stored.sections)
     held: dict[str, Tensor] = {}
-    partial = directory.parent / f".{directory.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial = directory.parent / f".{directory.name}.{secrets.token_hex(8)}"
     try:
         partial.mkdir(parents=True)
         for key, parameter in tensors:

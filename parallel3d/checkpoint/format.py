@@ -13,16 +13,18 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from torch import Tensor
 
 from parallel3d.checkpoint.boxes import Box
 from parallel3d.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+VERSION = 1
+_MOST_BYTES = 2**30  # of a manifest
 MODEL, MASTER, OPTIMIZER = "model/", "master/", "optimizer/"
 
 
@@ -30,11 +32,14 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+_Lengths = tuple[Annotated[int, Field(ge=0, lt=2**62)], ...]
+
+
 class StoredBox(_Record):
     """Stored box of a tensor: tensor `key` of a file, whose bytes have this checksum."""
 
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    start: _Lengths
+    shape: _Lengths
     file: str
     key: str
     crc32: int
@@ -49,7 +54,7 @@ class StoredTensor(_Record):
     """Stored tensor. Its boxes hold each element at least once, and the same values where they overlap."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: _Lengths
     boxes: tuple[StoredBox, ...]
 
     @field_validator("dtype")
@@ -58,6 +63,16 @@ class StoredTensor(_Record):
         if not isinstance(getattr(torch, name, None), torch.dtype):
             raise ValueError(f"{name!r} is no dtype of torch's")
         return name
+
+    @model_validator(mode="after")
+    def _inside(self) -> StoredTensor:
+        for box in self.boxes:
+            ends = zip(box.start, box.shape, self.shape, strict=False)
+            if not len(box.start) == len(box.shape) == len(self.shape) or any(a + n > most for a, n, most in ends):
+                raise ValueError(
+                    f"a box from {box.start} of shape {box.shape} is not in a tensor of shape {self.shape}"
+                )
+        return self
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -69,21 +84,58 @@ class StoredTensor(_Record):
 class StoredFile(_Record):
     """Size of a file, and the checksum of its header, which precedes the tensors' bytes."""
 
-    num_bytes: int
+    num_bytes: int = Field(ge=0, lt=2**62)
     header_crc32: int
+
+
+class _StoredOptimizer(_Record):
+    type: str
+    groups: list[dict[str, Any]]
+    numbers: dict[str, dict[str, Any]]
+
+
+class TrainingState(_Record):
+    """State of a training that is one for all ranks, in a manifest's `state`; values as encoded by values.py.
+
+    layout: ranks along each axis; streams: seeds of the random streams; left_out: names of frozen parameters that were not
+    saved; huggingface: names of the weights there.
+    """
+
+    layout: dict[Literal["pipe", "data", "model"], Annotated[int, Field(gt=0)]]
+    counters: dict[str, int]
+    loss_scaler: dict[str, Any] | None
+    streams: dict[str, list[int]]
+    lr_scheduler: Any
+    client_state: dict[str, Any]
+    optimizer: _StoredOptimizer
+    left_out: list[str]
+    huggingface: dict[str, Any] | None
+
+    @classmethod
+    def check(cls, manifest: Manifest, path: Path) -> None:
+        """Raise CheckpointError if a manifest is not that of a training."""
+        try:
+            cls.model_validate(manifest.state)
+        except ValidationError as error:
+            raise CheckpointError(f"{path / MANIFEST} is not of a training: {error}") from error
+        keys = {"generators", "data", "replica"}
+        if not manifest.ranks or any(rank.keys() != keys for rank in manifest.ranks):
+            raise CheckpointError(f"{path / MANIFEST} is not of a training: each rank has {', '.join(sorted(keys))}")
 
 
 class Manifest(_Record):
     """Description of a checkpoint: everything but the values of its tensors.
 
-    saved: seconds since 1970; latest: whether `latest` was to name it; ranks: what each rank of the world that saved had of
-    its own; state: what is one for all.
+    order: its place among the saves into its directory, which a clock that is set back doesn't change; saved: seconds since
+    1970; latest: whether `latest` was to name it; ranks: what each rank of the world that saved had of its own; state: what
+    is one for all.
     """
 
     format: Literal["parallel3d checkpoint"] = "parallel3d checkpoint"
     version: Literal[1] = 1
+    order: int = Field(0, ge=0, lt=10**15)
     tag: str
-    saved: float
+    saved: float = Field(ge=0, lt=2**36)
     latest: bool
     files: dict[str, StoredFile]
     tensors: dict[str, StoredTensor]
@@ -93,10 +145,17 @@ class Manifest(_Record):
     @field_validator("files")
     @classmethod
     def _plain(cls, files: dict[str, StoredFile]) -> dict[str, StoredFile]:
-        outside = [name for name in files if Path(name).name != name]
+        outside = [name for name in files if Path(name).name != name or not name.isprintable()]
         if outside:
             raise ValueError(f"{outside[0]!r} is no name of a file in the directory")
         return files
+
+    @model_validator(mode="after")
+    def _listed(self) -> Manifest:
+        unknown = {box.file for tensor in self.tensors.values() for box in tensor.boxes} - self.files.keys()
+        if unknown:
+            raise ValueError(f"a box is in {min(unknown)!r}, which is not among the files")
+        return self
 
 
 def checksum(values: Tensor) -> int:
@@ -127,10 +186,17 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a checkpoint's directory. Raises CheckpointError if it is missing or damaged."""
     path = directory / MANIFEST
     try:
+        if path.stat().st_size > _MOST_BYTES or not path.is_file():
+            raise CheckpointError(f"{path} is damaged: it is no file of at most {_MOST_BYTES} bytes")
         body = json.loads(path.read_bytes())
         crc32 = body.pop("crc32") if isinstance(body, dict) else None
         if crc32 is None or crc32 != _checksum(body):
             raise CheckpointError(f"{path} is damaged: its checksum is not what was written")
+        if body.get("version", VERSION) != VERSION:
+            raise CheckpointError(
+                f"{path} has format version {body['version']}, and this parallel3d reads version {VERSION}; install the "
+                "version that wrote it"
+            )
         return Manifest.model_validate(body)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} is no complete checkpoint: it has no {MANIFEST}") from None

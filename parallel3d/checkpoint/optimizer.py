@@ -17,7 +17,7 @@ from parallel3d.errors import CheckpointError
 from parallel3d.parameters import whole_shape
 from parallel3d.zero.buckets import Bucket, ParameterShard
 
-# Settings of a group that say how this process computes, or name its tensors.
+# Settings of a group that concern only this process: how it computes, and its tensors.
 _OWN_SETTINGS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 
 
@@ -39,7 +39,7 @@ def describe_groups(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket])
 
 
 def merge_groups(everyone: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the groups of all ranks: those at one place with the same settings are one."""
+    """Merge the groups of all ranks: groups at one index with the same settings become one."""
     merged: dict[str, dict[str, Any]] = {}
     for group in (group for own in everyone for group in own):
         key = json.dumps([group["place"], group["settings"]], sort_keys=True)
@@ -73,7 +73,7 @@ class OptimizerTarget:
         for master, shard in shards.items():
             name, stored = shard.info.name, reader.tensors.get(MODEL + shard.info.name)
             if master not in held or stored is None or stored.shape != whole_shape(shard.info.parameter):
-                continue  # the state of a weight that doesn't fit doesn't either
+                continue  # the weight doesn't fit, so its state doesn't either
             if name not in trained:
                 wanted.missing.add(f"{OPTIMIZER}*/{name} (the optimizer didn't hold it)")
             self._state[master] = {**self._saved["numbers"].get(name, {}), **self._tensors(shard, keys)}
@@ -112,7 +112,7 @@ class OptimizerTarget:
         return torch.zeros(shape, dtype=stored.torch_dtype, device=shard.master.device if shape else "cpu")
 
     def apply(self) -> None:
-        """Make what has been read the optimizer's state, and the saved settings its groups'."""
+        """Load the tensors that were read as the optimizer's state, and the saved settings into its groups."""
         groups = [
             {**settings, "params": [id(p) for p in group["params"]]}
             for settings, group in zip(self._groups, self._optimizer.param_groups, strict=True)
@@ -121,7 +121,7 @@ class OptimizerTarget:
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _restored(self, place: int, group: Mapping[str, Any], shards: Mapping[Any, ParameterShard]) -> dict[str, Any]:
-        """Return the settings of a group, those that were saved as they were."""
+        """Return the settings of a group, with saved values in place of its own."""
         own = {shards[p].info.name for p in group["params"]}
         saved = [s for s in self._saved["groups"] if own & set(s["names"])]
         saved = saved or [s for s in self._saved["groups"] if s["place"] == place]

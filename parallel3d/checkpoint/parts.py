@@ -12,7 +12,7 @@ from parallel3d.checkpoint.format import OPTIMIZER
 from parallel3d.parameters import slicing_of, whole_shape
 from parallel3d.zero.buckets import ParameterShard
 
-# A stored box is verified as a whole: a larger one would have to be read where little of it is needed.
+# Reading verifies a stored box as a whole, so a small part of a larger box would take longer to read.
 _MOST_ELEMENTS = 1 << 24
 
 

@@ -19,7 +19,7 @@ from parallel3d.checkpoint.parts import Part
 from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.errors import CheckpointError
 
-# Number of names that a message lists of each kind.
+# Maximum number of names of each kind that a message lists.
 _MOST = 20
 
 
@@ -34,8 +34,8 @@ def open_safetensors(path: Path) -> Any:
 class Reader:
     """Reader of the tensors in a checkpoint's directory, by name. Raises CheckpointError where the manifest is damaged.
 
-    A file is read only after its size and header were found to be those in the manifest, and a box only after its checksum
-    was; otherwise a CheckpointError names the file.
+    Before a file is read, its size and header are compared with the manifest, and the checksum of each box before its use. If
+    they differ, a CheckpointError names the file.
     """
 
     def __init__(self, directory: Path):
@@ -83,7 +83,7 @@ class Reader:
         found, missing = [], [box] if box.numel else []
         for stored in self.tensors[name].boxes:
             common = stored.box.common(box)
-            # Boxes may overlap, as those of a head that several ranks share: one of them is enough.
+            # Boxes may overlap, like those of a head that several ranks share; one of them is enough.
             if common is not None and any(rest.common(common) for rest in missing):
                 found.append((stored, common))
                 missing = [part for rest in missing for part in rest.without(common)]
@@ -117,7 +117,7 @@ class Reader:
         if name not in self._files:
             path, wanted = self.directory / name, self.manifest.files.get(name)
             try:
-                found = stored_file(path)
+                found = stored_file(path) if path.is_file() or not path.exists() else None
             except FileNotFoundError:
                 raise CheckpointError(f"{path} is missing") from None
             except OSError as error:

@@ -5,7 +5,7 @@ gets its name.
 from __future__ import annotations
 
 import atexit
-import shutil
+import os
 import sys
 import threading
 import time
@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel3d.checkpoint.directory import begin, check_tag, commit, keep_newest, set_latest, sync, write_file
+from parallel3d.checkpoint.directory import check_tag
 from parallel3d.checkpoint.format import MANIFEST, Manifest, checksum, manifest_text, stored_file
 from parallel3d.checkpoint.parts import Part
+from parallel3d.checkpoint.pending import PendingSave, sync, write_file
 from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
 from parallel3d.errors import CheckpointError
@@ -62,6 +63,10 @@ class Saver:
         self._decision, self._settings = decision, settings
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._pending: PendingSave | None = None  # on rank 0
+        if settings.async_save:
+            # Handlers run in reverse order: this one after that which waits, and after those of the script.
+            atexit.register(self._fail_at_exit)
 
     def save(
         self,
@@ -112,7 +117,16 @@ class Saver:
     def _wait_at_exit(self) -> None:
         """Let the process end when its checkpoint is on the disk. One that fails may have lost ranks: then not for long."""
         if self._thread is not None:
-            self._thread.join(_LONGEST_FAILING_S if hasattr(sys, "last_value") else None)
+            fails = not isinstance(getattr(sys, "last_value", None), SystemExit | None)
+            self._thread.join(_LONGEST_FAILING_S if fails else None)
+
+    def _fail_at_exit(self) -> None:
+        """End the process with exit code 1 if its last save failed, which no later call has raised."""
+        if self._error is not None:
+            print(f"parallel3d: exit code 1, as the last checkpoint was not saved: {self._error}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # Python has no other way to change its exit code now
 
     def _plan(self, values: list[Json]) -> list[Json]:
         tag, directory = values[0]["tag"], Path(values[0]["directory"])
@@ -125,11 +139,12 @@ class Saver:
             warnings.warn(f"{message}; rank 0's is used", stacklevel=2)
         tag = check_tag(tag)
         writes = assign([item["offers"] for item in values])
+        self._end_pending()  # of a save that some rank has given up
         try:
-            written = begin(directory, tag)
+            self._pending = PendingSave(directory, tag)
         except OSError as error:
             raise CheckpointError(f"{directory / tag} can't be written: {error}; save to another directory") from error
-        return [{"tag": tag, "directory": str(written), "writes": own} for own in writes]
+        return [{"tag": tag, "directory": str(self._pending.path), "writes": own} for own in writes]
 
     def _write_later(self, job: _Job) -> None:
         try:
@@ -149,14 +164,13 @@ class Saver:
 
         try:
             self._decision.attempt(f"save_checkpoint, tag {job.tag!r}", write, lambda values: self._finish(job, values))
-        except BaseException:
-            if self._decision.rank == 0:
-                shutil.rmtree(job.directory, ignore_errors=True)
-            raise
+        finally:
+            self._end_pending()
 
     def _finish(self, job: _Job, values: list[Json]) -> list[None]:
         """Complete the checkpoint on rank 0: all parts are on the disk."""
-        save_dir = job.directory.parent
+        pending = self._pending
+        assert pending is not None
         state, ranks = job.summarize([item["own"] for item in values])
         manifest = Manifest.model_validate(
             {
@@ -173,20 +187,32 @@ class Saver:
             for name, file in manifest.files.items():
                 if (job.directory / name).stat().st_size != file.num_bytes:
                     raise OSError(f"rank 0 finds {job.directory / name} shorter than it was written")
-            write_file(job.directory / MANIFEST, manifest_text(manifest))
-            commit(job.directory, save_dir, job.tag)
-            if job.latest:
-                set_latest(save_dir, job.tag)
+            with pending.committing() as order:
+                text = manifest_text(manifest.model_copy(update={"order": order}))
+                write_file(job.directory / MANIFEST, text)
+                pending.commit()
+                if job.latest:
+                    pending.set_latest()
+                    self._remove_older(pending)
         except OSError as error:
             raise CheckpointError(
-                f"{save_dir / job.tag} can't be written: {error}; what was saved before is as it was"
+                f"{pending.place} can't be written: {error}; what was saved before is as it was"
             ) from error
-        if job.latest and self._settings.keep_last is not None:
-            try:
-                keep_newest(save_dir, self._settings.keep_last)
-            except OSError as error:
-                warnings.warn(f"older checkpoints can't be removed from {save_dir}: {error}", stacklevel=2)
         return [None] * len(values)
+
+    def _remove_older(self, pending: PendingSave) -> None:
+        if self._settings.keep_last is None:
+            return
+        try:
+            pending.keep_newest(self._settings.keep_last)
+        except OSError as error:
+            warnings.warn(f"checkpoints older than {pending.place} can't be removed: {error}", stacklevel=2)
+
+    def _end_pending(self) -> None:
+        """Remove what is left of a save that was written or has failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.end()
 
 
 # A box that a rank could write: the tensor's name, the box's start and shape, its bytes.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d.activity import Phase
-from parallel3d.checkpoint.directory import complete_checkpoints, naming_others
+from parallel3d.checkpoint.directory import candidates, naming_others
 from parallel3d.checkpoint.export import SINGLE, export_one_file, huggingface_names, merge_names
-from parallel3d.checkpoint.format import MASTER, MODEL, checksum
+from parallel3d.checkpoint.format import MASTER, MODEL, TrainingState, checksum
 from parallel3d.checkpoint.optimizer import OptimizerTarget, describe_groups, merge_groups
 from parallel3d.checkpoint.parts import Part, parts_of, shard_parts, state_parts
 from parallel3d.checkpoint.read import Reader, Wanted, agree_to_read, find_checkpoint
@@ -121,7 +122,7 @@ class Checkpoints:
             self._saver.wait()
 
     def _untimed(self) -> AbstractContextManager[None]:
-        """Return a context of a save or a load, in which failures.timeout_s does not apply."""
+        """Return a context for a save or a load, in which failures.timeout_s does not apply."""
         return self._groups.activity.untimed(Phase.SAVING)
 
     def _own_state(self) -> Json:
@@ -184,17 +185,34 @@ class Checkpoints:
             self._update.sharded.follow_masters()
             return str(path), loading.state["client_state"]
 
-    def tags_to_resume(self, load_dir: Location) -> list[str]:
-        """Return the tags of the complete checkpoints that were saved as the latest, the newest first."""
+    def resume(self, load_dir: Location, load: Callable[[str], Json | None]) -> Json | None:
+        """Load the first candidate that can be loaded; see Engine.resume. load: loads a tag, and returns its client_state."""
+        with self._untimed():
+            return self._resume(load_dir, load)
+
+    def _resume(self, load_dir: Location, load: Callable[[str], Json | None]) -> Json | None:
         self._saver.wait()
         place = str(Path(load_dir).absolute())
 
-        def choose(values: list[Json]) -> list[list[str]]:
-            complete = complete_checkpoints(Path(values[0]["directory"]))
-            return [[found.tag for found in reversed(complete) if found.manifest.latest]] * len(values)
+        def choose(values: list[Json]) -> list[list[tuple[str, str | None]]]:
+            found = candidates(Path(values[0]["directory"]))
+            return [[(one.tag, one.error) for one in found]] * len(values)
 
-        tags: list[str] = self._decision.make("resume", {"directory": place}, choose)
-        return tags
+        errors: list[str] = []
+        for tag, error in self._decision.make("resume", {"directory": place}, choose):
+            try:
+                if error is not None:
+                    raise CheckpointError(error)
+                return load(tag)
+            except CheckpointError as raised:
+                errors.append(f"{tag!r}: {raised}")
+                if self._groups.rank == 0:
+                    warnings.warn(f"resume passes over {errors[-1]}", stacklevel=4)
+        if errors:
+            raise CheckpointError(
+                f"no checkpoint in {load_dir} can be loaded: {errors[0]}; to start anew, use another directory"
+            )
+        return None
 
     def _apply(self, loading: _CheckpointLoader, everything: bool, scheduler: Any) -> None:
         """Apply a checkpoint that was checked. everything: counters, schedule, data and generators, besides tensors."""
@@ -212,7 +230,7 @@ class Checkpoints:
             self._streams.load_state_dict(state["streams"])
             if state["lr_scheduler"] is not None and hasattr(scheduler, "load_state_dict"):
                 scheduler.load_state_dict(state["lr_scheduler"])
-            # Last, because the code above may draw from them.
+            # The generators come last, because the code above may draw from them.
             set_generator_states(loading.generators, self._model.device)
         self._progress.restart()
 
@@ -238,6 +256,7 @@ class _CheckpointLoader:
         """List the tensors to read, and read everything but the model and the optimizer."""
         with naming_others(self._path.parent, self._path.name):
             self.reader = Reader(self._path)
+            TrainingState.check(self.reader.manifest, self._path)
             self._model.wait_for_weights(self._model)
             self._want_model()
             if with_optimizer:
@@ -300,7 +319,7 @@ def _parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen
                     numbers.setdefault(name, {})[key] = value
     for info in () if exclude_frozen else model.frozen_infos():
         parts += parts_of(MODEL + info.name, info.parameter)
-    # Replicas may differ in these, as they depend on the data that a replica sees: those of the first are saved.
+    # These may differ between replicas, which see different data; those of the first replica are saved.
     for name, tensor in _other_state(model) if model.groups.coordinate("data") == 0 else ():
         if slicing_of(tensor) is not None or model.groups.coordinate("model") == 0:
             parts += parts_of(name, tensor)
@@ -342,7 +361,7 @@ class _ReplicaState:
         self._seen = self._checksums()
 
     def _checksums(self) -> dict[str, int]:
-        """Return checksums by name. The tensors' version counters don't do: torch's batch norm writes without counting."""
+        """Return checksums by name. Version counters are not enough: torch's batch norm writes without counting."""
         if self._model.groups.coordinate("data") == 0:
             return {}
         return {name: checksum(tensor.cpu().contiguous()) for name, tensor in _other_state(self._model)}

@@ -52,6 +52,11 @@ def refusal(function: Any, *args: Any, **kwargs: Any) -> str:
     return "nothing was raised"
 
 
+def names(directory: Path) -> list[str]:
+    """What a user finds in a directory of checkpoints."""
+    return sorted(path.name for path in directory.iterdir() if path.name != ".parallel3d")
+
+
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -191,7 +196,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(run_
         assert "client_state.a.1 is a builtins.set" in found["state"]
         assert found["loads"] == str(tmp_path / "good")
         assert found["saves"] is True
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest", "more"]
+    assert names(tmp_path) == ["good", "latest", "more"]
 
 
 def save_on_one_rank(directory: str, alone: int) -> tuple[str, float, float]:
@@ -212,7 +217,7 @@ def test_a_save_called_on_one_rank_alone_says_so_in_time(run_ranks, tmp_path: Pa
     assert f"save_checkpoint: ranks [{1 - alone}] have not come within 1 s" in message
     assert 1 <= took < 5
     assert ranks[0][2] == ranks[1][2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+    assert names(tmp_path) == ["global_step1", "latest"]
 
 
 def save_by_other_tags(directory: str, validation: str) -> tuple[str, list[str]]:
@@ -230,6 +235,58 @@ def test_tags_that_differ_are_handled_as_configured(run_ranks, tmp_path: Path, v
     assert all((words in message) == (validation == "FAIL") for message, _ in ranks)
     assert [words in str(told) for _, told in ranks] == [validation == "warn", False]
     assert (tmp_path / "of0").is_dir() == (validation != "FAIL")
+
+
+# Resume
+
+
+def resume_damaged(directory: str) -> dict[str, Any]:
+    """Three checkpoints: of the last the manifest is cut short, of the second one byte of the weights differs."""
+    engine = engine_of(**STAGES)
+    nothing = engine.resume(directory)
+    for _ in range(3):
+        train(engine)
+        engine.save_checkpoint(directory, client_state={"step": engine.global_steps})
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        manifest = Path(directory) / "global_step3" / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes()[:300])
+        flip(max((Path(directory) / "global_step2").glob("rank00000*")))
+    torch.distributed.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other = engine_of(**STAGES)
+        state = other.resume(directory)
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        (Path(directory) / "global_step1" / "manifest.json").unlink()
+    torch.distributed.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        none = refusal(engine_of(**STAGES).resume, directory)
+    told = [str(w.message) for w in caught if "resume" in str(w.message)]
+    return {"nothing": nothing, "state": state, "steps": other.global_steps, "told": told, "none": none}
+
+
+def flip(path: Path) -> None:
+    """Change the last bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_resume_warns_of_what_it_passes_over_and_never_begins_anew_by_itself(run_ranks, tmp_path: Path) -> None:
+    first, second = run_ranks(2, resume_damaged, str(tmp_path))
+    for found in (first, second):
+        assert (found["nothing"], found["state"], found["steps"]) == (None, {"step": 1}, 1)
+        assert "can be loaded: 'global_step3': " in found["none"]
+        assert "to start anew, use another directory" in found["none"]
+    assert second["told"] == []
+    last, before = first["told"]
+    assert "resume passes over 'global_step3': " in last
+    assert "manifest.json is damaged" in last
+    assert "resume passes over 'global_step2': " in before
+    assert "is not what was written" in before
 
 
 # What doesn't fit
@@ -402,25 +459,31 @@ def test_asynchronous_saves_are_of_the_moment_they_were_called(run_ranks, tmp_pa
         assert found["client"] == [0, 1]
         assert "below/global_step3 can't be written" in found["early"]
     # keep_last is 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "global_step3", "latest", "third"]
+    assert names(tmp_path) == ["file", "global_step3", "latest", "third"]
 
 
-def test_a_script_that_ends_waits_for_what_it_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["saved", "not saved"])
+def test_a_script_that_ends_waits_for_what_it_saves_and_fails_if_that_fails(tmp_path: Path, fails: bool) -> None:
     script = tmp_path / "script.py"
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))\n"
     script.write_text(
         "import sys, torch, parallel3d\n"
         "config = {'train_micro_batch_size_per_gpu': 1, 'optimizer': {'type': 'SGD', 'params': {'lr': 1}}}\n"
         "config['checkpoint'] = {'async_save': True}\n"
         "model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in range(8)])\n"
         "engine, *_ = parallel3d.initialize(model=model, config=config)\n"
-        "engine.save_checkpoint(sys.argv[1])\n"
+        + limit * fails
+        + "engine.save_checkpoint(sys.argv[1])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    arguments = ["--num_procs", "2", str(script), str(tmp_path / "saved")]
+    arguments = ["--num_procs", "1" if fails else "2", str(script), str(tmp_path / "saved")]
     ended = WarmProcess(tmp_path, environment, "parallel3d.launcher", *arguments)
     _, errors = ended.communicate(timeout=100)
-    assert ended.returncode == 0, errors
-    assert "not saved" not in errors
+    assert ended.returncode == int(fails), errors
+    assert ("parallel3d: exit code 1, as the last checkpoint was not saved: rank 0: " in errors) == fails
+    if fails:
+        assert complete_checkpoints(tmp_path / "saved") == []
+        return
     assert (tmp_path / "saved" / "latest").read_text() == "global_step0"
     [found] = complete_checkpoints(tmp_path / "saved")
     assert list(Reader(found.path).verify_all()) == []
@@ -448,4 +511,4 @@ def test_an_asynchronous_save_that_failed_is_told_at_the_next_call(run_ranks, tm
     for told, fine in run_ranks(2, fail_meanwhile, str(tmp_path)):
         assert all("rank 1: " in line and "rank00001-00.safetensors can't be written" in line for line in told)
         assert fine == ["nothing was raised"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+    assert names(tmp_path) == ["global_step1", "latest"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from parallel3d.checkpoint import directory as d
+from parallel3d.checkpoint import pending as p
 from parallel3d.checkpoint.format import (
     MANIFEST,
     Manifest,
@@ -18,6 +23,8 @@ from parallel3d.checkpoint.format import (
     manifest_text,
     read_manifest,
 )
+from parallel3d.checkpoint.pending import PendingSave
+from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError
 
 
@@ -25,22 +32,32 @@ class Killed(BaseException):
     """An exception that nothing catches, in place of SIGKILL."""
 
 
-def write(save_dir: Path, tag: str, saved: float, latest: bool = True) -> None:
-    path = d.begin(save_dir, tag)
-    (path / "rank00000-00.safetensors").write_bytes(b"12345678")
+def write(save_dir: Path, tag: str, saved: float, latest: bool = True, keep: int | None = None) -> None:
+    """Save as checkpoint/save.py does."""
+    pending = PendingSave(save_dir, tag)
+    (pending.path / "rank00000-00.safetensors").write_bytes(b"12345678")
     files = {"rank00000-00.safetensors": StoredFile(num_bytes=8, header_crc32=0)}
-    manifest = Manifest(tag=tag, saved=saved, latest=latest, files=files, tensors={}, state={"saved": saved}, ranks=[])
-    d.write_file(path / MANIFEST, manifest_text(manifest))
-    d.commit(path, save_dir, tag)
-    if latest:
-        d.set_latest(save_dir, tag)
+    with pending.committing() as order:
+        values = {"tag": tag, "saved": saved, "latest": latest, "files": files, "tensors": {}, "ranks": []}
+        manifest = Manifest(**values, order=order, state={"saved": saved})
+        p.write_file(pending.path / MANIFEST, manifest_text(manifest))
+        pending.commit()
+        if latest:
+            pending.set_latest()
+        if keep is not None:
+            pending.keep_newest(keep)
+    pending.end()
 
 
 def tags(save_dir: Path) -> list[str]:
     return [found.tag for found in d.complete_checkpoints(save_dir)]
 
 
-STEPS = [(Path, "rename"), (Path, "mkdir"), (d, "sync"), (d, "write_file"), (shutil, "rmtree"), (Path, "write_bytes")]
+STEPS = [
+    *((Path, name) for name in "rename mkdir rmdir unlink open write_bytes".split()),
+    (p, "sync"),
+    (p, "write_file"),
+]
 
 
 @pytest.fixture
@@ -68,7 +85,7 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
 @pytest.mark.parametrize("tag", ["two", "one"], ids=["beside", "overwriting"])
 def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_one(tmp_path: Path, killing, tag: str) -> None:
-    for k in range(40):
+    for k in range(200):
         place = tmp_path / str(k)
         killing(10**9)
         write(place, "one", saved=1.0)
@@ -85,9 +102,10 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_one(tmp_path: Path,
         assert "one" in tags(place)
         # The next save tidies up, and nothing valid is lost.
         before = {found.tag: found.manifest.saved for found in d.complete_checkpoints(place)}
-        d.remove_leftovers(place)
+        p.remove_leftovers(place)
         assert {found.tag: found.manifest.saved for found in d.complete_checkpoints(place)} == before
-        assert {p.name for p in place.iterdir()} == {*before, "latest"}
+        assert {path.name for path in place.iterdir()} == {*before, "latest", ".parallel3d"}
+        assert [path.name for path in (place / ".parallel3d").iterdir()] == ["lock"]
         if done:
             return
     raise AssertionError("a save has fewer steps")
@@ -96,22 +114,204 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_one(tmp_path: Path,
 def test_the_newest_are_kept_and_what_latest_names_and_what_was_saved_beside(tmp_path: Path) -> None:
     for k in range(5):
         write(tmp_path, f"step{k}", saved=float(k), latest=k != 1)
-    d.set_latest(tmp_path, "step0")
     (tmp_path / "step3" / "rank00000-00.safetensors").write_bytes(b"1")
-    d.keep_newest(tmp_path, 1)
+    write(tmp_path, "step5", saved=5.0, keep=1)
     # step1 was not saved as the latest; step3 is damaged, and so is none to count or to remove.
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step0", "step1", "step3", "step4"]
+    assert names(tmp_path) == ["latest", "step1", "step3", "step5"]
+    (tmp_path / "latest").write_text("step5")
+    pending = PendingSave(tmp_path, "beside")
+    write(tmp_path, "step6", saved=6.0)
+    (tmp_path / "latest").write_text("step5")
+    pending.keep_newest(1)
+    pending.end()
+    assert names(tmp_path) == ["latest", "step1", "step3", "step5", "step6"]
+
+
+def names(directory: Path) -> list[str]:
+    """What a user finds in a directory of checkpoints."""
+    return sorted(path.name for path in directory.iterdir() if path.name != ".parallel3d")
+
+
+def test_a_clock_that_is_set_back_changes_no_order(tmp_path: Path) -> None:
+    for k, saved in enumerate((3e9, 2e9, 1e9)):
+        write(tmp_path, f"step{k}", saved, keep=2)
+    assert tags(tmp_path) == ["step1", "step2"]
+    assert [one.tag for one in d.candidates(tmp_path)] == ["step2", "step1"]
+
+
+def test_what_latest_names_is_resumed_first_whatever_was_saved_later(tmp_path: Path) -> None:
+    for k in range(3):
+        write(tmp_path, f"step{k}", saved=float(k))
+    write(tmp_path, "beside", saved=9.0, latest=False)
+    (tmp_path / "latest").write_text("step1\n")
+    assert [one.tag for one in d.candidates(tmp_path)] == ["step1", "step2", "step0"]
+    (tmp_path / "latest").write_text("beside")
+    assert [one.tag for one in d.candidates(tmp_path)] == ["beside", "step2", "step1", "step0"]
+
+
+def test_copies_and_links_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    for k in range(2):
+        write(tmp_path, f"step{k}", saved=float(k))
+    shutil.copytree(tmp_path / "step0", tmp_path / "mine")
+    (tmp_path / "step1").rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+    (tmp_path / "step1").symlink_to(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+    write(tmp_path, "step2", saved=2.0, keep=2)
+    assert names(tmp_path) == ["latest", "mine", "step0", "step1", "step2"]
+    assert set(tags(tmp_path)) == {"mine", "step0", "step1", "step2"}
+
+
+def test_a_tag_that_is_a_link_is_saved_again_and_what_it_named_stays(tmp_path: Path) -> None:
+    write(tmp_path / "a", "best", saved=1.0)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "best").symlink_to(tmp_path / "a" / "best")
+    (tmp_path / "b" / "gone").symlink_to(tmp_path / "nowhere")
+    for tag in ("best", "gone"):
+        write(tmp_path / "b", tag, saved=2.0)
+        assert not (tmp_path / "b" / tag).is_symlink()
+        assert d.check_complete(tmp_path / "b" / tag).saved == 2.0
+    assert d.check_complete(tmp_path / "a" / "best").saved == 1.0
+
+
+def test_the_users_directories_stay_whatever_their_names(tmp_path: Path) -> None:
+    users = ["notes.old-20251123", "data.tmp-20251101", "step0.gone-0123abcd", ".parallel3d/mine", ".parallel3d/empty"]
+    for name in users:
+        (tmp_path / name).mkdir(parents=True)
+        if name != ".parallel3d/empty":
+            (tmp_path / name / "thesis.txt").write_text("x")
+    for k in range(3):
+        write(tmp_path, "step0", saved=float(k), keep=1)
+    for name in users[:-1]:
+        assert (tmp_path / name / "thesis.txt").read_text() == "x"
+
+
+def test_files_that_a_user_puts_into_a_checkpoint_stay(tmp_path: Path) -> None:
+    write(tmp_path, "step0", saved=0.0)
+    write(tmp_path, "best", saved=0.5, latest=False)
+    for tag in ("step0", "best"):
+        (tmp_path / tag / "notes").mkdir()
+        (tmp_path / tag / "notes" / "thesis.txt").write_text("x")
+    write(tmp_path, "best", saved=0.75, latest=False)
+    write(tmp_path, "step1", saved=1.0, keep=1)
+    assert tags(tmp_path) == ["best", "step1"]
+    assert names(tmp_path / "step0") == ["notes"]
+    for tag in ("step0", "best"):
+        assert (tmp_path / tag / "notes" / "thesis.txt").read_text() == "x"
+
+
+def test_saves_of_several_processes_leave_each_other_alone(tmp_path: Path) -> None:
+    """Each process begins before the other one is through, under the same tag too; the lock ends with the process."""
+    first = PendingSave(tmp_path, "step1")
+    (first.path / "rank00000-00.safetensors").write_bytes(b"12345678")
+    write(tmp_path, "step1", saved=2.0)
+    write(tmp_path, "step2", saved=3.0)
+    assert (first.path / "rank00000-00.safetensors").read_bytes() == b"12345678"
+    first._lock.close()  # as the end of its process does
+    write(tmp_path, "step3", saved=4.0)
+    assert not first.path.exists()
+    assert tags(tmp_path) == ["step1", "step2", "step3"]
+
+
+def test_a_file_system_without_locks_keeps_what_may_be_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no locks")
+
+    monkeypatch.setattr(p.fcntl, "flock", unsupported)
+    first = PendingSave(tmp_path, "step1")
+    write(tmp_path, "step2", saved=2.0)
+    assert first.path.is_dir()
+    first.end()
+    assert not first.path.exists()
+
+
+def test_names_that_another_process_holds_locked_are_waited_for_and_then_reported(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(p, "_LOCK_S", 0.05)
+    pending = PendingSave(tmp_path, "step1")
+    with (
+        pending.committing(),
+        pytest.raises(CheckpointError, match=r"another process has held .*/lock for .* s; end that"),
+    ):
+        PendingSave(tmp_path, "step2")
+    pending.end()
+
+
+def test_a_name_that_can_not_be_given_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "step1", saved=1.0)
+    pending = PendingSave(tmp_path, "step1")
+    rename = Path.rename
+
+    def full(path: Path, target: Path) -> Path:
+        if path == pending.path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pending.committing(), pytest.raises(OSError, match="No space"):
+        pending.commit()
+    pending.end()
+    assert tags(tmp_path) == ["step1"]
+    assert d.check_complete(tmp_path / "step1").saved == 1.0
+
+
+def test_damaged_checkpoints_are_candidates_with_their_faults(tmp_path: Path) -> None:
+    for k in range(5):
+        write(tmp_path, f"step{k}", saved=float(k))
+    manifest = tmp_path / "step4" / MANIFEST
+    manifest.write_text(manifest.read_text()[:200])
+    (tmp_path / "step3" / MANIFEST).unlink()
+    (tmp_path / "step2" / "rank00000-00.safetensors").write_bytes(b"1")
+    for other in ("logs", "page"):
+        (tmp_path / other).mkdir()
+    (tmp_path / "page" / MANIFEST).write_text('{"name": "another program\'s"}')
+    found = d.candidates(tmp_path)
+    assert [one.tag for one in found] == ["step4", "step2", "step1", "step0", "step3"]
+    faults = [one.error for one in found]
+    assert all(word in str(fault) for word, fault in zip(("damaged", "1 bytes, not 8"), faults[:2], strict=True))
+    assert faults[2:4] == [None, None]
+    assert "it has no manifest.json" in str(faults[4])
+
+
+def test_a_latest_that_names_nothing_and_a_newer_format_are_said(tmp_path: Path) -> None:
+    assert d.candidates(tmp_path) == []
+    (tmp_path / "latest").write_text("step9")
+    [one] = d.candidates(tmp_path)
+    assert str(one.error).endswith("step9, which `latest` names, is not there")
+    write(tmp_path, "step9", saved=1.0)
+    manifest = tmp_path / "step9" / MANIFEST
+    body = json.loads(manifest.read_text())
+    del body["crc32"]
+    body["version"] = 2
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    manifest.write_text(json.dumps({"crc32": zlib.crc32(text), **body}))
+    [one] = d.candidates(tmp_path)
+    assert "format version 2, and this parallel3d reads version 1; install the version that wrote it" in str(one.error)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "rank00000-00.safetensors", "../latest"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    """Who opens a FIFO waits until somebody writes into it."""
+    write(tmp_path, "step1", saved=1.0)
+    path = tmp_path / "step1" / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"it is no file|is missing"):
+        d.check_complete(d.find(tmp_path, str(d.latest_tag(tmp_path))))
+    if name.startswith("rank"):
+        assert any("is damaged" in fault for fault in Reader(tmp_path / "step1").verify_all())
 
 
 def test_what_is_not_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("x")
     with pytest.raises(CheckpointError, match="mine is there and is no checkpoint"):
-        d.begin(tmp_path, "mine")
+        PendingSave(tmp_path, "mine")
     assert (tmp_path / "mine" / "file").read_text() == "x"
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "latest", "step1.tmp-0123abcd"])
+@pytest.mark.parametrize(
+    "tag", ["", ".", "..", "a/b", "latest", ".parallel3d", "x" * 201, " step", "step\n", "a\0b", "\ud800", "\x1b[31m"]
+)
 def test_tags_are_names_of_directories(tag: str) -> None:
     with pytest.raises(CheckpointError, match="plain name"):
         d.check_tag(tag)
@@ -125,7 +325,7 @@ def test_a_tag_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path)
         d.find(tmp_path, "global_step1")
     write(tmp_path, "first", saved=0.5)
     write(tmp_path, "last", saved=2.0)
-    with pytest.raises(CheckpointError, match="the newest first: 'last', 'global_step10', 'first'"):
+    with pytest.raises(CheckpointError, match="the newest first: 'last', 'first', 'global_step10'"):
         d.find(tmp_path, "other")
 
 
