@@ -1,7 +1,7 @@
 """Process groups, collectives and transports: all communication of the package goes through here.
 
-The names below are for scripts, as in `deepspeed.comm`: torch's own functions on torch's process groups, besides those about
-the world.
+The names below are for scripts, as in `deepspeed.comm`: functions about the world, and torch's own functions on torch's process
+groups.
 """
 
 from torch.distributed import (

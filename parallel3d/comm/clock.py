@@ -40,11 +40,11 @@ class CudaClock(Clock):
         """Return the times of marks; waits for the device."""
         if not marks:
             return []
-        # The device's time is tied to the host's when it is read: nothing needs to wait before.
+        # The device's time is related to the host's only here, so that nothing has to wait earlier.
         now_on_device = self.mark()
         now_on_device.synchronize()
         now = time.monotonic()
-        # Milliseconds come in single precision: times between marks are exact to less the nearer the marks are.
+        # CUDA returns milliseconds in single precision: the nearer two marks are, the more exact is the time between them.
         first = now - marks[0].elapsed_time(now_on_device) / 1e3
         return [first + marks[0].elapsed_time(mark) / 1e3 for mark in marks]
 

@@ -10,9 +10,10 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.activity import Activity, Waiting
+from parallel3d.comm.values import dump, load
 
 # Reason for graph breaks of torch.compile at collectives that autograd follows.
 COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgraph"
@@ -72,8 +73,8 @@ class Group:
 
     - handle: torch's process group; None for a group of one.
     - activity: records what this process waits for.
-    - all_reduce_kernel, reduce_scatter_kernel, shard_messages: what communicates instead of the backend, where an engine has
-      opened it for this group (the `use_` methods).
+    - all_reduce_kernel, reduce_scatter_kernel, shard_messages: replacements of the backend, if an engine has opened them for
+      this group (by the `use_` methods).
     """
 
     ranks: tuple[int, ...]
@@ -106,7 +107,7 @@ class Group:
         return 0 if self.handle is None else dist.get_rank(self.handle)
 
     def waiting(self, what: str, ranks: tuple[int, ...] | None = None) -> Waiting:
-        """Return a wait to note: `what` in words, for `ranks` (default: all of the group)."""
+        """Return a wait to record as activity: for `what`, in words, and for `ranks` (default: all of the group)."""
         return Waiting(self.activity, what, self.ranks if ranks is None else ranks)
 
     def __deepcopy__(self, memo: Any) -> Group:
@@ -148,12 +149,12 @@ DONE: Work = _Done()
 
 
 class Awaited:
-    """A Work that notes the process's activity while the process waits for it."""
+    """A Work that records what the process waits for, while it waits."""
 
     __slots__ = ("_waiting", "_work")
 
     def __init__(self, work: Work, waiting: Waiting):
-        # A separate object is noted, not this one: the note may outlive the work, and must not keep its tensors alive.
+        # A separate object is recorded: the record may outlive the work, and must not keep the work's tensors alive.
         self._work, self._waiting = work, waiting
 
     def is_completed(self) -> bool:
@@ -163,13 +164,13 @@ class Awaited:
     def wait(self) -> Any:
         """Wait as the work does."""
         activity = self._waiting.activity
-        activity.note(self._waiting)  # left there by an exception: it says where that came from
+        activity.note(self._waiting)  # an exception leaves it there, as the place of the failure
         result = self._work.wait()
         activity.note(None)
         return result
 
     def when_done(self, call: Callable[[], object], beside: torch.cuda.Stream | None) -> None:
-        """Run `call` when the work is done; never, where the backend has no future, as gloo's reduce-scatter.
+        """Run `call` when the work is done; never if the backend has no future, as for gloo's reduce-scatter.
 
         On CUDA, `beside` is a stream used for nothing else: `call` runs now, with `beside` as the current stream after the
         work. On the CPU, `call` runs in another thread. Nothing blocks here; the caller must still wait for the work.
@@ -186,7 +187,7 @@ class Awaited:
         done.add_done_callback(lambda _: call())
 
 
-# What waits for a collective, in words.
+# Collectives in words, for records of waits.
 _NAMES = {"all_reduce": "an all-reduce", "reduce_scatter": "a reduce-scatter", "all_gather": "an all-gather"}
 
 
@@ -256,13 +257,16 @@ def everywhere(good: bool, control: Group) -> bool:
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
-    """Return every rank's picklable value, in group order; for set-up, not for a step."""
+    """Return every rank's value (comm/values.py), in group order; on the host, over a CPU group. For set-up, not for a step."""
     if group.handle is None:
         return [value]
-    gathered: list[Any] = [None] * group.size
+    data = torch.frombuffer(bytearray(dump(value)), dtype=torch.uint8)
+    lengths = [row[0] for row in all_gather_integers([data.numel()], group)]
+    mine = nn.functional.pad(data, (0, max(lengths) - data.numel()))
+    gathered = [torch.empty_like(mine) for _ in group.ranks]
     with group.waiting("an exchange"):
-        dist.all_gather_object(gathered, value, group=group.handle)
-    return gathered
+        dist.all_gather(gathered, mine, group=group.handle)
+    return [load(one[:n].numpy().tobytes()) for one, n in zip(gathered, lengths, strict=True)]
 
 
 def send_bytes(tensor: Tensor, rank: int, group: Group) -> None:
@@ -280,7 +284,7 @@ def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Gr
     return tensor
 
 
-# What gloo says, as a RuntimeError, when a peer is gone or a collective was given up.
+# Messages of the RuntimeErrors that gloo raises when a peer is gone or a collective was given up.
 _GLOO_LOST = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -1,4 +1,4 @@
-"""Coordination of ranks through key-value stores: collective decisions, liveness of peers, and the store used in failures.
+"""Coordination of ranks through key-value stores: collective decisions, and the store used in failures.
 
 Nothing here uses a collective after construction, so it works from any thread while training communicates, and when
 collectives no longer work.
@@ -7,23 +7,20 @@ collectives no longer work.
 from __future__ import annotations
 
 import base64
+import hmac
 import json
 import os
-import socket
 import time
-import uuid
-import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from parallel3d.comm.collectives import Group, all_gather_object
+from parallel3d.comm.collectives import Group
+from parallel3d.comm.liveness import PeerLiveness
+from parallel3d.comm.membership import proof
 from parallel3d.errors import CommunicationError, Parallel3DError, PeerError
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
@@ -41,7 +38,7 @@ class CollectiveDecision:
     A decision that fails does no harm to the next one. The constructor is collective over `group`.
 
     - group: the world, by any handle that all ranks made together.
-    - name: of this series of decisions.
+    - name: the name of this series of decisions.
     - timeout_s: how long a rank waits for the others.
     - raises: the class of the errors, besides those of Parallel3DError that a decision raises itself.
     """
@@ -54,7 +51,7 @@ class CollectiveDecision:
         raises: type[Parallel3DError] = CommunicationError,
         connect_s: float = 5.0,
     ):
-        self.rank, self._size = group.index, group.size
+        self.rank, self._size, self._group = group.index, group.size, group
         self._timeout, self._raises = timeout_s, raises
         self._number = 0
         if group.handle is not None:
@@ -82,7 +79,7 @@ class CollectiveDecision:
     ) -> Any:
         """Decide on make() of every rank; if that raises on a rank, all ranks raise its message as `raises`.
 
-        decide: None if nothing is to be decided but whether it has raised.
+        decide: as in `make`, on the values of make(); None to decide only whether a rank has raised.
         """
         raised: Exception | None = None
         try:
@@ -123,11 +120,11 @@ class CollectiveDecision:
     def _lead(self, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> dict[str, Any]:
         others = {rank: f"{self._number}/{rank}" for rank in range(1, self._size)}
         answers: list[dict[str, Any]]
-        if lost := self._wait(others):
+        if lost := self._wait_noted(others):
             answers = [{"error": self._ended(lost), "lost": lost[0]}] * self._size
         else:
-            came = [[self._purpose, value], *(self._get(key) for key in others.values())]
             try:
+                came = [[self._purpose, value], *(self._get(key) for key in others.values())]
                 for rank, (purpose, _) in enumerate(came):
                     self._check(rank, purpose)
                 answers = [{"item": item} for item in decide([value for _, value in came])]
@@ -141,14 +138,14 @@ class CollectiveDecision:
 
     def _follow(self) -> dict[str, Any]:
         key = f"{self._number}/answer/{self.rank}"
-        if lost := self._wait({0: key}):
+        if lost := self._wait_noted({0: key}):
             raise PeerError(self._ended(lost), lost[0])
         answer: dict[str, Any] = self._get(key)
         self._remove(key)
         return answer
 
     def _check(self, rank: int, purpose: str) -> None:
-        """Raise where ranks have lost count, as after one that came too late: their values belong to other decisions."""
+        """Raise if ranks are at different decisions, as after a rank that came too late."""
         if purpose != self._purpose:
             raise CommunicationError(
                 f"rank {self.rank} is at {self._purpose} and rank {rank} at {purpose}; every rank must call the same, in the "
@@ -160,17 +157,28 @@ class CollectiveDecision:
         parts = [content[k : k + _MOST_BYTES] for k in range(0, len(content), _MOST_BYTES)]
         for k, part in enumerate(parts):
             self._store.set(f"{key}/{k}", base64.b64encode(part).decode())
-        self._store.set(key, str(len(parts)))  # last: once this is there, the value is complete
+        # Last: once this is there, the value is complete.
+        self._store.set(key, f"{len(parts)} {proof(key.encode(), content).hex()}")
 
     def _get(self, key: str) -> Any:
-        number = int(self._store.get(key))
-        content = b"".join(base64.b64decode(self._store.get(f"{key}/{k}")) for k in range(number))
+        number, signature = self._store.get(key).decode().split()
+        content = b"".join(base64.b64decode(self._store.get(f"{key}/{k}")) for k in range(int(number)))
+        if not hmac.compare_digest(signature, proof(key.encode(), content).hex()):
+            raise CommunicationError(
+                f"{self._purpose}: a value in the job's store is of no rank of this job; start the job on a network that "
+                "strangers can't reach"
+            )
         return json.loads(zlib.decompress(content))
 
     def _remove(self, key: str) -> None:
-        for k in range(int(self._store.get(key))):
+        for k in range(int(self._store.get(key).split()[0])):
             self._store.delete_key(f"{key}/{k}")
         self._store.delete_key(key)
+
+    def _wait_noted(self, keys: Mapping[int, str]) -> list[int]:
+        """Wait as `_wait` does, known to watchdogs: they see which rank is elsewhere, and not in this decision."""
+        with self._group.activity.waiting(self._group.waiting(self._purpose)):
+            return self._wait(keys)
 
     def _wait(self, keys: Mapping[int, str]) -> list[int]:
         """Wait until each rank has set its key; return [] or the ranks that have ended without setting it.
@@ -206,7 +214,7 @@ class CollectiveDecision:
         )
 
     def _has_come(self, rank: int) -> bool:
-        """Return whether a rank is here, or was here and gave up after this one began to wait."""
+        """Return whether a rank has come, or came and gave up after this one began to wait."""
         if self._store.check([f"{self._number}/{rank}"]):
             return True
         key = f"{_GIVEN_UP}/{rank}"
@@ -223,155 +231,55 @@ class CollectiveDecision:
 
 
 def _pauses() -> Iterator[float]:
-    """Yield pauses between two looks at the store, each twice as long as the last one up to a limit."""
+    """Yield pauses between two checks of the store, each twice as long as the last one up to a limit."""
     pause = _SHORTEST_PAUSE_S
     while True:
         yield pause
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-# A machine that vanishes closes no connection. The kernel probes it after 8 s, three times every 4 s: 20 s.
-_KEEPALIVE = {"TCP_KEEPIDLE": 8, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
-_INDEX_BYTES = 4
-
-
-class PeerLiveness:
-    """Idle connections between the first rank of a group and each other one: one that breaks shows that a process has ended.
-
-    Ranks are indices in the group. A rank that can't connect within `connect_s`, as through a firewall, is never known to be
-    gone. The constructor is collective. Connections are closed with this object and in forked children: a child may outlive
-    its process, as a data loader's worker does for some seconds.
-    """
-
-    def __init__(self, group: Group, connect_s: float):
-        self._connections: dict[int, _Connection] = {}
-        close = partial(_close, self._connections)
-        weakref.finalize(self, close)
-        os.register_at_fork(after_in_child=close)
-        with ExitStack() as stack:
-            server = None
-            if group.index == 0:
-                with suppress(OSError):
-                    server = stack.enter_context(_listen(group.size))
-            offer = None if server is None else _Offer(server.getsockname()[1])
-            offered: _Offer | None = all_gather_object(offer, group)[0]
-            deadline = time.monotonic() + connect_s
-            if server is not None and offered is not None:
-                self._accept(server, offered.token, group.size, deadline)
-            elif offered is not None:  # the first rank can listen
-                self._connect(offered, group.index, deadline)
-
-    def ended(self, ranks: Iterable[int]) -> list[int]:
-        """Return those ranks whose processes are known to have ended, or whose own PeerLiveness is gone."""
-        return [rank for rank in ranks if rank in self._connections and self._connections[rank].has_ended()]
-
-    def _accept(self, server: socket.socket, token: bytes, size: int, deadline: float) -> None:
-        """Accept the connections of the other ranks, which greet with the token and their index, and answer with the token."""
-        with suppress(OSError):
-            while len(self._connections) < size - 1:
-                server.settimeout(_until(deadline))
-                connection = server.accept()[0]
-                connection.settimeout(_until(deadline))
-                greeting = b""
-                with suppress(OSError), connection.makefile("rb") as content:
-                    greeting = content.read(len(token) + _INDEX_BYTES)
-                if len(greeting) == len(token) + _INDEX_BYTES and greeting.startswith(token):
-                    with suppress(OSError):
-                        connection.sendall(token)
-                    self._connections[int.from_bytes(greeting[len(token) :], "big")] = _Connection(connection)
-                else:
-                    connection.close()
-
-    def _connect(self, offer: _Offer, index: int, deadline: float) -> None:
-        near = "127.0.0.1" if offer.name == socket.gethostname() else None
-        # The most reliable first: host names are not always known.
-        for host in filter(None, (near, offer.master, offer.name)):
-            with suppress(OSError):
-                connection = socket.create_connection((host, offer.port), _until(deadline))
-                end = _Connection(connection, awaited=offer.token)
-                connection.sendall(offer.token + index.to_bytes(_INDEX_BYTES, "big"))
-                # Kept whether or not the first rank answers in time: closing it would signal that this rank has ended.
-                self._connections[0] = end
-                return
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """Address at which the first rank listens. token: sent by both ends, so that they recognize each other."""
-
-    port: int
-    token: bytes = field(default_factory=lambda: uuid.uuid4().bytes)
-    name: str = field(default_factory=socket.gethostname)
-    master: str | None = field(default_factory=lambda: os.environ.get("MASTER_ADDR"))
-
-
-class _Connection:
-    """One end of a connection. Its end means nothing before the other end has sent `awaited`."""
-
-    def __init__(self, connection: socket.socket, awaited: bytes = b""):
-        self._connection, self._awaited = connection, awaited
-        # No shutdown, which would end the connection of the process that this one was forked from.
-        self.close = connection.close
-        connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def has_ended(self) -> bool:
-        try:
-            while content := self._connection.recv(64):
-                self._awaited = self._awaited.removeprefix(content)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return not self._awaited
-
-
-def _close(connections: dict[int, _Connection]) -> None:
-    for connection in connections.values():
-        connection.close()
-    connections.clear()
-
-
-def _listen(size: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=size)
-    return socket.create_server(("", 0), backlog=size)
-
-
-def _until(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())
-
-
-_ANSWER_TIMEOUT = timedelta(seconds=5)
+# All ranks of a host connect at once when they start, which keeps it busy.
+_ANSWER_TIMEOUT, _CONNECT_TIMEOUT = timedelta(seconds=5), timedelta(seconds=60)
 _PREFIX = "parallel3d/failures"
 VERDICT_KEY = "verdict"
 """Key of the ranks' verdict, for the launcher's agent."""
+SAID_KEY = "said"
+"""Key that is there once a rank has printed the verdict."""
+
+
+NORMAL_EXIT = "exit code 0"
 
 
 def exit_key(rank: int) -> str:
-    """Return the key where the agent notes how a rank's process ended."""
+    """Return the key where the agent notes how a rank's process ended, as "SIGKILL", "exit code 3" or NORMAL_EXIT."""
     return f"exit/{rank}"
 
 
 def failure_store() -> dist.Store:
     """Return a store, over a connection of its own, by which ranks exchange reports when collectives no longer work.
 
-    It is the elastic agent's, which outlives every rank, if one started this process; else the world's own, which is gone
-    with rank 0. Its operations raise torch's DistError when it is gone.
+    It is the store of the elastic agent that started this process, which outlives every rank; without an agent, the world's own
+    store, which ends with rank 0. Its operations raise torch's DistError when it is gone.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return agents_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), restarts)
+    agents = own_agents_store()
+    if agents is not None:
+        return agents
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
     store.set_timeout(_ANSWER_TIMEOUT)
     return dist.PrefixStore(_PREFIX, store)
 
 
+def own_agents_store() -> dist.Store | None:
+    """Return the store of the elastic agent that started this process; None without an agent."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return agents_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), restarts)
+
+
 def agents_store(address: str, port: int, restarts: int) -> dist.Store:
-    """Return the agent's own view of that store. restarts: how often it has restarted the workers."""
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_ANSWER_TIMEOUT)
+    """Return that store for the agent itself. restarts: how often it has restarted the workers."""
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
+    store.set_timeout(_ANSWER_TIMEOUT)
     return dist.PrefixStore(f"{_PREFIX}/{restarts}", store)

@@ -44,8 +44,8 @@ def _finish(work: Work, operand: Tensor, result: Started) -> Tensor:
 def start_all_reduce(x: Tensor, group: Group, hidden: bool = False) -> Started:
     """Start to sum over the group in the memory of `x`, which must be contiguous. Not differentiable.
 
-    hidden: a matrix product runs at the same time, which the backend's few multiprocessors slow down less than the many of the
-    group's kernel.
+    hidden: whether a matrix product runs at the same time. The backend is used then, because it slows the product less: it
+    uses fewer multiprocessors than the group's kernel.
     """
     kernel = None if hidden else group.all_reduce_kernel
     if kernel is not None and kernel.takes(x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import re
 import threading
@@ -15,13 +16,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel3d.errors import CommunicationError
+from parallel3d.comm.coordination import exit_key, own_agents_store
+from parallel3d.errors import CommunicationError, PeerError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_JOIN_TIMEOUT = timedelta(minutes=10)
+_ALL_HAVE_COME = "join/all"
+_PAUSE_S, _LOOK_FOR_MISSING_S = 0.05, 1.0
 # Device memory of a CUDA context with the kernels of PyTorch's libraries, all of which are loaded (`_prepare_cuda`): an
 # estimate; it depends on the driver and on PyTorch's build.
 CONTEXT_BYTES = 700 * 2**20
-_SLURM_PORTS = range(20000, 50000)
+# Below the ports that Linux gives to outgoing connections, one of which could hold a port of theirs.
+_SLURM_PORTS = range(16384, 32768)
 _LEAVE_TIMEOUT_S = 5.0
 _LOOKS, _LOOK_S = 3, 0.002
 
@@ -96,8 +102,15 @@ def _leave_at_exit() -> None:
         leaving.set()
         left.wait(_LEAVE_TIMEOUT_S)
 
+    def forget() -> None:
+        """Leave the groups to the parent of this forked child: their release would wait for ever for the parent's threads."""
+        atexit.unregister(at_exit)
+        for group in dist.distributed_c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
     threading.Thread(target=leave, name="parallel3d leaves", daemon=True).start()
     atexit.register(at_exit)
+    os.register_at_fork(after_in_child=forget)
 
 
 def _rest(tasks: Path) -> None:
@@ -134,11 +147,13 @@ def init_distributed(
     """Join the world that the launcher describes; without a launcher, a world of one. A second call does nothing.
 
     - dist_backend: "nccl", "gloo", or None for NCCL if there is CUDA.
+    - timeout: of communication, and for all ranks to come here. By default ranks come within 10 minutes.
     - distributed_port: the MASTER_PORT, if no launcher set one.
     - dist_init_required: False if the script has joined the world itself.
     - auto_mpi_discovery, verbose, config: DeepSpeed's, without effect here.
 
-    Raises CommunicationError if only some of a launcher's variables are set.
+    Raises CommunicationError if only some of a launcher's variables are set. Under an elastic agent (parallel3d, torchrun) it
+    names the ranks that have not come in time; where the launcher knows that one has ended, PeerError is raised at once.
     """
     if dist.is_initialized():
         return
@@ -170,9 +185,40 @@ def _join(dist_backend: str | None, timeout: timedelta, init_method: str | None,
         raise CommunicationError(
             f"RANK is set but {', '.join(missing)} is not; start the script by parallel3d, torchrun or srun, or unset RANK"
         )
+    limit = _JOIN_TIMEOUT if timeout == DEFAULT_TIMEOUT else timeout
+    agents = own_agents_store() if init_method is None and rank < 0 else None
+    if agents is not None:
+        meet(agents, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), limit.total_seconds())
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
     )
+
+
+def meet(store: dist.Store, rank: int, size: int, limit_s: float) -> None:
+    """Wait until every rank has come here. Raises CommunicationError that names those that have not, PeerError if one ended."""
+    store.set(f"join/{rank}", "")
+    if store.add("join/number", 1) >= size:
+        store.set(_ALL_HAVE_COME, "")
+    begin, looks = time.monotonic(), 1
+    # Not store.wait, of which torch reports each timeout.
+    while not store.check([_ALL_HAVE_COME]):
+        time.sleep(_PAUSE_S)
+        if time.monotonic() - begin < min(looks * _LOOK_FOR_MISSING_S, limit_s):
+            continue
+        looks += 1
+        missing = [other for other in range(size) if not store.check([f"join/{other}"])]
+        for other in missing:
+            if store.check([exit_key(other)]):
+                raise PeerError(
+                    f"rank {other} ended ({store.get(exit_key(other)).decode()}) before it joined the world; every rank must "
+                    "call parallel3d.init_distributed() or parallel3d.initialize(...)",
+                    other,
+                )
+        if missing and time.monotonic() - begin > limit_s:
+            raise CommunicationError(
+                f"ranks {missing} have not joined the world within {limit_s:g} s; look at what they do before "
+                "parallel3d.init_distributed(), or pass a longer timeout to it"
+            )
 
 
 def is_initialized() -> bool:

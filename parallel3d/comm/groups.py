@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group, ImaginedGroup, Work
 from parallel3d.comm.environment import init_distributed
+from parallel3d.comm.membership import prove_membership
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.errors import TopologyError
 
@@ -40,9 +41,11 @@ class ProcessGroups:
         self.activity = Activity()
         self._mapped = WeakIdKeyDictionary()
         everyone = tuple(range(world_size))
-        alone = world_size == 1
-        self.world = Group(everyone, None if alone else dist.group.WORLD, activity=self.activity)
-        self.control = Group(everyone, None if alone else dist.new_group(backend="gloo"), activity=self.activity)
+        handles = (None, None) if world_size == 1 else (dist.group.WORLD, dist.new_group(backend="gloo"))
+        for handle in handles:
+            if handle is not None and dist.get_backend(handle) == "gloo":
+                prove_membership(handle)
+        self.world, self.control = (Group(everyone, handle, activity=self.activity) for handle in handles)
         self.pipe = self._axis("pipe")
         self.data = self._axis("data")
         self.model = self._axis("model")
@@ -74,7 +77,7 @@ class ProcessGroups:
     def build(self, lists: Iterable[Iterable[int]], max_ctas: int | None = None) -> Group:
         """Make a group of each list, in order, on every rank, and return the one with this rank.
 
-        A rank in none of them gets a group of itself alone. max_ctas: under NCCL, the most thread blocks, and so
+        A rank in none of the lists gets a group with only itself. max_ctas: under NCCL, the most thread blocks, and so
         streaming multiprocessors, that a kernel of the group uses.
         """
         options = None
@@ -87,6 +90,8 @@ class ProcessGroups:
                 continue
             handle = dist.new_group(list(ranks), pg_options=options)
             if self.rank in ranks:
+                if self.backend == "gloo":
+                    prove_membership(handle)
                 mine = Group(ranks, handle, activity=self.activity)
         return mine
 
@@ -95,23 +100,23 @@ class ProcessGroups:
         return Group((self.rank,), None, activity=self.activity)
 
     def unsliced(self) -> ProcessGroups:
-        """Return these groups for layers that are not sharded: the tensor-parallel group has this rank alone."""
+        """Return these groups for layers that are not sharded: the tensor-parallel group has only this rank."""
         groups = copy.copy(self)
         groups.model = self.alone()
         return groups
 
     @classmethod
-    def imagined(cls, num_slices: int, note: Callable[[str, int], Work]) -> ProcessGroups:
+    def imagined(cls, tensor_ranks: int, note: Callable[[str, int], Work]) -> ProcessGroups:
         """Return groups of a world that does not exist: this is the first of several tensor-parallel ranks, see ImaginedGroup.
 
         They are for traces of layers, and neither join a world nor use one that this process has joined.
         """
         groups = cls.__new__(cls)
-        groups.topology = ProcessTopology(["pipe", "data", "model"], [1, 1, num_slices])
+        groups.topology = ProcessTopology(["pipe", "data", "model"], [1, 1, tensor_ranks])
         groups.rank = 0
         groups.activity = Activity()
         groups.pipe = groups.data = alone = Group((0,), None)
-        groups.model = ImaginedGroup(num_slices, note) if num_slices > 1 else alone
+        groups.model = ImaginedGroup(tensor_ranks, note) if tensor_ranks > 1 else alone
         groups.world = groups.control = groups.model
         return groups
 

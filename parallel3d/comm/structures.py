@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,12 +37,19 @@ class Structure:
     tree: TreeSpec
     leaves: tuple[Any, ...]
 
-    def __reduce__(self) -> tuple[Callable[[Any], Structure], tuple[Any]]:
-        # Pickled as the pytree with specs in place of tensors: containers pickle in every torch version, TreeSpecs don't.
-        return _from_skeleton, (tree_unflatten(self.leaves, self.tree),)
+    @property
+    def skeleton(self) -> Any:
+        """The pytree with a TensorSpec in place of each tensor, as it is sent."""
+        return tree_unflatten(self.leaves, self.tree)
+
+    @classmethod
+    def of_skeleton(cls, skeleton: Any) -> Structure:
+        """Return the structure that a skeleton was sent of."""
+        leaves, tree = tree_flatten(skeleton)
+        return cls(tree, tuple(leaves))
 
     def __str__(self) -> str:
-        return str(tree_unflatten(self.leaves, self.tree))
+        return str(self.skeleton)
 
     @cached_property
     def tensors(self) -> list[TensorSpec]:
@@ -68,11 +75,6 @@ class Structure:
             return replace(leaf, **{name: next(remaining) for name in specs}) if specs else leaf
 
         return tree_unflatten(map(filled, self.leaves), self.tree)
-
-
-def _from_skeleton(skeleton: Any) -> Structure:
-    leaves, tree = tree_flatten(skeleton)
-    return Structure(tree, tuple(leaves))
 
 
 def _fields(leaf: Any, kind: type) -> dict[str, Any]:

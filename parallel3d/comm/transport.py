@@ -7,7 +7,6 @@ channel. Tensors are sent as bytes, so every dtype works.
 from __future__ import annotations
 
 import os
-import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from parallel3d.comm.collectives import DONE, Awaited, Work, receive_bytes
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind, open_peer_copies
+from parallel3d.comm.values import dump, load
 
 _HEADER_TAG, _HOST_TAG = 1, 2
 # A receive posted early spins on its multiprocessors until its message comes, while other kernels compute: with NCCL's own
@@ -82,7 +82,7 @@ class Transport:
 
         NCCL connects at the first use and blocks the host meanwhile: better now than in the middle of a step.
         """
-        # It warns that point-to-point on a shared communicator is serialized; ours are not shared.
+        # torch warns that point-to-point on a shared communicator is serialized; these are not shared.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         size = self._groups.pipe.size
         neighbours = [(s, (s + 1) % size) for s in range(size)]
@@ -144,8 +144,8 @@ class Transport:
         self._by_host = use
 
     def send_header(self, header: Any, stage: int) -> None:
-        """Send a picklable value on the host; never blocks."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+        """Send a value (comm/values.py) on the host; never blocks."""
+        payload = torch.frombuffer(bytearray(dump(header)), dtype=torch.uint8)
         target = self._groups.pipe.ranks[stage]
         for data in (_bytes(torch.tensor([payload.numel()])), payload):
             self._keep(dist.isend(data, target, group=self._groups.control.handle, tag=_HEADER_TAG), data, target)
@@ -161,7 +161,7 @@ class Transport:
         source, group = self._groups.pipe.ranks[stage], self._groups.control
         size = receive_bytes((1,), torch.int64, source, group, _HEADER_TAG)
         payload = receive_bytes((int(size),), torch.uint8, source, group, _HEADER_TAG)
-        return pickle.loads(payload.numpy().tobytes())
+        return load(payload.numpy().tobytes())
 
     def finish(self) -> None:
         """Return when all that was posted here is sent."""

@@ -1,7 +1,7 @@
 """Start, watch and end the workers of one node, by torch's elastic agent.
 
-On Linux this process adopts orphaned descendants, so that none is left behind. Elsewhere the workers themselves still end, by
-their process groups.
+On Linux this process adopts orphaned descendants, reaps them as they end, and leaves none behind. Elsewhere the workers
+themselves still end, by their process groups.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
-from torch.distributed import DistNetworkError, Store, TCPStore
+from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, SubprocessContext
@@ -28,15 +29,17 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from parallel3d.comm.coordination import VERDICT_KEY, agents_store, exit_key
-from parallel3d.errors import ConfigError, PeerDataError, PeerError
+from parallel3d.comm.coordination import SAID_KEY, VERDICT_KEY, agents_store, exit_key
+from parallel3d.comm.membership import local_job
+from parallel3d.errors import ConfigError, PeerDataError, PeerEndOfData, PeerError, printable
 from parallel3d.launcher import worker
+from parallel3d.launcher.guard import guarded
 
 GRACE_S = 5
 """Seconds between asking a worker to end and killing it."""
 
 # Errors that name another rank's failure.
-_OF_PEERS = (PeerError.__name__, PeerDataError.__name__)
+_OF_PEERS = (PeerError.__name__, PeerDataError.__name__, PeerEndOfData.__name__)
 
 # Exit codes of ranks that the launcher ends, maybe while one that has raised still shuts down: its peers may be faster.
 _OF_THE_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL)
@@ -44,6 +47,7 @@ _OF_THE_LAUNCHER = (-signal.SIGTERM, -signal.SIGKILL)
 _ADDRESS = "127.0.0.1"
 _PR_SET_CHILD_SUBREAPER = 36
 _RENDEZVOUS_TIMEOUT_S = 60
+_BACKLOG = 4096
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class WorkerAgent(LocalElasticAgent):
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
         self._spare = spare
         self._failures: Mapping[int, ProcessFailure] = {}
+        self._noted: set[int] = set()  # ranks whose ends are in the store
         self.failed_first: set[int] = set()
         self.last_healthy = time.time()
         self._grace_s = GRACE_S
@@ -104,33 +109,43 @@ class WorkerAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         now = time.time()
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
-        codes = {rank: handler.proc.poll() or 0 for rank, handler in handlers.items()}
+        codes = {rank: handler.proc.poll() for rank, handler in handlers.items()}
         self.failed_first = {rank for rank, code in codes.items() if code}
+        for rank, code in codes.items():
+            if code is not None and rank not in self._noted:
+                # The other ranks find out what happened before they are ended themselves.
+                self.store().set(exit_key(rank), ending(code))
+                self._noted.add(rank)
         if self.failed_first:
-            # The other ranks find out what happened before they are ended themselves.
-            for rank in self.failed_first:
-                self.store().set(exit_key(rank), ending(codes[rank]))
             # torch's agent would end the others here too, but wait 30 s for them.
             self._shutdown()
         else:
             self.last_healthy = now
         result = super()._monitor_workers(worker_group)
         self._failures = result.failures
+        reap(self._spare | set(cast(SubprocessContext, self._pcontext).pids().values()))
         return result
 
-    def failures(self) -> list[RankFailure]:
-        """Return the failures of the workers that were started last, the root cause first."""
+    def report(self) -> list[RankFailure]:
+        """Print the verdict unless a rank has, and return the failures of the workers that were started last.
+
+        The root cause comes first.
+        """
         store, culprit = self.store(), None
         if store.check([VERDICT_KEY]):  # the ranks themselves have found one at fault
-            culprit = int(json.loads(store.get(VERDICT_KEY))["rank"])
+            verdict = json.loads(store.get(VERDICT_KEY))
+            culprit = int(verdict["rank"])
+            if not store.check([SAID_KEY]):
+                print(f"parallel3d: {verdict['line']}", file=sys.stderr)
         return rank_failures(self._failures, self.failed_first, self.last_healthy, culprit)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        print(summary(self.failures()), file=sys.stderr)
+        print(summary(self.report()), file=sys.stderr)
         most = worker_group.spec.max_restarts
         print(f"parallel3d: restart {most - self._remaining_restarts} of {most}", file=sys.stderr, flush=True)
         end_leftovers(self._spare)
-        self._grace_s = GRACE_S  # of the workers to be started
+        self._grace_s = GRACE_S  # for the workers to be started
+        self._noted.clear()
         super()._restart_workers(worker_group)
 
     def store(self) -> Store:
@@ -139,7 +154,7 @@ class WorkerAgent(LocalElasticAgent):
         return agents_store(_ADDRESS, cast(int, group.master_port), group.spec.max_restarts - self._remaining_restarts)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
-        # torch 2.11's _shutdown takes no timeout, and 2.13 passes 30 s in places: so GRACE_S, whatever is passed. It is
+        # torch 2.11's _shutdown takes no timeout, and 2.13 passes 30 s in places: so GRACE_S holds, whatever is passed. It is
         # called again when all have ended, or when a second signal interrupts the wait: then there is no more grace.
         grace, self._grace_s = self._grace_s, 0
         if self._pcontext:
@@ -151,7 +166,8 @@ def launch(options: LaunchOptions) -> int:
     """Run the workers to their end and return the exit code of the job.
 
     It is 0, or the code of the first rank that failed (128 + N for signal N), after a summary on stderr, or 128 + N if this
-    process got signal N. If it isn't 0, no process of the job is left. Raises ConfigError if the workers can't be started.
+    process got signal N. If it isn't 0, no process of the job is left, also where this process is killed on Linux. Raises
+    ConfigError if the workers can't be started.
     """
     _set_environment(options)
     # The agent's own report of a failure stays off the terminal: the summary is shorter.
@@ -160,10 +176,15 @@ def launch(options: LaunchOptions) -> int:
     logger.propagate = False
     worker.print_lines()
     adopt_orphans()
-    before = children()
+    with guarded() as remove_later:
+        return _launch(options, children(), remove_later)
+
+
+def _launch(options: LaunchOptions, before: set[int], remove_later: Callable[[str], None]) -> int:
+    """Run the workers, and return the exit code. before: child processes that are not the workers'."""
     code = 1
     try:
-        code = _run(options, before)
+        code = _run(options, before, remove_later)
     except SignalException as death:
         code = 128 + death.sigval
     except KeyboardInterrupt:  # before the agent handles the signals
@@ -176,7 +197,7 @@ def launch(options: LaunchOptions) -> int:
     return code
 
 
-def _run(options: LaunchOptions, spare: set[int]) -> int:
+def _run(options: LaunchOptions, spare: set[int], remove_later: Callable[[str], None]) -> int:
     if options.log_dir is not None:
         try:
             os.makedirs(options.log_dir, exist_ok=True)
@@ -196,11 +217,13 @@ def _run(options: LaunchOptions, spare: set[int]) -> int:
     )
     # The folder of the ranks' output and error files.
     with nullcontext(options.log_dir) if options.log_dir else TemporaryDirectory(prefix="parallel3d_") as folder:
+        if not options.log_dir:
+            remove_later(folder)
         logs = DefaultLogsSpecs(folder, tee=Std.ALL if options.log_dir else Std.NONE)
         agent = WorkerAgent(spec, logs, spare)
         if not agent.run().is_failed():
             return 0
-        failures = agent.failures()
+        failures = agent.report()
     print(summary(failures), file=sys.stderr)
     return failures[0].status
 
@@ -224,15 +247,21 @@ class _StorePerStart(StaticTCPRendezvous):
 
 
 def _listen(port: int) -> TCPStore:
+    """Return a store that only processes of this host reach; by itself torch's listens on all interfaces."""
     try:
-        return TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-    except DistNetworkError as error:
+        server = socket.create_server((_ADDRESS, port), backlog=_BACKLOG)
+    except OSError as error:
         raise ConfigError(f"--master_port {port} is taken; leave it out to get a free one ({error})") from error
+    port = server.getsockname()[1]
+    return TCPStore(
+        _ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=server.detach()
+    )
 
 
 def _set_environment(options: LaunchOptions) -> None:
     """Set the variables that the workers inherit; the agent adds the ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    os.environ.update(local_job())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.num_workers)))
     if options.uses_gpus:
         # As init_distributed does, which is too late for a script that uses CUDA before it.
@@ -258,10 +287,19 @@ def children() -> set[int]:
     return found
 
 
+def reap(others: Set[int]) -> None:
+    """Reap adopted children that have ended. others: children for which somebody else waits."""
+    with suppress(ChildProcessError):  # there are none
+        # Whether any has ended is cheap to ask. It is left to be waited for: it may be another's.
+        if sys.platform == "linux" and os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            for pid in children() - others:
+                os.waitpid(pid, os.WNOHANG)
+
+
 def end_leftovers(spare: Set[int], timeout_s: float = 5.0) -> None:
     """Kill processes that the workers started and left, and their children after adoption.
 
-    spare: children that are not theirs.
+    spare: children that the workers did not start.
     """
     deadline = time.monotonic() + timeout_s
     while (left := children() - spare) and time.monotonic() < deadline:
@@ -291,7 +329,10 @@ def rank_failures(
     for rank, failure in failures.items():
         message, error, failed_at = failure.error_file_data["message"], None, last_healthy
         if isinstance(message, dict):  # the rank has written an error file
-            error, failed_at = message["message"].partition("\n")[0] or None, os.path.getmtime(failure.error_file)
+            error, failed_at = (
+                printable(message["message"].partition("\n")[0]) or None,
+                os.path.getmtime(failure.error_file),
+            )
         was_ended = rank not in failed_first and error is None
         if culprit in failures:
             was_ended = rank != culprit and (error is None or error.startswith(_OF_PEERS))

@@ -12,6 +12,7 @@ import faulthandler
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -22,6 +23,9 @@ from types import TracebackType
 _PR_SET_PDEATHSIG = 1
 _EXIT_TIMEOUT_S = 10.0
 """Limit to the shutdown of a failed rank (threads, exit handlers, process groups), after which it is killed."""
+
+_MOST_SHOWN = 30_000  # characters
+_CONTROL = re.compile(r"(?!\x1b\[[\d;]*m)[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def main() -> None:
@@ -37,6 +41,8 @@ def main() -> None:
     except SystemExit as exit_:
         if isinstance(exit_.code, str):  # sys.exit("why")
             _record(exit_, error_file)
+        if exit_.code:
+            sys.last_value = exit_  # as python does for other exceptions: exit handlers can tell that this is no end
         raise
     except KeyboardInterrupt:
         # Ctrl-C is no failure: end by the signal, as python does, but without N tracebacks.
@@ -83,19 +89,27 @@ def _record(error: BaseException, path: str) -> None:
     if os.path.exists(path):
         return
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
-    with open(path + ".part", "w") as file:
-        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
-    os.replace(path + ".part", path)  # atomically: the launcher may end this rank right now
+    with contextlib.suppress(OSError):  # a full disk: the ranks' verdict, which the launcher has, gives the reason
+        with open(path + ".part", "w") as file:
+            json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+        os.replace(path + ".part", path)  # atomically: the launcher may end this rank right now
 
 
 def _show(error: BaseException) -> None:
-    """Print `error` with the script's excepthook, in one write: other ranks may be printing theirs."""
+    """Print `error` with the script's excepthook, in one write: other ranks may be printing theirs.
+
+    A very long text loses its middle; escape sequences are escaped themselves, except those of colors.
+    """
     error = error.with_traceback(_script_frames(error.__traceback__))
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         sys.excepthook(type(error), error, error.__traceback__)
-    sys.stderr.write(text.getvalue())
-    sys.stderr.flush()
+    shown, half = text.getvalue(), _MOST_SHOWN // 2
+    if len(shown) > _MOST_SHOWN:
+        shown = f"{shown[:half]} ... ({len(shown) - 2 * half} characters left out) ... {shown[-half:]}"
+    with contextlib.suppress(OSError):
+        sys.stderr.write(_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", shown))
+        sys.stderr.flush()
 
 
 def _script_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -130,6 +130,29 @@ def waits_in_vain() -> dict[str, Any]:
     }
 
 
+def waits_known() -> list[tuple[str, tuple[int, ...]] | None]:
+    """What rank 0 is known to wait for, while another rank is elsewhere, and after what it caught."""
+    decision, rank, seen = opened(1.0), dist.get_rank(), []
+    activity = decision._group.activity
+    dist.barrier()
+    if rank == 0:
+
+        def look() -> None:
+            end = time.monotonic() + 20
+            while activity.wait is None and time.monotonic() < end:
+                time.sleep(0.01)
+            seen.append(None if activity.wait is None else (activity.wait.what, activity.wait.ranks))
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        with suppress(CommunicationError):
+            decision.make("save_checkpoint", 0, lambda values: values)
+        looker.join()
+        seen.append(activity.wait and (activity.wait.what, activity.wait.ranks))
+    dist.barrier()
+    return seen
+
+
 def left_early(folder: str) -> tuple[str, int | None, float] | None:
     rank, decision = dist.get_rank(), opened(60)
     decision.make("first", rank, lambda values: values)
@@ -313,3 +336,7 @@ def test_the_death_of_a_rank_is_told_at_once_to_those_that_wait(
         assert seconds < 5
         assert is_consequence
         assert blamed == dying
+
+
+def test_who_waits_for_a_decision_is_known_to_watchdogs(run_ranks):
+    assert run_ranks(2, waits_known)[0] == [("save_checkpoint", (0, 1)), None]

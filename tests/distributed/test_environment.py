@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pytest
+import torch.distributed as dist
 from warm import run_codes
+
+from parallel3d.comm.environment import meet
+from parallel3d.errors import CommunicationError, PeerError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (
@@ -29,7 +35,8 @@ def run(folder: Path, script: str = SCRIPT, **variables: str) -> CompletedProces
 def test_srun_starts_a_world(tmp_path: Path):
     job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.1"}
     ranks = [environment(**job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)) for r in range(2)]
-    assert [done.stdout.strip() for done in run_codes(SCRIPT, tmp_path, ranks)] == ["0 2", "1 2"]
+    done = run_codes(SCRIPT, tmp_path, ranks)
+    assert [rank.stdout.strip() for rank in done] == ["0 2", "1 2"], [rank.stderr for rank in done]
 
 
 def test_a_script_without_a_launcher_is_a_world_of_one(tmp_path: Path):
@@ -40,6 +47,23 @@ def test_half_of_a_launchers_variables_is_an_error_that_names_the_rest(tmp_path:
     done = run(tmp_path, RANK="0", WORLD_SIZE="1")
     assert done.returncode != 0
     assert "MASTER_ADDR, MASTER_PORT" in done.stderr
+
+
+def test_ranks_that_do_not_come_are_named():
+    store = dist.HashStore()
+    store.set("join/2", "")
+    with pytest.raises(CommunicationError, match=r"ranks \[1, 3\] have not joined the world within 0.2 s"):
+        meet(store, 0, 4, 0.2)
+    store.set("exit/3", "exit code 0")
+    with pytest.raises(PeerError, match=r"rank 3 ended \(exit code 0\) before it joined the world") as raised:
+        meet(store, 0, 4, 60)
+    assert raised.value.rank == 3
+
+
+def test_a_rank_that_comes_last_lets_all_go_on():
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda rank: meet(store, rank, 3, 60), range(3)))
 
 
 # At its end the main thread holds on to the interpreter while gloo's threads want it, to let go of their tensors.

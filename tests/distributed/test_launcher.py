@@ -202,6 +202,14 @@ def test_the_exit_code_of_the_failed_rank_is_the_jobs(tmp_path: Path, statement:
     assert err.splitlines()[1:] in ([], ended)
 
 
+def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
+    script = "import os\nif os.environ['RANK'] == '0':\n    import parallel3d\n    parallel3d.init_distributed()"
+    code, _, err = run(tmp_path, script, "--num_procs", "2")
+    assert code == 1
+    reason = "PeerError: rank 1 ended (exit code 0) before it joined the world; every rank must call "
+    assert f"parallel3d: rank 0 failed (exit code 1): {reason}" in err
+
+
 def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path) -> None:
     script = (
         SLEEPER
@@ -251,13 +259,48 @@ def test_a_signal_to_the_launcher_leaves_no_process(
     assert not list(tmp_path.glob("parallel3d_*"))  # its temporary folder
 
 
-def test_the_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
-    script = SLEEPER + "child.kill(); stray.kill(); time.sleep(300)"
-    process = start(tmp_path, script, "--num_procs", "2", args=("0", "1"))
+def test_nothing_is_left_of_a_killed_launcher(tmp_path: Path) -> None:
+    process = start(tmp_path, SLEEPER + "time.sleep(300)", "--num_procs", "2", args=("0", "1"))
     started = pids(tmp_path, 2)
+    variables = Path(f"/proc/{started[0]}/environ").read_text().split("\0")
+    [error_file] = [v.partition("=")[2] for v in variables if v.startswith("TORCHELASTIC_ERROR_FILE=")]
+    [folder] = [place for place in Path(error_file).parents if place.name.startswith("parallel3d_")]
+    assert folder.is_dir()
     process.kill()
     process.communicate(timeout=TIMEOUT_S)
     wait_for(lambda: not any(map(lives, started)))
+    wait_for(lambda: not folder.exists())
+
+
+ORPHANS = """
+import os, pathlib, time
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            time.sleep(0.05)  # until its parent has ended
+        os._exit(0)
+    os.waitpid(child, 0)
+
+def zombies():
+    stats = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            stats.append(stat.read_text().rpartition(")")[2].split()[:2])
+        except OSError:
+            pass
+    return stats.count(["Z", str(os.getppid())])
+
+end = time.monotonic() + 10
+time.sleep(0.2)
+while zombies() and time.monotonic() < end:
+    time.sleep(0.05)
+print(zombies())
+"""
+
+
+def test_orphans_of_the_ranks_are_reaped_as_they_end(tmp_path: Path) -> None:
+    assert run(tmp_path, ORPHANS, "--num_procs", "1") == (0, "0\n", "")
 
 
 def test_two_jobs_at_once_meet_their_own_ranks(tmp_path: Path) -> None:
@@ -350,6 +393,21 @@ def test_a_worker_behaves_as_python_does(tmp_path: Path, program: str, as_module
     # With -m python itself shows its frames in runpy too: there compare the last line.
     start = -1 if as_module else 0
     assert found.stderr.splitlines()[start:] == expected.stderr.splitlines()[start:]
+
+
+def test_a_message_neither_floods_nor_controls_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("raise ValueError('\\x1b[2J' + 'x' * 10**6 + ' the end')")
+    error_file = tmp_path / "error.json"
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    command = [*WORKER, str(tmp_path / "program.py")]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert len(found.stderr) < 40_000
+    assert "\x1b" not in found.stderr
+    assert "ValueError: \\x1b[2Jxxx" in found.stderr
+    assert found.stderr.endswith("xxx the end\n")
+    failures = rank_failures({0: ProcessFailure(0, 0, 1, str(error_file))}, {0}, 0.0)
+    assert len(summary(failures)) < 3_000
+    assert summary(failures).startswith("parallel3d: rank 0 failed (exit code 1): ValueError: \\x1b[2Jxxx")
 
 
 def test_a_failed_rank_that_hangs_while_it_shuts_down_is_cut_short(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from parallel3d.comm.peer.rings import Arriving, Channels, Receiver, Sender
 from parallel3d.comm.peer.streams import Copied, CudaStream, CudaStreams
 
 _STAGE_SLOTS, _STAGE_SLOT_BYTES = 4, 16 * 2**20
-# Of all tensor-parallel ranks: a slot holds a rank's share of 4096 tokens x 4096 features in bf16.
+# Bytes of 4096 tokens x 4096 features in bf16; a slot holds one tensor-parallel rank's share of them.
 _SHARDS_BYTES = 32 * 2**20
 _ALIGNED_BYTES = 4096
-_MOST_VIEWS = 1024  # kept, where shapes change from batch to batch
+_MOST_VIEWS = 1024  # number of views kept, for shapes that change between batches
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ShardCopies:
         self._receivers = {
             peer: Receiver(channels.ring(peer, index, memory_of), second, self._streams) for peer in peers
         }
-        # Slots as tensors: the same ones again and again.
+        # Tensors over slots, kept because the same ones are used again and again.
         self._view = lru_cache(_MOST_VIEWS)(partial(_view, memory_of(index)))
 
     def takes(self, x: Tensor) -> bool:

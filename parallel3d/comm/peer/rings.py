@@ -6,9 +6,9 @@ waits for that, copies the part out, and writes back how often the slot was empt
 memory operations, so compute kernels have the device to themselves, where NCCL's kernels spin on multiprocessors until their
 message comes.
 
-The stream that needs a message waits for it and copies it out of the ring when it needs it; no second stream does so as soon
-as the message is expected, because streams that wait for long delay the short waits of others on the device. Only when a
-message is expected for which the ring has no slot left are those before it copied out by a second stream.
+The stream that needs a message waits for it and copies it out of the ring at that time. No second stream does this as soon as
+the message is expected, because streams that wait for long delay the short waits of others on the device. Only if the ring has
+no slot left for an expected message does a second stream copy out the messages before it.
 
 Pipeline stages exchange activations, and tensor-parallel ranks the shards of sequences, over such rings (copies.py).
 """
@@ -46,7 +46,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Channels:
-    """Layout of the rings of several ranks in the memory that each of them shares. peers: of each rank, who sends to it."""
+    """Layout of the rings of several ranks in the memory that each of them shares. peers[rank]: the ranks that send to it."""
 
     peers: Sequence[Sequence[int]]
     num_slots: int
@@ -69,9 +69,9 @@ class Channels:
         return Ring(slots, filled[first : first + self.num_slots], emptied[end : end + self.num_slots])
 
     def open(self, groups: ProcessGroups, axis: str, device: torch.device, noun: str) -> Mapped | None:
-        """Map the memory for this rank's group along an axis of the topology; None on every rank if that can't be.
+        """Map the memory for this rank's group along an axis of the topology; None on every rank if any can't.
 
-        It takes CUDA devices of one host that reach each other's memory, and two ranks or more. noun: what the ranks of a
+        It needs CUDA devices of one host that reach each other's memory, and two ranks or more. noun: what the ranks of a
         group hold. Collective over the world.
         """
         if getattr(groups, axis).size == 1 or check_axis(groups, axis, device, noun, check_copies, check_hosts):
@@ -142,7 +142,7 @@ class Arriving:
 
     - first: index of its first part among all of the ring's.
     - parts: the slot of each part, where it goes, and its bytes.
-    - memory: where the message goes; free for that when what the current stream has queued is done.
+    - memory: where the message goes; it may be written once the work queued on the current stream is done.
     """
 
     def __init__(self, first: int, parts: Sequence[tuple[Slot, int, int]], memory: Tensor, streams: CudaStreams):
@@ -179,7 +179,7 @@ class Arriving:
 
 
 class Receiver(_End):
-    """The end that copies out of a ring. second: a stream for messages that keep later ones from coming."""
+    """The end that copies out of a ring. second: stream that copies out messages whose slots later ones need."""
 
     def __init__(self, ring: Ring, second: CudaStream, streams: CudaStreams):
         super().__init__(ring)
@@ -187,7 +187,7 @@ class Receiver(_End):
         self._expected: deque[Arriving] = deque()
 
     def expect(self, memory: Tensor) -> Arriving:
-        """Expect the next message in `memory`, contiguous, which is free when what the current stream has queued is done."""
+        """Expect the next message in `memory`, contiguous, which may be written after the current stream's queued work."""
         parts = list(self._parts(memory.data_ptr(), memory.nbytes))
         self._make_room(len(parts))
         first = self._count
@@ -199,7 +199,7 @@ class Receiver(_End):
         return arriving
 
     def next_slot(self) -> Slot:
-        """Return the slot of the next message, which fits one and is to be released at once."""
+        """Return the slot of the next message, which must fit one slot. The caller must release it at once."""
         self._make_room(1)
         return self._next_slot()
 
@@ -215,5 +215,5 @@ class Receiver(_End):
 
 
 def _int32(count: int) -> int:
-    """Return the count as the words hold it."""
+    """Wrap a count to int32, the type of the words in memory."""
     return (count + 2**31) % 2**32 - 2**31

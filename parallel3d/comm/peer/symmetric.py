@@ -69,7 +69,7 @@ def check_axis(
     local: Callable[[torch.device], Unavailable | None],
     across: Callable[[Sequence[str], str], Unavailable | None],
 ) -> Unavailable | None:
-    """Return why groups along an axis of the topology can't work together: the first rank's reason, on every rank; or None.
+    """Return why groups along an axis of the topology can't share memory: the first rank's reason, on every rank; or None.
 
     - noun: what each rank of such a group holds.
     - local: checks a process and its device.
