@@ -36,8 +36,8 @@ class Phase(IntEnum):
 
 
 # Indices of the slots.
-PHASE, PROGRAM, POSITION, BATCH, STEADY, EVALUATES, UNTIMED = range(7)
-SLOT_BYTES = 8 * 7
+PHASE, PROGRAM, POSITION, BATCH, STEADY, EVALUATES, UNTIMED, COMPILED = range(8)
+SLOT_BYTES = 8 * 8
 
 _MAIN_THREAD = main_thread().ident
 
@@ -66,7 +66,8 @@ class Activity:
     """Activity of one process. The main thread writes, with one store per instruction; watchdogs read.
 
     - slots: int64 each: the Phase, the program's code, the position in this stage's list, the number of batches begun,
-      whether a batch has been trained, whether the model is being evaluated, and the number of open untimed regions.
+      whether a batch has been trained, whether the model is being evaluated, the number of open untimed regions, and the
+      number of compilations begun and ended.
     - wait: what the host is blocked in, or None while it works.
     """
 
@@ -99,7 +100,7 @@ class Activity:
         self.slots[PHASE] = phase
 
     def reset(self) -> None:
-        """Start over for a new engine, whose first batch is untimed again."""
+        """Start over for a new engine, which has a first step again."""
         self._wait[0] = None
         self.slots[STEADY] = self.slots[EVALUATES] = self.slots[UNTIMED] = 0
         self.slots[PHASE] = Phase.SETUP
@@ -111,6 +112,19 @@ class Activity:
         slots[BATCH] += 1
         slots[PHASE] = Phase.PROGRAM
         return slots
+
+    def compiled(self, *_: object) -> None:
+        """Note that a compilation has begun or ended: the process has moved. Takes and ignores what torch passes."""
+        self.slots[COMPILED] += 1
+
+    @contextmanager
+    def waiting(self, wait: Waiting) -> Iterator[None]:
+        """Note a wait for the time of the block, also where an exception ends it that the script may catch."""
+        self.note(wait)
+        try:
+            yield
+        finally:
+            self.note(None)
 
     @contextmanager
     def untimed(self, phase: Phase) -> Iterator[None]:
@@ -132,5 +146,10 @@ def program_of(slots: memoryview) -> tuple[int, bool]:
 
 
 def is_untimed(slots: memoryview) -> bool:
-    """Return whether no timeout applies to a process with these slots, as in its first batch, which has much to prepare."""
-    return bool(not slots[STEADY] or slots[EVALUATES] or slots[UNTIMED])
+    """Return whether no timeout applies to a process with these slots."""
+    return bool(slots[EVALUATES] or slots[UNTIMED])
+
+
+def is_in_first_step(slots: memoryview) -> bool:
+    """Return whether a process with these slots has not ended a step, of which the first has much to prepare."""
+    return not slots[STEADY]

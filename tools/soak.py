@@ -1,10 +1,17 @@
-"""Kills a random rank of a training at random moments, during steps and saves, and checks that nothing acknowledged is lost.
+"""Plants faults in a training at random moments, and checks that nothing acknowledged is lost.
 
-python tools/soak.py --kills 100 --layout pp2,dp2
+python tools/soak.py --rounds 200 --layout pp2,dp2
 
-The training is restarted by the launcher after each SIGKILL and goes on by engine.resume. It must go on from the last save that
-was acknowledged, or from a later one; every step that is run again must have the loss, bit for bit, that it had before; no
-process may be left at the end; and what is on the disk must be whole. Exits with 1, saying what was wrong, if not.
+A round is one of --faults, on a random rank:
+
+- kill: SIGKILL during steps; save: SIGKILL during a save; stop: SIGSTOP.
+- join: SIGKILL, and a rank never joins the next start.
+- disk: no file may grow during one save, as on a full disk; clock: the rank's clock is set back by days.
+
+The launcher restarts the training after the first four, and it goes on by engine.resume: from the last save that was
+acknowledged, or from a later one. After the others it goes on by itself. Every step that is run again must have the loss, bit
+for bit, that it had before; no process may be left at the end; and what is on the disk must be whole. Exits with 1, saying what
+was wrong, if not.
 """
 
 from __future__ import annotations
@@ -13,12 +20,14 @@ import argparse
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +37,14 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import parallel3d
+from parallel3d import atomic_write
 from parallel3d.checkpoint import Reader, complete_checkpoints
 from parallel3d.config import parse_layout
 from parallel3d.pipe import LayerSpec, PipelineModule
 
+ENDING, HARMLESS = ("kill", "save", "stop", "join"), ("disk", "clock")
+TIMEOUT = 5.0  # seconds after which a stopped rank is late
+JOIN = 15.0  # seconds that ranks wait for each other at a start
 QUIET = 120.0  # seconds without progress after which the run is given up
 LEFT = 30.0  # seconds that processes have to be gone
 
@@ -39,11 +52,12 @@ LEFT = 30.0  # seconds that processes have to be gone
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="how often a rank is killed")
+    parser.add_argument("--rounds", type=int, default=200, help="number of faults")
+    parser.add_argument("--faults", nargs="+", choices=ENDING + HARMLESS, default=ENDING + HARMLESS)
     parser.add_argument("--layout", default="pp2,dp2")
     parser.add_argument("--seed", type=int, default=0, help="of moments and ranks")
     parser.add_argument(
-        "--longest", type=float, default=1.0, help="seconds from a start's first step to the kill, at most"
+        "--longest", type=float, default=1.0, help="seconds from a start's first step to the fault, at most"
     )
     parser.add_argument("--directory", type=Path, help="where checkpoints and notes go (default: a temporary one)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -74,6 +88,7 @@ def make_engine(args: argparse.Namespace, attempt: int) -> parallel3d.Engine:
         "zero_optimization": {"stage": layout.zero or 1},
         "pipeline": {"stages": layout.stages},
         "checkpoint": {"keep_last": 2, "async_save": attempt % 2 == 1},
+        "failures": {"timeout_s": TIMEOUT, "directory": str(args.directory)},
         "steps_per_print": None,
     }
     widths = [LayerSpec(nn.Linear, 256, 256), LayerSpec(nn.Dropout, 0.1), LayerSpec(nn.Tanh)]
@@ -88,6 +103,10 @@ def make_engine(args: argparse.Namespace, attempt: int) -> parallel3d.Engine:
 def work(args: argparse.Namespace) -> None:
     """Train one rank until the step after which the file `enough` exists."""
     attempt, directory = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), args.directory
+    absent = directory / f"absent.{attempt}"
+    if absent.exists() and absent.read_text() == os.environ["RANK"]:
+        time.sleep(QUIET)
+    parallel3d.init_distributed(timeout=timedelta(seconds=JOIN))
     engine = make_engine(args, attempt)
     engine.resume(directory / "saved")
     notes, first = directory / "notes.jsonl", engine.global_rank == 0
@@ -102,16 +121,51 @@ def work(args: argparse.Namespace) -> None:
         if first:
             note(notes, step=step, loss=float(loss).hex())
         if step % 3 == 0:
-            engine.save_checkpoint(directory / "saved")
             acknowledged = pending if engine.config.checkpoint.async_save else step
-            pending = step  # an asynchronous one is on the disk when the next save begins
-            if first and acknowledged is not None:
-                note(notes, saved=acknowledged)
+            if save(engine, directory, obey(directory / f"order.{engine.global_rank}")):
+                pending = step  # an asynchronous one is on the disk when the next save begins
+                if first and acknowledged is not None:
+                    note(notes, saved=acknowledged)
+            else:
+                pending = None
+                if first:
+                    note(notes, refused=step)
         told = [(directory / "enough").exists()]
         parallel3d.comm.broadcast_object_list(told, 0)
         enough = told[0]
     engine.checkpoints.wait()
     parallel3d.comm.destroy()
+
+
+def obey(order: Path) -> bool:
+    """Carry out what this rank is told, if anything. Returns whether no file may grow during the next save."""
+    if not order.exists():
+        return False
+    word = order.read_text()
+    order.unlink()
+    if word == "clock":
+        before = time.time
+        time.time = lambda: before() - 3 * 86400
+    return word == "disk"
+
+
+def save(engine: parallel3d.Engine, directory: Path, is_full: bool) -> bool:
+    """Save; return whether neither this save nor the one before it has failed."""
+    mark = directory / f"saving.{engine.global_rank}"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    mark.touch()
+    try:
+        if is_full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        engine.save_checkpoint(directory / "saved")
+        if is_full:
+            engine.checkpoints.wait()
+        return True
+    except parallel3d.errors.CheckpointError:
+        return False
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        mark.unlink()
 
 
 def wait_for(args: argparse.Namespace, attempt: int, job: subprocess.Popen[bytes], ranks: int) -> dict[int, int]:
@@ -138,7 +192,7 @@ def wait_for_a_save(notes: Path) -> None:
         time.sleep(0.02)
 
 
-def check(notes: list[dict[str, Any]], kills: int) -> list[str]:
+def check(notes: list[dict[str, Any]], restarts: int) -> list[str]:
     """Return the errors that the notes show."""
     problems, losses, saved, starts = [], {}, 0, 0
     for entry in notes:
@@ -148,15 +202,34 @@ def check(notes: list[dict[str, Any]], kills: int) -> list[str]:
                 problems.append(f"start {entry['attempt']} went on from step {entry['resumed']}, but {saved} was saved")
         elif "saved" in entry:
             saved = max(saved, entry["saved"])
-        elif losses.setdefault(entry["step"], entry["loss"]) != entry["loss"]:
+        elif "step" in entry and losses.setdefault(entry["step"], entry["loss"]) != entry["loss"]:
             problems.append(
                 f"step {entry['step']} had loss {losses[entry['step']]}, and {entry['loss']} after a restart"
             )
-    if starts != kills + 1:
-        problems.append(f"{kills} kills, but {starts} starts")
+    if starts != restarts + 1:
+        problems.append(f"{restarts} restarts, but {starts} times the training went on")
     if not saved:
         problems.append("nothing was ever saved")
     return problems
+
+
+def plant(fault: str, rank: int, directory: Path, attempt: int, processes: dict[int, int], draw: random.Random) -> None:
+    """Plant a fault in a rank; of those that don't end the training, return when the rank has met it."""
+    end = time.monotonic() + QUIET
+    if fault in HARMLESS:
+        order = directory / f"order.{rank}"
+        with atomic_write.whole(order) as part:
+            part.write_text(fault)
+        while order.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        return
+    if fault == "save":
+        while not (directory / f"saving.{rank}").exists() and time.monotonic() < end:
+            time.sleep(0.0005)
+        time.sleep(draw.uniform(0, 0.02))
+    if fault == "join":
+        (directory / f"absent.{attempt + 1}").write_text(str(draw.choice(sorted(processes))))
+    os.kill(processes[rank], signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
 
 def main() -> int:
@@ -169,22 +242,23 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak_") as temporary:
         args.directory = args.directory or Path(temporary)
         own = [__file__, "--worker", "--layout", args.layout, "--directory", str(args.directory)]
-        launcher = ["-m", "parallel3d.launcher", "--num_procs", str(ranks), "--max_restarts", str(args.kills)]
-        draw, killed = random.Random(args.seed), Counter[int]()
+        launcher = ["-m", "parallel3d.launcher", "--num_procs", str(ranks), "--max_restarts", str(2 * args.rounds)]
+        draw, planted, attempt = random.Random(args.seed), Counter[str](), 0
         with (args.directory / "output.txt").open("wb") as output:
             job = subprocess.Popen([sys.executable, *launcher, *own], stdout=output, stderr=output)
             processes: dict[int, int] = {}
-            for attempt in range(args.kills):
+            for _ in range(args.rounds):
                 processes = wait_for(args, attempt, job, ranks)
                 time.sleep(draw.uniform(0, args.longest))
-                rank = draw.randrange(ranks)
-                os.kill(processes[rank], signal.SIGKILL)
-                killed[rank] += 1
-            processes = wait_for(args, args.kills, job, ranks)
+                fault = draw.choice(args.faults)
+                plant(fault, draw.randrange(ranks), args.directory, attempt, processes, draw)
+                planted[fault] += 1
+                attempt += 2 if fault == "join" else int(fault in ENDING)
+            processes = wait_for(args, attempt, job, ranks)
             wait_for_a_save(args.directory / "notes.jsonl")
             (args.directory / "enough").touch()
             code = job.wait(QUIET)
-        problems = check(read_notes(args.directory / "notes.jsonl"), args.kills)
+        problems = check(read_notes(args.directory / "notes.jsonl"), attempt - planted["join"])
         if code:
             problems.append(f"the training ended with exit code {code}")
         end = time.monotonic() + LEFT
@@ -197,10 +271,12 @@ def main() -> int:
         problems += [problem for found in whole for problem in Reader(found.path).verify_all()]
         if not whole:
             problems.append("no complete checkpoint is left")
-        steps = max((n["step"] for n in read_notes(args.directory / "notes.jsonl") if "step" in n), default=0)
+        notes = read_notes(args.directory / "notes.jsonl")
+        steps = max((n["step"] for n in notes if "step" in n), default=0)
         print(
             "\n".join(problems)
-            or f"{args.kills} kills {dict(sorted(killed.items()))} by rank, {steps} steps: all is well"
+            or f"{args.rounds} rounds {dict(sorted(planted.items()))}, {attempt} restarts, {steps} steps, "
+            f"{sum('saved' in n for n in notes)} saves, {sum('refused' in n for n in notes)} refused: nothing is lost"
         )
         if problems:
             print((args.directory / "output.txt").read_text()[-4000:], file=sys.stderr)

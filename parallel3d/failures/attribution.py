@@ -1,4 +1,4 @@
-"""Attribution of an engine's failures, with the process's hooks that it needs: uncaught exceptions, SIGTERM, the exit."""
+"""Attribution of an engine's failures, and its hooks in the process: for uncaught exceptions, SIGTERM and the exit."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ class Attribution:
         hooks.serve(self, watchdog)
 
     def _device_is_busy(self) -> bool:
-        """Return whether the device has not come to the end of the last batch that the host has done."""
+        """Return whether the device has not finished the last batch that the host has finished."""
         return self._batch_end is not None and not self._batch_end.query()
 
     def done(self) -> None:
-        """Note that a call of the engine is over: what comes next is the script's own."""
+        """Note that a call of the engine is over, and that the script's own code runs next."""
         self.activity.enter(Phase.EVALUATING if self.activity.slots[EVALUATES] else Phase.USER)
         if self._device.type == "cuda":
             self._batch_end = self._batch_end or torch.cuda.Event()
             self._batch_end.record(torch.cuda.current_stream(self._device))
 
     def failed(self, error: BaseException) -> None:
-        """Let all ranks find the one at fault. Raises PeerError from an `error` that only follows from another rank's."""
+        """Let all ranks find the rank at fault. Raises PeerError from an `error` that only follows from another rank's end."""
         if self._watchdog is None or self._attributed is error:
             return
         verdict = self._watchdog.failed(error)
@@ -105,7 +105,7 @@ class ProcessHooks:
         return cls()
 
     def serve(self, attribution: Attribution, watchdog: Watchdog) -> None:
-        """Serve this attribution from now on, whose watchdog also watches earlier engines, and close the watchdog before."""
+        """Serve this attribution from now on. Its watchdog also watches earlier engines, so the previous watchdog is closed."""
         if self._served is not None:
             self._served[1].close()
         self._served = attribution, watchdog
@@ -127,12 +127,13 @@ class ProcessHooks:
             except PeerError as peer_error:
                 error = peer_error
             if isinstance(error, PeerError):  # the rank at fault shows its traceback
-                return say(f"{type(error).__name__}: {error}")
+                say(f"{type(error).__name__}: {error}")
+                return
         self._previous_hook(kind, error, frames)
 
     def _leave(self) -> None:
         if self._served is not None:
-            self._served[1].leave()
+            self._served[1].leave(_ending_in_the_middle())
         if signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -148,7 +149,7 @@ class ProcessHooks:
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        if before >= 0:  # an event loop's
+        if before >= 0:  # set by an event loop
             signal.set_wakeup_fd(before)
             return
         self._reader = reader
@@ -169,3 +170,11 @@ class ProcessHooks:
         if self._served is None or not self._served[1].is_alive():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _ending_in_the_middle() -> str | None:
+    """Return how the script was left, if by a KeyboardInterrupt or, where the launcher's worker noted it, an exit code."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):
+        return f"exit code {error.code if isinstance(error.code, int) else 1}"
+    return KeyboardInterrupt.__name__ if isinstance(error, KeyboardInterrupt) else None

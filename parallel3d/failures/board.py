@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from parallel3d.comm.coordination import VERDICT_KEY, exit_key
+from parallel3d.comm.coordination import SAID_KEY, VERDICT_KEY, exit_key
 from parallel3d.failures.verdict import Report, Verdict
 
 REPORT: TypeAdapter[Report] = TypeAdapter(Report)
@@ -20,12 +20,12 @@ VERDICT: TypeAdapter[Verdict | None] = TypeAdapter(Verdict | None)
 class Windows:
     """Intervals of failure attribution, in seconds.
 
-    - poll: between two looks of a watchdog at its process and the board.
-    - pause: between two looks at the board of a rank that waits for others' entries.
-    - answer: after which a rank without a report counts as silent; less than launchers leave between SIGTERM and SIGKILL.
-    - spread: within which all ranks are asked to end when the whole job is: one is signalled after the other.
-    - grace: between the verdict and the end of a process whose main thread has not raised.
-    - leave: how long a script that is over waits for the watchdog; longer than the store may take to answer.
+    - poll: time between two checks of the process and the board by a watchdog.
+    - pause: time between two checks of the board by a rank that waits for others' entries.
+    - answer: time after which a rank without a report is silent; shorter than launchers wait between SIGTERM and SIGKILL.
+    - spread: time within which all ranks get SIGTERM, one after the other, if the whole job is asked to end.
+    - grace: time between the verdict and the end of a process whose main thread has not raised.
+    - leave: time for which a script that is over waits for the watchdog; longer than the store may take to answer.
     """
 
     poll: float = 0.25
@@ -118,7 +118,7 @@ class Board:
     ) -> tuple[Verdict | None] | None:
         """Wait until a rank has settled and return its verdict in a tuple; None if none has within the window.
 
-        meanwhile: called between two looks at the board.
+        meanwhile: called between two checks of the board.
         """
         deadline = time.monotonic() + window
         while not self.lost and time.monotonic() < deadline:
@@ -129,8 +129,14 @@ class Board:
             time.sleep(self.windows.pause)
         return None
 
-    def leave(self) -> None:
-        """Note that this rank's script is over."""
+    def note_said(self) -> None:
+        """Note that this rank has printed the verdict; else the launcher prints it, as where a full disk takes no output."""
+        self._ask(lambda: self._store.set(SAID_KEY, "1"), None)
+
+    def leave(self, ending: str | None) -> None:
+        """Note that this rank's script is over. ending: how, if not at its end; the launcher notes that too, but later."""
+        if ending is not None:
+            self._ask(lambda: self._store.set(exit_key(self._rank), ending), None)
         self._ask(lambda: self._store.set(self._key("left", self._rank), "1"), None)
 
     def has_left(self, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""Places of the ranks of this host, read from shared memory, so that those of stopped and dead ranks are known too."""
+"""Places of the ranks of this host, read from shared memory, so that the places of stopped and dead ranks are known."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ import mmap
 import socket
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 
-from parallel3d.activity import BATCH, PHASE, POSITION, SLOT_BYTES, Activity, Phase, is_untimed, program_of
+from parallel3d.activity import (
+    BATCH,
+    PHASE,
+    POSITION,
+    SLOT_BYTES,
+    Activity,
+    Phase,
+    is_in_first_step,
+    is_untimed,
+    program_of,
+)
 from parallel3d.comm.collectives import Group, all_gather_object
 from parallel3d.failures.verdict import Place
 from parallel3d.schedule.instructions import Program
 
-# (number of micro-batches, whether it trains) -> that program; None where it is gone.
+# (number of micro-batches, whether it trains) -> its program; None if it is gone.
 FindProgram = Callable[[int, bool], Program | None]
 
 
 class Neighbours:
     """Activity slots of every rank on this host, mapped from files that are removed once every rank has opened them.
 
-    hosts: of every rank. The constructor is collective over `control`, all ranks.
+    hosts: the host of every rank. The constructor is collective over `control`, the group of all ranks.
     """
 
     def __init__(self, control: Group, activity: Activity):
@@ -50,7 +61,7 @@ def _map(name: str) -> memoryview | None:
 def place_in(slots: memoryview, stage: int, find_program: FindProgram) -> Place:
     """Return where a rank of this stage with these activity slots is."""
     phase = Phase(slots[PHASE])
-    place = Place(phase.description, slots[BATCH], is_untimed(slots))
+    place = Place(phase.description, slots[BATCH], is_untimed(slots), is_in_first_step(slots))
     if phase is not Phase.PROGRAM:
         return place
     key, position = program_of(slots), slots[POSITION]
@@ -58,4 +69,4 @@ def place_in(slots: memoryview, stage: int, find_program: FindProgram) -> Place:
     if program is None or position >= len(program.instructions[stage]):
         return place
     i = program.instructions[stage][position]
-    return Place(place.phase, place.batch, place.untimed, str(i), i.chunk, i.micro_batch, position, key)
+    return replace(place, instruction=str(i), chunk=i.chunk, micro_batch=i.micro_batch, position=position, program=key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 
 class State(str, Enum):
@@ -22,14 +23,16 @@ class State(str, Enum):
 class Place:
     """Place that a rank is at.
 
-    - phase: in words; batch: number of batches begun; untimed: whether no timeout applies.
+    - phase: in words; batch: number of batches begun; untimed: whether no timeout applies; first_step: whether that of the
+      first step does.
     - instruction, chunk, micro_batch, position (in the stage's list), program (number of micro-batches, whether it trains):
-      where it runs a schedule.
+      set while it runs a schedule.
     """
 
     phase: str
     batch: int
     untimed: bool = False
+    first_step: bool = False
     instruction: str | None = None
     chunk: int | None = None
     micro_batch: int | None = None
@@ -114,7 +117,25 @@ class Verdict:
     waiting: tuple[int, ...]
 
 
-def judge(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that ranks may wait for one that does not move, in the first step and in those after it; 0: forever."""
+
+    first_step: float
+    later: float
+
+    def of(self, in_first_step: bool) -> float:
+        """Return the limit of a rank, inf if there is none. The first step has never less time than others."""
+        if not self.later or (in_first_step and not self.first_step):
+            return inf
+        return max(self.first_step, self.later) if in_first_step else self.later
+
+    def exceeded(self, r: Report) -> bool:
+        """Return whether a rank has not moved for its limit, or nearly: it is asked a little before or after others."""
+        return r.seconds >= 0.9 * self.of(r.place is not None and r.place.first_step)
+
+
+def judge(reports: Mapping[int, Report], limits: Limits) -> Verdict | None:
     """Return the root cause, or None if no rank is at fault. reports: of every rank, by rank.
 
     The first of these that applies:
@@ -123,9 +144,9 @@ def judge(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
     2. a rank that ended, or doesn't answer, or whose script is over while others wait for it;
     3. a rank that was asked to end when others were not;
     4. an exception that follows from another rank's end;
-    5. of the ranks that others wait for and that wait for nobody, the one that has not moved for longest, if that is
-       timeout_s and it is not untimed;
-    6. ranks that wait for each other.
+    5. of the ranks that others wait for and that wait for nobody, the one that has not moved for longest, if that is its
+       limit and it is not untimed;
+    6. ranks that wait for each other, each for its limit.
     """
     raised = [r for r in reports.values() if r.error is not None]
     originals = [r for r in raised if r.error is not None and not r.error.follows]
@@ -133,7 +154,7 @@ def judge(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
     if originals:
         return _verdict(Kind.FAILED, _earliest(originals), reports)
     # Unless something else has happened, an untimed rank may be too busy to answer.
-    gone = _gone(reports, alarm=bool(raised or asked))
+    gone = _gone(reports, limits, alarm=bool(raised or asked))
     if gone is not None:
         return _verdict(*gone, reports)
     # If all ranks are asked to end, so is the job.
@@ -141,19 +162,19 @@ def judge(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
         return _verdict(Kind.ENDED, _earliest(asked), reports)
     if raised:
         return _verdict(Kind.FAILED, _earliest(raised), reports)
-    return _stall(reports, timeout_s)
+    return _stall(reports, limits)
 
 
 def _earliest(reports: Iterable[Report]) -> Report:
     return min(reports, key=lambda r: (r.time, r.rank))
 
 
-def _gone(reports: Mapping[int, Report], alarm: bool) -> tuple[Kind, Report] | None:
+def _gone(reports: Mapping[int, Report], limits: Limits, alarm: bool) -> tuple[Kind, Report] | None:
     waited_for = {rank for r in reports.values() for rank in r.waits_for}
     for state, kind in ((State.EXITED, Kind.EXITED), (State.SILENT, Kind.SILENT), (State.LEFT, Kind.LEFT)):
         found = [r for r in reports.values() if r.state is state]
         if state is State.SILENT:
-            found = [r for r in found if alarm or r.place is None or not r.place.untimed]
+            found = [r for r in found if alarm or not _may_be_busy(r, reports, limits)]
         elif state is State.LEFT:
             found = [r for r in found if r.rank in waited_for]
         if found:
@@ -162,18 +183,29 @@ def _gone(reports: Mapping[int, Report], alarm: bool) -> tuple[Kind, Report] | N
     return None
 
 
-def _stall(reports: Mapping[int, Report], timeout_s: float) -> Verdict | None:
-    if not timeout_s:
-        return None
+def _may_be_busy(silent: Report, reports: Mapping[int, Report], limits: Limits) -> bool:
+    """Return whether a rank may be too busy to answer: it is untimed, or in the first step and not waited for too long.
+
+    A rank whose place is not known may be where those that wait for it are, such as in a save.
+    """
+    waiting = [r for r in reports.values() if silent.rank in r.waits_for]
+    places = [silent.place] if silent.place is not None else [r.place for r in waiting if r.place is not None]
+    if not places or not all(place.untimed or place.first_step for place in places):
+        return False
+    return any(place.untimed for place in places) or not any(map(limits.exceeded, waiting))
+
+
+def _stall(reports: Mapping[int, Report], limits: Limits) -> Verdict | None:
     waiting = {rank for rank, r in reports.items() if r.waits_for}
     reached = {other for rank in waiting for other in _reach(rank, reports)}
     working = [reports[rank] for rank in sorted(reached - waiting)]
     if not working:
         cycle = _cycle(reports)
-        slow = any(reports[rank].place is not None and reports[rank].seconds >= timeout_s for rank in cycle)
+        # All of them: one that another waited for long may have come just now.
+        slow = bool(cycle) and all(limits.exceeded(reports[rank]) for rank in cycle)
         return _deadlock(cycle, reports) if slow else None
     late = max(working, key=lambda r: r.seconds)  # the first to stop: what it holds up stops later
-    if late.seconds < 0.9 * timeout_s or (late.place is not None and late.place.untimed):
+    if not limits.exceeded(late) or (late.place is not None and late.place.untimed):
         return None
     return _verdict(Kind.LATE, late, reports)
 

@@ -14,19 +14,21 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from parallel3d.activity import BATCH, PHASE, Activity, Phase, is_untimed
+from parallel3d.activity import BATCH, PHASE, Activity, Phase, is_in_first_step
 from parallel3d.comm.collectives import is_lost_peer
+from parallel3d.comm.coordination import NORMAL_EXIT
 from parallel3d.config import FailuresConfig
-from parallel3d.errors import ExecutionError, PeerError
+from parallel3d.errors import ExecutionError, PeerError, printable
 from parallel3d.failures.board import REPORT, VERDICT, Board
 from parallel3d.failures.neighbours import FindProgram, Neighbours, place_in
-from parallel3d.failures.verdict import Kind, Raised, Report, State, Verdict, judge, situation
+from parallel3d.failures.verdict import Kind, Limits, Raised, Report, State, Verdict, judge, situation
 from parallel3d.schedule.draw import neighbourhood
 
 _TERMINATED = 128 + signal.SIGTERM
+_MOST_OF_TRACEBACK = 20_000  # characters
 _REMEDY = (
-    "If it needs that time: set failures.timeout_s, or put what takes it inside `with engine.unwatched():` "
-    "on the ranks that do it."
+    "If it needs that time: set failures.timeout_s, for the first step failures.first_step_timeout_s, or put what takes it "
+    "inside `with engine.unwatched():` on the ranks that do it."
 )
 
 
@@ -37,7 +39,8 @@ class _Failure:
         # The exception itself, not the ExecutionError that says in which instruction it was raised.
         cause = error.__cause__ if isinstance(error, ExecutionError) and error.__cause__ is not None else error
         text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
-        self.raised, self.time = Raised(type(cause).__name__, str(cause), text, follows(error)), time.time()
+        text = printable(text, _MOST_OF_TRACEBACK)
+        self.raised, self.time = Raised(type(cause).__name__, printable(str(cause)), text, follows(error)), time.time()
         self.verdict: Verdict | None = None
         self.done = threading.Event()
 
@@ -53,8 +56,8 @@ def end_process(code: int) -> None:
 class Watchdog:
     """Watches the activity of this process for `failures.timeout_s`, and the board for incidents that other ranks open.
 
-    - stages: of every rank.
-    - device_is_busy: returns whether the device has not finished batches that the host has.
+    - stages: the stage of every rank.
+    - device_is_busy: returns whether the device has not finished the last batch that the host has finished.
     - asked_to_end: returns whether a SIGTERM has come.
     - end: ends the process with an exit code.
     """
@@ -75,12 +78,13 @@ class Watchdog:
         self._board, self._neighbours, self._activity = board, neighbours, activity
         self._rank, self._stages, self._find_program = rank, stages, find_program
         self._settings, self._windows = settings, board.windows
+        self._limits = Limits(settings.first_step_timeout_s, settings.timeout_s)
         self._device_is_busy, self._read_signal, self._exit = device_is_busy, asked_to_end, end
         self._failure: _Failure | None = None
         self._asked_to_end = False
         self._wake = threading.Event()
         self._closed = False
-        self._incident = 0  # the next one; `_own` is this rank's report on the last
+        self._incident = 0  # index of the next incident; `_own` is this rank's report on the last one
         self._seen: tuple[bytes, object] = (b"", None)
         self._since = self._not_before = time.monotonic()
         self._judged_at = -1  # the number of batches begun at the last verdict
@@ -96,15 +100,16 @@ class Watchdog:
         self._closed = True
         self._wake.set()
 
-    def leave(self) -> None:
+    def leave(self, ending: str | None) -> None:
         """Note that this rank's script is over, and wait for the thread's end, unless that takes very long.
 
+        ending: how it is over, if not at its end.
         A thread that returns from the store's C++ after Python has ended aborts the process ("terminate called without an
         active exception").
         """
         if not self._closed:
             self.close()
-            self._board.leave()
+            self._board.leave(ending)
         self._thread.join(self._windows.leave)
 
     def failed(self, error: BaseException) -> Verdict | None:
@@ -141,12 +146,12 @@ class Watchdog:
         self._asked_to_end = self._asked_to_end or self._read_signal()
 
     def _is_late(self) -> bool:
-        """Return whether this rank has waited for so long that some rank must be late."""
-        now, timeout = time.monotonic(), self._settings.timeout_s
+        """Return whether this rank has waited for so long that some rank must be late, unless that one is untimed."""
+        now, limit = time.monotonic(), self._limits.of(is_in_first_step(self._activity.slots))
         seen = (bytes(self._activity.slots), self._activity.wait)
         if seen != self._seen:
             self._seen, self._since = seen, now
-        if not timeout or now < max(self._since + timeout, self._not_before) or is_untimed(self._activity.slots):
+        if now < max(self._since + limit, self._not_before):
             return False
         return self._activity.wait is not None or self._device_is_busy()
 
@@ -168,8 +173,8 @@ class Watchdog:
         reports = self._board.reports(incident) or {own.rank: own}
         around = grid(verdict, self._find_program)
         write_report(Path(self._settings.directory), own, verdict, reports, around)
-        if opened or self._board.lost:
-            say(render(verdict, reports, around))
+        if (opened or self._board.lost) and say(render(verdict, reports, around)):
+            self._board.note_said()
         return self._act_on(verdict)
 
     def _amend(self, incident: int) -> None:
@@ -185,7 +190,7 @@ class Watchdog:
         def has_cause(reports: Mapping[int, Report]) -> bool:
             return any(r.error is not None and not r.error.follows for r in reports.values())
 
-        board, windows, timeout = self._board, self._windows, self._settings.timeout_s
+        board, windows, limits = self._board, self._windows, self._limits
         reports = board.collect(incident, windows.answer, has_cause)
         if has_cause(reports):  # the others may have a moment to say what they wait for
             reports = board.collect(incident, 2 * windows.poll, lambda _: False)
@@ -193,12 +198,12 @@ class Watchdog:
         for rank in set(range(len(self._stages))) - set(reports):
             reports[rank] = self._report_on(rank)
             board.post(incident, reports[rank])
-        verdict, deadline = judge(reports, timeout), time.monotonic() + windows.spread
+        verdict, deadline = judge(reports, limits), time.monotonic() + windows.spread
         while verdict is not None and verdict.kind is Kind.ENDED and time.monotonic() < deadline:
             time.sleep(windows.poll)  # the others may be about to be asked to end too
             self._amend(incident)
             reports |= board.reports(incident) | {self._rank: self._own}
-            verdict = judge(reports, timeout)
+            verdict = judge(reports, limits)
         return board.settle(incident, verdict)
 
     def _report(self) -> Report:
@@ -226,8 +231,10 @@ class Watchdog:
 
     def _report_on(self, rank: int) -> Report:
         """Return what is known of a rank that doesn't report."""
-        stage, ending = self._stages[rank], self._board.ending(rank)
-        state = State.EXITED if ending is not None else State.LEFT if self._board.has_left(rank) else State.SILENT
+        stage, ending, has_left = self._stages[rank], self._board.ending(rank), self._board.has_left(rank)
+        if has_left and ending == NORMAL_EXIT:
+            ending = None
+        state = State.EXITED if ending is not None else State.LEFT if has_left else State.SILENT
         if self._board.lost and rank != 0:
             state = State.RUNNING  # not known; but rank 0, which owned the store, is gone
         place = self._neighbours.place(rank, stage, self._find_program)
@@ -314,10 +321,17 @@ def write_report(folder: Path, own: Report, verdict: Verdict, reports: Mapping[i
         say(f"{path} can't be written: {error.strerror}")
 
 
-def say(text: str) -> None:
-    """Print to stderr in one write, since other ranks may be printing too; do nothing if stderr is closed."""
+def say(text: str) -> bool:
+    """Print to stderr in one write, since other ranks may be printing too; return whether stderr takes it.
+
+    It is the process's own stderr: another thread may have replaced sys.stderr, as to collect a traceback.
+    """
+    stream = sys.__stderr__
+    if stream is None:
+        return False
     try:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        stream.write(text + "\n")
+        stream.flush()
     except (OSError, ValueError):
-        pass
+        return False
+    return True

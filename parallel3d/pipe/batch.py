@@ -11,7 +11,7 @@ from parallel3d.comm.collectives import all_gather_integers
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.structures import describe
 from parallel3d.config import BatchSizes, resolve_batch
-from parallel3d.errors import ConfigError, DataError, PeerDataError
+from parallel3d.errors import ConfigError, DataError, PeerDataError, PeerEndOfData
 from parallel3d.pipe.module import PipelineModule
 
 _NO_DATA_NEEDED = -1
@@ -40,10 +40,10 @@ class TrainingData:
         self._batch_fn = batch_fn
 
     def set_train_batch_size(self, train_batch_size: int, num_backwards: int) -> None:
-        """Take another number of micro-batches of the same size from the next step on.
+        """Change the number of micro-batches of a step, from the next step on; the size of a micro-batch stays.
 
-        num_backwards: number of micro-batches of the current step that are done. Raises ConfigError if there are any, or if
-        micro-batches of all replicas don't add up to the size.
+        num_backwards: number of micro-batches of the current step that are done. Raises ConfigError if it is not 0, or if
+        train_batch_size is no multiple of a micro-batch of all replicas.
         """
         if num_backwards:
             raise ConfigError(
@@ -57,8 +57,8 @@ class TrainingData:
     def next(self, iterator: Iterator[Any] | None, most: int) -> tuple[list[tuple[Any, Any]], list[int]]:
         """Load at most `most` micro-batches, the same number on all ranks.
 
-        Returns this rank's micro-batches as (inputs, labels), and the signatures of all of its pipeline's. Raises
-        StopIteration on all ranks when no micro-batch is left, DataError on all ranks when one of them can't load.
+        Returns this rank's micro-batches as (inputs, labels), and the signatures of its pipeline's micro-batches. Raises
+        StopIteration on all ranks when one has no micro-batch left, DataError on all ranks when one of them can't load.
         """
         model = self._model
         items: list[Any] = []
@@ -87,8 +87,6 @@ class TrainingData:
         finally:
             if iterator is not None:
                 self.source.give_back(iterator, items[len(signatures) :])
-        if not signatures:
-            raise StopIteration("the data iterators have no micro-batch left")
         return pairs[: len(signatures)], signatures
 
 
@@ -96,7 +94,7 @@ class MicroBatchSource:
     """Takes micro-batches from iterators, and keeps those that a step did not use for the next one."""
 
     def __init__(self) -> None:
-        # id(iterator) -> the iterator, which keeps the id from being used again, and its micro-batches.
+        # id(iterator) -> (iterator, its kept micro-batches). Holding the iterator keeps its id from being reused.
         self._left: dict[int, tuple[Iterator[Any], list[Any]]] = {}
 
     def take(self, iterator: Iterator[Any], most: int) -> list[Any]:
@@ -137,13 +135,14 @@ def agree(
 ) -> list[int]:
     """Agree with all ranks, on the host, on a batch; return the signature of each micro-batch of this rank's pipeline.
 
-    The number of micro-batches is the same on every rank: the smallest that a rank which loads data has.
+    The number of micro-batches is the same on every rank: the smallest of the ranks that load data.
 
-    - signatures: of the micro-batches that this rank could load, at most `most`; None on a rank that needs no data.
+    - signatures: one for each micro-batch that this rank could load, at most `most`; None on a rank that needs no data.
     - failed: whether loading failed on this rank.
     - first_stage: the stage of the first chunk, whose signatures are used.
 
-    Raises PeerDataError on all ranks when loading failed on one.
+    Raises PeerDataError on all ranks when loading failed on one; when one has no micro-batch, StopIteration on it and
+    PeerEndOfData on ranks that do or need none.
     """
     count = _FAILED if failed else _NO_DATA_NEEDED if signatures is None else len(signatures)
     padded = [*(signatures or ()), *[0] * most][:most]
@@ -152,6 +151,11 @@ def agree(
     if broken:
         raise PeerDataError(f"ranks {broken} could not load their micro-batches; their own errors say why", broken[0])
     number = min(row[0] for row in rows if row[0] != _NO_DATA_NEEDED)
+    empty = [rank for rank, row in enumerate(rows) if row[0] == 0]
+    if count == 0:
+        raise StopIteration(f"the data iterator of rank {groups.rank} has no micro-batch left")
+    if empty:
+        raise PeerEndOfData(f"the data iterators of ranks {empty} have no micro-batch left", empty[0])
     return rows[groups.pipe.ranks[first_stage]][1 : 1 + number]
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +139,8 @@ def check(ended: Ended, folder: Path, rank: int, kinds: set[str], place: str | N
     # Said once, in one line that names the rank and the place.
     said = [line for line in output.splitlines() if line == verdict["line"]]
     assert len(said) == 1, output
-    assert said[0].startswith(f"rank {rank} (stage {rank // 2}, host ")
-    waited = TIMEOUT_S if verdict["kind"] in ("late", "silent") else 0.0
+    assert said[0].startswith("ranks " if verdict["kind"] == "deadlock" else f"rank {rank} (stage {rank // 2}, host ")
+    waited = TIMEOUT_S if verdict["kind"] in ("late", "silent", "deadlock") else 0.0
     assert ended.at - float((folder / "struck").read_text()) - waited < 30
 
 
@@ -322,6 +326,49 @@ def test_a_job_that_is_told_to_end_blames_nobody(
     assert "rank" not in "".join(line for output in ended.outputs[1:] for line in output.splitlines())
 
 
+def run_out_of_data(schedule: str) -> None:
+    """Rank 1's data end one step before the others'."""
+    engine = make_engine(schedule)
+    steps = FAULTY_STEP if os.environ["RANK"] == "1" else FAULTY_STEP + 1
+    data = islice(arm(engine, "none", ""), steps * MICRO_BATCHES)
+    for _ in range(FAULTY_STEP):
+        engine.train_batch(data)
+    Path("struck").write_text(repr(time.time()))
+    try:
+        engine.train_batch(data)
+    except StopIteration as error:
+        Path(f"ended{os.environ['RANK']}").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def test_the_rank_whose_data_run_out_is_named(fault_ranks: FaultRanks, tmp_path: Path):
+    ended = fault_ranks.run(4, tmp_path, run_out_of_data, "1f1b")
+    check(ended, tmp_path, 1, {"failed"}, "loading data", {0, 1, 2, 3})
+    told = [(tmp_path / f"ended{rank}").read_text() for rank in range(4)]
+    peer = "PeerEndOfData: the data iterators of ranks [1] have no micro-batch left"
+    assert told == [peer, "StopIteration: the data iterator of rank 1 has no micro-batch left", peer, peer]
+
+
+def save_alone(schedule: str) -> None:
+    engine = make_engine(schedule)
+    data = arm(engine, "none", "")
+    for _ in range(FAULTY_STEP):
+        engine.train_batch(data)
+    Path("struck").write_text(repr(time.time()))
+    if os.environ["RANK"] == "0":
+        engine.save_checkpoint("saved")
+    while True:
+        engine.train_batch(data)
+
+
+def test_a_save_on_one_rank_alone_is_explained(fault_ranks: FaultRanks, tmp_path: Path):
+    ended = fault_ranks.run(4, tmp_path, save_alone, "1f1b")
+    check(ended, tmp_path, 0, {"deadlock"}, "a save", {0, 1, 2, 3})
+    line = ended.accounts[1]["verdict"]["line"]
+    assert "at a save waits for save_checkpoint with ranks 1, 2, 3" in line
+    assert "at loading data waits for an agreement with ranks" in line
+
+
 SCRIPT = f"""
 import os, pathlib, sys
 pathlib.Path(os.environ["RANK"] + ".pid").write_text(str(os.getpid()))
@@ -354,6 +401,76 @@ def test_the_launcher_kills_a_rank_that_is_stopped(tmp_path: Path):
     pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
     assert len(pids) == 4
     assert not [pid for pid in pids if lives(pid)]
+
+
+def train_on_a_full_disk(schedule: str) -> None:
+    """Fail where nothing can be printed or written."""
+    engine = make_engine(schedule)
+    for stream in (1, 2):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
+    shutil.rmtree(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]), ignore_errors=True)
+    data = arm(engine, "raise", "F2@1" if os.environ["RANK"] == "1" else "")
+    while True:
+        engine.train_batch(data)
+
+
+def test_the_launcher_gives_the_reason_where_no_rank_can_write(tmp_path: Path):
+    code, _, errors = launched(tmp_path, "train_on_a_full_disk('1f1b')")
+    assert code == 1, errors
+    said, failed = errors.splitlines()[:2]
+    assert said.startswith("parallel3d: rank 1 (stage 1, host ")
+    assert said.endswith(") failed in F2@1: KeyError: 'the rank is tired'")
+    assert failed == "parallel3d: rank 1 failed (exit code 1)"
+
+
+def launched(folder: Path, call: str) -> tuple[int | None, str, str]:
+    """Two ranks, from the launcher, that call a function of this file: (exit code, output, errors)."""
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    script = f"import sys\nsys.path[:0] = {paths}\nimport test_failure_verdicts\ntest_failure_verdicts.{call}"
+    (folder / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    job = WarmProcess(folder, environment, "parallel3d.launcher", "--num_procs", "2", "script.py")
+    output, errors = job.communicate(timeout=90)
+    return job.returncode, output, errors
+
+
+def fork_a_child_that_exits(schedule: str) -> None:
+    engine = make_engine(schedule)
+    engine.train_batch(arm(engine, "none", ""))
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    end, ended = time.monotonic() + 15, (0, 0)
+    while ended == (0, 0) and time.monotonic() < end:
+        time.sleep(0.05)
+        ended = os.waitpid(child, os.WNOHANG)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+    print("child:", os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs")
+
+
+def test_a_forked_child_that_leaves_by_sys_exit_ends(tmp_path: Path):
+    code, output, errors = launched(tmp_path, "fork_a_child_that_exits('1f1b')")
+    assert code == 0, errors
+    assert output.count("child: 7\n") == 2
+
+
+def leave(schedule: str, how: str) -> None:
+    engine = make_engine(schedule)
+    data = arm(engine, "none", "")
+    engine.train_batch(data)
+    if os.environ["RANK"] == "1":
+        raise SystemExit(3) if how == "exit" else KeyboardInterrupt
+    while True:
+        engine.train_batch(data)
+
+
+@pytest.mark.parametrize(("how", "ending"), [("exit", "exit code 3"), ("interrupt", "KeyboardInterrupt|SIGINT")])
+def test_a_rank_that_leaves_its_script_in_the_middle_has_not_come_to_its_end(tmp_path: Path, how: str, ending: str):
+    code, _, errors = launched(tmp_path, f"leave('1f1b', {how!r})")
+    assert code == (3 if how == "exit" else 128 + signal.SIGINT), errors
+    line = json.loads((tmp_path / "failure-0.json").read_text())["verdict"]["line"]
+    assert re.fullmatch(rf"rank 1 \(stage 1, host \S+\) ended \(({ending})\), last in .*; rank 0 waits for it", line)
 
 
 def survive_a_broken_loader(schedule: str) -> None:

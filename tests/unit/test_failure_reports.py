@@ -7,12 +7,16 @@ import timeit
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.activity import POSITION, SLOT_BYTES, Activity, Phase, is_untimed
+from parallel3d.activity import POSITION, SLOT_BYTES, STEADY, Activity, Phase, is_in_first_step, is_untimed
+from parallel3d.config import CompileConfig
+from parallel3d.engine.compile import Compilation
 from parallel3d.errors import ConfigError, ExecutionError, execution_error
 from parallel3d.failures.board import Board
 from parallel3d.failures.verdict import Kind, Report, State, Verdict
@@ -82,7 +86,7 @@ def test_reports_are_collected_from_those_that_live():
     boards[1].post(0, report(1))
     boards[1].post(0, replace(report(1), state=State.FAILED))  # the first counts
     assert set(boards[0].collect(0, 0.2, lambda _: False)) == {0, 1}
-    boards[2].leave()
+    boards[2].leave(None)
     shared.set("exit/3", "SIGKILL")
     found = boards[0].collect(0, 60, lambda _: False)  # at once: nobody is missing who might still report
     assert found == {0: report(0), 1: report(1)} == boards[3].reports(0)
@@ -114,18 +118,39 @@ def test_a_board_whose_store_is_gone_leaves_the_rank_to_itself():
     assert board.collect(0, 60, lambda _: False) == {}
 
 
-def test_a_process_may_take_its_time_until_it_has_trained_and_where_it_says_so():
+def test_a_process_may_take_its_time_where_it_says_so():
     activity = Activity()
-    assert is_untimed(activity.slots)
+    assert is_in_first_step(activity.slots)
     activity.share(memoryview(bytearray(SLOT_BYTES)))
-    activity.slots[4] = 1
+    activity.slots[STEADY] = 1
+    assert not is_in_first_step(activity.slots)
     assert not is_untimed(activity.slots)
     with activity.untimed(Phase.SAVING), activity.untimed(Phase.UNWATCHED):
         assert is_untimed(activity.slots)
         assert activity.slots[0] == Phase.UNWATCHED
     assert not is_untimed(activity.slots)
     activity.reset()
-    assert is_untimed(activity.slots)
+    assert is_in_first_step(activity.slots)
+
+
+class Doubling(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_a_compilation_counts_as_a_move():
+    groups = SimpleNamespace(activity=Activity(), rank=0, model=SimpleNamespace(size=1))
+    layer = Doubling()
+    model = SimpleNamespace(groups=groups, layer_names=[], called_modules=lambda: [("0", layer)])
+    model.wrap_loss = lambda wrap: None
+    compilation = Compilation(cast(Any, model), CompileConfig(enabled=True, backend="eager"))
+    compilation.compile({})
+    before = bytes(groups.activity.slots)
+    layer(torch.ones(2))
+    moved = bytes(groups.activity.slots)
+    assert moved != before
+    layer(torch.ones(2))
+    assert bytes(groups.activity.slots) == moved
 
 
 def test_noting_an_instruction_costs_far_less_than_a_microsecond():

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +51,7 @@ class Job:
     def __init__(self, folder: Path):
         self.folder = folder
         self.windows = WINDOWS
+        self.settings: dict[str, Any] = {"timeout_s": TIMEOUT_S, "directory": str(folder)}
         self.codes: dict[int, int] = {}
         self.asked: set[int] = set()
         self.watchdogs: dict[int, Watchdog] = {}
@@ -69,7 +70,7 @@ class Job:
                 rank,
                 list(range(SIZE)),
                 find_program,
-                FailuresConfig(timeout_s=TIMEOUT_S, directory=str(self.folder)),
+                FailuresConfig(**self.settings),
                 lambda: False,
                 lambda rank=rank: rank in self.asked,
                 lambda code, rank=rank: self.codes.update({rank: code}),
@@ -148,6 +149,22 @@ def test_an_exception_is_the_verdict_of_all_ranks(job: Job) -> None:
     assert only(job)["line"] == verdict.line
 
 
+def test_no_text_of_an_exception_stops_the_verdict_or_floods_the_terminal(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.wait_for(2, 0, 1, 3)
+    job.watch(*range(SIZE))
+    verdict = job.watchdogs[2].failed(ValueError("\x1b[2J odd \udc80" + "x" * 20_000_000))
+    assert verdict is not None
+    assert job.ended(3) == {0: 1, 1: 1, 3: 1}
+    assert str(verdict.error).startswith("ValueError: \\x1b[2J odd \\udc80xxx")
+    said = capfd.readouterr().err
+    assert verdict.line in said
+    assert len(said) < 10_000
+    assert "\x1b" not in said
+    assert sum(file.stat().st_size for file in job.folder.glob("failure-*.json")) < 1_000_000
+
+
 @pytest.mark.parametrize("apart_s", [0.0, 0.05])
 def test_a_job_that_is_asked_to_end_blames_no_rank(job: Job, apart_s: float) -> None:
     job.watch(*range(SIZE))
@@ -183,6 +200,42 @@ def test_a_rank_that_may_take_its_time_is_not_late(
         assert (job.codes, job.verdicts()) == ({}, {})
 
 
+def test_a_save_on_one_rank_alone_is_explained_by_that_rank(job: Job) -> None:
+    """The others are in user code and wait for nobody."""
+    Waiting(job.activities[0], "save_checkpoint", (0, 1, 2, 3)).__enter__()
+    for activity in job.activities[1:]:
+        activity.enter(Phase.USER)
+    with job.activities[0].untimed(Phase.SAVING):
+        job.watch(*range(SIZE))
+        assert job.ended(SIZE) == dict.fromkeys(range(SIZE), 1)
+    verdict = only(job)
+    assert (verdict["rank"] in (1, 2, 3), verdict["kind"], verdict["waiting"]) == (True, Kind.LATE, [0])
+    assert "is late: user code between steps" in verdict["line"]
+
+
+def test_a_save_that_is_slow_on_one_rank_goes_on(job: Job) -> None:
+    with ExitStack() as saves:
+        for activity in job.activities:
+            saves.enter_context(activity.untimed(Phase.SAVING))
+        for activity in job.activities[1:]:
+            Waiting(activity, "save_checkpoint", (0, 1, 2, 3)).__enter__()
+        job.watch(*range(SIZE))
+        time.sleep(5 * TIMEOUT_S)
+        assert (job.codes, job.verdicts()) == ({}, {})
+
+
+def test_a_hang_in_the_first_step_has_a_limit(job: Job) -> None:
+    for activity in job.activities:
+        activity.slots[STEADY] = 0
+    job.wait_for(1, 0, 2, 3)
+    job.settings["first_step_timeout_s"] = 5 * TIMEOUT_S
+    job.watch(*range(SIZE))
+    assert job.ended(SIZE) == dict.fromkeys(range(SIZE), 1)
+    verdict = only(job)
+    assert (verdict["rank"], verdict["kind"]) == (1, Kind.LATE)
+    assert verdict["seconds"] >= 0.9 * 5 * TIMEOUT_S
+
+
 class SlowBoard:
     """A store on a loaded machine: what is asked takes its time."""
 
@@ -198,7 +251,7 @@ class SlowBoard:
         time.sleep(0.5)
         return False
 
-    def leave(self) -> None:
+    def leave(self, ending: str | None) -> None:
         self.left = True
 
 
@@ -213,6 +266,6 @@ def test_a_script_that_ends_waits_for_the_thread_that_asks_the_store(closed_befo
     assert board.asked.wait(10)
     if closed_before:
         watchdog.close()
-    watchdog.leave()
+    watchdog.leave(None)
     assert not watchdog._thread.is_alive()
     assert board.left is not closed_before
