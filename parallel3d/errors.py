@@ -6,9 +6,18 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+_MOST_SHOWN = 20_000
+
 
 class Parallel3DError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose. A message of 20,000 characters is cut in its middle."""
+
+    def __init__(self, message: str = ""):
+        left_out = len(message) - _MOST_SHOWN
+        if left_out > 0:
+            half = _MOST_SHOWN // 2
+            message = f"{message[:half]} [... {left_out} characters ...] {message[-half:]}"
+        super().__init__(message)
 
 
 class ConfigError(Parallel3DError, ValueError):
@@ -74,6 +83,10 @@ class PeerDataError(PeerError, DataError):
     """Another rank could not load its micro-batches."""
 
 
+class PeerEndOfData(PeerError, StopIteration):
+    """Another rank has no micro-batch left, so the training ends here too."""
+
+
 class NumericsError(Parallel3DError, ArithmeticError):
     """An inf or NaN that check_numerics found."""
 
@@ -88,6 +101,17 @@ class KernelError(Parallel3DError, RuntimeError):
 
 class PrecisionError(Parallel3DError, ArithmeticError):
     """Gradients that no loss scale keeps finite."""
+
+
+def printable(text: str, most: int = 2000) -> str:
+    """Return a text that any terminal, file and store takes: without control characters, and not too long.
+
+    What is no printable character, newline or tab is escaped, as in "\\x1b" and "\\udc80". most: characters that are kept, half
+    of them from the end.
+    """
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... ({len(text) - most} characters left out) ... {text[-(most // 2) :]}"
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def nearest(word: str, vocabulary: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ def add_command(commands: Any) -> None:
         "check",
         help="compare layouts with one process",
         description="Train a few steps in each layout and on one process in plain PyTorch, with the same data and seeds, and "
-        "compare losses, gradients and weights. The exit code is 0 if all agree, 1 if any differ, 2 if it can't be done.",
+        "compare losses, gradients and weights. The exit code is 0 if all agree, 1 if any differ, 2 if the check can't run.",
     )
     parser.add_argument(
         "target",
@@ -33,7 +33,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
     parser.add_argument(
-        "--seed", type=int, default=1234, metavar="N", help="of weights, data and dropout (default: 1234)"
+        "--seed", type=int, default=1234, metavar="N", help="seed of weights, data and dropout (default: 1234)"
     )
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="default: float32")
     shown = ", ".join(f"{value:g} for {dtype}" for dtype, value in TOLERANCES.items())
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
 def show(report: Report) -> None:
     """Print a report as a table, and below it the layers that differ.
 
-    alone: numbers of one process; norm: the gradient's before clipping; weights: the largest relative difference of a tensor.
+    Columns: alone, the values of one process; norm, the gradient's before clipping; weights, the largest relative difference.
     """
     names = ("step", "loss", "alone", "", "norm", "alone", "", "weights", "")
     title = escape(f"{report.layout}: {_verdict(report.passed)}")

@@ -9,19 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from parallel3d.checkpoint.directory import check_complete, complete_checkpoints, find, latest_tag
+from parallel3d.checkpoint.directory import (
+    OWN,
+    check_complete,
+    complete_checkpoints,
+    find,
+    latest_tag,
+    save_folders,
+    tag_of,
+)
 from parallel3d.checkpoint.export import export_checkpoint
-from parallel3d.checkpoint.format import MANIFEST, Manifest
+from parallel3d.checkpoint.format import MANIFEST, Manifest, TrainingState
 from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CHECKPOINT = "directory of a checkpoint, or of several: then the one that `latest` names is used, or else the newest"
 _MOST = 20  # differences that are printed
+_WIDTH = 1000  # so that nothing is cut
 
 
 def add_command(commands: Any) -> None:
@@ -34,29 +44,25 @@ def add_command(commands: Any) -> None:
     listing.set_defaults(run=_list)
 
     verify = actions.add_parser(
-        "verify", help="compare everything with its checksums; the exit code is 1 where one differs"
+        "verify", help="compare everything with its checksums; the exit code is 1 if one differs"
     )
     verify.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
     verify.set_defaults(run=_verify)
 
     export = actions.add_parser(
         "export",
-        help="write the weights as Hugging Face has them",
-        description="Write a directory that from_pretrained accepts, of a model of parallel3d.models; of another model, or "
-        "with --plain, safetensors under the model's own names.",
+        help="write the weights in Hugging Face's form",
+        description="Write a directory that from_pretrained accepts, for a model of parallel3d.models; for any other model, or "
+        "with --plain, write safetensors under the model's own names.",
     )
     export.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
-    export.add_argument("directory", type=Path, help="what to write; it must not exist, or be empty")
-    export.add_argument(
-        "--dtype", choices=list(_DTYPES), help="of floating-point numbers (default: as they were saved)"
-    )
-    export.add_argument("--masters", action="store_true", help="the fp32 master weights, where the optimizer had such")
-    export.add_argument("--plain", action="store_true", help="the model's own names")
+    export.add_argument("directory", type=Path, help="directory to write; it must not exist or must be empty")
+    export.add_argument("--dtype", choices=list(_DTYPES), help="dtype of floating-point tensors (default: as saved)")
+    export.add_argument("--masters", action="store_true", help="write the fp32 master weights, if there are any")
+    export.add_argument("--plain", action="store_true", help="use the model's own names")
     export.set_defaults(run=_export)
 
-    diff = actions.add_parser(
-        "diff", help="compare the tensors of two checkpoints; the exit code is 1 where they differ"
-    )
+    diff = actions.add_parser("diff", help="compare the tensors of two checkpoints; the exit code is 1 if they differ")
     diff.add_argument("first", type=Path, help=_CHECKPOINT)
     diff.add_argument("second", type=Path)
     diff.add_argument(
@@ -90,15 +96,16 @@ def _list(options: argparse.Namespace) -> int:
     for found in complete:
         mark = "latest" if found.tag == latest else ""
         table.add_row(escape(found.tag), *_described(found.manifest), mark)
-    Console().print(table)
+    Console(width=_WIDTH).print(table)
     known = {found.path for found in complete}
     for path in sorted(directory.iterdir()):
-        if path.is_dir() and path not in known:
+        if path.is_dir() and path not in known and path.name != OWN:
             try:
                 check_complete(path)
-                print(f"not complete: {path} is whole, and was set aside while it was replaced")
             except CheckpointError as error:
                 print(f"not complete: {error}")
+    for folder in save_folders(directory):
+        print(f"not complete: {folder} is of a save of {tag_of(folder)!r} that is running or was ended")
     if latest is not None and latest not in {found.tag for found in complete}:
         print(f"latest names {latest!r}, which is not complete")
     return 0
@@ -107,9 +114,12 @@ def _list(options: argparse.Namespace) -> int:
 def _described(manifest: Manifest) -> tuple[str, str, str, str]:
     saved = datetime.fromtimestamp(manifest.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     size = sum(file.num_bytes for file in manifest.files.values()) / 1e9
-    layout = manifest.state["layout"]
-    shown = f"pp{layout['pipe']} tp{layout['model']} dp{layout['data']}"
-    return saved, f"{size:.3g}", str(manifest.state["counters"]["global_steps"]), shown
+    try:
+        state = TrainingState.model_validate(manifest.state)
+    except ValidationError:  # weights alone
+        return saved, f"{size:.3g}", "", ""
+    layout = f"pp{state.layout['pipe']} tp{state.layout['model']} dp{state.layout['data']}"
+    return saved, f"{size:.3g}", str(state.counters.get("global_steps", "")), layout
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -119,14 +129,14 @@ def _verify(options: argparse.Namespace) -> int:
     for problem in problems:
         print(problem)
     if not problems:
-        print(f"{path}: {len(reader.tensors)} tensors in {len(reader.manifest.files)} files are what was written")
+        print(f"{path}: {len(reader.tensors)} tensors in {len(reader.manifest.files)} files match their checksums")
     return 1 if problems else 0
 
 
 def _export(options: argparse.Namespace) -> int:
     path, dtype = locate(options.checkpoint), _DTYPES.get(options.dtype)
     as_theirs = export_checkpoint(path, options.directory, dtype, options.masters, options.plain)
-    names = "as Hugging Face has it" if as_theirs else "under the model's own names"
+    names = "in Hugging Face's form" if as_theirs else "under the model's own names"
     print(f"{options.directory}: the weights of {path}, {names}")
     return 0
 
@@ -157,4 +167,4 @@ def _changed(first: Reader, second: Reader, tolerance: float) -> Iterator[str]:
         left, right = left.double(), right.double()
         off = float((left - right).norm()) / max(float(left.norm()), 1e-30)
         if not off <= tolerance:
-            yield f"{name} differs by {off:.2e}, at most by {float((left - right).abs().max()):.2e} in a number"
+            yield f"{name} differs by {off:.2e}, and an element by at most {float((left - right).abs().max()):.2e}"

@@ -125,7 +125,7 @@ def explain(reading: Reading, world: int, pipe: int | None = None) -> Explanatio
 
 
 def _values(section: Section, path: str, origins: Mapping[str, str], derived: Mapping[str, Any]) -> Iterator[Entry]:
-    """Yield the fields of a section; of one that is not enabled, only that."""
+    """Yield the fields of a section; if it is not enabled, only `enabled`."""
     off = getattr(section, "enabled", True) is False
     for name in ["enabled"] if off else type(section).model_fields:
         value, where = getattr(section, name), f"{path}{name}"
@@ -142,7 +142,7 @@ def _values(section: Section, path: str, origins: Mapping[str, str], derived: Ma
 
 
 def _left_out(reading: Reading) -> list[Entry]:
-    """Return what was left out, and after it the keys that ask for what is done anyway."""
+    """Return the keys that were left out, and then those that ask for what is done anyway."""
     zero = reading.config.zero_optimization
     lower = [Entry("zero_optimization.stage", zero.stage, STAGE_3_AS_2)] if zero.stage != zero.effective_stage else []
     entries = [
@@ -160,7 +160,7 @@ def show(explanation: Explanation) -> None:
         table = Table(*columns, title=title, title_justify="left")
         for value in values:
             style = "dim" if value.why in (DEFAULT, OF_MODULE) else ""
-            shown = escape(json.dumps(dumped(value.value)))  # brackets are no markup of rich's
+            shown = escape(json.dumps(dumped(value.value)))  # rich would read brackets as markup
             table.add_row(value.path, shown, value.why, style=style)
         if values:
             Console().print(table)

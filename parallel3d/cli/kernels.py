@@ -22,10 +22,10 @@ from parallel3d.errors import ConfigError
 from parallel3d.kernels.library import build, find_library, find_nvcc, open_library
 from parallel3d.kernels.workspace import check_kernels, check_ranks
 
-_WIDTH = 140  # of the table where there is no terminal
+_WIDTH = 140  # width of the table without a terminal
 # Options that give a number -> what it counts, and the key that gives it first.
 _COUNTS = {
-    "slices": ("tensor-parallel ranks", "tensor_parallel.size, or "),
+    "tensor_parallel": ("tensor-parallel ranks", "tensor_parallel.size, or "),
     "stages": ("stages of a pipeline", "pipeline.stages, or "),
     "replicas": ("replicas of a stage", ""),
 }
@@ -33,7 +33,7 @@ _COUNTS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A kernel, its fallback, whether the configuration turns it on, and the reasons why it is off."""
+    """A kernel, its fallback, whether the configuration turns it on, and the reasons why it can't run."""
 
     kernel: str
     fallback: str
@@ -42,7 +42,7 @@ class Finding:
 
     @property
     def missed(self) -> bool:
-        """Whether it is asked for and off."""
+        """Whether the configuration turns it on and it can't run."""
         return self.asked and bool(self.reasons)
 
 
@@ -51,16 +51,16 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "build-kernels",
         help="compile the CUDA kernels",
-        description="Compile the CUDA kernels by nvcc, for A100, H100 and later GPUs, into the user's cache; what is there "
-        "already stays. No GPU is needed.",
+        description="Compile the CUDA kernels by nvcc, for A100, H100 and later GPUs, into the user's cache, unless they "
+        "are there already. No GPU is needed.",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="another directory than the user's cache")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for them (default: the user's cache)")
     parser.set_defaults(run=_build)
     parser = commands.add_parser(
         "doctor",
         help="say which kernels run here, and why others don't",
-        description="Say of each kernel whether it runs on this host, or what is in its way and what to do about that. The "
-        "exit code is 1 where one is off that the configuration asks for.",
+        description="Say for each kernel whether it runs on this host, or why it doesn't and what to do. The "
+        "exit code is 1 if a kernel that the configuration turns on can't run.",
     )
     parser.add_argument("--config", metavar="FILE", help="the configuration that a training will have")
     for name, (what, key) in _COUNTS.items():
@@ -82,9 +82,9 @@ def _diagnose(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} is {number}; give a whole number >= 1")
     config = load_sections(options.config, "kernels", "pipeline", "tensor_parallel")
     devices = max(1, torch.cuda.device_count())
-    slices = options.slices or config.tensor_parallel.size or devices
+    tensor_ranks = options.tensor_parallel or config.tensor_parallel.size or devices
     stages = options.stages or config.pipeline.stages or devices
-    findings = examine(config, slices, options.replicas or devices, stages)
+    findings = examine(config, tensor_ranks, options.replicas or devices, stages)
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     console.print(_table(findings))
@@ -92,10 +92,10 @@ def _diagnose(options: argparse.Namespace) -> int:
     return 1 if any(finding.missed for finding in findings) else 0
 
 
-def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Finding]:
+def examine(config: Config, tensor_ranks: int, replicas: int, stages: int) -> list[Finding]:
     """Return a finding for each kernel.
 
-    - slices: the number of tensor-parallel ranks.
+    - tensor_ranks: the number of tensor-parallel ranks.
     - replicas: the number of data-parallel ranks, which share an optimizer's state.
     - stages: the number of pipeline stages.
     """
@@ -113,16 +113,16 @@ def examine(config: Config, slices: int, replicas: int, stages: int) -> list[Fin
         return finding(f"{kernel} (CUDA)", fallback, asked, off, library, *reasons)
 
     def copies(sent: str, noun: str, ranks: int, asked: bool, off: Unavailable | None) -> Finding:
-        alone = Unavailable(f"there is 1 of the {noun}", f"copies are between 2 {noun} or more") if ranks == 1 else None
-        queues = check_copies(unset_queues=32)  # unset, their number becomes 32
+        alone = Unavailable(f"there is 1 of the {noun}", f"copies need at least 2 {noun}") if ranks == 1 else None
+        queues = check_copies(unset_queues=32)  # init_distributed sets 32 if the variable is unset
         group = _check_group(ranks, noun, check_hosts)
         return finding(f"send/receive of {sent} (copies)", "NCCL", asked, off, alone, queues, *group)
 
     sliced, shared = "tensor-parallel ranks", tensor.copies_shards
     return [
         copies("stages", "stages", stages, False, None if config.pipeline.peer_copies else _OFF_STAGES),
-        copies("shards", sliced, slices, shared, None if shared else _OFF_SHARDS),
-        cuda("all_reduce", "NCCL", *_check_group(slices, sliced, check_ranks)),
+        copies("shards", sliced, tensor_ranks, shared, None if shared else _OFF_SHARDS),
+        cuda("all_reduce", "NCCL", *_check_group(tensor_ranks, sliced, check_ranks)),
         cuda("reduce_scatter", "NCCL", *_check_group(replicas, "replicas", check_ranks)),
         cuda("optimizer_step", "PyTorch"),
         finding("swiglu (Triton)", "PyTorch", False, triton),
@@ -139,7 +139,7 @@ _OFF_SHARDS = Unavailable(
 def _check_group(
     ranks: int, noun: str, check: Callable[[Sequence[str], str], Unavailable | None]
 ) -> list[Unavailable | None]:
-    """Return why these ranks don't reach each other. check: of all of them, by their hosts."""
+    """Return why these ranks don't reach each other. check: checks all of them, given their hosts."""
     if not torch.cuda.is_available():
         return []
     count = torch.cuda.device_count()

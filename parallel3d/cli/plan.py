@@ -1,11 +1,13 @@
-"""`p3d plan`: find the best layouts of a model on a cluster, before the first GPU hour."""
+"""`p3d plan`: find the best layouts of a model on a cluster, without a GPU."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from parallel3d.atomic_write import write_whole
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
@@ -39,7 +42,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="find the best layout of a model on a cluster",
-        description="Rank the layouts in which a model can be trained on a cluster, by the step time predicted from the very "
+        description="Rank the layouts in which a model can be trained on a cluster, by the step time predicted from the "
         "program that would run; no GPU is needed. Writes a configuration to run, where each rank goes, and a report.",
     )
     parser.set_defaults(run=_run)
@@ -83,7 +86,7 @@ def add_command(commands: Any) -> None:
 
 @rare_collections()
 def _run(options: argparse.Namespace) -> int:
-    """Plan, or measure or compare alone; return 1 where nothing fits."""
+    """Plan, or measure or compare alone; return 1 if nothing fits."""
     console = Console()
     console = console if console.is_terminal else Console(width=140)
     cluster = _cluster(options)
@@ -95,6 +98,10 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     if cluster is None:
         raise ConfigError('give --cluster, such as "8xH100" or a YAML file, or --measure for this host')
+    if options.calibrate or not options.compare:
+        _make_writable(options.out)
+    if not options.compare:
+        _check_replaced(options.out)
     model = load_model(options.model, options.seq, options.config)
     predictor = RunPredictor(model, cluster)
     calibration = _calibration(options, predictor)
@@ -113,13 +120,57 @@ def _run(options: argparse.Namespace) -> int:
     show(result, console)
     if fixed is not None:
         explain(result, Planner(replace(question, num_best=1, fixed=fixed, every_auto=False)).answer(), console)
-    written = [*write_report(result, options.out)]
-    contents = {"config.json": result.config, "ranks.json": [place.model_dump() for place in result.map]}
-    for name, content in contents.items() if result.best else ():
-        written.append(options.out / name)
-        written[-1].write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print("written: " + ", ".join(map(str, written)))
+    print("written: " + ", ".join(map(str, _write(result, options.out))))
     return 0 if result.best else 1
+
+
+def _make_writable(directory: Path) -> None:
+    """Make the directory of the output. Raises ConfigError if nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--out is {directory}, where nothing can be written ({error.strerror}); give another directory"
+        ) from error
+
+
+def _check_replaced(directory: Path) -> None:
+    """Raise ConfigError if the output would replace a file that no earlier plan wrote, such as a model's config.json."""
+
+    def read(name: str) -> Any:
+        with suppress(OSError, ValueError, RecursionError):
+            return json.loads((directory / name).read_bytes())
+
+    plan, config = read("plan.json"), directory / "config.json"
+    names = [config.name] if config.exists() else []
+    if not isinstance(plan, dict) or not {"config", "best"} <= plan.keys():
+        names = [name for name in ("plan.json", "plan.html", config.name, "ranks.json") if (directory / name).exists()]
+    elif plan["config"] == read(config.name):
+        return
+    if names:
+        raise ConfigError(
+            f"{directory / names[0]} is not what an earlier p3d plan wrote, and would be replaced; give --out another directory"
+        )
+
+
+def _write(result: PlanResult, directory: Path) -> list[Path]:
+    """Write the report and, where a layout fits, its configuration and places; an earlier plan's are replaced or removed."""
+    contents = {"config.json": result.config, "ranks.json": [place.model_dump() for place in result.map]}
+    try:
+        written = [*write_report(result, directory)]
+        for name, content in contents.items():
+            if result.best:
+                write_whole(directory / name, json.dumps(content, indent=2) + "\n")
+                written.append(directory / name)
+            else:
+                (directory / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} can't be written to ({error.strerror}); give --out another directory"
+        ) from error
+    return written
 
 
 def _cluster(options: argparse.Namespace) -> Cluster | None:
@@ -144,7 +195,6 @@ def _calibration(options: argparse.Namespace, predictor: RunPredictor) -> Calibr
     if not options.calibrate:
         return Calibration()
     found = calibrate([record for _, record in find_run_records(options.calibrate)], predictor.parts)
-    options.out.mkdir(parents=True, exist_ok=True)
     found.write(options.out / "calibration.json")
     return found
 
@@ -156,7 +206,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def show(result: PlanResult, console: Console) -> None:
-    """Print the ranking; where nothing fits, the smallest change by which something would."""
+    """Print the ranking, or, if no layout fits, the smallest change with which one would."""
     title = (
         f"{result.model} on {result.cluster}: {result.global_batch} x {result.seq} tokens a step; {result.considered:,} "
         f"layouts, {result.simulated:,} simulated"

@@ -100,5 +100,6 @@ def _fixes(train: int, micro: int | None, accumulation: int | None, data: int) -
 
 
 def _divisor(number: int, limit: int) -> int:
-    """Return the largest divisor of `number` that is at most `limit`."""
-    return next(size for size in range(min(limit, number), 0, -1) if number % size == 0)
+    """Return the largest divisor of `number` among the 100,000 whole numbers up to `limit`, or 1."""
+    most = min(limit, number)
+    return next((size for size in range(most, max(0, most - 100_000), -1) if number % size == 0), 1)

@@ -1,27 +1,44 @@
-"""Read configurations from text: JSON with comments (Hjson, as DeepSpeed reads it), YAML, base64 of JSON."""
+"""Read text that users give: JSON with comments (Hjson, as DeepSpeed reads it), YAML, base64 of JSON.
+
+Whatever the text is, it takes a bounded time and ends with a value of bounded size or a ConfigError that names the place.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
+import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hjson
 import yaml
+from pydantic import ValidationError
 
 from parallel3d.errors import ConfigError, nearest
 
 YAML_SUFFIXES = (".yaml", ".yml")
+_T = TypeVar("_T")
+
+# Limits of what is read. The parsers of Hjson and YAML are slow, Hjson's for some texts by the square of their length.
+_MOST_BYTES, _MOST_HJSON, _MOST_YAML = 2**25, 2**16, 2**18
+_MOST_VALUES, _DEEPEST, _MOST_BITS = 200_000, 100, 1023
+MOST_LISTED = 100  # problems in one message
 
 
-def read_mapping(path: Path) -> Mapping[str, Any]:
-    """Return the contents of a .yaml or .yml file, or else of a JSON file. Raises ConfigError with file, line and remedy."""
+def read_mapping(path: Path, parse: Callable[[str, Path], object] | None = None) -> Mapping[str, Any]:
+    """Return the contents of a file. Raises ConfigError with file, line and remedy.
+
+    parse: by default parse_yaml for .yaml and .yml, else JSON with comments.
+    """
     text = _read_text(path)
-    content = parse_yaml(text, path) if path.suffix.lower() in YAML_SUFFIXES else _parse_json(text, path)
+    content = (parse or (parse_yaml if path.suffix.lower() in YAML_SUFFIXES else parse_hjson))(text, path)
     if not text.strip() or content is None:
         raise ConfigError(f"{path} is empty; write the configuration as one mapping of keys to values")
     if not isinstance(content, Mapping):
@@ -41,45 +58,139 @@ def decode(text: str) -> Mapping[str, Any] | None:
         return None
     if not decoded.lstrip().startswith(("{", "//", "#", "/*")):
         return None  # a file's name may look like base64
-    content = _parse_json(decoded, "configuration in base64")
+    content = parse_hjson(decoded, "configuration in base64")
     return content if isinstance(content, Mapping) else None
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        siblings: list[str] = []
+        with suppress(OSError):
+            siblings = [entry.name for entry in islice(path.parent.iterdir(), 1000)]
         raise ConfigError(
             f"no configuration file {path} (working directory {Path.cwd()}); correct the path."
             + nearest(path.name, siblings)
         ) from None
+    except OSError as error:
+        raise ConfigError(f"can't read {path} ({error.strerror}); give the path of a JSON or YAML file") from None
+    except ValueError as error:  # no path can have such characters
+        raise ConfigError(f"can't read {str(path)!r} ({error}); give the path of a JSON or YAML file") from None
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(f"{path} has more than {_MOST_BYTES} bytes; give the path of a configuration")
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from None
-    except OSError as error:
-        raise ConfigError(f"can't read {path} ({error.strerror}); give the path of a JSON or YAML file") from None
 
 
-def _parse_json(text: str, path: Path | str) -> object:
+def bounded(content: _T, name: object) -> _T:
+    """Return the content as it is. Raises ConfigError, with the dotted key, if it is too large, too deep, or holds itself.
+
+    Each mention of a YAML's alias counts anew, as it does for whoever walks through the content.
+    """
+
+    def inside(value: object, where: str) -> Iterable[tuple[object, str]]:
+        if isinstance(value, Mapping):
+            return ((inner, f"{where}.{key}" if where else str(key)) for key, inner in value.items())
+        return ((inner, where) for inner in value) if isinstance(value, (list, tuple)) else ()
+
+    for value, where in _walk(content, "", inside, lambda where: f"{name}: {where}"):
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise ConfigError(f"{name}: {where} is too large a number; give one of at most {_MOST_BITS} bits")
+    return content
+
+
+def _walk(
+    root: Any, start: _T, inside: Callable[[Any, _T], Iterable[tuple[Any, _T]]], place: Callable[[_T], str]
+) -> Iterator[tuple[Any, _T]]:
+    """Yield each value inside `root` with where it is. Raises ConfigError past the limits; inside: the values in one."""
+    waiting = [(root, start, 0)]
+    count = 0
+    while waiting:
+        value, where, depth = waiting.pop()
+        yield value, where
+        inner = [(other, there, depth + 1) for other, there in inside(value, where)]
+        count += len(inner)
+        if inner and depth >= _DEEPEST:
+            raise ConfigError(f"{place(where)} is nested more than {_DEEPEST} deep, or holds itself; flatten it")
+        if count > _MOST_VALUES:
+            raise ConfigError(f"{place(where)}: there are more than {_MOST_VALUES} values; give fewer")
+        waiting += inner
+
+
+def explain(error: ValidationError) -> str:
+    """Return what is wrong in a file by pydantic's account: each problem with its place, the value, and what to give."""
+    problems = []
+    for problem in error.errors(include_url=False)[:MOST_LISTED]:
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+        said, kind = problem["msg"].removeprefix("Value error, "), problem["type"]
+        if kind == "missing":
+            said = "is missing; give it"
+        elif kind != "value_error":
+            said = f"{said}, not {reprlib.repr(problem['input'])}"
+        problems.append(f"{where}: {said}" if where else said)
+    count = error.error_count()
+    return problems[0] if count == 1 else "\n  - ".join([f"{count} problems", *problems])
+
+
+def parse_json(text: str, name: Path | str) -> object:
+    """Return the value of a JSON text. Raises ConfigError, which begins with `name`."""
+    return _parse_json(json.loads, text, name)
+
+
+def parse_hjson(text: str, name: Path | str) -> object:
+    """Return the value of a JSON text, with comments if it isn't long. Raises ConfigError, which begins with `name`."""
+    return _parse_json(hjson.loads if len(text) <= _MOST_HJSON else json.loads, text, name)
+
+
+def _parse_json(loads: Callable[..., object], text: str, name: Path | str) -> object:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if twice:
-            raise ConfigError(f"{path}: key {twice[0]!r} is given twice in one mapping; keep one of them")
+            raise ConfigError(f"{name}: key {twice[0]!r} is given twice in one mapping; keep one of them")
         return dict(pairs)
 
+    def number(read: Callable[[str], float]) -> Callable[[str], float]:
+        def parse(digits: str) -> float:
+            if abs(float(digits)) == float("inf"):
+                line = text.count("\n", 0, text.index(digits)) + 1
+                raise ConfigError(f"{name}, line {line}: {digits[:20]} is too large a number; give a smaller one")
+            return read(digits)
+
+        return parse
+
     try:
-        return hjson.loads(text, object_pairs_hook=unique)
-    except hjson.HjsonDecodeError as error:
+        parsed = loads(text, object_pairs_hook=unique, parse_int=number(int), parse_float=number(float))
+    except (hjson.HjsonDecodeError, json.JSONDecodeError) as error:
+        lines = f" (a text of more than {_MOST_HJSON} characters is read as plain JSON)" * (len(text) > _MOST_HJSON)
         raise ConfigError(
-            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}; check the quotes, commas and brackets "
-            "there and before"
+            f"{name}, line {error.lineno}, column {error.colno} is no JSON: {error.msg}{lines}; check the quotes, commas and "
+            "brackets there and before"
         ) from None
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deep; flatten it") from None
+    except ValueError as error:  # of hjson, for a character that there isn't
+        raise ConfigError(f"{name} is no JSON: {error}; correct it there") from None
+    except IndexError:  # of hjson, which looks for the end of a comment, and for the line before ''', past the text
+        raise ConfigError(
+            f"{name} ends within a comment, or has ''' on its first line; close the comment, or begin a new line before '''"
+        ) from None
+    return bounded(parsed, name)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, and reads 1e-4 as a number as YAML 1.2 does."""
+    """SafeLoader that refuses a key given twice and what aliases make huge, and reads 1e-4 as a number as YAML 1.2 does."""
+
+    def __init__(self, text: str, name: str):
+        super().__init__(text)
+        self.name = name
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -92,6 +203,32 @@ class _Loader(yaml.SafeLoader):
                 seen.add(key.value)
         return node
 
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= _DEEPEST:  # the scanner's time grows by the square of the depth
+            problem = f"brackets are nested more than {_DEEPEST} deep; flatten them"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
+            problem = f"{reprlib.repr(node.value)} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+
+    def get_single_node(self) -> yaml.Node | None:
+        root: yaml.Node | None = super().get_single_node()
+
+        def inside(node: Any, mark: yaml.Mark) -> Iterable[tuple[Any, yaml.Mark]]:
+            pairs = node.value if isinstance(node, yaml.CollectionNode) else ()
+            nodes = (n for pair in pairs for n in pair) if isinstance(node, yaml.MappingNode) else pairs
+            return ((inner, inner.start_mark) for inner in nodes)
+
+        if root is not None:  # before anything is made of it: merged keys are copied
+            for _ in _walk(root, root.start_mark, inside, lambda mark: f"{mark.name}, line {mark.line + 1}"):
+                pass
+        return root
+
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -102,10 +239,16 @@ _Loader.add_implicit_resolver(
 
 def parse_yaml(text: str, name: Path | str) -> Any:
     """Return the value of a YAML text: 1e-4, true, [0.9, 0.95], a word. Raises ConfigError, which begins with `name`."""
+    if len(text) > _MOST_YAML:
+        raise ConfigError(f"{name} has more than {_MOST_YAML} characters of YAML; write it as JSON")
     try:
-        return yaml.load(text, Loader=_Loader)
+        return bounded(_Loader(text, str(name)).get_single_data(), name)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{name}, line {line}: {error.problem}; check the indentation and quotes there") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deep; flatten it") from None
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{name} is not YAML: {error}; correct it there") from None

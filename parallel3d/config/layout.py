@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from parallel3d.config.pipeline import SCHEDULES
 from parallel3d.errors import ConfigError, nearest
@@ -14,7 +15,7 @@ from parallel3d.errors import ConfigError, nearest
 # A word that ends in a number -> the field that it sets, and what it counts.
 _NUMBERED = {
     "pp": ("stages", "pipeline stages"),
-    "tp": ("slices", "tensor-parallel ranks"),
+    "tp": ("tensor_ranks", "tensor-parallel ranks"),
     "dp": ("replicas", "data-parallel replicas"),
     "zero": ("zero", "the ZeRO stage"),
     "mb": ("micro_batch", "samples of a micro-batch"),
@@ -41,52 +42,55 @@ _KEYS = {
     "chunks": "pipeline.num_chunks",
     "placement": "pipeline.placement",
     "recompute": "pipeline.activation_checkpoint_interval",
-    "slices": "tensor_parallel.size",
+    "tensor_ranks": "tensor_parallel.size",
     "sequence_parallel": "tensor_parallel.sequence_parallel",
     "zero": "zero_optimization.stage",
 }
-_AXES = ("stages", "slices", "sequence_parallel")  # an axis that no word names has 1 rank
+_AXES = ("stages", "tensor_ranks", "sequence_parallel")  # an axis that no word names has 1 rank
+_Count = Annotated[int, Field(ge=1, lt=10**9)]
+_Number = Annotated[int, Field(ge=0, lt=10**9)]
 
 
 class Layout(BaseModel):
     """Layout of a training run: its ranks along each axis, its batch, ZeRO stage and schedule.
 
-    - stages, slices, replicas: ranks of the pipeline, tensor-parallel and data-parallel axes.
-    - chunks: of a stage; schedule: a name, or "written" for lists of instructions.
-    - micro_batch: samples of a micro-batch; micro_batches: of each replica in a step.
+    - stages, tensor_ranks, replicas: ranks of the pipeline, tensor-parallel and data-parallel axes.
+    - chunks: number per stage; schedule: a name, or "written" for lists of instructions.
+    - micro_batch: samples of a micro-batch; micro_batches: number in a step of each replica.
     - recompute: layers recomputed together, as pipeline.activation_checkpoint_interval.
     - units: "half" where layers are half blocks, as the units of models.decoder; None for layers as they are given.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    stages: int = 1
-    replicas: int = 1
-    slices: int = 1
+    stages: _Count = 1
+    replicas: _Count = 1
+    # Files written by earlier versions call it `slices`.
+    tensor_ranks: _Count = Field(default=1, validation_alias=AliasChoices("tensor_ranks", "slices"))
     sequence_parallel: bool = False
-    chunks: int = 1
+    chunks: _Count = 1
     placement: Literal["loop", "v"] = "loop"
     schedule: str = "1f1b"
-    micro_batch: int = 1
-    micro_batches: int = 1
-    zero: int = 0
-    recompute: int = 0
+    micro_batch: _Count = 1
+    micro_batches: _Count = 1
+    zero: _Number = 0
+    recompute: _Number = 0
     units: Literal["half"] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Ranks along the pipe, data and model axes."""
-        return self.stages, self.replicas, self.slices
+        return self.stages, self.replicas, self.tensor_ranks
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.stages * self.slices * self.replicas
+        return self.stages * self.tensor_ranks * self.replicas
 
     @property
     def text(self) -> str:
         """Words that parse_layout reads, the same for equal layouts; axes of 1 rank and usual values are left out."""
-        axes = {"pp": self.stages, "dp": self.replicas, "tp": self.slices}
+        axes = {"pp": self.stages, "dp": self.replicas, "tp": self.tensor_ranks}
         words = [f"{name}{size}" for name, size in axes.items() if size > 1] or ["pp1"]
         words += ["sp"] * self.sequence_parallel + [f"zero{self.zero}"] * (self.zero > 0)
         words += [] if self.units is None else [self.units]
@@ -142,7 +146,7 @@ def _read(word: str, text: str) -> tuple[str, Any]:
     """Return the field that a word of a layout sets, and its value."""
     if word in _FLAGS:
         return _FLAGS[word]
-    match = re.fullmatch(r"([a-z]+)([0-9]+)", word)
+    match = re.fullmatch(r"([a-z]+)([0-9]{1,9})", word)
     if match is None or match[1] not in _NUMBERED:
         letters = word.rstrip("0123456789")
         near = [*_FLAGS, *(name + word[len(letters) :] for name in _NUMBERED)]
@@ -150,7 +154,8 @@ def _read(word: str, text: str) -> tuple[str, Any]:
         known = [f"{name}N ({meaning})" for name, (_, meaning) in _NUMBERED.items()]
         known += ["sp (sequence parallelism)" if flag == "sp" else flag for flag in _FLAGS]
         raise ConfigError(
-            f"layout {text!r}: unknown word {word!r}.{hint} Known are {', '.join(known)}; separate them by commas"
+            f"layout {text[:200]!r}: unknown word {word[:50]!r}.{hint} Known are {', '.join(known)}, with N of at most "
+            "9 digits; separate them by commas"
         )
     name, number = match[1], int(match[2])
     field, meaning = _NUMBERED[name]
@@ -160,8 +165,9 @@ def _read(word: str, text: str) -> tuple[str, Any]:
 
 
 def configuration(layout: Layout, base: Mapping[str, Any], bounds: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return `base` with a layout's values in place of its own: of a PartialLayout those that are given, and its axes.
+    """Return `base` with a layout's values in place of its own.
 
+    - layout: a PartialLayout replaces only the values that it gives, and the axes.
     - bounds: the partition in layers.
 
     A complete layout with ZeRO-2 reduces in every micro-batch, without which it saves nothing, unless `base` sets
@@ -173,10 +179,10 @@ def configuration(layout: Layout, base: Mapping[str, Any], bounds: Sequence[int]
         if name in given:
             section, _, last = key.rpartition(".")
             own = {last: getattr(layout, name)}
-            config |= {section: {**_section(config, section), **own}} if section else own
+            config |= {section: {**given_section(config, section), **own}} if section else own
     if bounds is not None:
         config["pipeline"]["partition"] = list(bounds)
-    each = _section(config, "zero_optimization").get("reduce_per_micro_batch")
+    each = given_section(config, "zero_optimization").get("reduce_per_micro_batch")
     if layout.zero == 2 and not isinstance(layout, PartialLayout):
         config["zero_optimization"]["reduce_per_micro_batch"] = each is not False
     elif each is True and layout.zero < 2 and "zero" in given:  # which these stages refuse
@@ -184,7 +190,12 @@ def configuration(layout: Layout, base: Mapping[str, Any], bounds: Sequence[int]
     return config
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section of a configuration as given; an empty one where it is absent, or no mapping."""
+def given_section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a configuration as given; an empty one where it is absent, "auto", or true or false.
+
+    Raises ConfigError for another value.
+    """
     given = config.get(name)
+    if not isinstance(given, Mapping | bool | None) and given != "auto":
+        raise ConfigError(f"{name} is {reprlib.repr(given)}; give a mapping of its keys")
     return given if isinstance(given, Mapping) else {}

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from parallel3d.config.files import decode, read_mapping
+from parallel3d.config.files import MOST_LISTED, bounded, decode, read_mapping
 from parallel3d.config.schema import STAGE_3_AS_2, Config
 from parallel3d.config.section import KnownKey, Section, Support, section_of, shown_default, what_to_give
 from parallel3d.errors import ConfigError, nearest
@@ -34,7 +34,7 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
     - known: further values by dotted key, for those that are still "auto". scheduler.params.warmup_max_lr falls back to the
       optimizer's lr.
 
-    Raises ConfigError that lists all problems. Warns of the known keys that are left out.
+    Raises ConfigError that lists all problems. Warns about the known keys that are left out.
     """
     if isinstance(source, Config):
         if auto:
@@ -63,6 +63,7 @@ def read(
         raise ConfigError(
             f'auto is {auto!r}; give a mapping of the keys that are "auto" to values, such as {{"optimizer.params.lr": 1e-4}}'
         )
+    bounded(auto or {}, "auto")
     reading = Reading(name, {key: value for key, value in given.items() if not sections or key in sections})
     reading.check(_fill(reading, auto or {}, known or {}))
     return reading
@@ -71,7 +72,7 @@ def read(
 def read_source(source: object) -> tuple[str, Mapping[str, Any]]:
     """Return (name for messages, mapping) of a path, a base64 text, a mapping or None. Raises ConfigError for others."""
     if source is None or isinstance(source, Mapping):
-        return "configuration", source or {}
+        return "configuration", bounded(source or {}, "configuration")
     if isinstance(source, str) and (mapping := decode(source)) is not None:
         return "configuration in base64", mapping
     if isinstance(source, (str, Path)):
@@ -123,15 +124,18 @@ class Reading:
         try:
             self.config = Config.model_validate(supported)
         except ValidationError as error:
-            self.problems.extend(dict.fromkeys(_explain_value(e, supported) for e in error.errors()))
+            self.problems.extend(dict.fromkeys(_explain_value(e, supported) for e in error.errors()[:MOST_LISTED]))
         if self.problems:
-            lines = self.problems if len(self.problems) == 1 else [f"{len(self.problems)} problems", *self.problems]
+            count = f"{len(self.problems)} problems" + " or more" * (len(self.problems) >= MOST_LISTED)
+            lines = self.problems if len(self.problems) == 1 else [count, *self.problems]
             raise ConfigError(f"{self.name}: " + "\n  - ".join(lines))
 
     def _supported(self, given: Mapping[str, Any], section: type[Section], path: str = "") -> dict[str, Any]:
         """Return `given` without the keys that are ignored or refused, which are noted, and those unset by "auto"."""
         kept: dict[str, Any] = {}
         for key, value in given.items():
+            if len(self.problems) >= MOST_LISTED:
+                break
             name = section.renamed.get(key, key)
             if name != key and name in given:
                 self.problems.append(

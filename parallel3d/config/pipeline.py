@@ -104,7 +104,7 @@ class PipelineConfig(Section):
 
 
 class TensorParallelConfig(Section):
-    """The number of tensor-parallel ranks, and whether activations between their layers are shared along the sequence."""
+    """The number of tensor-parallel ranks, and whether activations between their layers are sharded along the sequence."""
 
     known_keys = keys_of("tensor_parallel")
     unset_by_auto = frozenset({"size"})
@@ -126,7 +126,7 @@ class TensorParallelConfig(Section):
     def _consistent(self) -> TensorParallelConfig:
         if self.sequence_parallel and self.size == 1:
             raise ValueError(
-                "sequence_parallel shares sequences over the tensor-parallel ranks, but size is 1; set size, or "
+                "sequence_parallel shards sequences over the tensor-parallel ranks, but size is 1; set size, or "
                 "sequence_parallel to false"
             )
         return self

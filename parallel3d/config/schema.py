@@ -174,7 +174,9 @@ _QUOTED_BACKENDS = ", ".join(f'"{name}"' for name in get_args(AttentionBackend))
 
 def _read_backends(value: object) -> object:
     names = [value] if isinstance(value, str) else value
-    return tuple(dict.fromkeys(names)) if isinstance(names, (list, tuple)) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        return value
+    return tuple(dict.fromkeys(names))
 
 
 class AttentionConfig(Section):
@@ -226,8 +228,8 @@ class RngConfig(Section):
 
     layout_independent: bool = own_key(
         False,
-        "true or false, whether what tensor-parallel ranks drop is part of what one process would drop, for the price of "
-        "drawing all of it, and of attention that holds its probabilities",
+        "true or false, whether dropout on tensor-parallel ranks uses parts of one process's mask; each rank then draws the "
+        "whole mask, and attention with dropout stores its probabilities",
     )
 
 
@@ -272,9 +274,14 @@ class RunRecordConfig(Section):
 
 
 class FailuresConfig(Section):
-    """Detection and reports of failures. timeout_s: how long ranks may wait for one that doesn't move; 0: forever."""
+    """Detection and reports of failures. Timeouts: how long ranks may wait for one that doesn't move; 0: forever."""
 
     timeout_s: float = own_key(60.0, "seconds >= 0 after which a rank that holds up others is late, 0 for never", ge=0)
+    first_step_timeout_s: float = own_key(
+        600.0,
+        "seconds >= 0 as failures.timeout_s, in the first step, where a compilation counts as a move; 0 for never",
+        ge=0,
+    )
     directory: NonEmpty = own_key(".", "the folder for failure-RANK.json")
 
 
@@ -331,8 +338,8 @@ class Config(Section):
     )
     gc_freeze: bool = own_key(
         True,
-        "true or false: on CUDA keep Python's garbage collector from the objects that exist after the first steps, so that "
-        "no rank pauses for it in the middle of one",
+        "true or false: on CUDA exclude the objects that exist after the first steps from Python's garbage collection, so "
+        "that no rank pauses for it in the middle of a step",
     )
     dataloader_drop_last: bool = False
     seed: NonNegative = own_key(1234, "a whole number >= 0, which fixes the order of the training data")

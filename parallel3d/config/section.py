@@ -56,7 +56,7 @@ class KnownKey:
     """A key that no field holds.
 
     - reason: shown to the user.
-    - same: values that hold here anyway.
+    - same: values that ask for what is done anyway.
     - inner: the keys of a section, among which a misspelled one is found.
     - switch: the inner key that turns a section on; a section without it is off. off_values: those that leave it off.
     """
@@ -69,8 +69,8 @@ class KnownKey:
     off_values: Sequence[object] = (False, None)
 
     def asks_nothing(self, value: object) -> bool:
-        """Return whether this value leaves everything as it is here."""
-        # Where true holds anyway, false asks for something.
+        """Return whether this value changes nothing here."""
+        # False is no such value for a key whose `same` has True.
         if value in self.same or (not value and (value is not False or True not in self.same)):
             return True
         if isinstance(value, Mapping) and (self.switch in self.inner or self.switch in value):
@@ -163,7 +163,7 @@ def key(default: Any, give: str, *, own: bool = False, differs: str = "", **limi
 
     - give: what the user should give, which completes the error of a wrong value.
     - own: whether DeepSpeed has no such key; differs: where the key means something else than DeepSpeed's.
-    - limits: as of pydantic's Field.
+    - limits: further arguments of pydantic's Field.
     """
     marks: dict[str, Any] = {"own": own, "difference": differs}
     return Field(default, description=give, json_schema_extra={k: v for k, v in marks.items() if v}, **limits)
@@ -203,7 +203,7 @@ class Section(BaseModel):
 
 
 def section_of(annotation: object) -> type[Section] | None:
-    """Return the Section that a field's annotation is, or is when not None; None for a plain field."""
+    """Return the Section in a field's annotation, which may also allow None; None for a plain field."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is None and isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate

@@ -11,6 +11,9 @@ from pydantic import Field
 from parallel3d.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+MOST_LAYERS, MOST_SIZE = 10_000, 2**31  # what a decoder may have, so that a wrong digit is told at once
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +28,30 @@ class Rope:
     - original_max_positions: of the model before its context was extended, from which llama3 and yarn start.
     """
 
-    theta: Annotated[float, Field(alias="rope_theta")] = 10000.0
+    theta: Annotated[float, Field(alias="rope_theta", gt=1, allow_inf_nan=False)] = 10000.0
     kind: Annotated[Literal["default", "linear", "dynamic", "llama3", "yarn"], Field(alias="rope_type")] = "default"
-    factor: float = 1.0
-    original_max_positions: Annotated[int | None, Field(alias="original_max_position_embeddings")] = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    factor: _Above = 1.0
+    original_max_positions: Annotated[
+        int | None, Field(alias="original_max_position_embeddings", gt=0, lt=MOST_SIZE)
+    ] = None
+    low_freq_factor: _Above = 1.0
+    high_freq_factor: _Above = 4.0
+    beta_fast: _Above = 32.0
+    beta_slow: _Above = 1.0
+    attention_factor: _Finite | None = None
+    mscale: _Finite | None = None
+    mscale_all_dim: _Finite | None = None
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ConfigError(
+                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}; "
+                "make the second one larger"
+            )
+
+
+_SIZES = ("vocab_size", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +97,16 @@ class DecoderConfig:
     huggingface: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        most = {"num_layers": MOST_LAYERS} | dict.fromkeys(_SIZES, MOST_SIZE)
+        for name, limit in most.items():
+            size = getattr(self, name)
+            if size is not None and not 1 <= size <= limit:
+                raise ConfigError(f"{name} is {size}; give a whole number from 1 to {limit}")
+        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give a number from 0 to 1")
+        if self.init_std < 0:
+            raise ConfigError(f"init_std is {self.init_std}; give a number >= 0")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"{self.num_heads} heads don't divide hidden_size {self.hidden_size}; give head_dim, or another num_heads"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from parallel3d.config.files import explain
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.models.config import Activation, DecoderConfig, Rope
+from parallel3d.models.config import MOST_LAYERS, Activation, DecoderConfig, Rope
 
 # Keys that don't change what is computed, or only in generation.
 _NEUTRAL = frozenset(
@@ -32,11 +34,12 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def _activation(name: Any) -> Activation:
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ValueError(f"the native decoder has {', '.join(_ACTIVATIONS)}.{nearest(str(name), _ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
+_Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]  # before a list has an entry for each
 _KnownActivation = Annotated[Activation, BeforeValidator(_activation)]
 _Rate = Annotated[float, BeforeValidator(lambda rate: 0.0 if rate is None else rate)]
 _FIELDS = {field.name for field in fields(DecoderConfig)}
@@ -49,7 +52,7 @@ class Family(BaseModel):
     - constant: fields of DecoderConfig that are the same in all models of the architecture.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), allow_inf_nan=False)
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     base: ClassVar[str] = "model."
@@ -90,7 +93,7 @@ class Family(BaseModel):
 class _Rotary(Family):
     hidden_size: int
     ffn_size: int = Field(alias="intermediate_size")
-    num_layers: int = Field(alias="num_hidden_layers")
+    num_layers: _Layers = Field(alias="num_hidden_layers")
     num_heads: int = Field(alias="num_attention_heads")
     num_kv_heads: int | None = Field(None, alias="num_key_value_heads")
     head_dim: int | None = None
@@ -189,7 +192,7 @@ class Gpt2(Family):
         ("qkv_bias", "attention_out_bias", "mlp_bias"), True
     )
     hidden_size: int = Field(768, alias="n_embd")
-    num_layers: int = Field(12, alias="n_layer")
+    num_layers: _Layers = Field(12, alias="n_layer")
     num_heads: int = Field(12, alias="n_head")
     max_positions: int = Field(1024, alias="n_positions")
     n_inner: int | None = None
@@ -218,12 +221,25 @@ class Gpt2(Family):
 FAMILIES: tuple[type[Family], ...] = (Llama, Mistral, Qwen2, Gpt2)
 
 
+class _Names(BaseModel):
+    """Keys of any config.json that name its architecture."""
+
+    architectures: tuple[str, ...] | None = None
+    model_type: str | None = None
+
+
 def family_of(raw: Mapping[str, Any]) -> type[Family] | None:
-    """Return the architecture that a config.json names, or None if the native decoder does not know it."""
-    named = raw.get("architectures")
-    if named:
-        return next((family for family in FAMILIES if family.architecture == named[0]), None)
-    return next((family for family in FAMILIES if family.model_type == raw.get("model_type")), None)
+    """Return the architecture that a config.json names, or None if the native decoder does not know it.
+
+    Raises ConfigError if it is no config.json.
+    """
+    try:
+        names = _Names.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"this is no config.json of a model: {explain(error)}") from None
+    if names.architectures:
+        return next((family for family in FAMILIES if family.architecture == names.architectures[0]), None)
+    return next((family for family in FAMILIES if family.model_type == names.model_type), None)
 
 
 def parse(raw: Mapping[str, Any], ignore: Collection[str] = ()) -> tuple[type[Family], DecoderConfig]:
@@ -251,7 +267,7 @@ def parse(raw: Mapping[str, Any], ignore: Collection[str] = ()) -> tuple[type[Fa
         first = error.errors()[0]
         key, why = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
         raise ConfigError(
-            f"{key} = {first['input']!r} in the config.json of a {family.architecture} is not supported: {why}"
+            f"{key} = {reprlib.repr(first['input'])} in the config.json of a {family.architecture} is not supported: {why}"
         ) from error
 
 
@@ -317,6 +333,6 @@ def refuse(where: str, unknown: Mapping[str, Any], known: Collection[str]) -> No
     for key, value in unknown.items():
         if value is not None and value is not False:
             raise ConfigError(
-                f"key {key!r} = {value!r} {where} is not known to the native decoder;{nearest(key, known)} if what is computed "
-                f"doesn't depend on it, pass from_hf(..., ignore=[{key!r}])"
+                f"key {key!r} = {reprlib.repr(value)} {where} is not known to the native decoder;{nearest(key, known)} if "
+                f"what is computed doesn't depend on it, pass from_hf(..., ignore=[{key!r}])"
             )

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.config.files import parse_json, read_mapping
+from parallel3d.errors import ConfigError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.models.huggingface.config import family_of, parse
@@ -42,7 +43,8 @@ def from_hf(
     - ignore: unknown keys of the config that are accepted.
     - units: what a stage holds a whole number of, see `decoder`.
 
-    Raises ConfigError for an unknown architecture or key, CheckpointError for tensors that are missing, too many or misshapen.
+    Raises ConfigError for a config.json that can't be read, an unknown architecture or key, CheckpointError for tensors that
+    are missing, too many or misshapen.
     """
     if isinstance(source, nn.Module):
         raw = _config_of(source)
@@ -53,8 +55,11 @@ def from_hf(
         stored = Weights(source.state_dict()) if weights else None
         where = type(source).__name__
     else:
-        raw = _read_json(Path(source) / "config.json")
-        family, config = parse(raw, ignore)
+        raw = dict(read_mapping(Path(source) / "config.json", parse_json))
+        try:
+            family, config = parse(raw, ignore)
+        except ConfigError as error:
+            raise ConfigError(f"{Path(source) / 'config.json'}: {error}") from None
         stored = open_directory(Path(source), family.base) if weights else None
         where = str(source)
     config = replace(_tie(config, tied, stored, where), huggingface=raw)
@@ -72,20 +77,6 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     raw = dict(config.to_dict())
     raw["architectures"] = [type(model).__name__]
     return json.loads(json.dumps(raw, default=lambda value: str(value).removeprefix("torch.")))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} can't be read: {error.strerror}; give the directory of a Hugging Face model"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds a {type(raw).__name__}, not a mapping")
-    return raw
 
 
 def _tie(config: DecoderConfig, tied: bool | None, weights: Weights | None, where: str) -> DecoderConfig:

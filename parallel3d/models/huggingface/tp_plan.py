@@ -150,7 +150,10 @@ def _copy_of(module: nn.Module) -> nn.Module:
 
 
 def _slice_lookup(embedding: nn.Embedding, group: Group) -> None:
-    """Shard an embedding by the vocabulary, in place; its own forward still computes with the rows that it looks up."""
+    """Shard an embedding by the vocabulary; its own forward still computes with the rows that it looks up.
+
+    In place, because the arguments that its class is constructed with aren't known.
+    """
     look_up = type(embedding).forward
     whole = cut(embedding.num_embeddings, None, group.size)
     ((start, stop),) = whole.ranges[group.index]

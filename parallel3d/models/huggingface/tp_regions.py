@@ -55,9 +55,11 @@ class Region:
             raise UnknownRegion(f"has {counts} ({', '.join(layers)}), where columns must lead to one row layer")
         row: Any = layers.pop(self.rows[0])
         if any(hasattr(self.module, name) for name in _OF_HEADS):
-            styles = self._by_heads(layers, row, group)
+            styles: dict[str, Any] = self._by_heads(layers, row, group)
         else:
             styles = self._by_numbers(layers, row)
+        if len(self.columns) > 1:  # they enter the region together, see `connect`
+            styles |= {k: replace(styles.get(k, column), in_region=True) for k, column in self.columns.items()}
         inside = f"{self.name}." if self.name else ""
         return {inside + name: style for name, style in styles.items()}
 
@@ -68,7 +70,6 @@ class Region:
         if len(columns) > 1:
             entry = _Entry(group)
             for column in columns:
-                column.in_region = True
                 column.register_forward_pre_hook(entry.enter)
             row.register_forward_pre_hook(entry.leave)
         if self.drops:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, BaseModel, ValidationError
 from torch import Tensor, nn
 
 from parallel3d.checkpoint.export import INDEX, SINGLE, LayerNames, Stored
 from parallel3d.checkpoint.read import differences, open_safetensors
-from parallel3d.errors import CheckpointError
+from parallel3d.config.files import explain, parse_json, read_mapping
+from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.parameters import slicing_of
 
 HEAD = "lm_head.weight"
@@ -31,14 +33,27 @@ class Weights:
         return {name: tuple(t.shape if isinstance(t, Tensor) else t.get_shape()) for name, t in self._tensors.items()}
 
     def alias(self, name: str, other: str) -> None:
-        """Give the tensor `other` the second name `name`, unless there is a tensor of that name."""
-        self._tensors.setdefault(name, self._tensors[other])
+        """Give the tensor `other` the second name `name`, unless there is one of that name, or none to name."""
+        if other in self._tensors:
+            self._tensors.setdefault(name, self._tensors[other])
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a tensor along dim 0 or 1; nothing else is read from a file."""
         tensor = self._tensors[name]
         part: Tensor = tensor[start:stop] if dim == 0 else tensor[:, start:stop]
         return part
+
+
+def _plain(name: str) -> str:
+    if not name.isprintable() or Path(name).name != name or len(os.fsencode(name)) > 255:
+        raise ValueError(f"{name!r} is no name of a file in the directory")
+    return name
+
+
+class _Index(BaseModel):
+    """The index of several files. weight_map: tensor -> name of its file."""
+
+    weight_map: dict[str, Annotated[str, AfterValidator(_plain)]]
 
 
 def open_directory(directory: Path, base: str) -> Weights:
@@ -58,8 +73,13 @@ def open_directory(directory: Path, base: str) -> Weights:
 
 def _files_of(directory: Path) -> list[Path]:
     if (directory / INDEX).is_file():
-        index = json.loads((directory / INDEX).read_text())
-        files = sorted({directory / file for file in index["weight_map"].values()})
+        try:
+            index = _Index.model_validate(read_mapping(directory / INDEX, parse_json))
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
+        except ValidationError as error:
+            raise CheckpointError(f"{directory / INDEX} is no index of weights: {explain(error)}") from None
+        files = sorted({directory / file for file in index.weight_map.values()})
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise CheckpointError(f"{directory / INDEX} names files that are not there: {', '.join(missing)}")

@@ -17,7 +17,7 @@ NUMBERS = st.integers(1, 100)
 layouts = st.builds(
     Layout,
     stages=NUMBERS,
-    slices=NUMBERS,
+    tensor_ranks=NUMBERS,
     replicas=NUMBERS,
     zero=st.integers(0, 3),
     sequence_parallel=st.booleans(),
@@ -38,7 +38,7 @@ def test_words_in_any_order(names: list[str], numbers: tuple[int, ...], sequence
     layout = parse_layout(", ".join(words))
     expected = Layout(
         stages=said["pp"],
-        slices=said["tp"],
+        tensor_ranks=said["tp"],
         replicas=said["dp"],
         zero=said["zero"],
         sequence_parallel=sequence_parallel,
@@ -49,10 +49,17 @@ def test_words_in_any_order(names: list[str], numbers: tuple[int, ...], sequence
 
 def test_fields_that_no_word_sets_are_open():
     layout = parse_layout("TP4, zero0")
-    assert layout.complete(replicas=2) == Layout(slices=4, replicas=2)
-    assert layout.given == {"slices", "zero"}
+    assert layout.complete(replicas=2) == Layout(tensor_ranks=4, replicas=2)
+    assert layout.given == {"tensor_ranks", "zero"}
     assert (layout.decided("zero"), layout.decided("replicas")) == (0, None)
     assert layout.text == "TP4, zero0"
+
+
+def test_files_of_earlier_versions_have_another_name_of_tensor_parallel_ranks():
+    layout = Layout.model_validate({"stages": 2, "slices": 4})
+    assert layout == Layout(stages=2, tensor_ranks=4)
+    assert Layout.model_validate_json(layout.model_dump_json()) == layout
+    assert "slices" not in layout.model_dump()
 
 
 @given(layouts)

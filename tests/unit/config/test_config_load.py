@@ -191,7 +191,7 @@ def test_yaml_constructs_no_python_objects(tmp_path):
         ("c.yaml", "seed: 1\n  stages: 2\n", ["line 2", "check the indentation"]),
         ("c.yaml", "seed: [1\n", ["line 2"]),
         ("c.yaml", "seed: \x01", ["is not YAML"]),
-        ("c.yaml", "seed: 2001-99-99", ["is not YAML"]),
+        ("c.yaml", "seed: 2001-99-99", ["line 1", "'2001-99-99' is no timestamp"]),
         ("c.json", "[1, 2]", ["holds a list", "one mapping"]),
         ("c.yaml", "- 1\n", ["holds a list", "one mapping"]),
         ("c.yaml", "just words", ["holds a str", "one mapping"]),
@@ -204,6 +204,40 @@ def test_a_malformed_file_is_named_with_line_and_remedy(tmp_path, name, text, pa
         load(write(tmp_path / name, text))
     for part in [str(tmp_path / name), *parts]:
         assert part in str(caught.value)
+
+
+MANY = "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 12)}]\n" for old, new in zip("abcdef", "bcdefg", strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        pytest.param("c.json", "/* {", "c.json ends within a comment", id="comment"),
+        pytest.param(
+            "c.json", '{"seed":\n' + "1" * 5000 + "}", "c.json, line 2: 111.* is too large a number", id="digits"
+        ),
+        pytest.param("c.json", '{"seed":\n1e999}', "c.json, line 2: 1e999 is too large a number", id="exponent"),
+        pytest.param("c.json", "[" * 5000, "c.json is nested too deep", id="brackets"),
+        pytest.param(
+            "c.json", '{"amp": ' + "[" * 200 + "]" * 200 + "}", "json: amp is nested more than 100 deep", id="deep"
+        ),
+        pytest.param(
+            "c.json", "{a: n" + "," * 100_000, "line 1, .* of more than 65536 characters is read as", id="long"
+        ),
+        pytest.param("c.yaml", "a: 1\nb: &b\n  c: *b", "c.yaml, line 2 is nested .* or holds itself", id="recursive"),
+        pytest.param(
+            "c.yaml", "a: &a [x, x]\n" + MANY, "c.yaml, line [0-9]: there are more than 200000 values", id="bomb"
+        ),
+        pytest.param("c.yaml", "[" * 5000, "c.yaml, line 1: brackets are nested more than 100 deep", id="flow"),
+        pytest.param("c.yaml", "seed: 0x" + "f" * 5000, "c.yaml: seed is too large a number", id="hexadecimal"),
+        pytest.param("c.yaml", "a: 1\nseed: !!int ''", "c.yaml, line 2: '' is no int", id="tag"),
+        pytest.param("c.json", '{"a' + "k" * 10**6 + '": 1}', "unknown key 'akkk.*[0-9]+ characters", id="message"),
+    ],
+)
+def test_a_file_that_asks_for_too_much_is_told_with_the_place(tmp_path, name, text, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        load(write(tmp_path / name, text))
+    assert len(str(caught.value)) < 21_000
 
 
 def test_a_missing_file_is_named_with_the_nearest_in_its_folder(tmp_path):

@@ -47,6 +47,14 @@ def write_config(path: Path, **changes: Any) -> Path:
         ({"rope_scaling": {"rope_type": "default", "short_factor": [1.0]}}, "short_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_size": "wide"}, "hidden_size = 'wide'"),
+        ({"num_attention_heads": 0}, r"config.json: num_heads is 0; give a whole number from 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000"),
+        ({"hidden_act": ["silu"]}, r"hidden_act = \['silu'\]"),
+        ({"architectures": {"a": 1}}, "no config.json of a model: architectures: .* not {'a': 1}"),
+        ({"model_type": 3}, "no config.json of a model: model_type: "),
+        ({"attention_dropout": 2.0}, "attention_dropout is 2.0"),
+        ({"rope_theta": -1.0, "rope_scaling": {"type": "linear"}}, "rope_theta = -1.0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor = 0"),
         ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
     ],
 )
@@ -102,6 +110,21 @@ def test_all_tensors_at_fault_are_listed(tmp_path):
             ),
             "not there: gone.safetensors",
         ),
+        *(
+            (lambda path, text=text: (path / "model.safetensors.index.json").write_text(text), told)
+            for text, told in (
+                (
+                    '{"weight_map": {"a": "../outside.safetensors"}}',
+                    "'../outside.safetensors' is no name of a file in the dir",
+                ),
+                ('{"weight_map": {"a": "/etc/passwd"}}', "'/etc/passwd' is no name of a file in the directory"),
+                ('{"weight_map": ["a"]}', "no index of weights: weight_map: "),
+                ('{"weight_map": {"a": 1}}', r"no index of weights: weight_map.a: "),
+                ("{}", "weight_map: is missing"),
+                ("[]", "holds a list"),
+                ("{", "no JSON"),
+            )
+        ),
     ],
 )
 def test_directories_without_readable_weights(tmp_path, prepare: Any, told: str):
@@ -111,10 +134,10 @@ def test_directories_without_readable_weights(tmp_path, prepare: Any, told: str)
 
 
 def test_no_config_and_no_json(tmp_path):
-    with pytest.raises(CheckpointError, match="No such file"):
+    with pytest.raises(ConfigError, match=r"no configuration file .*config\.json"):
         from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="no JSON"):
+    with pytest.raises(ConfigError, match="no JSON"):
         from_hf(tmp_path)
 
 
@@ -196,9 +219,9 @@ def test_a_wrapped_model_needs_a_pipeline_plan_and_weights_shared_by_embedding_a
 def test_an_export_is_whole_or_not_there(tmp_path):
     module = PipelineModule(from_hf(make_model("llama")), num_stages=1)
     out = tmp_path / "deep" / "out"
-    (tmp_path / "deep" / ".out.partial").mkdir(parents=True)  # an earlier export that was killed
+    (tmp_path / "deep" / ".out.partial").mkdir(parents=True)  # the user's
     save_hf(module, out, max_file_bytes=30_000)
-    assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
+    assert sorted(p.name for p in out.parent.iterdir()) == [".out.partial", "out"]
     index = json.loads((out / "model.safetensors.index.json").read_text())
     sizes = {file: (out / file).stat().st_size for file in index["weight_map"].values()}
     assert len(sizes) > 1
