@@ -38,7 +38,7 @@ extern "C" int p3d_adamw(int dtype, int wide, int world, int rank, const void* p
                          int num_groups, const void* divisor, const void* skip, int clear,
                          const uint64_t* weights, int meets_before, int meets_after, const uint64_t* pads, void* state,
                          void* report, uint64_t limit, int blocks, int device, void* stream) {
-  if (world > kMaxWorld || num_groups > kMaxGroups || blocks < 1) return cudaErrorInvalidValue;
+  if (!valid(world, rank, vectors, blocks) || num_groups < 1 || num_groups > kMaxGroups) return cudaErrorInvalidValue;
   // Sets the device of this library's copy of the CUDA runtime.
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) return error;
   Update call{};

@@ -46,7 +46,8 @@ extern "C" int p3d_all_reduce_threads() { return kThreads; }
 extern "C" int p3d_all_reduce(int two_shot, int dtype, int world, int rank, const void* input, void* output, int64_t size,
                               const uint64_t* staging, const uint64_t* pads, void* state, void* report, int64_t half,
                               uint64_t limit, int blocks, int device, void* stream) {
-  if (world > kMaxWorld || blocks < 1) return cudaErrorInvalidValue;
+  const int64_t most = half / (dtype == 0 ? 4 : 2);  // elements
+  if (!valid(world, rank, size, blocks) || size > most) return cudaErrorInvalidValue;
   // Sets the device of this library's copy of the CUDA runtime.
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) return error;
   const Peers peers = make_peers(world, rank, staging, pads, state, report, half, limit);

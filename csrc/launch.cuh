@@ -18,6 +18,13 @@ Peers make_peers(int world, int rank, const uint64_t* staging, const uint64_t* p
   return peers;
 }
 
+constexpr int kMaxBlocks = 65535;
+
+// Returns whether a launcher may use these numbers: they index arrays of kMaxWorld, and are the size of a grid.
+bool valid(int world, int rank, int64_t size, int blocks) {
+  return 1 <= world && world <= kMaxWorld && 0 <= rank && rank < world && 0 <= size && 1 <= blocks && blocks <= kMaxBlocks;
+}
+
 }  // namespace
 
 #endif

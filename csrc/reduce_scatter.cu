@@ -34,7 +34,7 @@ extern "C" int p3d_reduce_scatter(int dtype, int wide, int world, int rank, cons
                                   int64_t stride, int64_t size, int accumulate, const uint64_t* staging, const uint64_t* pads,
                                   void* state, void* report, int64_t half, uint64_t limit, int blocks, int device,
                                   void* stream) {
-  if (world > kMaxWorld || blocks < 1) return cudaErrorInvalidValue;
+  if (!valid(world, rank, size, blocks) || stride < 0) return cudaErrorInvalidValue;
   // Sets the device of this library's copy of the CUDA runtime.
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) return error;
   const Peers peers = make_peers(world, rank, staging, pads, state, report, half, limit);

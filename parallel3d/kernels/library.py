@@ -10,8 +10,10 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,15 +55,21 @@ def library_name(sources: list[Path] | None = None) -> str:
 
 
 def cache_directory() -> Path:
-    """Return the user's cache directory, where `p3d build-kernels` puts the library."""
+    """Return the user's cache directory, where `p3d build-kernels` puts the library. Raises KernelError without a home."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "parallel3d" / "kernels"
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "parallel3d" / "kernels"
+    except RuntimeError as error:
+        raise KernelError(f"there is no directory for compiled kernels: {error}; set XDG_CACHE_HOME to one") from None
 
 
 def find_library() -> Path | None:
     """Return the library of these sources: in the package, from setup.py, or in the user's cache; None if it is in neither."""
+    places = [_HERE]
+    with suppress(KernelError):  # a user without a home has no cache
+        places.append(cache_directory())
     name = library_name()
-    return next((path for path in (_HERE / name, cache_directory() / name) if path.is_file()), None)
+    return next((path for path in (place / name for place in places) if path.is_file()), None)
 
 
 def find_nvcc() -> str | None:
@@ -84,9 +92,10 @@ def build(directory: Path | None = None, sources: list[Path] | None = None) -> P
     if nvcc is None:
         raise KernelError(f"there is no nvcc to compile CUDA kernels; {REMEDY}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with whole(path) as part:
             _compile(nvcc, [str(source) for source in sources if source.suffix == ".cu"], part)
+            part.chmod(0o755)
     except OSError as error:
         raise KernelError(f"{path} can't be written: {error}; set XDG_CACHE_HOME to a directory of your own") from error
     return path
@@ -95,7 +104,8 @@ def build(directory: Path | None = None, sources: list[Path] | None = None) -> P
 def _compile(nvcc: str, sources: list[str], target: Path) -> None:
     command = [nvcc, *_FLAGS, *sources, "-o", str(target)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        # The compiler is named by the user's environment, and its arguments by this file.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603
     except subprocess.TimeoutExpired as error:
         raise KernelError(f"{nvcc} took more than {_TIMEOUT_S} s; see what else the host is busy with") from error
     if done.returncode:
@@ -136,7 +146,12 @@ FUNCTIONS: Mapping[str, tuple[Any, Sequence[Any]]] = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Load the library at a path and declare its functions. Raises KernelError if it can't be loaded."""
+    """Load the library at a path and declare its functions.
+
+    Raises KernelError if it can't be loaded, or if it is in a cache into which others may write: loading it runs its code.
+    """
+    if path.is_relative_to(cache_directory()):
+        _check_private(path)
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in FUNCTIONS.items():
@@ -145,6 +160,21 @@ def open_library(path: Path) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise KernelError(f"{path} can't be loaded: {error}; remove it and run: p3d build-kernels") from error
     return library
+
+
+def _check_private(path: Path) -> None:
+    """Raise KernelError if another user than root may have written a file, or may replace it or a folder above it."""
+    file = path.resolve()
+    for place in (file, *file.parents):
+        status = place.stat()
+        # Others may add to a folder with the sticky bit, such as /tmp, but replace nothing there.
+        others = stat.S_IWOTH if status.st_mode & stat.S_ISVTX == 0 else 0
+        near = stat.S_IWGRP if place in (file, file.parent) else 0
+        if status.st_uid not in (0, os.getuid()) or status.st_mode & (others | near):
+            raise KernelError(
+                f"{path} is not loaded: other users may write {place} (owner {status.st_uid}, mode "
+                f"{stat.S_IMODE(status.st_mode):o}); remove it, or take their rights by chmod go-w, and run: p3d build-kernels"
+            )
 
 
 @cache

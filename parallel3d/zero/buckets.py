@@ -16,10 +16,10 @@ from parallel3d.zero.policy import ZeroPolicy
 
 # Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
 ALIGNMENT = 32
-# A chunk's gradients are cut in about 16, so that most of them travel while the backward still runs...
+# A chunk's gradients are cut into about 16 buckets, so that most of them are reduced while the backward still runs...
 _PARTS = 16
-# ...but latency, not bandwidth, is the cost of a bucket smaller than this many elements, or of such a shard of one: a ring of
-# 1,024 replicas hands on 1,024 shards.
+# ...but a reduction is limited by latency, not by bandwidth, if its bucket or its shard has fewer elements than these: a ring
+# of 1,024 replicas passes on 1,024 shards.
 _SMALLEST, _SMALLEST_SHARD = 1 << 20, 1 << 17
 
 Owners = tuple[int, ...]  # the chunks of the model that hold a copy
@@ -29,9 +29,9 @@ Owners = tuple[int, ...]  # the chunks of the model that hold a copy
 class Kind:
     """Properties that all parameters of a bucket share.
 
-    dtype: in which they were built.
-    sliced: each tensor-parallel rank holds another part.
-    partial_over: of copies, the group over which their gradients are summed; None if they are whole on every rank.
+    dtype: dtype in which the parameters were built.
+    sliced: whether each tensor-parallel rank holds another part.
+    partial_over: for copies, the group over which their gradients are summed; None if these are whole on every rank.
     """
 
     dtype: torch.dtype
@@ -90,9 +90,9 @@ class BucketLayout:
 
     @property
     def is_transient(self) -> bool:
-        """Whether its gradients pass through a buffer of several buckets, and only a shard of them is kept.
+        """Whether the gradients pass through a buffer that buckets share, and only a shard of them is kept.
 
-        Not those of a shared parameter: they come from several chunks, and are reduced once, when all have run.
+        False for shared parameters, whose gradients come from several chunks and are reduced once, when all have run.
         """
         return self.policy.reduce_per_micro_batch and self.num_shards > 1 and len(self.owners) == 1
 
@@ -105,10 +105,10 @@ def _round_up(number: int, multiple: int) -> int:
 class ParameterShard:
     """The part of one parameter that the optimizer updates on this rank: `master`, with its gradient in `gradient`.
 
-    Without partitioning it is the whole parameter, in its shape; else the flat part of it that lies in the shard.
+    Without partitioning, that is the whole parameter, in its shape; else the flat part of it that lies in the rank's shard.
 
-    - start: where it begins in the flat parameter.
-    - place: where it begins in the bucket's flat buffers.
+    - start: index of its first element in the flat parameter.
+    - place: index of its first element in the bucket's flat buffers.
     """
 
     info: ParameterInfo
@@ -121,8 +121,8 @@ class ParameterShard:
 class Bucket:
     """Consecutive parameters in flat buffers of `numel` elements; each rank of `partition` updates one shard of them.
 
-    weights: what the layers compute with, [numel], None where the parameters keep their own storage; gradients: the
-    accumulator, [numel], None where a transient one stands in for each reduction; gradient_shard: [numel / partition].
+    weights: the weights that layers compute with, [numel]; None if the parameters keep their own storage. gradients: the
+    accumulator, [numel]; None if the bucket uses transient buffers. gradient_shard: [numel / partition].
     """
 
     def __init__(self, layout: BucketLayout, partition: Group, rank: int):
@@ -147,13 +147,17 @@ class Bucket:
         # How often each parameter has been written to: our own writes go into the flat buffer and don't count.
         self._versions = {piece: piece.info.parameter._version for piece in self.pieces}
 
+    def mark_cleared(self, is_cleared: bool = True) -> None:
+        """Note whether gradient_shard is zero, so that nobody has to clear it again."""
+        self.is_cleared = is_cleared
+
     def view(self, flat: Tensor, k: int) -> Tensor:
         """Return parameter k's part of a flat buffer of the bucket, in its shape."""
         parameter = self.infos[k].parameter
         return flat[self.offsets[k] : self.offsets[k] + self.sizes[k]].view(parameter.shape)
 
     def clear_all_but(self, flat: Tensor, kept: Set[int]) -> None:
-        """Zero a flat buffer of the bucket, padding included, but for the parts of these parameters."""
+        """Zero a flat buffer of the bucket, padding included, except the parts of the parameters with indices `kept`."""
         end, places = 0, [(self.offsets[k], self.sizes[k]) for k in sorted(kept)]
         for start, size in (*places, (self.numel, 0)):
             if end < start:
@@ -164,8 +168,8 @@ class Bucket:
     def _place_weights(self, layout: BucketLayout) -> tuple[Tensor | None, Tensor | None]:
         """Move the parameters into a flat buffer; returns it and the master shard, which may be a part of it.
 
-        Both are None where the parameters stay where they are, and are their own masters. Masters are made of the values as
-        built, before any rounding to the weights' dtype.
+        Both are None if the parameters stay in place and are their own masters. Masters get the values with which the
+        parameters were built, before these are rounded to the weights' dtype.
         """
         if layout.is_in_place:
             return None, None
@@ -199,23 +203,23 @@ class Bucket:
         return self.gradients is not None and self.gradient_dtype == self.parameters[0].dtype
 
     def assign_gradients(self, untouched: Set[nn.Parameter], factor: Tensor | None = None) -> None:
-        """Give the optimizer each piece's gradient; None for parameters that got none, which it then leaves alone.
+        """Set `grad` of each master; None for parameters without a gradient, which the optimizer then skips.
 
-        factor: of the gradients, a scalar on the device. It multiplies them in the masters' dtype: in fp16, what the loss
-        scale has kept from underflow would be lost.
+        factor: multiplies the gradients, a scalar on the device. The product is computed in the masters' dtype, because in fp16
+        the values that the loss scale has kept from underflow would be lost.
         """
         in_place = all(piece.gradient.dtype == piece.master.dtype for piece in self.pieces)
         if factor is not None and in_place:
             self.gradient_shard.mul_(factor)  # in one pass
         for piece in self.pieces:
-            piece.master.grad = None  # where the parameter is its own master, the accumulator is there
+            piece.master.grad = None  # it is the accumulator if the parameter is its own master
             if piece.info.parameter not in untouched:
                 gradient = piece.gradient.to(piece.master.dtype)
                 piece.master.grad = gradient if factor is None or in_place else gradient.mul_(factor)
 
     @torch.no_grad()
     def follow_weights(self) -> None:
-        """Take over what others have written into the weights, as load_state_dict does: the next step would undo it."""
+        """Copy weights that others have written, as load_state_dict does, into the masters; a step would undo them."""
         if not self.has_own_master:
             return
         for piece in self.pieces:
@@ -226,13 +230,13 @@ class Bucket:
 
     @torch.no_grad()
     def move_weights(self, memory: Tensor) -> None:
-        """Hold the weights in other memory, [numel] in their dtype; for masters of their own."""
+        """Move the weights to other memory, [numel] of their dtype. Only for buckets with a flat buffer of weights."""
         assert self.weights is not None
         self.weights = memory.copy_(self.weights)
         self._point_to(self.weights)
 
     def _point_to(self, weights: Tensor) -> None:
-        """Let the parameters be views of a flat buffer."""
+        """Make the parameters views of a flat buffer."""
         for k, parameter in enumerate(self.parameters):
             parameter.data = self.view(weights, k)
 
@@ -244,7 +248,7 @@ class Bucket:
         return self.weights[piece.place : piece.place + piece.master.numel()].view(piece.master.shape)
 
     def check_place(self) -> None:
-        """Raise ExecutionError for a parameter that has left the bucket's memory: nothing would update it."""
+        """Raise ExecutionError for a parameter that is no longer in the bucket's memory: no step would update it."""
         if self.weights is None:
             return
         start, width = self.weights.data_ptr(), self.weights.itemsize
@@ -280,10 +284,10 @@ class Bucket:
 
 
 def by_owners(parameters: Sequence[ParameterInfo]) -> dict[Owners, list[ParameterInfo]]:
-    """Return owners -> a rank's parameters, given in the model's order, in the order of their buckets.
+    """Group a rank's parameters, given in the model's order, by owners: owners -> parameters in the order of their buckets.
 
-    The backward reaches the last layer first: its gradients fill the first bucket. Owners of a replica hold their copies in
-    layers of different order: by names, all have them in one.
+    That is the order of the backward, which reaches the last layer first. Shared parameters are sorted by name instead, because
+    their layers may come in another order on each owner.
     """
     groups: dict[Owners, list[ParameterInfo]] = {}
     for info in reversed(parameters):
@@ -297,9 +301,9 @@ def by_owners(parameters: Sequence[ParameterInfo]) -> dict[Owners, list[Paramete
 def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> list[BucketLayout]:
     """Cut parameters of the same owners, in the order given, into buckets of one kind each.
 
-    A bucket has at most policy.bucket_size elements, and no more than 1/16 of a shard of its kind, so that buffers of a
-    bucket's size don't count, though 2^20 elements, and 2^17 of each shard, in any case. A parameter is never cut: one that is
-    larger than a bucket has its own. Parameters are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
+    A bucket has at most policy.bucket_size elements. It also has at most 1/16 of the elements of a shard of its kind, so that
+    buffers of its size take little memory, but this limit is never below 2^20, nor below 2^17 per shard. A parameter that is
+    larger than the limit has its own bucket. Parameters are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
     """
     kinds: dict[Kind, list[ParameterInfo]] = {}
     for info in infos:

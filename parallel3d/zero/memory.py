@@ -58,7 +58,7 @@ def predict_state(
 
     moments: elements of optimizer state per element, 2 for Adam. With bf16 weights and fp32 accumulators, d replicas and
     P parameters that is 2P + 4P + 12P/d for stage 1, and 2P + 16P/d for stage 2 with a reduction per micro-batch.
-    early: the parameters whose gradients come with a BACKWARD_INPUT; their buckets fill until the BACKWARD_WEIGHT.
+    early: the parameters that get gradients in a BACKWARD_INPUT; their buckets stay filling until the BACKWARD_WEIGHT.
     """
     total = StateBytes()
     passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
@@ -84,7 +84,7 @@ def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size:
 
 
 def _buffers(buckets: Sequence[tuple[int, bool]]) -> int:
-    """Return the elements of the TransientBuffers that buckets of these sizes need: as many as fill at once, two at least."""
+    """Return the elements of the TransientBuffers for buckets of these sizes: one for each that fills at once, at least two."""
     early = sum(is_early for _, is_early in buckets)
     count = max(2, early + (early < len(buckets)))
     return count * max(numel for numel, _ in buckets)
@@ -94,7 +94,7 @@ def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data
     """Return the bytes that a rank reads and writes from reduced gradients to updated weights, before these are gathered.
 
     Gradients are read for the norm and for the step, which writes them back clipped, as torch's fused kernels do; masters
-    and optimizer state are read and written; weights, where they are no masters themselves, are written.
+    and optimizer state are read and written; weights are written unless they are their own masters.
     """
     total = 0
     for layout in _layouts(parameters, policy, data_size):
@@ -115,7 +115,7 @@ def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, 
 
 
 def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> tuple[int, int]:
-    """Return how many elements a rank's optimizer updates, and how many the largest of its tensors has on any replica.
+    """Return the number of elements that a rank's optimizer updates, and that of its largest tensor on any replica.
 
     Its tensors are parameters, or the parts of them that lie in one shard.
     """
@@ -153,7 +153,7 @@ MOMENTS = {
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return how many elements of state an optimizer keeps per element; None where that isn't known."""
+    """Return how many elements of state an optimizer keeps per element; None if that isn't known."""
     known = MOMENTS.get(type(optimizer).__name__)
     more = sum(bool(optimizer.defaults.get(key)) for key in ("amsgrad", "centered", "momentum"))
     return None if known is None else known + more

@@ -18,14 +18,14 @@ from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.memory import MOMENTS, bytes_of
 
 if TYPE_CHECKING:
-    from parallel3d.zero.fused_adamw import FusedAdamW
+    from parallel3d.kernels.fused_adamw import FusedAdamW
 
 # An elementwise optimizer updates each element from that element's own history, so that it can work on shards.
 # Other classes declare it by a class attribute `elementwise = True`.
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in MOMENTS if hasattr(torch.optim, name))
-# These use norms of tensors, sums over rows and columns, or products of matrices, which differ for a shard.
+# Optimizers that use norms of tensors, sums over rows and columns, or products of matrices, which differ for a shard.
 _WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
-# Those whose fused kernels divide the gradients and look at a flag (torch's protocol with its GradScaler). Not SGD: when
+# Optimizers whose fused kernels divide the gradients and read a flag (torch's protocol with its GradScaler). Not SGD: when
 # its first step is skipped, the momentum is never initialized.
 _SCALING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -34,11 +34,11 @@ class ShardedOptimizer:
     """Makes a torch optimizer update this rank's pieces instead of the parameters it was made for.
 
     Its parameter groups keep their settings, and a parameter's pieces stay in its group; so learning-rate schedules and
-    the user's handles go on working. on_gather: called with the owners and the number of each bucket whose gather has just
-    been launched, and its work. Raises ConfigError for an optimizer that shards would change, unless allow_untested, and for
-    parameters that aren't the model's.
+    the user's handles go on working. on_gather: called with the owners and the index of each bucket whose gather has been
+    launched, and its Work. Raises ConfigError for an optimizer that would compute something else on shards, unless
+    allow_untested, and for parameters that aren't the model's.
 
-    open_kernel: returns the kernel that steps these buckets, whose masters the optimizer has by then, or None.
+    open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ShardedOptimizer:
         open_kernel: Callable[[Sequence[Bucket]], FusedAdamW | None] | None = None,
     ):
         self.optimizer = optimizer
-        # Built from the last layer on; needed by the next forward from the first on.
+        # Buckets come from the last layer on; the next forward needs them from the first layer on.
         self.buckets = list(buckets)[::-1]
         check_optimizer(optimizer, any(b.partition.size > 1 for b in self.buckets), allow_untested)
         masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
@@ -83,9 +83,9 @@ class ShardedOptimizer:
         return fused and isinstance(self.optimizer, _SCALING) and hasattr(self.optimizer, "_step_supports_amp_scaling")
 
     def step(self, untouched: Set[nn.Parameter], divisor: Tensor | None = None, overflow: Tensor | None = None) -> None:
-        """Update the pieces; the weights then wait to be gathered. Parameters in `untouched` got no gradient and stay.
+        """Update the pieces; then their weights must be gathered. Parameters in `untouched` got no gradient and stay the same.
 
-        divisor: of the gradients, or None; overflow: whether to do nothing, where `takes_scale`; scalars on the device.
+        divisor: divides the gradients, or None; overflow: whether to do nothing, if `takes_scale`; scalars on the device.
         """
         optimizer: Any = self.optimizer
         factor = None
@@ -95,7 +95,7 @@ class ShardedOptimizer:
             factor = divisor.reciprocal()
         if overflow is not None:
             optimizer.found_inf = overflow.float()
-        for work in self._gathers.values():  # of weights that were not used since
+        for work in self._gathers.values():  # gathers of weights that were not used since
             work.wait()
         self._gathers.clear()
         fused = self._fused
@@ -106,27 +106,27 @@ class ShardedOptimizer:
         self.follow_weights()
         for bucket in others:
             bucket.assign_gradients(untouched, factor)
-        optimizer.step()  # of what has gradients
+        optimizer.step()  # skips masters without a gradient
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
         for bucket in others:
             for piece in bucket.pieces:
-                piece.master.grad = None  # in the masters' dtype, it may be a copy
+                piece.master.grad = None  # it may be a copy in the masters' dtype
             bucket.write_back()
         if fused is not None and ours:
             fused.step(ours, untouched, divisor, overflow)
             for bucket in ours:
-                bucket.is_cleared = overflow is None and fused.clears(bucket)
+                bucket.mark_cleared(overflow is None and fused.clears(bucket))
         done = {bucket for bucket in ours if fused is not None and fused.writes_peers(bucket)}
         self._stale = {bucket for bucket in self.buckets if bucket.partition.size > 1} - done
 
     def follow_weights(self) -> None:
-        """Take over what others have written into the weights, before the masters are read."""
+        """Copy weights that others have written into the masters, before these are read."""
         for bucket in self.buckets:
             bucket.follow_weights()
 
     def follow_masters(self) -> None:
-        """Make the weights of masters that were written into, as a checkpoint's are. Collective over the partitions."""
+        """Make the weights from the masters after these were written, as by a checkpoint. Collective over the partitions."""
         for bucket in self.buckets:
             bucket.write_back()
         for work in [bucket.gather() for bucket in self.buckets if bucket.partition.size > 1]:
@@ -154,7 +154,7 @@ class ShardedOptimizer:
 
 
 def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
-    """Cut what the optimizer holds of the parameters already, as Adagrad does from the start, into that of their pieces."""
+    """Cut the state that the optimizer has already, as Adagrad does from the start, into the state of the pieces."""
     for piece in bucket.pieces:
         parameter, master = piece.info.parameter, piece.master
         if master is not parameter and parameter in optimizer.state:
@@ -166,7 +166,7 @@ def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
 
 
 def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: int) -> Any:
-    """Cut and widen elementwise state as the parameter was; copy other state, such as a step count."""
+    """Cut elementwise state and convert it to the master's dtype; copy other state, such as a step count."""
     if not isinstance(value, Tensor):
         return value
     if key == "step" or value.shape != parameter.shape:
@@ -176,10 +176,10 @@ def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: in
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_untested: bool = False) -> None:
-    """Raise ConfigError for an optimizer that would do something else on shards, or that no engine can step.
+    """Raise ConfigError for an optimizer that would compute something else on shards, or that no engine can step.
 
-    partitioned: whether it will get flat parts of tensors. allow_untested: take one that nothing is known of, with a
-    warning; one that is known to need whole tensors is refused all the same.
+    partitioned: whether it will get flat parts of tensors. allow_untested: accept, with a warning, an optimizer that is not
+    known to be elementwise; an optimizer that is known to need whole tensors is an error in any case.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -206,9 +206,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_u
 
 
 class StepAgreement:
-    """Agrees, on the host, which parameters got a gradient anywhere: the others are left alone, as torch leaves them.
+    """Agrees, on the host, which parameters got a gradient on any rank: the others are not updated, as in torch.
 
-    names: of this rank's parameters, gathered from every rank of `control` once.
+    everyone: the names of each rank's parameters, in the order of `control`.
     """
 
     def __init__(self, infos: Sequence[ParameterInfo], everyone: Sequence[Sequence[str]], control: Group):

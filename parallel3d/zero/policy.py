@@ -12,7 +12,7 @@ from parallel3d.config import Config
 from parallel3d.parameters import ParameterInfo
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# "auto": gradients held whole through an accumulation may take this share of the device's memory.
+# With "auto", unsharded gradients of an accumulation may take this share of the device's memory.
 _GRADIENT_SHARE = 0.1
 
 
@@ -20,10 +20,10 @@ _GRADIENT_SHARE = 0.1
 class ZeroPolicy:
     """ZeRO's stage and settings: 0 all-reduces gradients, 1 shards masters and optimizer state, 2 gradients (arXiv:1910.02054).
 
-    bucket_size: elements of a gradient bucket; weight_dtype: of the weights that the layers compute with, None for the
-    dtype they were built in; gradient_dtype: of the accumulators, None for max(fp32, weights' dtype);
-    communication_dtype: of a reduction, None for the accumulators'; reduce_per_micro_batch: stage 2 alone, reduce in
-    every micro-batch's backward, so that gradients are never held whole.
+    bucket_size: largest number of elements of a gradient bucket; weight_dtype: dtype of the layers' weights, None for the
+    one they were built in; gradient_dtype: dtype of the accumulators, None for the wider of fp32 and the weights' dtype;
+    communication_dtype: dtype of reductions, None for the accumulators'; reduce_per_micro_batch: only with stage 2, reduce
+    in every micro-batch's backward, so that unsharded gradients are never held.
     """
 
     stage: int
@@ -38,7 +38,7 @@ class ZeroPolicy:
         return torch.promote_types(torch.float32, built)
 
     def num_shards(self, data_size: int) -> int:
-        """Return into how many shards the parameters' state is cut over `data_size` replicas."""
+        """Return the number of shards into which the parameters' state is cut over `data_size` replicas."""
         return data_size if self.stage > 0 else 1
 
     def accumulator_dtype(self, built: torch.dtype) -> torch.dtype:
@@ -49,7 +49,7 @@ class ZeroPolicy:
 def make_policy(
     config: Config, parameters: Sequence[ParameterInfo], device: torch.device, weight_dtype: torch.dtype | None
 ) -> ZeroPolicy:
-    """Return the policy of a configuration for this rank's parameters; reduce_per_micro_batch "auto" looks at their size."""
+    """Return the policy of a configuration for this rank's parameters; reduce_per_micro_batch "auto" depends on their size."""
     zero = config.zero_optimization
     accumulators = config.data_types.grad_accum_dtype
     communication = config.communication_data_type

@@ -30,7 +30,7 @@ class _Reduction:
     done: bool = False
 
     def wait(self) -> None:
-        # Once alone: gloo's reduce-scatter writes its result when it is waited for, each time.
+        # Wait only once: gloo's reduce-scatter writes its result at every wait.
         if not self.done:
             self.done = True
             self.work.wait()
@@ -66,11 +66,11 @@ class TransientBuffers:
         return buffer
 
     def release(self, bucket: Bucket, reduction: _Reduction) -> None:
-        """Give the bucket's buffer back, which a reduction still reads."""
+        """Give back the bucket's buffer, which `reduction` still reads."""
         self._leaving.append((self._filling.pop(bucket), reduction))
 
     def release_all(self) -> None:
-        """Give back what a batch that failed has left."""
+        """Give back the buffers that a failed batch has left in use."""
         for bucket in list(self._filling):
             self.release(bucket, _Reduction(DONE))
 
@@ -85,11 +85,11 @@ class GradientReducer:
     parameters: in the order of the layers.
     data_group: the ranks that hold the same parameters.
     replica_groups: owners (see ParameterInfo) -> the ranks that hold a copy of those parameters.
-    is_first_slice: whether this rank counts, in the norm, the parameters that all tensor-parallel ranks hold.
-    on_launch: called with each REDUCE_GRADS that has just been launched, and its work.
+    is_first_slice: whether this is the first tensor-parallel rank, which counts copies in the norm for all of them.
+    on_launch: called with each REDUCE_GRADS that has been launched, and its Work.
     on_value: called with each gradient, see GradientSink.
 
-    sink: brings the gradients, and knows which have arrived.
+    sink: adds gradients to the accumulators and knows which have arrived.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class GradientReducer:
     def _attach(self) -> None:
         """Give the sink the accumulators: views of the bucket's buffer, or of the transient one it has at the time.
 
-        The first gradient overwrites, which saves a pass over the memory to clear it; but not where the accumulator has
+        The first gradient overwrites, which saves a pass over the memory to clear it, except if the accumulator has
         the weights' dtype: there autograd itself adds.
         """
         transient = [b for b in self.all_buckets() if b.gradients is None]
@@ -149,7 +149,7 @@ class GradientReducer:
 
     def start_step(self) -> None:
         """Empty the accumulators for the next batch, also after a batch that failed."""
-        # Before anything is cleared: what a reduction under way writes into belongs to it until it is waited for.
+        # Wait before anything is cleared: a reduction owns the memory that it writes until it is waited for.
         self.finish_step()
         for buffers in self._transient.values():
             buffers.release_all()
@@ -163,7 +163,7 @@ class GradientReducer:
 
     @contextmanager
     def backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
-        """Run a BACKWARD inside; launches these REDUCE_GRADS in order, each as soon as its bucket is full.
+        """Run a BACKWARD in this context; launch these REDUCE_GRADS in order, each as soon as its bucket is full.
 
         Half-precision weight gradients go straight into wider accumulators, where make_splittable has made that possible:
         autograd would write, read and add them once more.
@@ -172,7 +172,7 @@ class GradientReducer:
             yield
 
     def backward_input(self, place: Hashable) -> AbstractContextManager[None]:
-        """Run a BACKWARD_INPUT inside; its weight gradients are left for `backward_weight(place)`."""
+        """Run a BACKWARD_INPUT in this context; its weight gradients are left for `backward_weight(place)`."""
         return self.sink.deferring(place)
 
     def backward_weight(self, place: Hashable, reduces: Sequence[Instruction]) -> None:
@@ -196,7 +196,7 @@ class GradientReducer:
             self._on_launch(i, self._reductions[bucket].work)
 
     def _launch(self, bucket: Bucket) -> None:
-        """Start to reduce what the bucket's accumulators hold; other ranks may have gradients that are missing here."""
+        """Start to reduce the bucket, even if gradients are missing here: other ranks may have them."""
         before = self._reductions.pop(bucket, None)
         if before is not None:
             before.wait()
@@ -211,7 +211,7 @@ class GradientReducer:
 
     def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:
         """Sum `flat` over data parallelism into the bucket's shard, and add the shard's contents if `accumulate`."""
-        bucket.is_cleared = False
+        bucket.mark_cleared(False)
         shard, dtype = bucket.gradient_shard, self._policy.communication_dtype or flat.dtype
         kernel = self._data_group.reduce_scatter_kernel if self._partition.size > 1 else None
         if kernel is not None and kernel.takes(flat, shard, dtype):
@@ -224,7 +224,7 @@ class GradientReducer:
             work = self._sum(part, sent)
             return _Reduction(work, (lambda: shard.add_(part)) if accumulate else (lambda: shard.copy_(part)))
         if accumulate:
-            # The earlier micro-batches' sum travels with this rank's part: the result needs no further pass.
+            # The sum of earlier micro-batches is added to this rank's part first, so the result needs no further pass.
             flat[bucket.shard].add_(shard)
         return _Reduction(self._sum(shard, flat))
 
@@ -249,9 +249,9 @@ class GradientReducer:
         self._reductions[bucket] = _Reduction(all_reduce(bucket.gradient_shard, self._replica_groups[owners]))
 
     def finish_step(self) -> None:
-        """Wait for every reduction launched: the shards hold the gradient of the global batch.
+        """Wait for every launched reduction, after which the shards hold the gradient of the global batch.
 
-        Of copies whose gradients are partial over tensor-parallel ranks (few and small: norms, biases) the sum is made here.
+        Gradients that are partial over tensor-parallel ranks (few and small: norms, biases) are summed here.
         """
         for reduction in self._reductions.values():
             reduction.wait()
@@ -260,15 +260,15 @@ class GradientReducer:
         for bucket in self.all_buckets():
             if bucket.kind.partial_over is not None:
                 works.append(all_reduce(bucket.gradient_shard, bucket.kind.partial_over))
-                bucket.is_cleared = False  # of a batch that failed, other ranks may have reduced something
+                bucket.mark_cleared(False)  # other ranks may have reduced into it in a failed batch
         for work in works:
             work.wait()
 
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool], device: torch.device) -> Tensor:
         """Return the squared 2-norm of this rank's share of the gradients, float64, shape []; all shares add up to the model's.
 
-        counts: which owners' parameters this rank answers for. Unpartitioned ones are the first replica's, copies over
-        tensor-parallel ranks the first rank's.
+        counts: owners -> whether this rank counts their parameters. Only the first replica counts unpartitioned parameters,
+        and only the first tensor-parallel rank counts copies.
         """
         answers = self._partition.size > 1 or self._is_first_replica
         own = [b for o, buckets in self.buckets.items() if answers and counts(o) for b in buckets]
@@ -296,7 +296,7 @@ class GradientReducer:
 
 
 def check_precision(parameters: Sequence[ParameterInfo], policy: ZeroPolicy) -> None:
-    """Raise ConfigError for weights built in half precision that nobody asked to train with fp32 masters."""
+    """Raise ConfigError for weights built in half precision if neither bf16 nor fp16 training is enabled."""
     for info in parameters:
         if info.parameter.dtype not in (torch.float32, torch.float64) and policy.weight_dtype is None:
             raise ConfigError(

@@ -13,6 +13,7 @@ from parallel3d.comm.clock import CudaClock
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_marks_lie_in_order_within_the_hosts_time():
     clock = CudaClock(torch.device("cuda", torch.cuda.current_device()))
+    torch.cuda._sleep(500_000_000)  # an idle device raises its frequency first
     torch.cuda.synchronize()
     begin = time.monotonic()
     first = clock.mark()

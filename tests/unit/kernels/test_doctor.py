@@ -1,4 +1,4 @@
-"""`p3d doctor` says of each kernel whether it runs, else all that is in its way and what to do."""
+"""`p3d doctor` says for each kernel whether it runs, or why it doesn't and what to do."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return make
 
 
-def told(slices: int, config=ASKED, kernel: str = "all_reduce", replicas: int = 1, stages: int = 1) -> list[str]:
+def told(tensor_ranks: int, config=ASKED, kernel: str = "all_reduce", replicas: int = 1, stages: int = 1) -> list[str]:
     """Return the doctor's row of a kernel."""
-    findings = examine(config, slices, replicas, stages)
+    findings = examine(config, tensor_ranks, replicas, stages)
     (found,) = [finding for finding in findings if finding.kernel.startswith(f"{kernel} (")]
     return [f"{reason.reason} | {reason.remedy}" for reason in found.reasons]
 
 
-@pytest.mark.parametrize("slices", [2, 4, 8])
-def test_on_where_nothing_is_in_the_way(host: Host, slices: int) -> None:
+@pytest.mark.parametrize("tensor_ranks", [2, 4, 8])
+def test_on_where_nothing_is_in_the_way(host: Host, tensor_ranks: int) -> None:
     host(gpus=8)
-    assert told(slices) == []
+    assert told(tensor_ranks) == []
 
 
 @pytest.mark.parametrize(
-    ("what", "slices", "why", "remedy"),
+    ("what", "tensor_ranks", "why", "remedy"),
     [
         ({"gpus": 0}, 2, "no CUDA device", "no action is needed"),
         ({"capability": (7, 5)}, 2, "compute capability 7.5", "A100"),
@@ -72,9 +72,11 @@ def test_on_where_nothing_is_in_the_way(host: Host, slices: int) -> None:
         ({"gpus": 4, "unreached": {(2, 1)}}, 4, "device 2 doesn't reach", "NVLink"),
     ],
 )
-def test_what_is_in_the_way_is_told_with_a_remedy(host: Host, what: dict, slices: int, why: str, remedy: str) -> None:
+def test_what_is_in_the_way_is_told_with_a_remedy(
+    host: Host, what: dict, tensor_ranks: int, why: str, remedy: str
+) -> None:
     host(**what)
-    (line,) = told(slices)
+    (line,) = told(tensor_ranks)
     assert why in line.partition(" | ")[0]
     assert remedy in line.partition(" | ")[2]
 
@@ -125,7 +127,7 @@ def test_what_keeps_messages_from_being_copied_is_told(host: Host, monkeypatch: 
 
 def test_one_stage_sends_nothing(host: Host) -> None:
     host(gpus=1)
-    assert told(1, load({}), STAGES, stages=1) == ["there is 1 of the stages | copies are between 2 stages or more"]
+    assert told(1, load({}), STAGES, stages=1) == ["there is 1 of the stages | copies need at least 2 stages"]
 
 
 def test_the_pipeline_of_a_configuration_file_is_heeded(
@@ -185,4 +187,4 @@ def test_the_exit_code_is_1_where_what_is_asked_for_is_off(
         text = capsys.readouterr().out
         assert ("on 4 hosts" in text) == (sizes == 8)
         assert "2 x H100" in text
-    assert main(["doctor", "--config", str(path), "--slices", "0"]) == 2
+    assert main(["doctor", "--config", str(path), "--tensor_parallel", "0"]) == 2

@@ -18,6 +18,7 @@ from warm import run_codes
 from parallel3d.cli import main
 from parallel3d.errors import KernelError
 from parallel3d.kernels import library as kernel_library
+from parallel3d.kernels.fused_adamw import MAX_GROUPS
 from parallel3d.kernels.library import (
     FUNCTIONS,
     build,
@@ -28,7 +29,6 @@ from parallel3d.kernels.library import (
     open_library,
     source_files,
 )
-from parallel3d.zero.fused_adamw import MAX_GROUPS
 
 ROOT = Path(__file__).parents[3]
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc on this machine")
@@ -78,13 +78,35 @@ def test_what_is_compiled_loads_with_every_function(built: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize(("world", "blocks"), [(16, 1), (2, 0)])
-def test_launchers_refuse_what_there_is_no_kernel_for(built: Path, world: int, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "rank", "size", "blocks"),
+    [
+        (16, 0, 1, 1),
+        (0, 0, 1, 1),
+        (-1, 0, 1, 1),
+        (2, 2, 1, 1),
+        (2, -1, 1, 1),
+        (2, 0, -1, 1),
+        (2, 0, 1, 0),
+        (2, 0, 1, 1 << 20),
+    ],
+)
+def test_launchers_refuse_what_there_is_no_kernel_for(
+    built: Path, world: int, rank: int, size: int, blocks: int
+) -> None:
     library, no_memory, launch = open_library(built), (None, None, None, None), (blocks, 0, None)
-    assert library.p3d_all_reduce(0, 0, world, 0, None, None, 1, *no_memory, 16, 1, *launch) == 1
-    assert library.p3d_reduce_scatter(0, 1, world, 0, None, None, None, 1, 1, 0, *no_memory, 16, 1, *launch) == 1
-    update = (None, 0, None, 0, None, None, 0, None, 0, 0, None, None, None, 1)
-    assert library.p3d_adamw(1, 1, world, 0, *update, *launch) == 1
+    assert library.p3d_all_reduce(0, 0, world, rank, None, None, size, *no_memory, 16, 1, *launch) == 1
+    assert library.p3d_reduce_scatter(0, 1, world, rank, None, None, None, 1, size, 0, *no_memory, 16, 1, *launch) == 1
+    update = (None, size, None, 1, None, None, 0, None, 0, 0, None, None, None, 1)
+    assert library.p3d_adamw(1, 1, world, rank, *update, *launch) == 1
+
+
+@needs_nvcc
+def test_a_message_larger_than_its_staging_buffer_is_refused(built: Path) -> None:
+    library = open_library(built)
+    for dtype, most in ((0, 4), (1, 8), (2, 8)):
+        arguments = (None, None, None, None, 16, 1, 1, 0, None)
+        assert library.p3d_all_reduce(0, dtype, 2, 0, None, None, most + 1, *arguments) == 1
 
 
 @needs_nvcc
@@ -188,6 +210,41 @@ def test_without_nvcc_the_command_says_what_to_do(
     assert "CUDA_HOME" in said
 
 
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file be another user's, who is not root."""
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+
+
+@pytest.mark.parametrize(
+    "place", ["file", "folder", "above", "another's", None], ids=["file", "folder", "folder above", "owner", "private"]
+)
+def test_a_library_that_others_may_write_is_not_loaded(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str | None
+) -> None:
+    """What is in the file doesn't matter: the refusal comes before it is opened."""
+    fake_nvcc(tmp_path, monkeypatch, "echo no library > $target")
+    old = os.umask(0o002)
+    try:
+        path = build()
+    finally:
+        os.umask(old)
+    if place == "file":
+        path.chmod(0o775)
+    if place == "folder":
+        path.parent.chmod(0o775)
+    if place == "above":
+        path.parent.parent.chmod(0o777)
+    if place == "another's":
+        give_away(path, monkeypatch)
+    with pytest.raises(
+        KernelError, match="can't be loaded" if place is None else r"is not loaded: other users may write "
+    ):
+        open_library(path)
+
+
 def test_a_damaged_library_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "library.so"
     path.write_text("no library")
@@ -228,3 +285,16 @@ def test_sdist_and_wheel_carry_sources_and_page_and_need_no_nvcc(tmp_path: Path)
     with tarfile.open(archive) as packed:
         inside = {Path(name).name for name in packed.getnames() if Path(name).parent.name == "csrc"}
     assert inside == names
+
+
+def test_without_a_home_there_is_no_library_but_no_crash(monkeypatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(kernel_library, "_HERE", Path("/nowhere"))
+    monkeypatch.setattr(kernel_library, "library_name", lambda: "lib.so")
+    assert find_library() is None
+    with pytest.raises(KernelError, match="set XDG_CACHE_HOME"):
+        kernel_library.cache_directory()

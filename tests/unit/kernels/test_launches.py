@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Group
+from parallel3d.kernels import fused_adamw
 from parallel3d.kernels.all_reduce import HALF_BYTES, AllReduce
 from parallel3d.kernels.library import FUNCTIONS, addresses
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import SymmetricWorkspace
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero import fused_adamw
 from parallel3d.zero.buckets import make_buckets
 from parallel3d.zero.policy import ZeroPolicy
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kernel_stand_ins import Part, adamw_ref
 from torch import nn
 
+from parallel3d.kernels.fused_adamw import MAX_GROUPS, check_adam, settings_array
 from parallel3d.kernels.reduce_scatter import HALF_BYTES, MAX_BLOCKS, ReduceScatter, reduce_scatter_ref
 from parallel3d.kernels.workspace import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
-from parallel3d.zero.fused_adamw import MAX_GROUPS, check_adam, settings_array
 
 THREADS = 512
 WIRES = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}

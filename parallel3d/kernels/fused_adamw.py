@@ -1,4 +1,4 @@
-"""AdamW's step of a bucket by csrc/adamw.cu: gradients to weights in one pass over memory, on this rank or on all replicas.
+"""AdamW's step of a bucket in one pass over memory by csrc/adamw.cu, which writes the weights of this rank or of all replicas.
 
 `open_update_kernels` opens it together with the kernel that reduces gradients.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,12 @@ from parallel3d.kernels.workspace import (
     open_workspace,
     warn_unavailable,
 )
-from parallel3d.zero.buckets import Bucket
+
+if TYPE_CHECKING:
+    from parallel3d.zero.buckets import Bucket
 
 _MAX_BLOCKS = 128
-MAX_GROUPS = 32  # of parameters; csrc/adamw.cuh
+MAX_GROUPS = 32  # parameter groups; as in csrc/adamw.cuh
 
 
 @dataclass
@@ -53,9 +55,9 @@ class _Laid:
 
 
 class FusedAdamW:
-    """Steps the pieces of buckets as torch's fused Adam or AdamW would, whose state it keeps.
+    """Steps the pieces of buckets as torch's fused Adam or AdamW would, and keeps the optimizer's state in torch's form.
 
-    - workspace: has the weights that are written on every replica; None to write this rank's alone.
+    - workspace: memory of the weights that are written on every replica; None to write only this rank's.
     - shared: bucket -> addresses of its weights on every replica.
 
     Raises KernelError.
@@ -79,7 +81,7 @@ class FusedAdamW:
         return bucket in self._shared
 
     def takes(self, bucket: Bucket) -> bool:
-        """Return whether it steps the bucket: weights rounded from fp32 masters, gradients in fp32 or the weights' dtype."""
+        """Return whether it supports the bucket: weights rounded from fp32 masters, gradients in fp32 or the weights' dtype."""
         if not bucket.has_own_master or bucket.device.type != "cuda":
             return False
         # Masters of parameters built in float64 are in float64.
@@ -93,12 +95,12 @@ class FusedAdamW:
     def step(
         self, buckets: Sequence[Bucket], untouched: Set[nn.Parameter], divisor: Tensor | None, skip: Tensor | None
     ) -> None:
-        """Update the optimizer's pieces but those of parameters that got no gradient; clear what gradients `clears` says.
+        """Update the optimizer's pieces except those of `untouched` parameters; zero the gradients for which `clears` is true.
 
-        divisor: of the gradients; skip: bool, whether to do nothing; scalars on the device. Raises CommunicationError after a
-        replica was late, ConfigError where settings have changed to what the kernel can't take.
+        divisor: divides the gradients; skip: bool, whether to do nothing; scalars on the device. Raises CommunicationError
+        after a replica was late, ConfigError if the optimizer's settings are no longer supported.
         """
-        if (reason := check_adam(self._optimizer)) is not None:  # as by a checkpoint's settings
+        if (reason := check_adam(self._optimizer)) is not None:  # settings from a checkpoint, for example
             raise ConfigError(f"kernels.optimizer_step: {reason}, or set kernels.optimizer_step to false")
         laid = [(bucket, self._lay_out(bucket, untouched)) for bucket in buckets]
         steps = [step for _, its in laid for step in its.steps]
@@ -117,7 +119,7 @@ class FusedAdamW:
         """Launch the step of one bucket.
 
         - rule: settings of the groups, their number, addresses of divisor and skip.
-        - meets: whether the replicas meet before it and after it.
+        - meets: whether the replicas synchronize before it, and after it.
         """
         assert bucket.weights is not None
         workspace, weights = self._workspace, self._shared.get(bucket)
@@ -129,7 +131,7 @@ class FusedAdamW:
             world, index = workspace.group.size, workspace.group.index
             peers = workspace.pads, workspace.state, workspace.report, int(workspace.limit_s * 1e9)
             stream = workspace.follow()
-        # In the groups of kernels/library.py's comment.
+        # Arguments in the groups that the comment in kernels/library.py describes.
         kind = (DTYPES[bucket.weight_dtype], bucket.gradient_dtype != bucket.weight_dtype, world, index)
         parts = (laid.table.data_ptr(), laid.vectors)
         launch = (_MAX_BLOCKS, self._device.index, stream)
@@ -138,7 +140,7 @@ class FusedAdamW:
         check(self._library, "p3d_adamw", status)
 
     def _lay_out(self, bucket: Bucket, untouched: Set[nn.Parameter]) -> _Laid:
-        """Return where the parts to step are; made anew where a tensor has moved, as when a checkpoint is loaded."""
+        """Return the table of the parts to step; it is made again if a tensor has moved, as when a checkpoint is loaded."""
         rows, steps, end = [], [], 0
         for piece in bucket.pieces:
             master = piece.master
@@ -157,7 +159,7 @@ class FusedAdamW:
 
     def _state_of(self, master: nn.Parameter) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._optimizer.state[master]
-        if not state:  # as torch's fused optimizer begins
+        if not state:  # the initial state of torch's fused optimizer
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
         return state
@@ -172,7 +174,7 @@ def settings_array(groups: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def check_adam(optimizer: torch.optim.Optimizer) -> Unavailable | None:
-    """Return why the kernel can't take an optimizer's step; None if it can."""
+    """Return why the kernel can't replace an optimizer's step; None if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return Unavailable(f"it takes the steps of Adam and AdamW, and the optimizer is {name}", "use one of these")
