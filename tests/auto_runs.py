@@ -28,16 +28,16 @@ def train(dp: int, zero: int, pipeline: dict[str, Any]) -> tuple[Run, str | None
     run = run_steps(engine, own_iterator(engine, last), STEPS)
     plan = engine.schedule_plan
     program = engine._runner.programs.get(ACCUMULATION, training=True)
-    ran = [str(i) for i in program.instructions[engine._model.stage_id] if i.op.value in "FBIW"]
+    ran = [str(i) for i in program.instructions[engine.pipeline_module.stage_id] if i.op.value in "FBIW"]
     if plan is not None:
         check_traffic(plan.measured, program, engine, dp, zero)
-    planned = plan is not None and list(plan.instructions[engine._model.stage_id]) == ran
-    return run, plan.model_dump_json() if planned else None, engine._model.placement, engine.global_steps
+    planned = plan is not None and list(plan.instructions[engine.pipeline_module.stage_id]) == ran
+    return run, plan.model_dump_json() if planned else None, engine.pipeline_module.placement, engine.global_steps
 
 
 def check_traffic(measured: Measured, program: Program, engine: Any, dp: int, zero: int) -> None:
     """Measured is what this stage launches, where the backend tells when that is done, and took some time."""
-    stage, on_gpu = engine._model.stage_id, engine.device.type == "cuda"
+    stage, on_gpu = engine.pipeline_module.stage_id, engine.device.type == "cuda"
     own = [c for c, where in enumerate(program.placement) if where == stage]
     buckets = Counter(
         i.chunk for i in program.instructions[stage] if i.op is Op.REDUCE_GRADS and (zero < 2 or i.micro_batch == 0)

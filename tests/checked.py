@@ -70,7 +70,7 @@ class Uncut(nn.Module):
 
 
 class FaultyMLP(toy3d.MLP):
-    """One rank of the tensor slices scales one gradient."""
+    """One tensor-parallel rank scales one gradient."""
 
     factor = 1.001
 

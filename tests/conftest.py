@@ -20,6 +20,7 @@ from ranks import RankPool
 
 # How long an example takes says more of the machine than of what is tested.
 settings.register_profile("unhurried", settings(), deadline=None)
+settings.register_profile("long", settings.get_profile("unhurried"), max_examples=5000)  # of make fuzz
 settings.load_profile("unhurried")
 
 

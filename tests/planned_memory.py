@@ -117,7 +117,7 @@ def predict(
     profile = ModelProfile(model(tied, layout.units), inputs, labels, LOSS, config, "cpu")
     memory, policy = MemoryModel(profile), profile.policy(layout.zero)
     placement = placement_of(layout.placement, layout.stages, layout.chunks)
-    layers = profile.layers(layout.slices, layout.sequence_parallel)
+    layers = profile.layers(layout.tensor_ranks, layout.sequence_parallel)
     parameters = stage_parameters(profile.specs, layers, bounds, placement)
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
     program = Programs().simulation(layout, buckets, policy, layout.micro_batches).program

@@ -43,7 +43,7 @@ class Shape:
 
     stages: int = 4
     replicas: int = 4
-    slices: int = 2
+    tensor_ranks: int = 2
     micro_batches: int = 16
     schedule: str = "zbv"
     chunks: int = 2
@@ -52,14 +52,14 @@ class Shape:
 
     @property
     def layout(self) -> str:
-        return f"pp{self.stages},dp{self.replicas},tp{self.slices},zero1,{self.schedule},m{self.micro_batches}"
+        return f"pp{self.stages},dp{self.replicas},tp{self.tensor_ranks},zero1,{self.schedule},m{self.micro_batches}"
 
 
 def plan(shape: Shape | None = None, seed: int = 0, ranked: int = 12, rejected: int = 40) -> PlanResult:
     """A plan whose winner is of this shape. Every instruction takes its own time, as measured ones would."""
     shape = shape or Shape()
     dice = random.Random(seed)
-    world = shape.stages * shape.replicas * shape.slices
+    world = shape.stages * shape.replicas * shape.tensor_ranks
     best = [_prediction(shape, shape.layout, 1.0, dice)]
     for k in range(1, ranked):
         best.append(_prediction(shape, f"{shape.layout},mb{k + 1}", 1.0 + 0.03 * k, dice))
@@ -109,8 +109,8 @@ def _prediction(shape: Shape, layout: str, slower: float, dice: random.Random) -
         layout=layout,
         stages=shape.stages,
         replicas=shape.replicas,
-        slices=shape.slices,
-        sequence_parallel=shape.slices > 1,
+        tensor_ranks=shape.tensor_ranks,
+        sequence_parallel=shape.tensor_ranks > 1,
         chunks=shape.chunks,
         placement=shape.placement,
         schedule=shape.schedule,
@@ -197,8 +197,8 @@ def _hurried(program: Program, cost: Callable[[Instruction], float]) -> Iterator
 
 def ranks(shape: Shape) -> tuple[RankPlace, ...]:
     out = []
-    for rank in range(shape.stages * shape.replicas * shape.slices):
-        rest, model = divmod(rank, shape.slices)
+    for rank in range(shape.stages * shape.replicas * shape.tensor_ranks):
+        rest, model = divmod(rank, shape.tensor_ranks)
         pipe, data = divmod(rest, shape.replicas)
         host, gpu = divmod(rank, shape.gpus_per_host)
         out.append(RankPlace(rank=rank, host=f"host{host}", gpu=gpu, pipe=pipe, data=data, model=model))
@@ -213,7 +213,7 @@ def links(shape: Shape) -> tuple[LinkLoad, ...]:
         nbytes = sum(axes.values())
         out.append(LinkLoad(a=a, b=b, kind=kind, nbytes=nbytes, seconds=nbytes / rate, by_axis=axes))
 
-    several = shape.stages * shape.replicas * shape.slices > shape.gpus_per_host
+    several = shape.stages * shape.replicas * shape.tensor_ranks > shape.gpus_per_host
     for place in ranks(shape):
         gpu = f"{place.host}/gpu{place.gpu}"
         add(gpu, f"{place.host}/nvswitch", "nvlink", 4e11, model=9.0 * GIB, data=2.0 * GIB, pipe=0.2 * GIB)

@@ -27,7 +27,7 @@ def make_record(
         layout=layout,
         stages=2,
         replicas=1,
-        slices=1,
+        tensor_ranks=1,
         sequence_parallel=False,
         chunks=1,
         placement="loop",

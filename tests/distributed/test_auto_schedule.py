@@ -53,7 +53,7 @@ def train_by(path: str, zero: int) -> tuple[Run, list[str]]:
     )
     micro_batches = [toy.micro_batch(g) for g in range(2 * ACCUMULATION * 2)]
     program = engine._runner.programs.get(ACCUMULATION, training=True)
-    ran = [str(i) for i in program.instructions[engine._model.stage_id] if i.op in COMPUTE_OPS]
+    ran = [str(i) for i in program.instructions[engine.pipeline_module.stage_id] if i.op in COMPUTE_OPS]
     return run_steps(engine, own_iterator(engine, micro_batches), 2), ran
 
 
@@ -78,7 +78,7 @@ def first_programs(path: str) -> tuple[list[str], bool]:
     program = engine._runner.programs.get(2, training=True)
     planned = engine.schedule_plan is not None
     engine.train_batch(own_iterator(engine, [toy.micro_batch(g) for g in range(2)]))
-    return [str(i) for i in program.instructions[engine._model.stage_id] if i.op.value in "FBIW"], planned
+    return [str(i) for i in program.instructions[engine.pipeline_module.stage_id] if i.op.value in "FBIW"], planned
 
 
 def plan_of_two() -> dict[str, Any]:

@@ -100,10 +100,10 @@ def what_is_said(plant: str, schedule: str) -> str:
 
 # Micro-batch 1 of the second step is each layer's forward number 5.
 PLACES = {
-    "input": "F1@0: NumericsError: NaN in what layers.2.inner (Linear) returned (8 of 8 values, the first at [0, 0])",
-    "output": "F1@0: NumericsError: inf in what layers.2 (Planted) returned (",
+    "input": "F1@0: NumericsError: NaN in the output of layers.2.inner (Linear) (8 of 8 values, the first at [0, 0])",
+    "output": "F1@0: NumericsError: inf in the output of layers.2 (Planted) (",
     "loss": "F1@0: NumericsError: inf in the loss (1 of 1 values, the first at [])",
-    "gradient": "B1@0: NumericsError: inf in the gradient of what layers.2.inner (Linear) returned (",
+    "gradient": "B1@0: NumericsError: inf in the gradient of the output of layers.2.inner (Linear) (",
     "weight": "B1@0: NumericsError: inf in the gradient of layers.2.inner.weight (",
 }
 
@@ -137,8 +137,8 @@ def by_calls(plant: str) -> str:
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        ("input", "NaN in what 1.inner (Linear) returned"),
-        ("gradient", "inf in the gradient of what 1.inner (Linear) returned"),
+        ("input", "NaN in the output of 1.inner (Linear)"),
+        ("gradient", "inf in the gradient of the output of 1.inner (Linear)"),
         ("loss", "NaN in the loss"),
     ],
 )
@@ -182,4 +182,4 @@ def test_all_ranks_say_it(tmp_path: Path):
     assert len(ended.accounts) == 2
     [line] = lines
     assert line.startswith("rank 1 (stage 1, host ")
-    assert "failed in B1@1: NumericsError: inf in the gradient of what layers.2.inner (Linear) returned" in line
+    assert "failed in B1@1: NumericsError: inf in the gradient of the output of layers.2.inner (Linear)" in line

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import parallel3d
+from parallel3d.checkpoint.pending import PendingSave
 from parallel3d.cli import main
 from parallel3d.models import SlicedLogits, causal_lm_loss, from_hf
 from parallel3d.pipe import PipelineModule
@@ -67,7 +68,8 @@ Trained = tuple[Path, Path, Tensor]
 def test_ls_tells_what_is_whole(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     saved = tmp_path / "saved"
     shutil.copytree(trained[0], saved)
-    shutil.copytree(saved / "global_step1", saved / "other.tmp-0123abcd")
+    running = PendingSave(saved, "running")
+    (saved / ".hf.0123456789abcdef").mkdir()  # of an export that was killed
     next((saved / "again").glob("*.safetensors")).unlink()
     code, out, _ = run(capsys, "ls", saved)
     assert code == 0
@@ -78,6 +80,9 @@ def test_ls_tells_what_is_whole(trained: Trained, tmp_path: Path, capsys: pytest
     ]
     assert "again/rank" in out.split("not complete: ", 1)[1]
     assert "is missing" in out
+    assert f"not complete: {running.path.parent} is of a save of 'running' that is running or was ended" in out
+    assert f"not complete: {saved}/.hf.0123456789abcdef is no complete checkpoint" in out
+    running.end()
 
 
 def test_verify_names_the_damaged_file(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -97,7 +102,7 @@ def test_verify_names_the_damaged_file(trained: Trained, tmp_path: Path, capsys:
 def test_export_is_what_from_pretrained_reads(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, out, err = run(capsys, "export", trained[0], tmp_path / "hf")
     assert code == 0, err
-    assert "as Hugging Face has it" in out
+    assert "in Hugging Face's form" in out
     model = load_model(tmp_path / "hf").to(torch.bfloat16)
     with torch.no_grad():
         logits = model(token_ids(1, 9)).logits.float()

@@ -130,7 +130,9 @@ def whole_decoder(num_steps: int) -> tuple[list[float], bool]:
     )
     engine, *_ = parallel3d.initialize(model=model, config=config)
     losses = [engine.train_batch(iter([DATA])).item() for _ in range(num_steps)]
-    return losses, engine._model.loss_fn != causal_lm_loss and isinstance(engine._model.loss_fn, CausalLMLoss)
+    return losses, engine.pipeline_module.loss_fn != causal_lm_loss and isinstance(
+        engine.pipeline_module.loss_fn, CausalLMLoss
+    )
 
 
 DECODER = DecoderConfig(vocab_size=37, hidden_size=16, ffn_size=24, num_layers=1, num_heads=2, max_positions=8)

@@ -96,12 +96,12 @@ def train_compiled(*args: Any, **settings: Any) -> Result:
     return train_directory(*args, **settings)
 
 
-def train_wrapped(name: str, stages: int, out: str, slices: int, words: dict[str, str]) -> tuple[Result, int]:
-    """Also the number of weights held. words: what the model is to say of its slices besides what it says by itself."""
+def train_wrapped(name: str, stages: int, out: str, tensor_ranks: int, words: dict[str, str]) -> tuple[Result, int]:
+    """Also the number of weights held. words: what the model says besides of its tensor parallelism."""
     model = make_model(name).to(DTYPE)
     model.tp_plan.update(words)
     # transformers leaves out a mask without a zero: what travels depends on values.
-    settings = {"pipeline": {"shapes": "dynamic"}, "tensor_parallel": {"size": slices}}
+    settings = {"pipeline": {"shapes": "dynamic"}, "tensor_parallel": {"size": tensor_ranks}}
     layers = from_hf(model)
     result = train_and_export(layers, stages, out, **settings)
     return result, sum(p.numel() for p in PipelineModule(layers, stages, config=settings).parameters())
@@ -136,7 +136,7 @@ def check_against_transformers(model: nn.Module, results: list[Any], out: Path, 
         assert distance(weight.detach(), trained[name].detach()) < tolerance, name
 
 
-# (stages, slices, whether sequences are shared): 2 key and value heads over 4 ranks, 257 words over 2, 9 tokens over 2.
+# (stages, tensor_ranks, whether sequences are shared): 2 key and value heads over 4 ranks, 257 words over 2, 9 tokens over 2.
 LAYOUTS = [(1, 1, False), (2, 1, False), (2, 2, False), (2, 2, True), (1, 4, True)]
 COVER = {
     "llama": [(1, 1, False), (2, 2, True), (1, 4, True)],
@@ -150,18 +150,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "sequence" in metafunc.fixturenames:
         full = metafunc.config.getoption("full")
         cases = [(name, *layout) for name, cover in COVER.items() for layout in (LAYOUTS if full else cover)]
-        metafunc.parametrize(("name", "stages", "slices", "sequence"), cases)
+        metafunc.parametrize(("name", "stages", "tensor_ranks", "sequence"), cases)
     if "shards" in metafunc.fixturenames:  # whole sequences are compiled in test_compile.py
         metafunc.parametrize("shards", [True, False] if metafunc.config.getoption("full") else [True])
 
 
 def test_a_directory_trains_as_in_transformers(
-    run_ranks, tmp_path, name: str, stages: int, slices: int, sequence: bool
+    run_ranks, tmp_path, name: str, stages: int, tensor_ranks: int, sequence: bool
 ):
     model = in_double(save_model(tmp_path / "in", name))
-    sliced = {"size": slices, "sequence_parallel": sequence}
+    sliced = {"size": tensor_ranks, "sequence_parallel": sequence}
     source, out = str(tmp_path / "in"), str(tmp_path / "out")
-    results = run_ranks(stages * slices, train_directory, source, "block", stages, out, sliced)
+    results = run_ranks(stages * tensor_ranks, train_directory, source, "block", stages, out, sliced)
     check_against_transformers(model, results, tmp_path / "out", 1e-8)
 
 
@@ -187,7 +187,7 @@ def test_a_stage_may_end_between_attention_and_feed_forward(run_ranks, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "slices", "words"),
+    ("name", "stages", "tensor_ranks", "words"),
     [
         ("gemma", 2, 1, {}),
         ("phi", 2, 1, {}),
@@ -202,13 +202,13 @@ def test_a_stage_may_end_between_attention_and_feed_forward(run_ranks, tmp_path)
     ],
 )
 def test_another_architecture_trains_by_its_own_layers(
-    run_ranks, tmp_path, name: str, stages: int, slices: int, words: dict[str, str]
+    run_ranks, tmp_path, name: str, stages: int, tensor_ranks: int, words: dict[str, str]
 ):
     """With few, shared or odd numbers of heads, and a head whose logits are gathered or not, tied or not."""
-    ranks = run_ranks(stages * slices, train_wrapped, name, stages, str(tmp_path / "out"), slices, words)
+    ranks = run_ranks(stages * tensor_ranks, train_wrapped, name, stages, str(tmp_path / "out"), tensor_ranks, words)
     model = make_model(name).to(DTYPE)
     whole = sum(p.numel() for p in model.parameters())
-    assert slices == 1 or sum(held for _, held in ranks) < 0.8 * slices * whole
+    assert tensor_ranks == 1 or sum(held for _, held in ranks) < 0.8 * tensor_ranks * whole
     # Norms in fp32, which are theirs in the reference too, round what differs in the last bit of a double.
     tolerance = 1e-8 if name.startswith(("phi-", "neox")) or name == "phi" else 1e-5
     check_against_transformers(model, [result for result, _ in ranks], tmp_path / "out", tolerance)

@@ -60,12 +60,14 @@ def test_a_run_has_the_planned_program_and_holds_the_memory_predicted(
     run_ranks, words: str, tied: bool, changes: dict[str, Any]
 ):
     layout = planned.parse(words)
-    ranks = run_ranks(layout.stages * (layout.replicas or 1) * layout.slices, planned.measure, words, tied, changes)
+    ranks = run_ranks(
+        layout.stages * (layout.replicas or 1) * layout.tensor_ranks, planned.measure, words, tied, changes
+    )
     stages, between, program = planned.predict(words, tied, changes, ranks[0].bounds)
     for rank in ranks:
         assert rank.program.instructions == program.instructions
         check_state(stages[rank.stage], rank)
-        check_activations(stages[rank.stage], between[rank.stage], rank, layout.slices > 1)
+        check_activations(stages[rank.stage], between[rank.stage], rank, layout.tensor_ranks > 1)
 
 
 def check_state(stage: StageMemory, rank: Measured) -> None:

@@ -106,7 +106,7 @@ def step(engine: Engine, kind: str, data: Iterator[Any] | None) -> float:
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
-    return {info.name: info.parameter.detach().clone() for info in engine._model.parameter_infos()}
+    return {info.name: info.parameter.detach().clone() for info in engine.pipeline_module.parameter_infos()}
 
 
 def train(kind: str, zero: dict[str, Any], config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -257,7 +257,7 @@ def train_planted(kind: str, zero: dict[str, Any], config: dict[str, Any]) -> di
     engine = engine_of(kind, zero, PLANTED, **config)
     data = own_iterator(engine, micro_batches(TOTAL))
     last_replica = engine.grid.get_data_parallel_rank() == engine.dp_world_size - 1
-    planted = [m for m in engine._model.modules() if isinstance(m, Planted)]
+    planted = [m for m in engine.pipeline_module.modules() if isinstance(m, Planted)]
     scales, rates, kept, applied = [], [], [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

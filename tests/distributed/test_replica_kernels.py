@@ -95,7 +95,7 @@ def train(stage: int, communication: str, kernels: dict[str, bool], stand_in: bo
         engine, *_ = parallel3d.initialize(model=model, config=config)
     calls: list[tuple[bool, bool]] = []
     if stand_in:
-        group = engine._groups.data
+        group = engine.process_groups.data
         standing_in = StandIn(group)
         group.use_reduce_scatter(standing_in)
         calls = standing_in.calls

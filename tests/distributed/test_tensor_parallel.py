@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm import collectives
-from parallel3d.comm.collectives import Group, Work, all_gather_object
+from parallel3d.comm.collectives import Group, Work
 from parallel3d.comm.differentiable import reduce_from_region, reduce_from_region_
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.pipe import LayerSpec, PipelineModule
@@ -192,9 +192,9 @@ def parts(model: nn.Module, gradients: dict[nn.Parameter, Tensor]) -> list[Part]
 def check_gradients(mine: list[Part], reference: nn.Module, **tolerance: float) -> None:
     """The gathered gradients are the reference's; `mine` may hold every parameter several times. One exchange for all."""
     expected = dict(reference.named_parameters())
-    for name, *ranks in (
-        (of_ranks[0][0], *of_ranks) for of_ranks in zip(*all_gather_object(mine, world()), strict=True)
-    ):
+    everyone: list[Any] = [None] * world().size
+    torch.distributed.all_gather_object(everyone, mine, group=world().handle)
+    for name, *ranks in ((of_ranks[0][0], *of_ranks) for of_ranks in zip(*everyone, strict=True)):
         whole = gathered([slicing for _, slicing, _, _ in ranks], [p for _, _, p, _ in ranks], [g for *_, g in ranks])
         torch.testing.assert_close(whole, expected.pop(name).grad, msg=name, **(tolerance or EXACT))
         expected = expected or dict(reference.named_parameters())

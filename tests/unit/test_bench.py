@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ import run
 import train_llama
 from cases import CaseError, Workload, command_of, parse_case
 from results import agreement, as_markdown, baseline_of, describe_agreement, gains_over_1f1b, make_table
-from table import insert
+from table import insert, make_section, selected
 
 from parallel3d.schedule.builders import interleaved, one_f_one_b
 from parallel3d.schedule.instructions import Instruction, Op
@@ -248,6 +249,37 @@ def test_markdown_table_replaces_its_section_alone():
     assert insert(once, "x", table) == once
     with pytest.raises(ValueError, match="begin z"):
         insert(page, "z", table)
+
+
+# Sections that show some cases of a run only: newer runs replace the others.
+SHOWN = {"final-dp4": ["dp4-zero1-bf16acc-compile-cudnn", "ds-dp4-zero1"]}
+
+
+def test_tables_of_the_pages_are_those_of_the_results():
+    runs = [json.loads(path.read_text()) for path in sorted((BENCH / "results").glob("*.json"))]
+    pages = [path.read_text() for path in sorted((BENCH.parents[1] / "docs").glob("*.md"))]
+    sections = [
+        found for page in pages for found in re.findall(r"<!-- begin (\S+) -->\n(.*?)\n<!-- end", page, re.DOTALL)
+    ]
+    assert len(sections) >= 16
+    for name, text in sections:
+        date = text[:10]
+        made = [make_section(selected(run, SHOWN.get(name, []))) for run in runs if run["date"].startswith(date)]
+        assert text in made, name
+
+
+@pytest.mark.parametrize("option", ["allreducenorm", "waitkernel"])
+def test_tables_leave_out_removed_features(option: str):
+    names = ["tp2-compile", f"tp2-compile-{option}"]
+    cases, command = [record(name) for name in names], f"run.py --cases {','.join(names)} --steps 6"
+    shown = selected({"cases": cases, "command": command, "agreement": agreement(cases)})
+    assert [case["case"] for case in shown["cases"]] == names[:1]
+    assert shown["command"] == "run.py --cases tp2-compile --steps 6"
+    assert option not in str(shown["agreement"])
+    curves = selected(
+        {"cases": names, "command": command, "curves": {"plain": [1.0], **{name: [1.0] for name in names}}}
+    )
+    assert list(curves["curves"]) == ["plain", "tp2-compile"]
 
 
 # Running

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.autograd import recomputation as checkpointing
 from parallel3d.autograd.recomputation import Checkpointer, Copy, RecomputationTimes
 from parallel3d.config import ActivationCheckpointingConfig
+from parallel3d.deepspeed import checkpointing
 from parallel3d.errors import ConfigError, ExecutionError
 
 HIDDEN = 8

@@ -97,7 +97,7 @@ def test_the_layouts_are_those_that_were_asked_for():
     layouts = [plan_accuracy.decided(name.partition(":")[2]) for name in plan_accuracy.LAYOUTS]
     assert len(set(plan_accuracy.LAYOUTS)) >= 12
     assert len({name.partition(":")[0] for name in plan_accuracy.LAYOUTS}) == 2
-    for axis in ("stages", "replicas", "slices"):
+    for axis in ("stages", "replicas", "tensor_ranks"):
         assert {getattr(layout, axis) for layout in layouts} == {1, 2, 4}
     assert {layout.zero for layout in layouts} == {0, 1, 2}
     assert len({layout.schedule for layout in layouts}) >= 3

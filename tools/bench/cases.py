@@ -32,7 +32,7 @@ OPTIONS = {
     "cudnn": "attention by cuDNN where it can",
     "sp": "sequence parallelism",
     "shardcopies": "tensor_parallel.peer_copies is true",
-    "models": "layers of parallel3d.models, as with tensor slices",
+    "models": "layers of parallel3d.models, as with tensor parallelism",
     "half": "attention and feed-forward are layers of their own, between which a stage may end",
     "parameters": "layers are split by their parameters",
     "flops": "layers are split by their FLOPs",

@@ -4,8 +4,8 @@ python tools/bench/curves.py --size 1b --cases dp2-zero2,pp2-zb-h1-compile-cudnn
 python tools/bench/table.py curves.json --into docs/benchmarks.md --name loss_curves
 
 The plain runs (curve_run.py) are one in fp32, and some in bf16 that differ in rounding alone: by how much they differ is the
-noise. Initial weights depend on the list of layers: where a case has tensor slices, all runs have layers that can be sliced;
-half is for all cases or none. Exits with 1 when a case has no curve, or one that isn't within noise (deviations.py).
+noise. Initial weights depend on the list of layers: where a case has tensor parallelism, all runs have layers that can be
+sharded; half is for all cases or none. Exits with 1 when a case has no curve, or one that isn't within noise (deviations.py).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Prompt:
 
     def receive_header(self, stage: int) -> Any:
         """Return the one header: every chunk's output has the same structure."""
-        return self._header
+        return self._header.skeleton
 
     def use_host(self, use: bool) -> None:
         """Do nothing."""

@@ -15,7 +15,27 @@ from typing import Any
 
 from accuracy import accuracy_table, unmeasured, verdicts
 from deviations import deviation_table, verdict
-from results import as_markdown, describe_agreement, make_table, rooflines
+from results import agreement, as_markdown, describe_agreement, make_table, rooflines
+
+# What runs of earlier versions measured and this version lacks: options of cases, and ways to communicate.
+_REMOVED_OPTIONS = {"allreducenorm", "waitkernel"}
+_REMOVED_WAYS = {"torch, copies", "kernel, copies", "copies, awaited by a kernel"}
+
+
+def selected(run: Mapping[str, Any], cases: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the run without what this version lacks, and without other cases than these if some are given."""
+    if "measured" in run:
+        return {**run, "measured": [m for m in run["measured"] if m["by"] not in _REMOVED_WAYS]}
+    if "cases" not in run:
+        return dict(run)
+    names = [record if isinstance(record, str) else record["case"] for record in run["cases"]]
+    out = {name for name in names if _REMOVED_OPTIONS & set(name.split("-")) or (cases and name not in cases)}
+    kept = [record for name, record in zip(names, run["cases"], strict=True) if name not in out]
+    words = (",".join(part for part in word.split(",") if part not in out) for word in run["command"].split(" "))
+    result = {**run, "cases": kept, "command": " ".join(words)}
+    if "curves" in run:
+        return result | {"curves": {name: curve for name, curve in run["curves"].items() if name not in out}}
+    return result | {"agreement": agreement(kept)}
 
 
 def section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
@@ -86,6 +106,13 @@ def communication_section(run: Mapping[str, Any]) -> str:
     return "\n".join([_where(run), how, "", as_markdown(lines), "", f"`{run['command']}`"])
 
 
+def make_section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
+    """Return the section of any run. baselines: cases to compare with, first choice first."""
+    kinds = {"curves": curves_section, "layouts": plan_section, "measured": communication_section}
+    make = next((make for key, make in kinds.items() if key in run), partial(section, baselines=baselines))
+    return make(run)
+
+
 def _where(run: Mapping[str, Any]) -> str:
     machine = f"{run['hardware']['count']} x {run['hardware']['name']}"
     packages = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
@@ -114,12 +141,10 @@ def main() -> None:
     parser.add_argument("--into", type=Path, metavar="PAGE", help="a markdown page with the markers")
     parser.add_argument("--name", help="of the section; default: the results file's name without .json")
     parser.add_argument("--baseline", default="", help="cases to compare with, first choice first; default: the peers")
+    parser.add_argument("--cases", default="", help="cases to show; default: all but those of removed features")
     args = parser.parse_args()
-    run = json.loads(args.results.read_text(encoding="utf-8"))
-    baselines = [name for name in args.baseline.split(",") if name]
-    kinds = {"curves": curves_section, "layouts": plan_section, "measured": communication_section}
-    make = next((make for key, make in kinds.items() if key in run), partial(section, baselines=baselines))
-    text = make(run)
+    cases, baselines = ([name for name in text.split(",") if name] for text in (args.cases, args.baseline))
+    text = make_section(selected(json.loads(args.results.read_text(encoding="utf-8")), cases), baselines)
     if args.into is None:
         print(text)
         return

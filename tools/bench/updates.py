@@ -14,10 +14,10 @@ from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import KernelsConfig
+from parallel3d.kernels.fused_adamw import FusedAdamW, open_update_kernels
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket, make_buckets
-from parallel3d.zero.fused_adamw import FusedAdamW, open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
 

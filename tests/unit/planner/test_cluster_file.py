@@ -254,3 +254,24 @@ def test_what_cannot_be_is_an_error_with_the_remedy(described, words):
     with pytest.raises(ConfigError) as raised:
         load_cluster(described)
     assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("99999999x8xH100", "hosts[0].count: Input should be less than or equal to 131072, not 99999999"),
+        ("1x99999999xH100", "has more than 131072 GPUs"),
+        pytest.param("9" * 5000 + "xH100", "neither a cluster's file nor a machine", id="digits"),
+        ("100000x8xH100", "there are 800000 GPUs; describe 131072 or fewer"),
+        (
+            {"hosts": [{"machine": "8xH100", "count": 100}], "links": [{"between": ["*", "*"]}]},
+            "pairs of nodes; describe",
+        ),
+        pytest.param({"hosts": [{"machine": "8xH100", "name": "a" * 5000}]}, "at most 253 characters", id="name"),
+    ],
+)
+def test_what_is_too_large_is_told_before_it_is_built(given, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_cluster(given)
+    assert told in str(error.value)
+    assert len(str(error.value)) < 21_000

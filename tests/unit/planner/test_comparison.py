@@ -24,7 +24,7 @@ def prediction(**changes: object) -> Prediction:
         layout="pp2,1f1b,m4,mb2",
         stages=2,
         replicas=1,
-        slices=1,
+        tensor_ranks=1,
         sequence_parallel=False,
         chunks=1,
         placement="loop",

@@ -20,7 +20,7 @@ from parallel3d.schedule.lowering import lower
 
 
 def predicted(
-    slices: int, kernels: dict[str, object], replicas: int = 1, zero: int = 0, **settings: object
+    tensor_ranks: int, kernels: dict[str, object], replicas: int = 1, zero: int = 0, **settings: object
 ) -> StageMemory:
     """Return the predicted memory of a rank of one stage."""
     given = {
@@ -32,25 +32,31 @@ def predicted(
     sample = torch.ones(1, 4)
     profile = ModelProfile([LayerSpec(nn.Linear, 4, 4)], sample, sample, nn.MSELoss(), load(given))
     layout = Layout(
-        stages=1, replicas=replicas, slices=slices, schedule="1f1b", micro_batch=1, micro_batches=1, zero=zero
+        stages=1,
+        replicas=replicas,
+        tensor_ranks=tensor_ranks,
+        schedule="1f1b",
+        micro_batch=1,
+        micro_batches=1,
+        zero=zero,
     )
     program = lower(build("1f1b", 1, 1, 1, "loop"))
     stage = MemoryModel(profile).stage(MemoryReplay.of(program), (0, 1), layout, 0, 1)
     return stage
 
 
-def outside(slices: int, kernels: dict[str, object], replicas: int = 1, zero: int = 0) -> int:
+def outside(tensor_ranks: int, kernels: dict[str, object], replicas: int = 1, zero: int = 0) -> int:
     """Return the bytes outside of PyTorch's allocator."""
-    return predicted(slices, kernels, replicas, zero).outside
+    return predicted(tensor_ranks, kernels, replicas, zero).outside
 
 
 @pytest.mark.parametrize(
-    ("slices", "taken"), [(1, 0), (2, AllReduce.staging_bytes()), (3, 0), (8, AllReduce.staging_bytes())]
+    ("tensor_ranks", "taken"), [(1, 0), (2, AllReduce.staging_bytes()), (3, 0), (8, AllReduce.staging_bytes())]
 )
-def test_the_staging_buffer_counts_where_the_kernel_runs(slices: int, taken: int) -> None:
-    off = outside(slices, {"all_reduce": False})
-    assert outside(slices, {}) == off, "auto is off for now"
-    assert outside(slices, {"all_reduce": True}) - off == taken
+def test_the_staging_buffer_counts_where_the_kernel_runs(tensor_ranks: int, taken: int) -> None:
+    off = outside(tensor_ranks, {"all_reduce": False})
+    assert outside(tensor_ranks, {}) == off, "auto is off for now"
+    assert outside(tensor_ranks, {"all_reduce": True}) - off == taken
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Predicted peaks against those that the benchmark measured on H200s, with the numbers as they are in the repository.
 
 Left out are cases whose program isn't kept (schedule auto's, and zb-looped's, which was another one when it was measured) and
-those of layers that have changed since then (tensor slices).
+those of layers that have changed since then (tensor parallelism).
 """
 
 from __future__ import annotations

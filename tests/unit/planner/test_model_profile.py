@@ -41,21 +41,21 @@ def decoder_profile(
     return ModelProfile(decoder(config), ids, ids, causal_lm_loss, settings, device)
 
 
-def linears(slices: int) -> int:
+def linears(tensor_ranks: int) -> int:
     """Weights of a block's matrices on one slice."""
-    return (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN * KV // HEADS + 3 * HIDDEN * FFN) // slices
+    return (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN * KV // HEADS + 3 * HIDDEN * FFN) // tensor_ranks
 
 
-@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize("tensor_ranks", [1, 2, 4])
 @pytest.mark.parametrize("samples", [1, 2, 7])
-def test_a_blocks_flops_are_those_of_its_matrices(slices: int, samples: int):
+def test_a_blocks_flops_are_those_of_its_matrices(tensor_ranks: int, samples: int):
     """The papers' formulas: 2 FLOPs per weight and token, 4 backward; causal attention has half of all pairs."""
-    block = decoder_profile().layers(slices, micro_batch=samples)[1]
+    block = decoder_profile().layers(tensor_ranks, micro_batch=samples)[1]
     tokens = samples * SEQ
-    scores = 2 * samples * SEQ * SEQ * HIDDEN / 2 / slices
-    assert block.forward.gemm_flops == 2 * tokens * linears(slices)
-    assert block.weight_gradient.gemm_flops == 2 * tokens * linears(slices)
-    assert block.input_gradient.gemm_flops == 2 * tokens * linears(slices)
+    scores = 2 * samples * SEQ * SEQ * HIDDEN / 2 / tensor_ranks
+    assert block.forward.gemm_flops == 2 * tokens * linears(tensor_ranks)
+    assert block.weight_gradient.gemm_flops == 2 * tokens * linears(tensor_ranks)
+    assert block.input_gradient.gemm_flops == 2 * tokens * linears(tensor_ranks)
     assert block.forward.attention_flops == 2 * scores
     assert block.input_gradient.attention_flops == 5 * scores
     assert block.weight_gradient.attention_flops == 0

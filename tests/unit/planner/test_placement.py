@@ -1,4 +1,4 @@
-"""Placement against every assignment of ranks to GPUs, up to the order of replicas and of slices."""
+"""Placement against every assignment of ranks to GPUs, up to the order of replicas and of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def random_shape(rng: random.Random, gpus: int) -> tuple[int, int, int]:
 
 
 def every_assignment(gpus: int, shape: tuple[int, int, int]) -> np.ndarray:
-    """With replicas and slices named by the order of their first stage's first GPUs; 7! and fewer, 8! over a symmetry."""
-    world, (_, replicas, slices) = math.prod(shape), shape
+    """With replicas and tensor ranks named by the order of their first stage's first GPUs; 7! and fewer, 8! over a symmetry."""
+    world, (_, replicas, tensor_ranks) = math.prod(shape), shape
     ways = np.array(list(permutations(range(gpus), world)), dtype=np.int64)
-    first = ways[:, : replicas * slices].reshape(-1, replicas, slices)
+    first = ways[:, : replicas * tensor_ranks].reshape(-1, replicas, tensor_ranks)
     return ways[(np.diff(first[:, :, 0], axis=1) > 0).all(axis=1) & (np.diff(first[:, 0], axis=1) > 0).all(axis=1)]
 
 

@@ -53,6 +53,79 @@ def test_a_users_function_is_planned_for_explained_and_written_down(target, tmp_
     assert {path.name for path in out.iterdir()} >= {"plan.html", "timeline.svg", "memory.svg", "trade_off.svg"}
 
 
+def plan_into(directory: Path, model: str = "gpt2") -> int:
+    command = ["plan", "--model", model, "--cluster", "2xL40S", "--global-batch", "4", "--seq", "64", "--top", "1"]
+    return main([*command, "--out", str(directory)])
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"compile": "auto"}, 'compile is "auto", which nothing fills in'),
+        ({"pipeline": "auto"}, None),  # that is what a plan says
+        ({"pipeline": 1}, "pipeline is 1; give a mapping"),
+        ({"compile": [2]}, "compile is [2]; give a mapping"),
+    ],
+)
+def test_a_section_that_is_no_mapping_is_filled_or_told(section, told, target, tmp_path, capsys) -> None:
+    (tmp_path / "given.json").write_text(json.dumps(section))
+    command = ["plan", "--model", target, "--cluster", "2xH200", "--global-batch", "16", "--out", str(tmp_path / "out")]
+    assert main([*command, "--config", str(tmp_path / "given.json")]) == (0 if told is None else 2)
+    assert told is None or told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config.json", "plan.json", "ranks.json", "plan.html"])
+def test_a_file_that_no_plan_wrote_is_not_replaced(name, tmp_path, capsys) -> None:
+    (tmp_path / name).write_text('{"model_type": "llama"}')
+    assert plan_into(tmp_path) == 2
+    assert f"{name} is not what an earlier p3d plan wrote" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, '{"model_type": "llama"}')]
+
+
+def test_an_earlier_plan_is_replaced_unless_its_configuration_was_edited(tmp_path, capsys) -> None:
+    config = tmp_path / "config.json"
+    assert [plan_into(tmp_path), plan_into(tmp_path)] == [0, 0]
+    edited = json.dumps({**json.loads(config.read_text()), "seed": 7})
+    config.write_text(edited)
+    assert plan_into(tmp_path) == 2
+    assert config.read_text() == edited
+    config.unlink()
+    assert plan_into(tmp_path) == 0
+    assert plan_into(tmp_path, "llama2-70b") == 1, "nothing fits"
+    assert not config.exists(), "the earlier configuration is not of this plan"
+    assert plan_into(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--global-batch", 10**30, "give the samples of a step, 1 to 100000000"),
+        ("--seq", 10**12, "positions for 1 to 16777216 tokens"),
+        ("--model", "deep", "deep has 2003 layers; plan for a model of 1100 or fewer"),
+    ],
+)
+def test_numbers_beyond_any_training_are_told_at_once(option, value, told, tmp_path, monkeypatch, capsys) -> None:
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 2000,
+    }
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    monkeypatch.chdir(tmp_path)
+    options = {"--model": "7b", "--cluster": "8xH100", "--global-batch": 8, "--seq": 64, option: value}
+    assert main(["plan", *(str(part) for pair in options.items() for part in pair)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, capsys) -> None:
+    (tmp_path / "file").touch()
+    assert plan_into(tmp_path / "file" / "out") == 2
+    assert "file/out, where nothing can be written (Not a directory)" in capsys.readouterr().err
+
+
 def test_where_nothing_fits_the_remedy_is_printed(tmp_path, capsys) -> None:
     command = ["plan", "--model", "megatron-1t", "--cluster", "8xA100", "--global-batch", "64", "--out", str(tmp_path)]
     assert main(command) == 1
@@ -87,7 +160,7 @@ def record(step: float, forward: float) -> RunRecord:
         layout="pp2,1f1b,m4,mb2",
         stages=2,
         replicas=1,
-        slices=1,
+        tensor_ranks=1,
         sequence_parallel=False,
         chunks=1,
         placement="loop",
@@ -137,3 +210,13 @@ def test_runs_of_another_model_or_of_more_ranks_are_refused(target, tmp_path, ca
     assert "give the run's model" in capsys.readouterr().err
     assert main([*common, "--model", target, "--cluster", "1xH200"]) == 2
     assert "give the run's cluster" in capsys.readouterr().err
+
+
+def test_without_a_home_there_is_an_error_with_the_remedy(monkeypatch, capsys) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert main(["plan", "--model", "gpt2", "--global-batch", "8"]) == 2
+    assert "set XDG_CACHE_HOME" in capsys.readouterr().err

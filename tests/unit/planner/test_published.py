@@ -9,8 +9,8 @@ tables for H100s some rows, between which others are as near. They differ in wha
   all-reduces of backwards, which the 2022 paper has behind weights' gradients. Its table has FLOP/s, by formula 3 of the paper,
   instead of seconds.
 - gpt3: dropout, fused attention. nemotron4: squared ReLU counts as ReLU, rotary positions turn all of a head instead of half;
-  "selective" recomputes the fused attention. gpt3 and the smaller nemotron4 hide more of the slices' communication than the
-  runtime here does.
+  "selective" recomputes the fused attention. gpt3 and the smaller nemotron4 hide more of tensor-parallel communication than
+  the runtime here does.
 
 One rate of products for each kind of GPU is fitted to these steps (planner/cluster/presets.yaml), as are timing._OF_BANDWIDTH
 and ClusterSpec.overlap to those measured; nothing is fitted to a single case.
@@ -247,7 +247,7 @@ def layout_of(case: Case, micro_batches: int) -> Layout:
     return Layout(
         stages=case.pp,
         replicas=case.dp,
-        slices=case.tp,
+        tensor_ranks=case.tp,
         sequence_parallel="sp" in case.options,
         zero=case.zero,
         micro_batch=1,

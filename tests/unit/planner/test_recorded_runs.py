@@ -40,7 +40,7 @@ def model_of(name: str) -> PlannedModel:
     "name", ["dp4,zero2,1f1b,m2,mb1", "pp2,dp2,zero1,1f1b,m4,mb1", "pp4,zb-h1,m8,mb1", "tp4,1f1b,m8,mb1"]
 )
 def test_what_instructions_are_made_of_is_all_that_they_take(name: str):
-    """Reductions in every micro-batch and exchanges of slices included: a fit would take their time for that of products."""
+    """Reductions in every micro-batch and tensor-parallel exchanges included: a fit would count their time as GEMMs."""
     layout = next(layout for layout in recorded(ON_4) if layout["record"]["layout"] == name)
     record, predictor = (
         RunRecord.model_validate(layout["record"]),

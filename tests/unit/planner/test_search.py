@@ -20,7 +20,7 @@ from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
-from parallel3d.planner.search.plan import Planner, Question, possible_slices
+from parallel3d.planner.search.plan import Planner, Question, possible_tensor_ranks
 from parallel3d.planner.search.result import PlanResult, Prediction
 from parallel3d.planner.search.search import BranchAndBound, evaluate, out_of_memory
 from parallel3d.planner.search.space import VARIANTS, Space
@@ -124,10 +124,10 @@ def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "slices"), [(8, [1, 2, 4, 8]), (6, [1, 2, 3, 4, 6]), (9, [1, 2, 3, 4, 8, 9]), (1, [1])]
+    ("gpus", "tensor_ranks"), [(8, [1, 2, 4, 8]), (6, [1, 2, 3, 4, 6]), (9, [1, 2, 3, 4, 8, 9]), (1, [1])]
 )
-def test_slices_are_powers_of_two_or_fill_a_host(gpus: int, slices: list[int]) -> None:
-    assert possible_slices(gpus) == slices
+def test_tensor_ranks_are_powers_of_two_or_fill_a_host(gpus: int, tensor_ranks: list[int]) -> None:
+    assert possible_tensor_ranks(gpus) == tensor_ranks
 
 
 def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
@@ -216,7 +216,7 @@ def test_what_is_written_can_be_run() -> None:
     config = load(json.loads(json.dumps(result.config)))
     assert config.pipeline.stages == winner.stages
     assert list(config.pipeline.partition or ()) == list(winner.bounds)
-    ranks = winner.stages * winner.replicas * winner.slices
+    ranks = winner.stages * winner.replicas * winner.tensor_ranks
     assert ranks == result.num_devices == len({(place.host, place.gpu) for place in result.map})
     assert winner.micro_batch * winner.micro_batches * winner.replicas == result.global_batch
     assert winner.low < winner.seconds < winner.high
@@ -256,7 +256,9 @@ def test_what_is_not_looked_at_otherwise_is_planned_where_it_is_asked_for(words:
     best = Planner(Question(model, cluster, 96, fixed=fixed)).answer().best[0]
     assert set(words.split(",")) <= set(best.layout.split(","))
     usual = Planner(Question(model, cluster, 96)).space
-    assert not {(5, "interleaved"), (5, "zb-looped")} & {VARIANTS[k][1::-1] for k in usual.variant}
+    assert not {(5, "interleaved"), (5, "zb-looped")} & {
+        (VARIANTS[k].chunks, VARIANTS[k].schedule) for k in usual.variant
+    }
     assert set(usual.micro_batch.tolist()) == {1, 2, 4, 8, 16, 32}
     assert 3 not in usual.recompute
 
@@ -294,7 +296,7 @@ def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyP
     ("count", "batch", "fixed", "message"),
     [
         (16, 1, None, "no layout of 64 GPUs makes up a global batch of 1"),
-        (1, 0, None, "1 or more"),
+        (1, 0, None, "the samples of a step, 1 to "),
         (1, 16, "pp3", "leave some of it open"),
     ],
 )

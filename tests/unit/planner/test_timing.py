@@ -22,7 +22,9 @@ DEVICE = Device("unit", 1 << 30, 1.0, 1.0, 1.0, 1e30, 0.0)  # a second for each 
 SEQ, HIDDEN, FFN, HEADS = 2048, 4096, 8192, 32
 
 
-def block(dropout: float = 0.0, slices: int = 2, sequence_parallel: bool = False, samples: int = 4) -> LayerProfile:
+def block(
+    dropout: float = 0.0, tensor_ranks: int = 2, sequence_parallel: bool = False, samples: int = 4
+) -> LayerProfile:
     """The second layer of a decoder in bf16, with fp32 accumulators."""
     config = DecoderConfig(
         vocab_size=1024,
@@ -38,7 +40,7 @@ def block(dropout: float = 0.0, slices: int = 2, sequence_parallel: bool = False
     tokens = torch.zeros(1, SEQ, dtype=torch.int64)
     given = load({**DEFAULTS, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
     profile = ModelProfile(decoder(config), tokens, tokens, causal_lm_loss, given)
-    return profile.layers(slices, sequence_parallel, samples)[1]
+    return profile.layers(tensor_ranks, sequence_parallel, samples)[1]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6))
@@ -70,7 +72,7 @@ def test_whole_backwards_hide_all_reduces_after_weights_gradients_and_split_ones
     whole = [part for exchange in profile.backward.exchanges for part in exchange]
     assert len(split) == len(whole) == 2
     assert all(beside.gemm_flops == 0 for _, beside in split)
-    # The weights of queries, keys and values, and of what the feed-forward begins with: half of each for two slices.
+    # The weights of queries, keys and values, and of what the feed-forward begins with: half of each for two ranks.
     products = [2 * SEQ * HIDDEN * FFN / 2, 2 * SEQ * HIDDEN * 3 * HIDDEN / 2]
     assert sorted(beside.gemm_flops for _, beside in whole) == sorted(products)
     assert profile.backward.gemm_flops == profile.input_gradient.gemm_flops + profile.weight_gradient.gemm_flops
@@ -78,14 +80,14 @@ def test_whole_backwards_hide_all_reduces_after_weights_gradients_and_split_ones
 
 def test_the_first_half_of_a_large_product_is_sent_behind_the_second():
     exchanges = block(samples=4).forward.exchanges
-    # Of the output projection and of the feed-forward's second product, each over two slices.
+    # Of the output projection and of the feed-forward's second product, each over two ranks.
     products = [2 * 4 * SEQ * HIDDEN * width / 2 for width in (HIDDEN, FFN)]
     assert [[beside.gemm_flops for _, beside in e] for e in exchanges] == [[flops / 2, 0] for flops in products]
 
 
 @pytest.mark.parametrize("samples", [1, 5])
 def test_operands_grow_with_samples_and_weights_do_not(samples: int):
-    profile = block(slices=1, samples=samples)
+    profile = block(tensor_ranks=1, samples=samples)
     tokens, weights = samples * SEQ, 4 * HIDDEN**2 + 2 * HIDDEN * FFN
     # x and y of queries, keys, values, the output projection, and of both of the feed-forward.
     numbers = tokens * (8 * HIDDEN + 2 * (HIDDEN + FFN))

@@ -83,6 +83,12 @@ def test_long_rows_go_on_in_further_blocks_without_cutting_a_label(program: Prog
         assert numbers == [str(i.micro_batch) for i in instructions]
 
 
+def test_a_block_has_one_slot_where_a_line_has_room_for_less() -> None:
+    """1F1B of one stage: a backward takes two slots, and its label is at their end."""
+    _, *blocks = re.split(r"\n\n|(?<=%)\n", text_grid(one_f_one_b(1, 2), max_width=1))
+    assert [block.split("|")[1].strip() for block in blocks] == ["0", "", "[0]", "1", "", "[1]"]
+
+
 # --------------------------------------------------------------------------------------------------- neighbourhood
 
 

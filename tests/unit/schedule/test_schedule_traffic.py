@@ -195,6 +195,19 @@ def test_what_a_rank_exchanges_in_a_step() -> None:
     assert not Traffic(reductions=((), (0.0,))).has_reductions
 
 
+def test_a_rank_that_does_not_end_last_reduces_earlier_too() -> None:
+    """Rank 0's gradients are complete at 11 and reduced at 21, whatever the order of rank 1's, which are complete at 12 and 13:
+    reduced at 15 and 18. Those of chunk 2 can be complete at 11: then reduced at 14, the other's at 17.
+    """
+    lists = ["F0@0 F1@0 B0@0 B1@0", "F0@1 F0@2 F1@1 F1@2 I0@2 I0@1 I1@2 I1@1 W0@1 W0@2 W1@1 W1@2"]
+    program = from_lists([text.split() for text in lists], (0, 1, 1))
+    times = {"forward": (1.0,) * 3, "input_gradient": (1.0,) * 3, "weight_gradient": (1.0,) * 3, "backward": (2.0,) * 3}
+    cost, traffic = one_rank(0.0).model_copy(update=times).cost, Traffic(reductions=((10.0,), (3.0,), (3.0,)))
+    order = hide_reductions(program, cost, traffic, lambda rank, instructions: True)
+    clock = ListClock(program, cost, traffic=traffic)
+    assert [clock.ends(clock.lists(p))[1] for p in (program, order)] == [[21, 18], [21, 17]]
+
+
 def test_an_order_that_does_not_fit_is_not_taken() -> None:
     program, m = from_lists([TWO_CHUNKS], (0, 0)), one_rank(3.0)
     assert hide_reductions(program, m.cost, m, lambda rank, instructions: False) == program

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group
 from parallel3d.errors import ConfigError
+from parallel3d.kernels import fused_adamw
+from parallel3d.kernels.fused_adamw import FusedAdamW
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero import fused_adamw
 from parallel3d.zero import reducer as reducer_module
 from parallel3d.zero.buckets import Bucket, make_buckets
-from parallel3d.zero.fused_adamw import FusedAdamW
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.reducer import GradientReducer
@@ -107,6 +107,15 @@ def test_settings_that_the_kernel_does_not_take_are_refused_when_they_come_later
         sharded.step(set())
 
 
+def test_settings_are_free_where_the_kernel_steps_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded, bucket = built(True, slice(0, 3))
+    monkeypatch.setattr(FusedAdamW, "takes", lambda self, bucket: False)
+    sharded.optimizer.param_groups[0]["amsgrad"] = True
+    bucket.gradient_shard.fill_(1.0)
+    sharded.step(set())
+    assert all("max_exp_avg_sq" in sharded.optimizer.state[piece.master] for piece in bucket.pieces)
+
+
 def test_masters_in_float64_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for dtype in (torch.float32, torch.float64):
@@ -132,6 +141,6 @@ def test_what_other_slices_left_of_a_batch_that_failed_is_no_part_of_the_next(mo
     monkeypatch.setattr(reducer_module, "all_reduce", all_reduce)
     reducer = GradientReducer(infos, POLICY, 0, PAIR, {})
     (bucket,) = reducer.all_buckets()
-    bucket.is_cleared = True
+    bucket.mark_cleared()
     reducer.start_step()
     assert not bucket.gradient_shard.any()
