@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LAYOUT ?= pp2,dp2
 ARGS ?=
+FUZZ_SECONDS ?= 3600
 
-.PHONY: setup train test test-all lint clean
+.PHONY: setup train test test-all fuzz lint clean
 
 setup: $(STAMP)
 
@@ -26,6 +27,12 @@ test: setup
 
 test-all: setup
 	$(MAKE) test ARGS="--full $(ARGS)"
+
+# Malformed inputs, others in each round.
+fuzz: setup
+	end=$$(($$(date +%s) + $(FUZZ_SECONDS))); while [ $$(date +%s) -lt $$end ]; do \
+	  $(BIN)/python -m pytest tests/fuzz -n 3 --hypothesis-profile long $(ARGS) || exit 1; \
+	done
 
 lint: setup
 	$(BIN)/ruff check .

@@ -78,7 +78,7 @@ def make_config(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
         "steps_per_print": None,
         "seed": args.seed,
         "zero_optimization": {"stage": layout.zero or 0},
-        "tensor_parallel": {"size": layout.slices, "sequence_parallel": layout.sequence_parallel},
+        "tensor_parallel": {"size": layout.tensor_ranks, "sequence_parallel": layout.sequence_parallel},
         "pipeline": {
             "stages": layout.stages,
             "schedule": args.schedule,
@@ -97,7 +97,7 @@ def layers_of(args: argparse.Namespace) -> list[LayerSpec]:
 
 
 def make_model(args: argparse.Namespace, layout: Layout, config: dict[str, Any]) -> PipelineModule:
-    topology = PipeModelDataParallelTopology(layout.stages, layout.slices, layout.replicas)
+    topology = PipeModelDataParallelTopology(layout.stages, layout.tensor_ranks, layout.replicas)
     loss = LayerSpec(Loss, VOCABULARY)
     return PipelineModule(
         layers_of(args), topology=topology, loss_fn=loss, seed_layers=True, base_seed=args.seed, config=config
@@ -129,9 +129,9 @@ class Generator:
 
     def __init__(self, engine: parallel3d.Engine):
         self.engine, grid = engine, engine.grid
-        stage, slices = grid.get_pipe_parallel_world_size() - 1, grid.get_model_parallel_world_size()
-        self.holders = [grid.stage_to_global(stage, data=0, model=index) for index in range(slices)]
-        self.parts = [even_part(VOCABULARY, slices, index) for index in range(slices)]
+        stage, tensor_ranks = grid.get_pipe_parallel_world_size() - 1, grid.get_model_parallel_world_size()
+        self.holders = [grid.stage_to_global(stage, data=0, model=index) for index in range(tensor_ranks)]
+        self.parts = [even_part(VOCABULARY, tensor_ranks, index) for index in range(tensor_ranks)]
 
     def __call__(self, ids: Tensor) -> Tensor:
         logits = self.engine.eval_batch(iter([(ids, ids)]), compute_loss=False, num_micro_batches=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,13 @@ class LayerSpec:
         """Build the layer, with new weights."""
         extra = {"context": context} if context is not None and self._wants_context() else {}
         return self.typename(*self.module_args, **self.module_kwargs, **extra)
+
+    def map_arguments(self, function: Callable[[Any], Any]) -> LayerSpec:
+        """Return a spec of the same layer with function(argument) in place of each argument."""
+        spec = copy.copy(self)
+        spec.module_args = tuple(map(function, self.module_args))
+        spec.module_kwargs = {key: function(value) for key, value in self.module_kwargs.items()}
+        return spec
 
     def _wants_context(self) -> bool:
         """Return whether the constructor has a `context` parameter to which neither this spec nor a default gives a value."""

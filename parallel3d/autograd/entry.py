@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter
 
-# Makes autograd record an entry; it never gets a gradient.
+# An input that makes autograd record the entry; it never gets a gradient.
 _ANCHOR = torch.empty(0, requires_grad=True)
 
 
@@ -25,7 +25,7 @@ class Entry:
         self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._gradients: dict[int, Tensor] = {}
         for k, tensor in enumerate(tensors):
-            # Entering writes nothing: a chunk of this rank that saved its output for the backward must not notice.
+            # Entering writes nothing: a chunk of this rank may have saved the tensor, its output, for the backward.
             with _unsafe_preserve_version_counter(tensor):
                 _Enter.apply(_ANCHOR, tensor, self._gradients, k)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel3d.fake_device import on_cuda
 
-# torch.mm and addmm(..., out_dtype=): half operands, the product rounded once, into fp32. CUDA only.
+# torch.mm and addmm(..., out_dtype=) multiply half-precision operands and round the result once, to fp32. CUDA only.
 _HAS_MIXED_MM = all("dtype_out" in op.overloads() for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
@@ -96,6 +96,6 @@ class Scatter(Recipe):
 
     def value(self) -> Tensor:
         """Return the gradient, differentiable, as autograd computes it."""
-        # Not by index_add_, a fifth of the time on CUDA: its atomics make the sum depend on the run.
+        # index_add_ takes a fifth of the time on CUDA, but its atomics make the sum depend on the run.
         embedding_dense_backward = torch.ops.aten.embedding_dense_backward
         return embedding_dense_backward(self.rows, self.indices, self.num_embeddings, self.padding_idx, False)

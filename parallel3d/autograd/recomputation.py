@@ -1,17 +1,15 @@
 """Activation checkpointing: recompute a region's forward in its backward instead of holding its activations.
 
-`Checkpointer` does it as one `activation_checkpointing` section says; `configure` and `checkpoint` are DeepSpeed's names
-for one of them that layers of the user's share. arXiv:1604.06174.
+A `Checkpointer` follows one `activation_checkpointing` section. arXiv:1604.06174.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallel3d.comm.clock import Clock, clock_of
-from parallel3d.config import ActivationCheckpointingConfig, Config, load, load_sections
+from parallel3d.config import ActivationCheckpointingConfig
 from parallel3d.errors import ExecutionError
 
 # Marks kept before they are read: with `profile`, if `times` is never called, the host waits once per this number of regions.
@@ -142,7 +140,7 @@ class Transfers:
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
     def leaves(self, tensor: Tensor) -> bool:
-        """Return whether a tensor goes to the host: those on CUDA with strides."""
+        """Return whether a tensor is kept on the host: a strided tensor on CUDA."""
         return tensor.is_cuda and tensor.layout is torch.strided
 
     def to_host(self, tensor: Tensor) -> Copy:
@@ -156,7 +154,7 @@ class Transfers:
         return Copy(tensor, self._copy(copy.tensor, tensor, tensor, "back", copy.done))
 
     def _copy(self, source: Tensor, target: Tensor, on_device: Tensor, direction: str, after: Any) -> torch.cuda.Event:
-        """Copy after what the current stream has to do so far; return an event of the end. on_device: one of the two."""
+        """Copy after the work queued on the current stream; return an event of the end. on_device: `source` or `target`."""
         device = on_device.device
         if (device, direction) not in self._streams:
             self._streams[device, direction] = torch.cuda.Stream(device)
@@ -171,7 +169,7 @@ class Transfers:
         return stream.record_event()
 
     def wait(self, copy: Copy) -> None:
-        """Let the current stream go on when a copy to the device is done."""
+        """Make the current stream wait for a copy to the device."""
         torch.cuda.current_stream(copy.tensor.device).wait_event(copy.done)
 
 
@@ -203,10 +201,10 @@ class HostOffload:
 
     @contextmanager
     def region(self, arguments: Sequence[Any]) -> Iterator[None]:
-        """Park the tensors that autograd saves inside as one region's, except parameters, which stay on the device anyway.
+        """Park the tensors that autograd saves in this context as one region's, except parameters, which stay on the device.
 
-        Raises ExecutionError for a region that writes into its arguments, while they are being copied: autograd refuses
-        that too, but only for tensors that it holds itself.
+        Raises ExecutionError if the region writes into its arguments, which are being copied; autograd detects that only for
+        tensors that it holds itself.
         """
         tensors = [(t, t._version) for t in arguments if isinstance(t, Tensor)]
         with torch.autograd.graph.saved_tensors_hooks(partial(self._park, _Region()), self._fetch):
@@ -245,65 +243,3 @@ class HostOffload:
         for parked in (reference() for reference in region.parked):
             if parked is not None and parked.back is None and not parked.used:
                 parked.back = self._transfers.to_device(parked.host, parked.device)
-
-
-# DeepSpeed's names. One object for the process, because layers call `checkpoint` without knowing an engine; a
-# PipelineModule has a Checkpointer of its own.
-
-
-@dataclass
-class _Process:
-    checkpointer: Checkpointer = field(default_factory=Checkpointer)
-    is_configured: bool = False
-
-
-_process = _Process()
-
-
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run function(*args, **kwargs), and recompute it in its backward, with the settings of `configure`; see Checkpointer."""
-    return _process.checkpointer(function, *args, **kwargs)
-
-
-def configure(
-    mpu_: Any = None,
-    deepspeed_config: str | Path | Mapping[str, Any] | Config | None = None,
-    partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None,
-    num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None,
-    profile: bool | None = None,
-) -> None:
-    """Configure `checkpoint` by the configuration's `activation_checkpointing` section, then by the arguments given.
-
-    mpu_, partition_activations, contiguous_checkpointing and num_checkpoints (the size of its buffer) have no effect:
-    PyTorch's allocator reuses the blocks. Raises ConfigError.
-    """
-    given = {
-        "partition_activations": partition_activations,
-        "contiguous_memory_optimization": contiguous_checkpointing,
-        "number_checkpoints": num_checkpoints,
-        "cpu_checkpointing": checkpoint_in_cpu,
-        "synchronize_checkpoint_boundary": synchronize,
-        "profile": profile,
-    }
-    config = load_sections(deepspeed_config, "activation_checkpointing")
-    section = config.activation_checkpointing.model_dump(exclude_none=True)
-    section.update({key: value for key, value in given.items() if value is not None})
-    _process.checkpointer = Checkpointer(load({"activation_checkpointing": section}).activation_checkpointing)
-    _process.is_configured = True
-
-
-def is_configured() -> bool:
-    """Return whether `configure` was called."""
-    return _process.is_configured
-
-
-def times() -> RecomputationTimes:
-    """Return the times of all regions run by `checkpoint` since the last call, if configured with `profile`."""
-    return _process.checkpointer.times()
-
-
-def reset() -> None:
-    """Do nothing; DeepSpeed scripts call it between evaluations. Here a region's tensors are freed with its graph."""

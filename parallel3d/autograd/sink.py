@@ -36,7 +36,7 @@ def _versions(gradient: Recipe) -> list[int]:
 
 
 class _Hooks:
-    """A sink's two hooks on a parameter. It holds neither: python's collector can't see a cycle through tensor hooks."""
+    """A sink's two hooks on a parameter. It refers to neither of them: Python's collector can't see a cycle through hooks."""
 
     def __init__(self, sink: GradientSink, parameter: nn.Parameter):
         self.sink = weakref.ref(sink)
@@ -68,7 +68,7 @@ def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
 
 
 def _owner(hook: Callable[..., Any]) -> _Hooks | None:
-    """Return the sink's hooks that this is one of, None for a hook of the user's."""
+    """Return the _Hooks to which a hook belongs; None for a hook of the user."""
     owner = getattr(hook, "__self__", None)
     return owner if isinstance(owner, _Hooks) else None
 
@@ -96,8 +96,8 @@ class GradientSink:
     """Adds gradients to accumulators and keeps the ledger of which gradients have arrived.
 
     Gradients come from autograd by a hook, once per backward however often the parameter was used; from layers that
-    `make_splittable` has changed, inside `deferring` or `fusing`, they come as recipes. A parameter with a hook of the
-    user's is neither deferred nor fused: that hook sees its gradient in the backward.
+    `make_splittable` has changed, inside `deferring` or `fusing`, they come as recipes. Gradients of a parameter with a user's
+    hook are neither deferred nor fused, so that the hook sees them in the backward.
 
     on_complete: called with a group given to `expecting` when all of its gradients have arrived.
     on_value: called with each gradient that autograd brings, and with each accumulator to which a layer has added.
@@ -121,7 +121,7 @@ class GradientSink:
         self._take: Callable[[nn.Parameter, Recipe], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a copy or pickle of a sink a new one: it takes no parameter, least of all that of a copied layer."""
+        """Copy and pickle a sink as a new one without parameters: it must not take gradients of a copied layer."""
         return GradientSink, ()
 
     def attach(
@@ -158,8 +158,8 @@ class GradientSink:
     def open(self) -> None:
         """Start a batch: nothing has arrived, nothing is queued, and autograd adds in place where it can.
 
-        That is where the accumulator is a tensor of the parameter's dtype: `.grad` is it. (A user's
-        `zero_grad(set_to_none=True)` may have dropped it.) Any other `.grad` is None outside of a backward.
+        If the accumulator is a tensor of the parameter's dtype, it becomes `.grad`, because a user's
+        `zero_grad(set_to_none=True)` may have dropped it. Any other `.grad` is None outside of a backward.
         """
         self._queues.clear()
         for parameter, entry in self._ledger.items():
@@ -177,7 +177,8 @@ class GradientSink:
     def collect(self, parameters: Sequence[nn.Parameter], keep: bool) -> set[int]:
         """Return which of these parameters' accumulators hold a gradient, by index; the others' contents are undefined.
 
-        keep: later gradients are added to all of them, which the caller has cleared where undefined; else overwritten.
+        keep: True to add later gradients to all accumulators, after the caller has cleared the undefined ones; False to
+        overwrite them.
         """
         entries = [self._ledger[parameter] for parameter in parameters]
         held = {k for k, entry in enumerate(entries) if entry.holds_gradient}
@@ -221,13 +222,13 @@ class GradientSink:
                 self._on_complete(group)
 
     def _complete(self, parameter: nn.Parameter) -> None:
-        """Note that the backward under way has brought the whole gradient of a parameter, or found that there is none."""
+        """Note that the current backward has brought the whole gradient of a parameter, or found that there is none."""
         group = self._group_of.get(parameter)
         if group is None:
             return
         missing = self._missing.get(group)
         if missing is None:
-            # A backward inside the backward, as of a reentrant checkpoint, ends the parameter's gradient each time.
+            # Each backward inside the backward, as of a reentrant checkpoint, completes the parameter's gradient once more.
             raise ExecutionError(
                 f"parameter {self._ledger[parameter].name} got another gradient after the reduction of its gradient had "
                 "started: it is used in several regions with a backward of their own; checkpoint them with "

@@ -1,4 +1,4 @@
-"""Linear and embedding layers whose weight gradients can be left for later.
+"""Linear and embedding layers whose weight gradients can be computed later.
 
 A backward is split layer by layer: a splittable linear or embedding computes the gradient of its input at once and leaves
 that of its weight to the sink, which can queue it (BACKWARD_INPUT) and run it later (BACKWARD_WEIGHT). What can't be
@@ -19,9 +19,9 @@ from parallel3d.autograd.recipes import Product, RowSum, Scatter
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.fake_device import on_cuda
 
-# Several products of one shape, to be added: left: [..., k], right: [k, n]; k may differ.
+# Pairs (left [..., k], right [k, n]) whose matrix products are added up; k may differ.
 Factors = Sequence[tuple[Tensor, Tensor]]
-# The weight and the bias, if there is one, of a linear layer.
+# Weight and bias (None without one) of a linear layer.
 Pair = tuple[Tensor, "Tensor | None"]
 
 
@@ -35,14 +35,14 @@ def multiply(factors: Factors, out: Tensor | None = None) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., n] -> [product of the others, n]."""
+    """Flatten [..., n] to [rows, n]."""
     if x.dim() == 2:
         return x
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
 class RegionBoundary:
-    """Boundary of a region of linear layers, through which their input enters or their output leaves. This one does nothing.
+    """Boundary of a region of linear layers, through which their input enters or their output leaves. This class does nothing.
 
     Tensor parallelism communicates there. Every method starts the communication and returns a function that waits for its
     result, so that a backward overlaps it with the layers' matrix products. Under torch.is_grad_enabled() the result must be
@@ -50,27 +50,27 @@ class RegionBoundary:
     """
 
     def enter(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to turn the input as it came into the input as it is multiplied."""
+        """Start to make the input of the matrix products from the input of the region."""
         return lambda: x
 
     def enter_products(self, x: Tensor, pairs: Sequence[Pair]) -> Sequence[Tensor]:
-        """Return F.linear of what enters by each weight and bias; a part may enter while another is multiplied."""
+        """Return F.linear of the entered input for each pair; a part of it may enter while another is multiplied."""
         entered = self.enter(x)()
         return [F.linear(entered, *pair) for pair in pairs]
 
     def enter_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input as it enters, and its product with weight [in, out]."""
+        """Return the entered input, and its product with weight [in, out]."""
         entered = self.enter(x)()
         return entered, multiply([(entered, weight)])
 
     def leave(self, gradient: Tensor) -> Callable[[], Tensor]:
-        """Apply the transpose of `enter` to the gradient of the multiplied input, which may be overwritten."""
+        """Start to apply the transpose of `enter` to the gradient of the entered input, which may be overwritten."""
         return lambda: gradient
 
     def leave_products(self, factors: Factors, hidden: bool = False) -> Callable[[], Tensor]:
-        """Start to `leave` with the sum of these products; a part may leave while the rest is multiplied.
+        """Start to `leave` with the sum of these products; a part of it may leave while the rest is multiplied.
 
-        hidden: whether work hides the leaving that comes before its result is waited for.
+        hidden: whether other work runs before the caller waits, so that it hides the communication.
         """
         return self.leave(multiply(factors))
 
@@ -79,11 +79,11 @@ NO_BOUNDARY = RegionBoundary()
 
 
 class SplitLinears(torch.autograd.Function):
-    """F.linear, by one or several weights, of what a boundary makes of one input.
+    """F.linear of one input, which enters through a boundary, for one or several weights.
 
-    x: what enters as [..., in]; parameters: of each linear weight [out, in] and bias, [out] or None -> [..., out] of each.
-    The gradient of x is summed in one buffer, and leaves while the weights' products run: where those are deferred, while
-    its own do.
+    x: input of the boundary, which enters as [..., in]; parameters: weight [out, in] and bias ([out] or None) of each linear.
+    Returns [..., out] of each. The gradient of x is summed in one buffer. It leaves while the weight gradients are computed or,
+    if these are deferred, while the rest of it is computed.
     """
 
     @staticmethod
@@ -132,7 +132,7 @@ class SplitLinears(torch.autograd.Function):
 
 
 class SplitRowLinear(torch.autograd.Function):
-    """F.linear before a boundary: what `boundary.leave` makes of x W^T. x: [..., in], weight: [out, in] -> [..., out]."""
+    """F.linear whose output leaves through a boundary. x: [..., in], weight: [out, in] -> boundary.leave(x W^T), [..., out]."""
 
     @staticmethod
     def forward(ctx: Any, sink: GradientSink, boundary: RegionBoundary, x: Tensor, weight: Tensor) -> Tensor:
@@ -181,16 +181,16 @@ class SplitEmbedding(torch.autograd.Function):
         return None, None, ctx.sink.route(ctx.weight, ctx.next_functions[1], scatter), None
 
 
-# The functions that sharded layers compute by. Their callers mark themselves for torch.compile: inside a compiled graph
-# nothing would be split.
+# Functions for sharded layers. Their callers exclude themselves from torch.compile, because inside a compiled graph nothing
+# would be split.
 
 
 def linear(
     sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None = None, boundary: RegionBoundary = NO_BOUNDARY
 ) -> Tensor:
-    """Apply F.linear to what `boundary` makes of x; `sink` gets the gradients of weight and bias that it takes.
+    """Apply F.linear to x after it has entered; `sink` gets the gradients of weight and bias that it takes.
 
-    x: what enters as [..., in], weight: [out, in], bias: [out] -> [..., out]. Follows autocast.
+    x: input of `boundary`, which enters as [..., in], weight: [out, in], bias: [out] -> [..., out]. Follows autocast.
     """
     (y,) = linears([sink], x, [(weight, bias)], boundary)
     return y
@@ -265,13 +265,13 @@ class _SplitForward:
         return SplitEmbedding.apply(self._sink, x, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)
 
 
-# Traced on fake tensors, a layer does as in training.
+# Includes FakeTensor, so that a traced layer splits as in training.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def _splits(layer: nn.Module, x: Tensor) -> bool:
-    """Return whether this call can be split, as far as torch.compile can follow the question."""
-    # Not `layer.weight`: of a parametrized layer, that computes the weight.
+    """Return whether this call can be split, by the conditions that torch.compile can trace."""
+    # Not `layer.weight`, which computes the weight of a parametrized layer.
     weight = layer._parameters.get("weight")
     return (
         isinstance(weight, nn.Parameter)
@@ -281,7 +281,7 @@ def _splits(layer: nn.Module, x: Tensor) -> bool:
         and type(x) in _PLAIN
         and x.layout is torch.strided
         and not x.is_nested
-        # The meta device has no autocast to ask about.
+        # The meta device has no autocast state.
         and (on_cuda(x) if x.is_meta else not torch.is_autocast_enabled(x.device.type))
     )
 
@@ -307,11 +307,11 @@ def _can_split(layer: nn.Module) -> bool:
 def make_splittable(module: nn.Module, sink: GradientSink) -> None:
     """Let `sink` take the weight and bias gradients of the linears and embeddings inside `module`, itself included.
 
-    Those are SplittableLayers, and the instances without a `forward` of their own whose class has that of nn.Linear or
-    nn.Embedding (dense, without max_norm and scale_grad_by_freq). Outside of `sink.deferring` and `sink.fusing` they
-    compute what they did. A call of the latter runs the ordinary, whole way if its weight is frozen, parametrized or in no
-    sink, under autocast and under torch.func. torch.compile breaks its graph at a call that doesn't. Idempotent; another
-    sink replaces the first.
+    That includes SplittableLayers, and plain layers: instances without a `forward` of their own whose class has that of
+    nn.Linear or nn.Embedding (dense, without max_norm and scale_grad_by_freq). Outside of `sink.deferring` and `sink.fusing`
+    they compute the same as before. A call of a plain layer is not split if its weight is frozen, parametrized or in no sink,
+    under autocast or under torch.func; torch.compile breaks its graph at any other call. Idempotent; another sink replaces
+    the first.
     """
     for layer in module.modules():
         if isinstance(layer, SplittableLayer):

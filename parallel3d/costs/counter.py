@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -252,6 +252,15 @@ class OperatorCounter(TorchDispatchMode):
         self._credit()
         self._exchanges.append(tuple(self._parts))
         self._parts = []
+
+    def start_trace(self, weights: Iterable[Tensor]) -> None:
+        """Drop what a trace that failed has left, and count these tensors as weights."""
+        self.take()
+        self.weights = frozenset(map(storage_of, weights))
+
+    def restart_peak(self) -> None:
+        """Begin the peak with the bytes that are live now."""
+        self.peak = self.nbytes
 
     def take(self) -> Work:
         """Return what was counted since the last call, and start from zero."""

@@ -76,10 +76,8 @@ class Fakes:
             yield lambda: self._faked(layer)
             return
         # Copies: what a layer keeps in its arguments, such as shared tables, must not become fake for training.
-        spec = copy.copy(layer)
         try:
-            spec.module_args = tuple(map(self._copied, layer.module_args))
-            spec.module_kwargs = {key: self._copied(value) for key, value in layer.module_kwargs.items()}
+            spec = layer.map_arguments(self._copied)
         except Exception as error:
             raise PartitionError(f"its arguments can't be copied for a trace: {error}; {self._instead}") from error
 

@@ -67,7 +67,7 @@ class TracedModel:
 
 
 class ModelTraces:
-    """Traces a model's layers on the first of `num_slices` tensor-parallel ranks.
+    """Traces a model's layers on the first of `tensor_ranks` tensor-parallel ranks.
 
     - on_meta: on the meta device instead of fake tensors.
     - counter: counts operators and collectives of all traces.
@@ -77,14 +77,14 @@ class ModelTraces:
     def __init__(
         self,
         model: TracedModel,
-        num_slices: int,
+        tensor_ranks: int,
         sequence_parallel: bool,
         on_meta: bool,
         counter: OperatorCounter,
         losses: dict[Any, LayerProfile],
     ):
         self._model, self._counter, self._losses = model, counter, losses
-        groups = ProcessGroups.imagined(num_slices, counter.start_collective)
+        groups = ProcessGroups.imagined(tensor_ranks, counter.start_collective)
         independent = model.config.rng.layout_independent
         self._context = BuildContext(groups, torch.device("cpu"), sequence_parallel, independent)
         self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)

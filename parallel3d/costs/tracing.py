@@ -19,7 +19,6 @@ from parallel3d.autograd.entry import Entry
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.structures import TensorTree
 from parallel3d.costs.counter import Memory, OperatorCounter
-from parallel3d.costs.operators import storage_of
 from parallel3d.costs.work import Work
 from parallel3d.optim.precision import Precision
 
@@ -122,8 +121,7 @@ class LayerTrace:
 
     def __init__(self, layer: TrainedLayer, inputs: TensorTree, splits: bool, counter: OperatorCounter):
         """Run the layer. splits: run its backward in two parts. counter: counts operators and collectives."""
-        counter.take()  # what a trace that failed has left
-        counter.weights = frozenset(map(storage_of, (*layer.parameters, *layer.accumulators)))
+        counter.start_trace((*layer.parameters, *layer.accumulators))
         self._counter, self._base, sink = counter, counter.nbytes, layer.sink
         self.outputs: list[Boundary] = []
         self._output_memories: list[Memory] = []
@@ -149,7 +147,7 @@ class LayerTrace:
 
     def _counted(self, run: Callable[[], T], base: int) -> tuple[T, Work, int]:
         """Return run(), its work, and its peak beyond `base`."""
-        self._counter.peak = self._counter.nbytes
+        self._counter.restart_peak()
         with self._counter:
             result = run()
         return result, self._counter.take(), self._counter.peak - base

@@ -38,9 +38,9 @@ class DeepSpeedEngine(Engine):
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of samples of a step, by the number of micro-batches, from the next step on.
+        """Change the number of samples of a step from the next step on, by the number of its micro-batches.
 
-        Raises ConfigError when micro-batches of all replicas don't add up to it, and between the micro-batches of a step.
+        Raises ConfigError if it is no multiple of a micro-batch of all replicas, and between the micro-batches of a step.
         """
         self.data.set_train_batch_size(train_batch_size, self.progress.num_backwards)
 
@@ -53,7 +53,7 @@ class DeepSpeedEngine(Engine):
         self.data.use_iterator(RepeatingLoader(loader))
 
     def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
-        """Make (inputs, labels) of each item that an iterator yields by function(item)."""
+        """Make (inputs, labels) by function(item) from each item that an iterator yields."""
         self.data.use_batch_fn(function)
 
     def gradient_clipping(self) -> float:
@@ -105,50 +105,50 @@ class DeepSpeedEngine(Engine):
 
     def is_first_stage(self) -> bool:
         """Return whether this rank holds the first chunk, and so needs inputs."""
-        return self._model.placement[0] == self._model.stage_id
+        return self.pipeline_module.placement[0] == self.pipeline_module.stage_id
 
     def is_last_stage(self) -> bool:
         """Return whether this rank holds the last chunk, and so needs labels and has the loss and the logits."""
-        return self._model.placement[-1] == self._model.stage_id
+        return self.pipeline_module.placement[-1] == self.pipeline_module.stage_id
 
     def get_pipeline_parallel_rank(self) -> int:
         """Return this rank's stage."""
-        return self._groups.coordinate("pipe")
+        return self.process_groups.coordinate("pipe")
 
     def get_data_parallel_rank(self) -> int:
         """Return this rank's data-parallel rank."""
-        return self._groups.coordinate("data")
+        return self.process_groups.coordinate("data")
 
     def get_model_parallel_rank(self) -> int:
         """Return this rank's tensor-parallel rank."""
-        return self._groups.coordinate("model")
+        return self.process_groups.coordinate("model")
 
     @property
     def grid(self) -> PipelineParallelGrid:
         """Process groups of this rank, with DeepSpeed's names."""
-        return PipelineParallelGrid(self._groups)
+        return PipelineParallelGrid(self.process_groups)
 
     mpu = grid  # DeepSpeed's other name
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self._groups.world.size
+        return self.process_groups.world.size
 
     @property
     def dp_world_size(self) -> int:
         """Number of data-parallel replicas."""
-        return self._groups.data.size
+        return self.process_groups.data.size
 
     @property
     def mp_world_size(self) -> int:
         """Number of tensor-parallel ranks."""
-        return self._groups.model.size
+        return self.process_groups.model.size
 
     @property
     def global_rank(self) -> int:
         """This process's rank in the world."""
-        return self._groups.rank
+        return self.process_groups.rank
 
     @property
     def local_rank(self) -> int:
@@ -158,7 +158,7 @@ class DeepSpeedEngine(Engine):
     @property
     def device(self) -> torch.device:
         """Device of this rank."""
-        return self._model.device
+        return self.pipeline_module.device
 
     # Progress
 
@@ -211,7 +211,7 @@ class DeepSpeedEngine(Engine):
         return self.update.loss_scale
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the micro-batches to come end a step, instead of counting gradient_accumulation_steps."""
+        """Set whether the following micro-batches end a step, instead of counting gradient_accumulation_steps."""
         self.progress.set_boundary(is_boundary)
 
     def zero_grad(self) -> None:

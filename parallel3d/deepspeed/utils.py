@@ -19,7 +19,7 @@ logger = logging.getLogger("parallel3d")
 def __getattr__(name: str) -> Any:
     if name != "RepeatingLoader":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from parallel3d.pipe.data import RepeatingLoader  # here: pipelines take two seconds to import
+    from parallel3d.pipe.data import RepeatingLoader  # imported here, because pipelines take two seconds to import
 
     return RepeatingLoader
 

@@ -1,3 +1,3 @@
-"""The engine, one for all layouts."""
+"""The engine: one class for all layouts."""
 
 from parallel3d.engine.engine import Engine

@@ -25,9 +25,9 @@ _CAPABILITIES = {"cudnn": (8, 0), "flash": (8, 0), "efficient": (5, 0)}
 def attention_context(names: Sequence[str] | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Return a function that makes contexts in which scaled_dot_product_attention uses only these backends.
 
-    On CUDA they are tried in this order; None allows all. Run forwards and their recomputations inside; the backward is that
-    of the kernel that ran. A layer compiled inside keeps the kernel that it was compiled with. Raises ConfigError where the
-    device has none of the backends.
+    On CUDA the backends are tried in this order; None allows all. Run forwards and their recomputations in such a context. A
+    backward uses the kernel of its forward, and a compiled layer keeps the kernel that it was compiled with. Raises
+    ConfigError if the device has none of the backends.
     """
     if names is None:
         return nullcontext
@@ -43,7 +43,7 @@ def attention_context(names: Sequence[str] | None, device: torch.device) -> Call
 
 
 def missing(name: str, device: torch.device) -> str | None:
-    """Return why this device has no such kernel for any input; None where it has one."""
+    """Return why no kernel of the backend `name` can run on this device; None if one can."""
     if name == "math":
         return None
     if device.type == "cpu":

@@ -27,7 +27,7 @@ from parallel3d.schedule.list_clock import Traffic
 from parallel3d.schedule.memory import learn_chunks
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
-# Profile of each of the first steps. In those with None, kernels are loaded and layers compiled.
+# Profile to record in each of the first steps. Steps with None load kernels and compile layers.
 _STEPS: tuple[Profile | None, ...] = (None, None, "memory", None, "time", "time", "time", "time")
 # From this step on, every other micro-batch's backward is whole. Whole and split backwards are timed in the same steps: a
 # device's clock rate falls with its load, so steps of one kind each would be timed at different clock rates.
@@ -64,8 +64,8 @@ class AutoSchedule:
     def learn(self, num_micro_batches: int, full: int, memory: MemoryProfile | None) -> None:
         """Use the measurements of a training batch, and plan when there are enough. Collective.
 
-        - num_micro_batches: of the batch. One with fewer than configured does not count.
-        - full: the configured number; when it changes, measuring starts over.
+        - num_micro_batches: the number in this batch. A batch with fewer than `full` is not used.
+        - full: the configured number of micro-batches; when it changes, measuring starts over.
         - memory: the batch's memory profile, if one was recorded.
         """
         plan = self._programs.plan
@@ -74,7 +74,7 @@ class AutoSchedule:
         if plan.num_micro_batches != full:
             self._done, self._recorded = 0, []
             self._programs.replan(None)
-            self._programs.get(full, training=True)  # sets the plan to begin with
+            self._programs.get(full, training=True)  # sets the first plan
         if num_micro_batches != plan.num_micro_batches or plan.num_micro_batches != full:
             return
         profile = _STEPS[self._done]
@@ -92,7 +92,7 @@ class AutoSchedule:
             self._programs.replan(plan.model_copy(update={"instructions": lists}))
 
     def _make(self, num_micro_batches: int) -> None:
-        """Plan on the first rank, so that all ranks run the same plan. A failure to write its file is only a warning."""
+        """Make the plan on rank 0 and run it on all ranks. If its file can't be written, only a warning is given."""
         measured, first = self._measured(), self._model.groups.rank == 0
         made = make_plan(self._model.placement, num_micro_batches, measured) if first else None
         plan = all_gather_object(made, self._model.groups.control)[0]
@@ -135,7 +135,7 @@ class AutoSchedule:
         )
 
     def _bytes(self) -> tuple[tuple[float, ...], tuple[float, ...], list[float]]:
-        """Return (held, deferred, room) in bytes: for each chunk the most of any replica, for each stage the least room."""
+        """Return bytes (held, deferred, room): for each chunk the largest of all replicas, for each stage the least room."""
         assert self._memory is not None
         batch = self._memory.batch
         learned = learn_chunks([(i, change) for i, change, _ in batch.held])
@@ -168,7 +168,7 @@ class AutoSchedule:
 
 
 def _read(path: Path) -> tuple[str | None, str | None]:
-    """Return (contents, problem): the file's contents, None without a file; and an error of the file or its directory."""
+    """Return (contents, problem): the file's text, None if there is no file; why it can't be read or written, or None."""
     if not os.access(path.parent, os.W_OK) or not path.parent.is_dir():
         return None, f"there is no directory '{path.parent}' to write into"
     try:
@@ -188,7 +188,7 @@ def _room(device: torch.device, start: int, workspace: int) -> float:
 
 
 def describe(plan: Plan) -> str:
-    """Format a plan: the order, its predicted times, and the measurements that it was made from."""
+    """Format a plan: its order, its predicted times, and the measurements from which it was made."""
     lines = [
         f"{plan.name!r} for {plan.num_micro_batches} micro-batches, {plan.makespan * 1e3:.4g} ms with a bubble of "
         f"{plan.bubble:.1%}"

@@ -41,7 +41,7 @@ class StepProgress:
         self.losses: list[Tensor] = []
         self.counts: list[Tensor] = []
         self.record: Recorder | None = None
-        self._boundary: bool | None = None  # as the script has set it; None to count
+        self._boundary: bool | None = None  # set by the script; None: count micro-batches
         self._first = 0  # micro_steps when the step began
 
     @property
@@ -50,13 +50,13 @@ class StepProgress:
         return len(self.losses)
 
     def is_boundary(self, num_micro_batches: int) -> bool:
-        """Return whether the current micro-batch is the last of its step: as the script has set it, else by counting."""
+        """Return whether the current micro-batch is the last of its step: as set by the script, or else by its number."""
         if self._boundary is not None:
             return self._boundary
         return self.micro_steps - self._first + 1 >= num_micro_batches
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Set whether the micro-batches to come end a step."""
+        """Set whether the following micro-batches end a step."""
         self._boundary = is_boundary
 
     def begin(self, record: Recorder) -> None:
@@ -149,9 +149,10 @@ class StepByCalls:
         return (self._progress.record or no_record)(Instruction(op, 0, self._progress.num_backwards))
 
     def backward(self, loss: Any, weight: float, last: bool, retain_graph: bool = False) -> None:
-        """Add the gradients of `loss` times `weight`; reduce them now if it is the step's last, or in every micro-batch.
+        """Add the gradients of `loss` times `weight`.
 
-        After an exception the step starts over: it is unknown which of its gradients were added.
+        They are reduced over the replicas if `last`, or after every micro-batch with reduce_per_micro_batch. After an exception
+        the step starts over, because it is unknown which of its gradients were added.
         """
         progress = self._progress
         try:
@@ -208,7 +209,7 @@ class StepByCalls:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backwards inside add to this rank's gradients and reduce nothing."""
+        """Make backwards in this context add to this rank's gradients without reducing them."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield

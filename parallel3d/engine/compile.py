@@ -1,13 +1,14 @@
 """Compilation by torch.compile, of each layer separately.
 
 The graph breaks at every linear whose weight gradient goes through the gradient sink (split_backward.py); the operators
-between are compiled. So BACKWARD_INPUT and BACKWARD_WEIGHT can run apart, and weight gradients are added directly to their
+between are compiled. So BACKWARD_INPUT and BACKWARD_WEIGHT can run separately, and weight gradients are added directly to their
 accumulators.
 """
 
 from __future__ import annotations
 
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,7 +59,19 @@ class Compilation:
         if config.layers is None:
             model.wrap_loss(lambda loss_fn: _compiled_loss(loss_fn, model.groups.model.size, options))
         self._seen = _graph_breaks()
+        self._note_progress()
         self.is_compiled = self._reports = True
+
+    def _note_progress(self) -> None:
+        """Have each compilation of this process noted as a move, so that a slow first step is not taken for a hang."""
+        from torch._dynamo.callback import callback_handler
+
+        if not self.is_compiled:
+            note = self._model.groups.activity.compiled
+            for register in (callback_handler.register_start_callback, callback_handler.register_end_callback):
+                register(note)
+            weakref.finalize(self, callback_handler.remove_start_callback, note)
+            weakref.finalize(self, callback_handler.remove_end_callback, note)
 
     def report(self) -> None:
         """Print, on rank 0 and once, how many layers are compiled and where their graphs broke in the first step."""

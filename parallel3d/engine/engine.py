@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from parallel3d.engine.reports import Reports
 from parallel3d.engine.state import Checkpoints, Location
 from parallel3d.engine.step import BatchRunner
 from parallel3d.engine.update import LossShare, WeightUpdate
-from parallel3d.errors import CheckpointError, ConfigError, ExecutionError, PeerError
+from parallel3d.errors import ConfigError, ExecutionError, PeerError
 from parallel3d.failures.attribution import Attribution
 from parallel3d.failures.watchdog import follows
 from parallel3d.kernels.all_reduce import open_tensor_parallel
@@ -49,6 +48,7 @@ class Engine:
     module.
 
     - module: the model, or the module that it wraps. config: the resolved configuration.
+    - pipeline_module: the layers of this rank, also of a wrapped module. process_groups: this rank's.
     - optimizer, lr_scheduler: as given to `initialize`, or made from the configuration.
     - progress: counters of steps and samples, and the state of the current step.
     - data: the source of micro-batches, and the batch sizes.
@@ -69,7 +69,7 @@ class Engine:
     ):
         self.module: nn.Module = model.layers["0"] if isinstance(model, SingleStageModule) else model
         self.config, self.optimizer, self.lr_scheduler = config, optimizer, lr_scheduler
-        self._model, self._groups = model, model.groups
+        self.pipeline_module, self.process_groups = model, model.groups
         self.progress = progress = StepProgress()
         self.data = TrainingData(model, batch_sizes, data_iterator)
         checkpointer = Checkpointer(config.activation_checkpointing)
@@ -84,7 +84,7 @@ class Engine:
         self.reports = Reports(model, config, checkpointer, monitor, self.update, self.data)
         on_loss = numerics.loss if numerics is not None else None
         self._calls = StepByCalls(model, self.module, self.update, precision, progress, on_loss)
-        open_tensor_parallel(self._groups, model.device, config)
+        open_tensor_parallel(self.process_groups, model.device, config)
         self._garbage = GarbageFreezer(config.gc_freeze and model.device.type == "cuda")
         self._runner = BatchRunner(model, config, self.update, precision, progress, self.reports, on_loss, transport)
         programs = self._runner.programs
@@ -114,7 +114,7 @@ class Engine:
 
         The activity recorded at an exception is kept, for scripts that don't catch it.
         """
-        activity = self._groups.activity
+        activity = self.process_groups.activity
         activity.note(None)
         activity.enter(phase)
         if phase is not Phase.CALL:  # for calls, engine.eval() sets it
@@ -153,7 +153,7 @@ class Engine:
             self.progress.restart()
             self.reports.monitor.begin(self.progress.global_steps + 1, self.progress.global_samples)
             loaded = self.data.next(data_iter if data_iter is not None else self.data.iterator, most)
-            self._model.train()
+            self.pipeline_module.train()
             self.update.reducer.start_step()
             batch, result = self._runner.run(loaded, training=True)
             num_micro_batches = len(batch.signatures)
@@ -165,25 +165,25 @@ class Engine:
 
     def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:
         """Finish a step after its last backward, and return its loss. lr_kwargs: for the learning-rate schedule's `step`."""
-        progress, monitor, activity = self.progress, self.reports.monitor, self._groups.activity
+        progress, monitor, groups = self.progress, self.reports.monitor, self.process_groups
         monitor.computed()
-        activity.enter(Phase.REDUCING)
+        groups.activity.enter(Phase.REDUCING)
         self.update.reducer.finish_step()
         monitor.reduced()
         loss = self.update.reduce_scalars(own_loss)
-        activity.enter(Phase.STEP)
+        groups.activity.enter(Phase.STEP)
         with self.reports.updating():
             applied = self.update.step(progress.global_steps + 1)
-        if self.module is not self._model:
+        if self.module is not self.pipeline_module:
             # A user's module may read its weights at any point. On CUDA only the stream waits.
-            self.update.sharded.wait_for_module(self._model)
+            self.update.sharded.wait_for_module(self.pipeline_module)
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        progress.finish_step(num_micro_batches * self.data.sizes.micro_batch_size * self._groups.data.size, applied)
+        progress.finish_step(num_micro_batches * self.data.sizes.micro_batch_size * groups.data.size, applied)
         self.compilation.report()
         self.reports.after_step(progress, loss, records=self._auto is None or self._auto.plan is not None)
         self._garbage.after_step()
-        activity.slots[STEADY] = 1
+        groups.activity.slots[STEADY] = 1
         return loss
 
     @torch.no_grad()
@@ -217,14 +217,14 @@ class Engine:
             if most < 1:
                 raise ConfigError(f"num_micro_batches is {most}; evaluate at least 1")
             loaded = self.data.next(data_iter, most)
-            modes = [(module, module.training) for module in self._model.modules()]
-            self._model.eval()
+            modes = [(module, module.training) for module in self.pipeline_module.modules()]
+            self.pipeline_module.eval()
             try:
                 batch, result = self._runner.run(loaded, False, return_logits or not compute_loss, compute_loss)
             finally:
                 for module, mode in modes:
                     module.training = mode
-            is_last = self._model.placement[-1] == self._model.stage_id
+            is_last = self.pipeline_module.placement[-1] == self.pipeline_module.stage_id
             logits = [result.outputs[m] for m in sorted(result.outputs)] if is_last else None
             if not compute_loss:
                 return logits
@@ -241,7 +241,7 @@ class Engine:
         Raises ConfigError for a model that is split over stages.
         """
         with self._attributing(Phase.CALL):
-            if not self._model.training:
+            if not self.pipeline_module.training:
                 with self._runner.attention():
                     return self._calls.forward(args, kwargs, same_stream)
             if torch.is_grad_enabled():
@@ -274,7 +274,7 @@ class Engine:
         """
         with self._attributing(Phase.CALL):
             self._begin_calls()
-            weight = 1.0 / ((self.data.sizes.num_micro_batches if scale_wrt_gas else 1) * self._groups.data.size)
+            weight = 1.0 / ((self.data.sizes.num_micro_batches if scale_wrt_gas else 1) * self.process_groups.data.size)
             with self._runner.attention():  # for recomputed layers
                 self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
             return loss
@@ -305,8 +305,8 @@ class Engine:
 
     def train(self, mode: bool = True) -> Engine:
         """Set the module to training mode, as in torch."""
-        self._model.train(mode)
-        self._groups.activity.slots[EVALUATES] = not mode
+        self.pipeline_module.train(mode)
+        self.process_groups.activity.slots[EVALUATES] = not mode
         return self
 
     def eval(self) -> Engine:
@@ -315,7 +315,7 @@ class Engine:
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Return a context in which failures.timeout_s doesn't apply: this rank may take any time while others wait for it."""
-        return self._groups.activity.untimed(Phase.UNWATCHED)
+        return self.process_groups.activity.untimed(Phase.UNWATCHED)
 
     # Checkpoints and compilation
 
@@ -368,21 +368,12 @@ class Engine:
     def resume(self, load_dir: Location) -> dict[str, Any] | None:
         """Continue from the newest complete checkpoint of a directory; return its client_state, or None where there is none.
 
-        Call it once at the start of a script that may be restarted. Only checkpoints saved as the latest are considered; a
-        damaged one is skipped with a warning, an incomplete one without. Collective. Raises CheckpointError on all ranks
-        where there are checkpoints and none can be loaded, as when they belong to another model.
+        Call it once at the start of a script that may be restarted. The checkpoint that `latest` names comes first, then those
+        saved as the latest, the newest first. Each one that is passed over because it is damaged, or of a newer version, gives
+        a warning. Collective. Raises CheckpointError on all ranks where there are checkpoints and none can be loaded, as when
+        they belong to another model.
         """
-        first: CheckpointError | None = None
-        for tag in self.checkpoints.tags_to_resume(load_dir):
-            try:
-                return self.load_checkpoint(load_dir, tag)[1]
-            except CheckpointError as error:
-                first = first or error
-                if self._groups.rank == 0:
-                    warnings.warn(f"resume skips {tag!r}: {error}", stacklevel=2)
-        if first is not None:
-            raise first
-        return None
+        return self.checkpoints.resume(load_dir, lambda tag: self.load_checkpoint(load_dir, tag)[1])
 
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the layers as the configuration's `compile` section says, enabled or not, and the loss.

@@ -64,7 +64,7 @@ class Reports:
         self.memory: MemoryProfile | None = None
         self._model, self._config, self._groups = model, config, model.groups
         self._checkpointer, self._update, self._data = checkpointer, update, data
-        self._recorded_steps = 0  # that count towards run_record.after_steps
+        self._recorded_steps = 0  # number of steps that count towards run_record.after_steps
 
     def profile_next_batch(self, what: Profile = "time") -> None:
         """Record, in the next train_batch, when each instruction runs, or how much memory each holds.
@@ -76,8 +76,8 @@ class Reports:
     def timeline(self) -> tuple[Program, Timeline]:
         """Return the program of the last recorded batch and its measured timeline, of this rank's pipeline, in seconds.
 
-        Recorded are the batch after profile_next_batch and, with wall_clock_breakdown, those that print. Collective over
-        all ranks. Raises ConfigError if none was recorded.
+        The batch after profile_next_batch is recorded and, with wall_clock_breakdown, each batch whose step prints.
+        Collective over all ranks. Raises ConfigError if none was recorded.
         """
         program, [records] = self.monitor.records(most=1)
         spans = [span for rank in self._groups.pipe.ranks for span in records[rank].spans]
@@ -95,9 +95,9 @@ class Reports:
 
         Components: weights, gradients, masters, optimizer (from the first step on), transient (gradient buffers, from the
         first backward on), update (gradients in the masters' dtype). Phases: steady, between batches; backward; step,
-        while the optimizer runs. After a batch with `profile_next_batch("memory")` also activations, of all micro-batches
-        in flight with the messages between stages, counted in backward; and the workspace of the layers' and the
-        optimizer's operations is measured (not predicted) in backward and step. Collective over all ranks.
+        while the optimizer runs. After a batch with `profile_next_batch("memory")` there is one more component, activations:
+        those of all micro-batches in flight, and the messages between stages; backward includes them. The measured bytes of
+        backward and step then also include the workspace of operations. Collective over all ranks.
         """
         everyone = all_gather_object(self._memory_rows(), self._groups.control)
         if self._groups.rank == 0:
@@ -107,9 +107,9 @@ class Reports:
     def write_run_record(self, directory: str | Path | None) -> RunRecord:
         """Return the measurements so far; rank 0 writes them atomically as run_record.json into `directory`.
 
-        directory: rank 0's is used. Instructions are those of the last batches after `profile_next_batch` (at most 5), the
-        seconds of a step those of the last 32 that were not recorded. Collective over all ranks. Raises ConfigError on all
-        if no batch was profiled, or the file can't be written.
+        directory: rank 0's is used. The times of instructions come from the last (at most 5) batches after
+        `profile_next_batch`, those of a step from the last 32 steps that were not recorded. Collective over all ranks. Raises
+        ConfigError on all ranks if no batch was profiled, or the file can't be written.
         """
         record = self._make_record()
         problem: str | None = None
@@ -127,7 +127,7 @@ class Reports:
 
     @contextmanager
     def recording(self, program: Program, batch: Batch, messages: Messages) -> Iterator[tuple[Recorder, Recorder]]:
-        """Record a batch that is run inside, if its profile was requested.
+        """Record the batch that runs in this context, if its profile was requested.
 
         Yields the recorder of its instructions, and the recorder of its waits for messages.
         """
@@ -143,7 +143,7 @@ class Reports:
         self.memory = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
 
     def updating(self) -> AbstractContextManager[None]:
-        """Record the memory of the optimizer's step inside, if the batch's memory was recorded."""
+        """Record the memory of the optimizer's step in this context, if the batch's memory was recorded."""
         wanted = "memory" in self.monitor.profiles
         return self.memory.step.running() if wanted and self.memory is not None else nullcontext()
 
@@ -171,7 +171,7 @@ class Reports:
     def dump_state(self, program: Program) -> None:
         """Print, on rank 0, the resolved configuration, batch sizes, topology, partition, buckets and program. Collective.
 
-        As wide as the terminal, or 160 columns wide. Values that differ from the defaults are bold.
+        The output is as wide as the terminal, or else 160 columns. Values that differ from the defaults are bold.
         """
         own = {owners: [b.numel for b in buckets] for owners, buckets in self._update.reducer.buckets.items()}
         everyone = all_gather_object(own, self._groups.control)
@@ -279,7 +279,7 @@ class Reports:
         groups, settings, schedule = self._groups, self._model.settings, self._config.pipeline.schedule
         return Layout(
             stages=settings.num_stages,
-            slices=groups.model.size,
+            tensor_ranks=groups.model.size,
             replicas=groups.data.size,
             zero=self._update.policy.stage,
             sequence_parallel=settings.sequence_parallel,
@@ -292,7 +292,7 @@ class Reports:
         )
 
     def _rank_fields(self) -> dict[str, Any]:
-        """Return the fields of this rank's record but the number of its host."""
+        """Return all fields of this rank's record except the number of its host."""
         parts = {name: measured for name, (_, measured) in self._memory_rows().items()}
         device, profile = self._model.device, self.memory
         own = {"rank": self._groups.rank, "stage": self._model.stage_id, "parts": parts}

@@ -1,4 +1,4 @@
-"""Runs one batch by its schedule."""
+"""Execution of one batch by its schedule."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class BatchRunner:
         self._update = update
         self.attention = attention_context(config.attention.backend, model.device)
         everyone = all_gather_object((torch.initial_seed(), update.reducer.num_buckets()), model.groups.control)
-        # The first rank's seed is used, so that scripts which seed each rank differently draw the same in every layout.
+        # Rank 0's seed is used, so that a script which seeds each rank differently draws the same numbers in every layout.
         self.streams = RandomStreams((config.seed, everyone[0][0]), model.device)
-        # Only this rank's pipeline counts: tensor-parallel ranks with parameters of other sizes may have other numbers.
+        # Only of this rank's pipeline: other tensor-parallel ranks may have parameters of other sizes, and so other numbers.
         num_buckets = {owners: n for rank in model.groups.pipe.ranks for owners, n in everyone[rank][1].items()}
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
         self.programs = Programs(model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch)
@@ -78,7 +78,7 @@ class BatchRunner:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Run a forward inside with the configured attention kernels; afterwards the random generators are as before."""
+        """Run forwards in this context with the configured attention kernels; restore the random generators at its end."""
         with self.streams.kept(), self.attention():
             yield
 
@@ -89,7 +89,7 @@ class BatchRunner:
         keep_outputs: bool = False,
         compute_loss: bool = True,
     ) -> tuple[Batch, BatchResult]:
-        """Run a batch of micro-batches, as BatchLoader.next returns them."""
+        """Run a batch. loaded: its micro-batches and signatures, as TrainingData.next returns them."""
         micro_batches, signatures = loaded
         weight = 1.0 / (len(signatures) * self._groups.data.size)
         streams = [self.stream(m) for m in range(len(signatures))] if training else []

@@ -14,15 +14,15 @@ from parallel3d.comm.collectives import Work, all_gather_integers, all_gather_ob
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
+from parallel3d.kernels.fused_adamw import open_update_kernels
 from parallel3d.optim.precision import LossScaler, Precision
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.zero.fused_adamw import open_update_kernels
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 
-# Maximum number of parameters with an overflow that a warning lists.
+# Maximum number of parameters that the warning of an overflow lists.
 _MAX_NAMES = 3
 
 
@@ -68,7 +68,7 @@ def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
 class WeightUpdate:
     """This rank's gradients, master weights and optimizer, in flat buckets into which the parameters are moved.
 
-    - on_launch: called with each GATHER_PARAMS and REDUCE_GRADS of a bucket when it is launched, and its work.
+    - on_launch: called with each GATHER_PARAMS and REDUCE_GRADS instruction that has been launched, and its Work.
     - on_value: called with each gradient, see GradientSink.
 
     grad_norm: the norm of the whole model's gradient in the last step, before clipping; a scalar on the device, the same on
@@ -126,7 +126,7 @@ class WeightUpdate:
         self.skipped_steps = 0
 
     def call_before_step(self, call: Callable[[], None]) -> None:
-        """Call this in each step when the buckets' gradients are reduced; they are gradient_scale times the mean loss's."""
+        """Call `call` in each step once all gradients are reduced; they are gradient_scale times those of the mean loss."""
         self._before_step = call
 
     def restore(self, skipped_steps: int, scaler: dict[str, float] | None) -> None:
@@ -158,7 +158,7 @@ class WeightUpdate:
 
     @property
     def gradient_scale(self) -> Tensor:
-        """Factor of reduced gradients relative to the mean loss's: the loss scale times the count of the losses."""
+        """Ratio of the reduced gradients to those of the mean loss: the loss scale times the count of the losses."""
         return self._count * self.loss_scale
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class WeightUpdate:
     def step(self, number: int) -> bool:
         """Run the optimizer's step unless gradients overflowed. Returns whether it ran.
 
-        number: of the step, for messages. The gradients are divided by the loss scale and clipped in the same pass. Where
+        number: the step's number, for messages. The gradients are divided by the loss scale and clipped in the same pass. If
         overflows are checked, the host waits for the device once, if possible after everything is enqueued. Raises
         PrecisionError for an overflow at the lowest scale, ConfigError for a parameter that was frozen at `initialize` and
         no longer is.
@@ -234,7 +234,7 @@ class WeightUpdate:
                 self._warn_of_overflow(number, scale)
 
     def _warn_of_overflow(self, number: int, scale: float) -> None:
-        """Warn on rank 0 which parameters' gradients overflowed, the last layers first, where the backward began.
+        """Warn on rank 0 which parameters' gradients overflowed, the last layers first, because the backward begins there.
 
         Collective: the norm is the same on every rank.
         """

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from parallel3d.atomic_write import write_whole
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import without_removed
+from parallel3d.config.files import explain
 from parallel3d.config.layout import Layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.records import PARTS, StepRecord, break_down, instruction_times, mean_of, pipelines_of
@@ -188,11 +189,8 @@ def read_stored(model: type[Stored], file: Path, what: str, remedy: str) -> Stor
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{what} '{file}' can't be read: {error}; make one by {remedy}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(
-            f"'{file}' is no {what} of this version: {where}: {first['msg']} ({error.error_count()} faults); make it anew by "
-            f"{remedy}"
+            f"'{file}' is no {what} of this version: {explain(error)}; make it anew by {remedy}"
         ) from error
 
 

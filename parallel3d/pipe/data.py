@@ -39,7 +39,7 @@ class RepeatingLoader:
         raise DataError("the loader yields nothing; give it data, or a batch size it can fill")
 
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
-        """Return the position `unused` micro-batches before the last that was taken. The state holds a tensor."""
+        """Return the position `unused` micro-batches before the last one that was read. The state holds a tensor."""
         sampler = _resumable_sampler(self.loader)
         if sampler is not None:
             return {"sampler": sampler.state_dict(unused)}
@@ -48,7 +48,7 @@ class RepeatingLoader:
         return {"taken": taken, "epoch": epoch, "generator": self._generator if taken else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position. With a loader whose sampler has no position, the batches before it are read and dropped.
+        """Continue at a position. If the loader's sampler has no position, the batches before it are read and dropped.
 
         Such a loader must yield batches in the same order as before: its sampler gets the epoch that it had, by
         `set_epoch`, and torch's generator the state that it had. Raises DataError if a loader of another kind was saved.
@@ -106,16 +106,16 @@ class MicroBatchSampler(Sampler[list[int]]):
         self._num_samples, self._micro_batch_size = num_samples, micro_batch_size
         self._replica, self._num_replicas, self._length = replica, num_replicas, steps * num_micro_batches
         self._seed = seed
-        self.epoch = 0  # the next iterator's
+        self.epoch = 0  # epoch of the next iterator
         # The epoch of the last micro-batch that was dealt, and the number dealt of that epoch.
         self._epoch = self._dealt = 0
-        self._loaded = False  # whether an iterator is to go on at a loaded position
+        self._loaded = False  # whether the next micro-batch is at a loaded position
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this replica's micro-batches of an epoch; the next call yields the next epoch, in an order of its own.
+        """Yield this replica's micro-batches of an epoch; the next call yields the next epoch, in another order.
 
         After `load_state_dict` it starts at the loaded position, and an iterator in use continues there.
         """
@@ -142,16 +142,16 @@ class MicroBatchSampler(Sampler[list[int]]):
     def state_dict(self, unused: int = 0) -> dict[str, int]:
         """Return the position of the last iterator, in samples over all replicas.
 
-        unused: the number of micro-batches that were dealt and not used yet; the position is before them.
+        unused: the number of micro-batches that were dealt but not used yet; the position is before these.
         """
         epoch, dealt = divmod(self._epoch * self._length + self._dealt - unused, self._length)
         samples = dealt * self._num_replicas * self._micro_batch_size
         return {"epoch": epoch, "samples": samples, "num_samples": self._num_samples, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a position, saved with any number of replicas and any micro-batch size; iterators in use do too.
+        """Continue at a position that was saved with any number of replicas and any micro-batch size, also in open iterators.
 
-        Raises DataError where no micro-batch begins at that position, or the data have another number of samples.
+        Raises DataError if no micro-batch begins at that position, or if the data have another number of samples.
         """
         if state["num_samples"] != self._num_samples:
             raise DataError(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from parallel3d.activity import POSITION
 from parallel3d.autograd.entry import Entry
 from parallel3d.comm.structures import Structure, describe
-from parallel3d.errors import execution_error
+from parallel3d.errors import execution_error, printable
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe.messages import Messages, Receipt
 from parallel3d.pipe.module import PipelineModule
@@ -54,8 +54,8 @@ class Batch:
 class BatchResult:
     """Results by micro-batch, on the stage of the last chunk; empty elsewhere.
 
-    - losses: detached. outputs: where Batch.keep_outputs is set.
-    - counts: the counts, where the loss function returned (sum, count).
+    - losses: detached from the graph. outputs: empty unless Batch.keep_outputs.
+    - counts: empty unless the loss function returned (sum, count).
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class _InFlight:
     """State saved by a forward for its backward.
 
     - entry: receives the gradients of the inputs; None on the first chunk.
-    - outputs: the tensors that require grad. structure: that of the output; None on the last chunk.
+    - outputs: the tensors that require grad. structure: the output's; None on the last chunk.
     """
 
     entry: Entry | None
@@ -121,7 +121,7 @@ class Executor:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
         }
-        # Waiting is timed apart from running.
+        # Waiting is timed separately from running.
         self._wait: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._wait_for_inputs,
             Op.BACKWARD: self._wait_for_gradients,
@@ -148,8 +148,8 @@ class Executor:
         - owners: the owners of each REDUCE_REPLICAS bucket.
         - record: wraps the run of each instruction; wait: wraps the wait for its inputs.
 
-        Raises ExecutionError, which is also of the type of the exception that caused it, with one line that names rank,
-        stage, micro-batch and instruction.
+        Raises ExecutionError with one line that names rank, stage, micro-batch and instruction. The error is also an instance
+        of the type of the exception that caused it.
         """
         self._batch, self._result, self._owners = batch, BatchResult(), owners
         tasks = self._tasks(program)
@@ -168,7 +168,7 @@ class Executor:
             self._clear()
             self._messages.abort()
             i = program.instructions[self._module.stage_id][now[POSITION]]
-            first_line = next(iter(str(error).splitlines()), "")
+            first_line = printable(next(iter(str(error).splitlines()), ""))
             place = f"rank {self._module.groups.rank}, stage {self._module.stage_id}, micro-batch {i.micro_batch}"
             line = f"{place}, instruction {i}: {type(error).__name__}: {first_line}"
             raise execution_error(line, error) from error
@@ -177,7 +177,7 @@ class Executor:
         return self._result
 
     def _tasks(self, program: Program) -> list[_Task]:
-        """Return this rank's tasks, made once for as long as the program stays the same."""
+        """Return this rank's tasks; they are made again only for another program."""
         if self._task_list[0] is not program:
             instructions = program.instructions[self._module.stage_id]
             tasks = []
@@ -320,13 +320,13 @@ def _to_device(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if device.type == "cuda" and leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_pinned():
-        # From pageable memory CUDA copies only when the stream gets there, and the host waits. Pinned memory is cached.
+        # A copy from pageable memory makes the host wait until the stream reaches it. PyTorch caches pinned memory.
         leaf = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
     return leaf.to(device, non_blocking=True)
 
 
 def loss_gradient(loss: Tensor, factor: float) -> Tensor:
-    """Return the gradient that a backward begins with; inf, as for any overflow, where `factor` exceeds the loss's dtype."""
+    """Return the gradient with which a backward begins; inf, like any overflow, if `factor` exceeds the loss's dtype."""
     return torch.full_like(loss, factor, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
 
 
@@ -347,7 +347,7 @@ def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"the count of a loss (sum, count) must be one number, not {list(count.shape)}")
     if isinstance(count, Tensor) and count.device == total.device:
         return total, count.detach().to(torch.float64).reshape(())
-    # A number on the host is written by a kernel: a copy would make the host wait for everything that is enqueued.
+    # A kernel writes a number of the host: a copy would make the host wait for everything that is enqueued.
     return total, torch.full((), float(count), dtype=torch.float64, device=total.device)
 
 

@@ -21,16 +21,16 @@ Key = tuple[int, int, bool]
 # Number of batches with inputs of a new structure whose messages go through the host.
 _MAX_HOST_BATCHES = 8
 
-# Structures kept for each chunk: inputs that contain an ever-changing value have ever-new signatures.
+# Maximum number of structures kept for each chunk: inputs with a value that always changes have a new signature each time.
 _MAX_STRUCTURES = 4096
 
 
 @dataclass(eq=False)
 class Receipt:
-    """A message to be received. Its tensors can't be posted before its structure is known; until then it waits in its channel.
+    """Message to be received. The receive of its tensors is posted once its structure is known; until then it is queued.
 
     - known: returns the structure, or None while it is not known.
-    - key: of an activation, whose structure may come in a header; None for gradients.
+    - key: the key of an activation, whose structure may come in a header; None for gradients.
     """
 
     known: Callable[[], Structure | None]
@@ -100,7 +100,7 @@ class Messages:
         cached = self.known_structure(key)
         if cached is None:
             self._learn(key, structure)
-            self._transport.send_header(structure, stage)
+            self._transport.send_header(structure.skeleton, stage)
         elif cached != structure:
             raise CommunicationError(
                 f"chunk {key[0]} returned {structure} for inputs for which it returned {cached} before; "
@@ -116,7 +116,7 @@ class Messages:
     def input_of(self, receipt: Receipt, stage: int) -> tuple[Structure, list[Tensor]]:
         """Return structure and tensors of an activation once they have arrived. Blocks as Work.wait does."""
         tensors = self.wait(receipt, stage)
-        assert receipt.structure is not None, "a message arrived whose structure is not known"
+        assert receipt.structure is not None, "the structure of a received message is not known"
         return receipt.structure, tensors
 
     def receive_gradient(self, known: Callable[[], Structure | None], stage: int) -> Receipt:
@@ -149,7 +149,7 @@ class Messages:
             self._in_transit = None
 
     def known_structure(self, key: Key) -> Structure | None:
-        """Return the cached structure of a chunk's output; None where there is none, or shapes are dynamic."""
+        """Return the cached structure of a chunk's output; None if there is none, or if shapes are dynamic."""
         chunk, signature, training = key
         return None if self._dynamic else self._structures[chunk, training].get(signature)
 
@@ -185,13 +185,13 @@ class Messages:
             queue.popleft()
 
     def _start(self, receipt: Receipt, stage: int, block: bool) -> bool:
-        """Post a receive whose structure is known; with `block`, one whose header must be waited for. Return whether it is."""
+        """Post the receive if its structure is known, or wait for its header with `block`; return whether it is posted."""
         structure = receipt.known()
         if structure is None:
             if not block:
                 return False
             assert receipt.key is not None, "a gradient is waited for before its forward has run"
-            structure = self._transport.receive_header(stage)
+            structure = Structure.of_skeleton(self._transport.receive_header(stage))
             self._learn(receipt.key, structure)
         receipt.structure = structure
         specs = structure.gradients if receipt.key is None else structure.tensors

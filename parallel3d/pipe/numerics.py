@@ -56,9 +56,9 @@ class NumericsCheck:
         for leaf in tree_leaves(output):
             if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
-            self._check(f"what {name} returned", leaf, nan_only=not leaf.requires_grad)
+            self._check(f"the output of {name}", leaf, nan_only=not leaf.requires_grad)
             if self.checks_gradients and leaf.requires_grad:
-                leaf.register_hook(partial(self._check, f"the gradient of what {name} returned"))
+                leaf.register_hook(partial(self._check, f"the gradient of the output of {name}"))
 
     def loss(self, loss: Tensor) -> None:
         """Check a micro-batch's loss."""

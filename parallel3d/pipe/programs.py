@@ -16,12 +16,12 @@ from parallel3d.schedule.order import validate
 class Programs:
     """Cache of a module's training and evaluation programs.
 
-    - pipeline: that section of the configuration.
+    - pipeline: the configuration's section of this name.
     - num_buckets: owners (see ParameterInfo) -> number of gradient buckets, for the whole model.
     - partitioned: whether weights are gathered before they are used.
     - reduce_per_micro_batch: whether gradients are reduced in every micro-batch.
 
-    plan: what schedule "auto" runs. replica_owners: the owners of each replica bucket, which REDUCE_REPLICAS counts.
+    plan: the plan that schedule "auto" runs. replica_owners: bucket of REDUCE_REPLICAS -> its owners.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Programs:
         return self._cache[key]
 
     def replan(self, plan: Plan | None) -> None:
-        """Run this plan of schedule "auto" from the next training batch on; None for the one that nothing is measured for."""
+        """Run this plan of schedule "auto" from the next training batch on; None for the first plan, which needs no times."""
         self.plan = plan
         self._cache = {key: program for key, program in self._cache.items() if not key[1]}
 
@@ -60,7 +60,7 @@ class Programs:
             program = self._settings.program(self._pipeline, num_micro_batches)
         else:
             if self.plan is None:
-                # As long as it is unknown what fits into memory, hold no more than 1F1B does.
+                # Until it is known what fits into memory, hold no more activations than 1F1B.
                 multiple = min(self._pipeline.max_in_flight or 1.0, 1.0)
                 self.plan = first_plan(self._placement, num_micro_batches, multiple)
             program = self.plan.program(num_micro_batches)

@@ -34,7 +34,7 @@ class BuildSettings:
     max_stage_bytes: int | None = None
 
     def program(self, pipeline: PipelineConfig, num_micro_batches: int) -> Program:
-        """Build the configured schedule's program, compute alone. Raises ScheduleError for one that can't be built."""
+        """Build the configured schedule's compute instructions. Raises ScheduleError if that can't be done."""
         shape = (self.num_stages, num_micro_batches, self.num_chunks, self.placement)
         return build(pipeline.schedule, *shape, pipeline.max_in_flight)
 
@@ -63,7 +63,7 @@ def resolve_settings(
     topology = topology or _make_topology(stages, layout.tensor_parallel.size or 1)
     stages = _choose("num_stages", stages, max(1, topology.get_dim("pipe")), 1)
     recomputed = choose("checkpointable_layers", None)
-    # Unless chunks are given, schedule "auto" has those that need the least memory for their bubble.
+    # Unless chunks are given, schedule "auto" gets two chunks a stage in a V: a small bubble in the least memory.
     chunks_given = any((given["num_chunks"], pipeline.num_chunks, given["placement"], pipeline.placement))
     two_chunks = pipeline.schedule == "auto" and not chunks_given and 1 < stages <= num_layers // 2
     return BuildSettings(
@@ -82,7 +82,7 @@ def resolve_settings(
 
 
 def _hashable(value: Any) -> Any:
-    """Convert lists to tuples, in a mapping too, as the configuration reads names, bounds and weights."""
+    """Convert lists to tuples, also inside a mapping, as the configuration does for names, bounds and weights."""
     if isinstance(value, Mapping):
         return {key: _hashable(item) for key, item in value.items()}
     return tuple(value) if isinstance(value, list) else value

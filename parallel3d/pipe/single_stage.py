@@ -23,7 +23,7 @@ class SingleStageModule(PipelineModule):
         super().__init__([model], num_stages=1, loss_fn=_loss_of)
 
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
-        """Return the whole micro-batch as inputs. A mapping becomes a dict: the tensors of other classes would be hidden."""
+        """Return the whole micro-batch as inputs. A mapping becomes a dict, because pytrees look into no other."""
         return dict(micro_batch) if isinstance(micro_batch, Mapping) else micro_batch, None
 
     def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:

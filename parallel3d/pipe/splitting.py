@@ -1,4 +1,4 @@
-"""Split of the list of layers over chunks, by what the layers cost and what a stage may hold."""
+"""Split of the list of layers over chunks, by the costs of layers and the bytes that a stage may hold."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LayerSplitter:
     def split(self, config: Source) -> Partition:
         """Return the partition that the settings ask for. Raises PartitionError.
 
-        config: only for max_stage_bytes are its other sections read.
+        config: sections besides `pipeline` are read only for max_stage_bytes.
         """
         settings = self._settings
         shape = settings.num_stages, settings.num_chunks, settings.placement
@@ -95,7 +95,7 @@ class LayerSplitter:
     def _costs(self) -> list[float]:
         method = self._settings.partition_method
         kind = method.lower() if isinstance(method, str) else None
-        if kind not in MEASURED or len(self._placement) == 1:  # nothing to split needs no sample
+        if kind not in MEASURED or len(self._placement) == 1:  # a single chunk needs no sample
             return [float(sum(p.numel() for p in parameters)) for parameters in self._parameters]
         if self._sample is None:
             raise PartitionError(
@@ -109,7 +109,7 @@ class LayerSplitter:
         ]
 
     def _measure(self, profiler: LayerProfiler) -> list[LayerCost]:
-        """Return the median of all ranks' costs, so that all split alike; the random generators keep their states."""
+        """Return the medians of all ranks' costs, the same on every rank; the random generators keep their states."""
         states = generator_states(self._context.device)
         own: list[LayerCost] | str
         try:
@@ -128,7 +128,7 @@ class LayerSplitter:
             costs.append(replace(of_ranks[0], forward=forward, backward=backward, weight=weight))
         return costs
 
-    # What a stage holds, for pipeline.max_stage_bytes
+    # Bytes of a stage, for pipeline.max_stage_bytes
 
     def _limit(self, limit: int, source: Source) -> StageLimit:
         config = source if isinstance(source, Config) else read(source).config
@@ -137,12 +137,12 @@ class LayerSplitter:
             costs = self._measure(FlopProfiler(self._sample, self._context))
             activations = [c.given if r else c.saved for c, r in zip(costs, self._recomputed, strict=True)]
         if self._context.sequence_parallel:
-            # All activations are sharded. Without sequence parallelism count as if none was.
+            # All activations are sharded. Without sequence parallelism they are counted as if none were.
             activations = [held // self._context.groups.model.size for held in activations]
         return StageLimit(limit, self._state(config), activations, self._in_flight(config), self._ties)
 
     def _state(self, config: Config) -> list[int]:
-        """Return the bytes of each layer's weights, gradients, masters and optimizer state, updates included."""
+        """Return the bytes of each layer's weights, gradients, masters and optimizer state, and of the update."""
         infos = [[ParameterInfo("", p, (0,)) for p in own if p.requires_grad] for own in self._parameters]
         every = [info for own in infos for info in own]
         policy = make_policy(config, every, self._context.device, make_precision(config).weights)
@@ -160,7 +160,7 @@ class LayerSplitter:
         sizes = batch_sizes(config, pipe=settings.num_stages, data=groups.data.size, model=groups.model.size)
         num_micro_batches = sizes.num_micro_batches
         if given.schedule == "auto":
-            # This bounds a stage, and so the share of each of its chunks, whichever program is planned.
+            # No planned program exceeds this number on a stage, and so none does on a single chunk.
             most = ceil((given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * settings.num_stages)
             return [min(most, num_micro_batches)] * len(self._placement)
         return most_in_flight(settings.program(given, num_micro_batches))
@@ -169,10 +169,10 @@ class LayerSplitter:
 def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: str, costs: Sequence[float]) -> float:
     """Simulate a step of the configured schedule with chunks of these costs; return its length in the costs' unit.
 
-    A chunk's cost is divided over forward and backward as a decoder's is. Where the configured schedule is none for this
-    number of chunks, the one that "auto" would find is used instead: `initialize` may be given another schedule.
+    A chunk's cost is divided over forward and backward as in a decoder. If the configured schedule doesn't support this
+    number of chunks, the one that "auto" would find is simulated, because `initialize` may be given another schedule.
 
-    kind: of placement, "loop" or "v".
+    kind: the placement, "loop" or "v".
     """
     placement = placement_of(kind, num_stages, num_chunks)
     whole = sum(decoder_cost(Instruction(op, 0, 0)) for op in (Op.FORWARD, Op.BACKWARD))
@@ -196,7 +196,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _moments(config: Config) -> int:
-    """Return the elements of optimizer state per parameter element; 2, as for Adam, where the optimizer is not known."""
+    """Return the elements of optimizer state per parameter element; 2, as for Adam, if the optimizer is not known."""
     if config.optimizer is None:
         return 2
     one = nn.Parameter(torch.empty(1))

@@ -142,7 +142,7 @@ def broadcast_tied(
     mine = {}
     for name, info in shared.items():
         p = info.parameter
-        # What all copies of a tied parameter must have in common.
+        # All copies of a tied parameter must have this in common.
         mine[name] = info.owners, f"{list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
     everyone = all_gather_object(mine, groups.control)
     _check_copies([everyone[rank] for rank in groups.pipe.ranks], placement)

@@ -23,8 +23,8 @@ from parallel3d.schedule.traffic import hide_reductions
 class Measured(Memory, Traffic):
     """Measurements of the chunks of a pipeline: times in seconds, memory in bytes.
 
-    forward, input_gradient, weight_gradient, backward: of a micro-batch on each chunk; backward: of a whole one.
-    transfer: of a message between ranks.
+    forward, input_gradient, weight_gradient, backward: times of one micro-batch on each chunk; backward is not split.
+    transfer: time of a message between ranks.
     """
 
     forward: tuple[float, ...]
@@ -46,8 +46,8 @@ class Measured(Memory, Traffic):
     ) -> Measured:
         """Collect measurements.
 
-        - cost: of compute; without any whole backward, one takes as long as its halves.
-        - max_in_flight: see limits; room: bytes that each rank has at most, besides what one micro-batch needs.
+        - cost: seconds of a compute instruction. If no whole backward takes time, it takes as long as its two halves.
+        - max_in_flight: see limits. room: the bytes that each rank has; the limit is at least what one micro-batch needs.
         """
         forward, input_gradient, weight_gradient, backward = (
             tuple(cost(Instruction(op, c, 0)) for c in range(len(placement))) for op in (*SPLIT_OPS, Op.BACKWARD)
@@ -67,7 +67,7 @@ class Measured(Memory, Traffic):
         )
 
     def cost(self, i: Instruction) -> float:
-        """Return the seconds of an instruction, as simulate() takes them; those of a transfer by its SEND."""
+        """Return the seconds of an instruction, for simulate(); a SEND has those of its transfer."""
         if i.op in SEND_OPS:
             return self.transfer
         times = {
@@ -85,9 +85,9 @@ class Measured(Memory, Traffic):
 class Plan(BaseModel):
     """A program and why it was chosen; as JSON it is the plan's file.
 
-    name: of the order that was the shortest; makespan: predicted, in seconds, to the end of all reductions; exposed: the part
-    of it that is due to gathers and reductions; bubble: predicted, a share, without them; held: the most bytes of each rank;
-    instructions: compute alone, each rank's as schedules are written.
+    name: the search or the schedule that made the shortest program; makespan: predicted seconds to the end of all reductions;
+    exposed: the part of makespan that gathers and reductions add; bubble: predicted share, without them; held: the most
+    bytes of each rank; instructions: each rank's compute instructions, as in a schedule that the user writes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -109,7 +109,7 @@ class Plan(BaseModel):
         return replace(from_lists(self.instructions, self.placement), name="auto")
 
     def check(self, placement: Sequence[int]) -> None:
-        """Raise ScheduleError unless this is a plan for such a pipeline, and can run."""
+        """Raise ScheduleError unless the plan is for a pipeline with this placement and can run."""
         if tuple(placement) != self.placement:
             raise ScheduleError(
                 f"the plan is for chunks on stages {list(self.placement)}, but the module's are on {list(placement)}; build "
@@ -135,15 +135,15 @@ _PER_CHUNK = ("forward", "input_gradient", "weight_gradient", "backward", "held"
 
 
 def make_plan(placement: Sequence[int], num_micro_batches: int, measured: Measured) -> Plan:
-    """Plan the shortest of what the search finds and of the named schedules that fit this placement and memory.
+    """Return a plan of the shortest program: the search's, or a named schedule that fits this placement and memory.
 
-    Up to the end of all reductions, from the beginning of the first gather. Pure: equal arguments give equal plans. Raises
-    ScheduleError where a micro-batch doesn't fit a rank's limit.
+    The length counts from the start of the first gather to the end of the last reduction. Equal arguments give equal plans.
+    Raises ScheduleError if one micro-batch exceeds a rank's limit.
     """
     best: tuple[str, Program, float] | None = None
     for name, program in _candidates(tuple(placement), num_micro_batches, measured):
         fused = fuse_backwards(program, measured.cost)
-        # Traffic makes no program shorter.
+        # Gathers and reductions make no program shorter.
         if best is not None and not _is_shorter(simulate(fused, measured.cost).makespan, best[2]):
             continue
         order, makespan = _hiding(fused, measured)
@@ -171,7 +171,7 @@ def _hiding(program: Program, measured: Measured) -> tuple[Program, float]:
         return _peak(instructions, measured) <= limit[rank]
 
     order = hide_reductions(program, measured.cost, measured, fits)
-    # Here transfers wait for one another too.
+    # In this simulation transfers wait for one another too.
     return min(((p, exactly(p)) for p in (order, program)), key=itemgetter(1))
 
 
@@ -235,7 +235,7 @@ def first_plan(placement: Sequence[int], num_micro_batches: int, max_in_flight: 
 def limits(placement: Sequence[int], needed: Sequence[float], max_in_flight: float) -> tuple[float, ...]:
     """Return the activation limit of each rank: `max_in_flight` times what it would hold as first stage of 1F1B.
 
-    needed: by a micro-batch on each chunk. The limit is at least what one micro-batch needs.
+    needed: memory of one micro-batch on each chunk. The limit is at least the memory of one micro-batch.
     """
     least = Memory(held=tuple(needed), deferred=tuple(needed), limit=()).least(placement)
     return tuple(max(max_in_flight * len(least), 1.0) * total for total in least)

@@ -135,7 +135,7 @@ BUILDERS: dict[str, Callable[..., Program]] = {
     "zbv": zbv,
     "zb-looped": looped_zero_bubble,
 }
-# Schedule -> the chunks a stage and the placement that it needs (None: any), and the schedules that run others.
+# Schedule -> (chunks per stage and placement that it needs, None for any; the schedules that support others).
 _NEEDS: dict[str | None, tuple[int | None, str | None, str]] = {
     "1f1b": (1, None, '"interleaved" or "gpipe"'),
     "zb-h1": (1, None, '"zb-looped"'),

@@ -29,7 +29,7 @@ NAMES = {
 
 
 def chunk_shades(timeline: Timeline) -> tuple[dict[int, int], int]:
-    """Return chunk -> its place among the chunks of its stage, from 0, and the largest number of chunks of a stage."""
+    """Return chunk -> its index among the chunks of its stage, and the largest number of chunks of a stage."""
     held: dict[int, set[int]] = {}
     for s in _computes(timeline):
         held.setdefault(s.rank, set()).add(s.instruction.chunk)
@@ -102,8 +102,8 @@ def _row(cells: Iterable[_Cell], num_slots: int, width: int) -> str:
 def neighbourhood(program: Program, rank: int, position: int, radius: int = 3) -> str:
     """Print the schedule around instruction `position` of `rank`'s list, a line for each stage, for a failure's message.
 
-    The instruction is marked, >F3@1<. In its column stands what each other stage computes at that moment of the
-    simulated schedule, "-" where it idles; `radius` compute instructions stand on both sides.
+    The instruction is marked, >F3@1<. Its column shows what each other stage computes at that moment of the simulated
+    schedule ("-": idle), with `radius` compute instructions on both sides.
     """
     clock, marked = _clock(program), program.instructions[rank][position]
     moment = clock[rank, marked][0]
@@ -129,7 +129,7 @@ def neighbourhood(program: Program, rank: int, position: int, radius: int = 3) -
 
 
 def _clock(program: Program) -> dict[tuple[int, Instruction], tuple[float, float]]:
-    """Return when each (rank, instruction) starts and ends, in the papers' units; its place in its list after a deadlock."""
+    """Return when each (rank, instruction) starts and ends, in the papers' units; if it deadlocks, by list positions."""
     try:
         return {(s.rank, s.instruction): (s.start, s.end) for s in simulate(program).spans}
     except CycleError:
@@ -191,7 +191,7 @@ def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = Non
         scale = _Scale(full, unit[name], width - _LEFT - _RIGHT)
         panels.append(_panel(name, timeline, scale, top + _TITLE))
         top = panels[-1]["bottom"] + _AXIS
-    # Here: a process that only draws text, for a failure's message, needs no templates.
+    # Imported here: a process that draws only text, for a failure's message, needs no templates.
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(
@@ -214,7 +214,7 @@ def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = Non
 
 
 def _marked(timeline: Timeline) -> list[tuple[Span, str]]:
-    """Return the spans, with their kinds, of all but compute that take time: a simulation may count them as free."""
+    """Return (span, kind) of all instructions but compute that take time; a simulation may count them as free."""
     spans = (s for s in timeline.spans if s.instruction.op not in COMPUTE_OPS and s.end > s.start)
     return [(s, NAMES[s.instruction.op]) for s in spans]
 
@@ -278,8 +278,8 @@ def _legend(timelines: Iterable[Timeline]) -> list[tuple[float, int, list[str], 
 def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) -> dict[str, Any]:
     """Make a trace in Chrome's event format, for json.dump; Perfetto (ui.perfetto.dev) and chrome://tracing open it.
 
-    A process for each timeline; in it a thread for each stage's compute and loads, and others for its transfers and
-    reductions, as many as overlap. scale_to_us: microseconds in the timelines' unit of time, 1e6 for seconds.
+    Each timeline is a process. It has a thread for each stage's compute and loads, and as many threads for its transfers
+    and reductions as overlap. scale_to_us: microseconds in the timelines' unit of time, 1e6 for seconds.
     """
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items(), start=1):
@@ -296,7 +296,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) ->
 
 
 def _rows_without_overlap(spans: Iterable[Span]) -> list[list[Span]]:
-    """Deal spans to as few rows as keep them apart: viewers take overlapping events of a thread for nested calls."""
+    """Distribute spans over the fewest rows without overlap: viewers take overlapping events of a thread for nested calls."""
     rows: list[list[Span]] = []
     for s in sorted(spans, key=lambda s: (s.start, s.end)):
         row = next((row for row in rows if row[-1].end <= s.start), None)
@@ -307,7 +307,7 @@ def _rows_without_overlap(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _titles(kind: str, pid: int, tid: int, name: str, place: int) -> list[dict[str, Any]]:
-    """Return the events that name a process or a thread, and put it at its place among the others."""
+    """Return the events that name a process or a thread and set its place among the others."""
     settings = {"name": name, "sort_index": place}
     return [
         {"ph": "M", "name": f"{kind}_{key}", "pid": pid, "tid": tid, "args": {key: value}}

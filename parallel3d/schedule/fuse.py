@@ -1,7 +1,7 @@
 """Fuse the two halves of a split backward where they are adjacent.
 
-A whole backward hides a layer's communication behind its weight gradients and frees its tensors at once; but what waits
-for its input gradient waits for the weight gradients too.
+A whole backward overlaps a layer's communication with its weight gradients and frees its tensors at once. But the stage that
+waits for its input gradient then waits for the weight gradients too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _Pair = tuple[int, int]  # (rank, position of the input gradient in the rank's l
 
 
 def fuse_backwards(program: Program, cost: Cost) -> Program:
-    """Make each input gradient and the weight gradient of its chunk that follows one backward, where nothing gets later.
+    """Fuse an input gradient and a weight gradient of its chunk that follows it into one backward, if the step gets no longer.
 
-    program: compute instructions alone. Weight gradients of one chunk change places among micro-batches for that, which
-    changes neither times nor memory where micro-batches are equal. cost: as simulate()'s, of whole backwards too. All pairs
-    are tried together, then halves of what made the step longer.
+    program: compute instructions alone. Weight gradients of one chunk are exchanged among micro-batches for this, which
+    changes neither times nor memory if micro-batches are equal. cost: as simulate()'s, also for whole backwards. All pairs
+    are tried together; a set that makes the step longer is tried again in two halves.
     """
     clock = ListClock(program, cost)
 
@@ -43,13 +43,13 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
         elif len(tried) > 1:
             waiting += [tried[: len(tried) // 2], tried[len(tried) // 2 :]]
     fused = _fused(program, accepted)
-    # Exactly, with transfers that wait for one another.
+    # The exact times, with transfers that wait for one another.
     later = simulate(fused, cost).makespan > simulate(program, cost).makespan * (1 + 1e-9)
     return program if later else fused
 
 
 def _pairs(program: Program) -> list[_Pair]:
-    """Return the adjacent halves, from the front of the lists to their ends."""
+    """Return the adjacent halves, ordered by their positions in the lists."""
     halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     found = [
         (rank, position)
@@ -88,7 +88,7 @@ def renamed(instructions: Iterable[Instruction]) -> list[Instruction]:
 
 
 def whole_backwards(program: Program, micro_batches: Collection[int]) -> Program:
-    """Make the backwards of these micro-batches whole, where their input gradients stood."""
+    """Make the backwards of these micro-batches whole, at the positions of their input gradients."""
     lists = [
         [
             Instruction(Op.BACKWARD, i.chunk, i.micro_batch)

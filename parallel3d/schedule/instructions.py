@@ -32,7 +32,7 @@ class Op(Enum):
     REDUCE_GRADS = "RED"
     REDUCE_REPLICAS = "REP"
 
-    # Members are singletons, and programs hash instructions by the thousand: skip Enum's hash in Python.
+    # Members are singletons, and programs hash thousands of instructions: skip Enum's hash in Python.
     __hash__ = object.__hash__
 
 
@@ -46,9 +46,9 @@ _PATTERN = re.compile(r"([A-Z]+)(\d+)@(\d+)(?:#(\d+))?")
 
 
 class Instruction(NamedTuple):
-    """One step of a rank's list. `bucket` counts gradient buckets of the chunk, for REDUCE_* alone.
+    """One step of a rank's list. bucket: index of a bucket, for REDUCE_* and for a GATHER_PARAMS that was launched.
 
-    A tuple, since programs make and hash them by the hundred thousand.
+    It is a tuple because programs create and hash hundreds of thousands of instructions.
     """
 
     op: Op
@@ -109,7 +109,7 @@ def depends_on(i: Instruction) -> tuple[Instruction, ...]:
             return (Instruction(Op.BACKWARD, c, m), Instruction(Op.BACKWARD_WEIGHT, c, m))
         case _:
             # LOAD needs nothing, GATHER_PARAMS the optimizer step before the program, RECV its other end (`matches`),
-            # REDUCE_REPLICAS all that stands before it in its list.
+            # REDUCE_REPLICAS all that precedes it in its list.
             return ()
 
 

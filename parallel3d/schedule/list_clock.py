@@ -22,9 +22,9 @@ SPLIT_OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 class Traffic(BaseModel):
     """ZeRO's communication of each chunk, in any unit of time.
 
-    gather: to all-gather the chunk's weights, before its first forward; empty for none.
-    reductions: to reduce each of the chunk's buckets of gradients, in the order in which a backward fills them, after the
-        last backward or, with reduces_every_micro_batch, after each; empty for none.
+    gather: time to all-gather each chunk's weights, before its first forward; empty for none.
+    reductions: for each chunk the times to reduce its gradient buckets, in the order in which a backward fills them, after
+        the last backward or, with reduces_every_micro_batch, after each one; empty for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,7 +41,7 @@ class Traffic(BaseModel):
     def with_traffic(self, program: Program) -> Program:
         """Return the program with communication, and with the gathers and reductions that take time.
 
-        In the order in which an engine lowers it: a receive in between would part a backward from its reductions.
+        The passes run in the engine's order, so that no receive comes between a backward and its reductions.
         """
         program = with_communication(program)
         if self.has_reductions:
@@ -60,12 +60,12 @@ class Traffic(BaseModel):
 class Row(NamedTuple):
     """Compute instruction with the numbers by which it is timed.
 
-    needs: slot of the result that it waits for. Its other dependences are before it in its rank's list.
-    gives: slot of its result. A BACKWARD and a BACKWARD_INPUT of one micro-batch are alternatives and share one.
-    travel: how long the result travels to another rank, 0 if it stays.
-    earliest: when its chunk's weights are gathered.
-    completes: the chunk to whose gradients it adds, or -1.
-    released: from its start to the end of the last reduction that it launches, if no other one is under way.
+    needs: slot of the result that it waits for, -1 for none. Its other dependences precede it in its rank's list.
+    gives: slot of its result. A BACKWARD and a BACKWARD_INPUT of one micro-batch are alternatives and share a slot.
+    travel: time in which the result reaches another rank, 0 if it stays.
+    earliest: when its chunk's weights are gathered; 0 except for a forward.
+    completes: the chunk to whose weight gradients it adds, or -1.
+    released: time from its start to the end of the last reduction that it launches, if no other one is under way.
     """
 
     instruction: Instruction
@@ -81,7 +81,7 @@ class Row(NamedTuple):
 class ListClock:
     """Times lists of the compute instructions of a program's chunks and micro-batches.
 
-    rows: of the kinds `ops`, kind by kind, chunk by chunk in each, micro-batch by micro-batch in these.
+    rows: one for each instruction of the kinds `ops`, ordered by kind, then by chunk, then by micro-batch.
     slack: added to the time of each transfer.
     """
 
@@ -116,13 +116,13 @@ class ListClock:
         return self._numbers[i._replace(op=Op.BACKWARD_INPUT) if i.op is Op.BACKWARD else i]
 
     def _needs(self, i: Instruction) -> int | None:
-        """Return the slot of the last of its dependences: the neighbouring chunk's comes after those of its own chunk."""
+        """Return the slot of the last of its dependences, which is the neighbouring chunk's if there is one."""
         own_list = i.op is Op.BACKWARD_WEIGHT
         known = [d for d in depends_on(i) if d in self._numbers and not own_list]
         return self._slot(known[-1]) if known else None
 
     def empty_slots(self) -> list[float]:
-        """Return a slot for each result, infinite until it arrives; the last one is that of what waits for nothing."""
+        """Return the arrival time of each result, infinite so far; the last is 0, for rows that wait for no result."""
         return [inf] * len(self.rows) + [0.0]
 
     def row(self, i: Instruction) -> Row:
@@ -138,7 +138,7 @@ class ListClock:
         at, free, left = self.empty_slots(), [0.0] * len(lists), sum(map(len, lists))
         position, line = [0] * len(lists), self._gathers.copy()
         every = self._traffic.reduces_every_micro_batch
-        # chunk -> when its reductions end if none was under way, in the order in which chunks were completed.
+        # chunk -> when its reductions end if no other is under way, in the order in which chunks are completed.
         completed: list[dict[int, float]] = [{} for _ in lists]
         while left:
             before = left
@@ -170,7 +170,7 @@ class ListClock:
 
 
 def _gathered(program: Program, traffic: Traffic) -> tuple[list[float], list[float]]:
-    """Return when each chunk's weights and when all of each rank are gathered, in the order of first use."""
+    """Return when the weights of each chunk and all weights of each rank are gathered, in the order of first use."""
     ends, whole = [0.0] * program.num_chunks, [0.0] * program.num_ranks
     for rank, instructions in enumerate(program.instructions if traffic.gather else ()):
         for chunk in dict.fromkeys(i.chunk for i in instructions if i.op is Op.FORWARD):

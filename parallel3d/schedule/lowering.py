@@ -9,7 +9,7 @@ from parallel3d.schedule.instructions import RECV_OPS, SEND_OPS, Instruction, Op
 
 
 def add_loads(program: Program) -> Program:
-    """Load micro-batches before each forward of the first chunk (inputs) and of the last one (labels). The last pass."""
+    """Load micro-batches before each forward of the first chunk (inputs) and of the last one (labels); run this pass last."""
     return program.with_instructions([_with_loads(program, instructions) for instructions in program.instructions])
 
 
@@ -52,7 +52,7 @@ def add_communication(program: Program) -> Program:
 
 def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruction]]:
     """Return the lists of some ranks with their transfers."""
-    # The rules hold for all micro-batches: they are asked once for each kind of instruction on each chunk.
+    # The rules are the same for all micro-batches: they are applied once for each kind of instruction on each chunk.
     kinds = [Instruction(op, chunk, 0) for op in SENDS for chunk in range(program.num_chunks)]
     sends = {i[:2]: send for i in kinds if (send := send_after(program, i)) is not None}
     receives = {kind: receive for kind, send in sends.items() if (receive := matches(send)) is not None}
@@ -108,7 +108,7 @@ def add_parameter_gather(program: Program) -> Program:
     return program.with_instructions(lists)
 
 
-_COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # of a chunk's gradients
+_COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # kinds of instructions that complete a chunk's gradients
 
 
 def add_gradient_reduction(program: Program, num_buckets: Sequence[int], per_micro_batch: bool = False) -> Program:

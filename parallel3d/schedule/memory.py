@@ -14,9 +14,9 @@ from parallel3d.schedule.instructions import Instruction, Op, Program
 class ChunkBytes:
     """Bytes of one micro-batch on one chunk.
 
-    saved: what the forward holds until the backward, its output included, without an input that came as a message or from
-    the loader; received, loaded: these (labels too); output_gradient: what the backward is given; input_gradient: what it
-    makes for the chunk before; deferred: what a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT.
+    saved: held from the forward to the backward, including the output but no input from a message or the loader;
+    received, loaded: inputs from messages and from the loader (labels too); output_gradient: what the backward receives;
+    input_gradient: what it makes for the previous chunk; deferred: held from BACKWARD_INPUT to BACKWARD_WEIGHT.
     """
 
     saved: int = 0
@@ -45,7 +45,7 @@ class ChunkBytes:
 def bytes_in_flight(instructions: Sequence[Instruction], chunks: Mapping[int, ChunkBytes]) -> list[int]:
     """Return the bytes of activations and their gradients that a rank holds after each of its instructions.
 
-    chunks: those that count.
+    chunks: chunk -> its bytes; other chunks count as 0.
     """
     return list(accumulate(chunks[i.chunk].change(i) if i.chunk in chunks else 0 for i in instructions))
 
@@ -59,7 +59,7 @@ def most_in_flight(program: Program) -> list[int]:
 def learn_chunks(measured: Sequence[tuple[Instruction, int]]) -> dict[int, ChunkBytes]:
     """Return the ChunkBytes of a rank's chunks, from how much its memory grew over each of its instructions.
 
-    The median of each kind counts: what was sent is freed whenever it has left, in whatever instruction that is.
+    Each kind of instruction has the median of its changes, because a sent tensor is freed during any later instruction.
     """
     changes: dict[tuple[Op, int], list[int]] = {}
     for i, change in measured:
@@ -69,7 +69,7 @@ def learn_chunks(measured: Sequence[tuple[Instruction, int]]) -> dict[int, Chunk
     for chunk in sorted({chunk for _, chunk in medians}, reverse=True):
         grown = {op: medians.get((op, chunk), 0) for op in Op}
         saved, received, loaded = grown[Op.FORWARD], grown[Op.RECV_ACTIVATION], grown[Op.LOAD_MICRO_BATCH]
-        # The gradient from a chunk on the same rank is handed over, not received.
+        # A gradient from a chunk on the same rank is passed on, not received.
         handed = learned[chunk + 1].input_gradient if chunk + 1 in learned else 0
         output_gradient, deferred = handed or grown[Op.RECV_GRADIENT], -grown[Op.BACKWARD_WEIGHT]
         left = grown[Op.BACKWARD] + grown[Op.BACKWARD_INPUT] + saved + received + loaded + output_gradient

@@ -27,7 +27,7 @@ class WaitGraph:
 
     The host passes compute instructions in list order and blocks in them, as a CPU does; transfers and collectives are
     posted and go on by themselves, but start only when every end has posted them (rendezvous) and when the transfer
-    ahead of them in the channel is through. Data-parallel replicas run identical lists, so a cycle over the whole
+    ahead of them in the channel is done. Data-parallel replicas run identical lists, so a cycle over the whole
     world projects to a cycle in this one pipeline: checking one is checking all.
 
     nodes: instructions by number. A transfer is one node for both ends, its SEND; a collective is one node for all ranks.
@@ -49,7 +49,7 @@ class WaitGraph:
         kinds = {i[:2] for i in self.numbers}
         last_in_line: dict[object, int] = {}
         for rank, instructions in enumerate(program.instructions):
-            passed: int | None = None  # the last that blocked the host
+            passed: int | None = None  # the last instruction that blocked the host
             # The rules are the same for all micro-batches: they are applied once for each kind of instruction and chunk.
             rules: dict[tuple[Op, int], tuple[object, list[tuple[Op, int, bool]]]] = {}
             for i, number in zip(instructions, self.lists[rank], strict=True):

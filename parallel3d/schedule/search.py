@@ -1,7 +1,7 @@
-"""Search for the shortest order of split backwards, for any placement and any times, within any memory.
+"""Search for the shortest order of split backwards, for any placement, any times and any memory limits.
 
-A list schedule: whenever a rank is free it starts the best of what is ready, in the manner of the heuristic of
-arXiv:2401.10241, section 3. Several rules for what is best are tried, and the shortest order is used.
+This is list scheduling: a rank that is free starts the best instruction that is ready, as in the heuristic of
+arXiv:2401.10241, section 3. Several rules for the best instruction are tried, and the shortest order is used.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from parallel3d.schedule.instructions import Program, chunks_by_rank
 from parallel3d.schedule.list_clock import SPLIT_OPS, ListClock
 from parallel3d.schedule.timing import Cost
 
-_ROUNDING = 1e-9  # relative: a third of 3 is 1
+_ROUNDING = 1e-9  # relative tolerance of rounding
 
 
 class Memory(BaseModel):
     """Memory limits of the ranks, in any unit.
 
-    held: of a micro-batch on each chunk, from its FORWARD to its BACKWARD_INPUT.
-    deferred: from there to its BACKWARD_WEIGHT.
-    limit: of each rank.
+    held: memory of one micro-batch on each chunk, from its FORWARD to its BACKWARD_INPUT.
+    deferred: memory of one micro-batch on each chunk, from there to its BACKWARD_WEIGHT.
+    limit: memory of each rank.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,11 +46,11 @@ class Memory(BaseModel):
 
     @property
     def needed(self) -> list[float]:
-        """The most that a micro-batch on each chunk ever holds: a rank that sets it aside may run any backward."""
+        """The most that a micro-batch on each chunk ever holds. A rank that reserves it can run any of its backwards."""
         return list(map(max, self.held, self.deferred))
 
     def least(self, placement: Sequence[int]) -> list[float]:
-        """Return what one micro-batch alone needs on each rank."""
+        """Return the memory that a single micro-batch needs on each rank."""
         needed = self.needed
         return [sum(needed[c] for c in chunks) for chunks in chunks_by_rank(placement)]
 
@@ -71,7 +71,7 @@ class _Rule(NamedTuple):
 _RULES = [_Rule(*r) for r in product(("alternate", "gradient", "forward"), (0.5, 0.1, 0.0), (0.0, 0.5))]
 # Three that are seldom all bad: their best order is within 2% of the best of all.
 _LIKELY = [_Rule("alternate", 0.1, 0.5), _Rule("alternate", 0.1, 0.0), _Rule("gradient", 0.0, 0.0)]
-_SLACKS = (0.0, 0.1, 0.5)  # forwards by which transfers may be longer: of equals the order that bears more is better
+_SLACKS = (0.0, 0.1, 0.5)  # delays of transfers, in forwards, by which equally short orders are compared
 
 
 def search(
@@ -84,9 +84,9 @@ def search(
 ) -> Program:
     """Find a short order of forwards, input and weight gradients; return it as a program of that name.
 
-    cost: of each instruction, of a transfer by its SEND. Of equally short orders it takes the one that bears slow transfers
-    best; equal arguments give equal programs. roughly: try fewer rules, in a sixth of the time. Raises ScheduleError where a
-    rank's limit doesn't suffice for one micro-batch.
+    cost: time of an instruction; a transfer's is that of its SEND. Of equally short orders, it returns the one that slow
+    transfers lengthen least. Equal arguments give equal programs. roughly: try fewer rules, in a sixth of the time. Raises
+    ScheduleError if a rank's limit doesn't suffice for one micro-batch.
     """
     for rank, (least, limit) in enumerate(zip(memory.least(placement), memory.limit, strict=True)):
         if not limit * (1 + _ROUNDING) >= least:
@@ -104,7 +104,7 @@ def search(
     shortest = [inf]
     for rule in _LIKELY if roughly else _RULES:
         order = _ListSchedule(clocks[rule.slack], placement, rule, memory).run()
-        makespans: list[float] = []  # as shares of all work, so that equal times tie; also with slow transfers
+        makespans: list[float] = []  # relative to all work, so that equal times tie; then with slow transfers
         for clock in clocks.values():
             free, _ = clock.ends([[clock.rows[n] for n in numbers] for numbers in order])
             makespans.append(round(max(free) / work, 9))
@@ -118,7 +118,7 @@ def search(
 
 
 def _bound(clock: ListClock, program: Program) -> float:
-    """Bound the makespan from below: each rank's own work, from when the first micro-batch can reach it at the earliest."""
+    """Return a lower bound of the makespan: each rank's own work, begun when the first micro-batch can reach the rank."""
     work = [0.0] * program.num_ranks
     for row in clock.rows:
         work[program.placement[row.instruction.chunk]] += row.time
@@ -148,11 +148,11 @@ class _Rank:
 
 
 class _ListSchedule:
-    """List scheduler: a free rank starts the best ready instruction, a forward within its limit, an input or a weight gradient.
+    """List scheduler: a free rank starts the best ready instruction, a forward only within its memory limit.
 
-    Of forwards the one closest to the loss, of input gradients the one farthest from it. A forward leaves room for the later
-    chunks of the rank, so the oldest micro-batch on its way forward never waits for memory but that of older ones, which
-    are on their way back; these need none, and so all get on. Instructions are the numbers of the clock's rows.
+    The best forward is the one closest to the loss, the best input gradient the one farthest from it. A forward starts only if
+    memory remains for the rank's later chunks. So the oldest micro-batch that still runs forward waits only for memory of older
+    ones, whose backwards need none: no rank waits forever. Instructions are indices of the clock's rows.
     """
 
     def __init__(self, clock: ListClock, placement: Sequence[int], rule: _Rule, memory: Memory) -> None:
@@ -214,7 +214,7 @@ class _ListSchedule:
         return None
 
     def _first(self, queues: Sequence[deque[int]], now: float, room: float) -> tuple[int, float]:
-        """Return the queue whose first is ready and fits, or will be the soonest; and when."""
+        """Return (queue, time): the first queue whose head is ready and fits, or else the one whose head is ready first."""
         best, soonest = 0, inf
         for k, queue in enumerate(queues):
             if queue and (room == inf or self._room[self._chunks[queue[0]]] <= room):

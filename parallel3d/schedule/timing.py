@@ -71,7 +71,7 @@ class Timeline:
         return 1.0 - busy / whole if whole > 0 else 0.0
 
 
-_ENDING = (Op.BACKWARD, Op.BACKWARD_INPUT)  # of a micro-batch's way
+_ENDING = (Op.BACKWARD, Op.BACKWARD_INPUT)  # kinds that end a micro-batch's pass over a chunk
 
 
 class Length(NamedTuple):
@@ -89,8 +89,8 @@ class CriticalPath(NamedTuple):
     """The critical path of a program.
 
     host: seconds of a rank's host at its beginning.
-    instructions: in order; each starts when the one before it ends or releases it, and comes with the seconds that it
-        contributes: of a backward that releases a reduction, the share until then.
+    instructions: (instruction, seconds that it contributes), in order. Each starts when the one before it ends or releases
+        it; a backward that releases a reduction contributes its time until then.
     """
 
     host: float
@@ -101,7 +101,7 @@ class Simulation:
     """Timer of one program, with or without communication, for any number of cost functions.
 
     The k-th of n reductions after a backward is released when k/n of that backward is done: buckets fill in order.
-    Raises graphlib.CycleError for a program that deadlocks; validate() says so in words.
+    Raises graphlib.CycleError for a program that deadlocks; validate() explains the deadlock.
     """
 
     def __init__(self, program: Program) -> None:
@@ -145,9 +145,9 @@ class Simulation:
 
     @cached_property
     def _loops(self) -> list[tuple[int, int, int]]:
-        """The (first forward, that micro-batch's backward, most micro-batches in between) of each chunk.
+        """The (first forward, that micro-batch's backward, most micro-batches in flight) of each chunk.
 
-        Without the chunks that may hold more micro-batches than the program has.
+        Leaves out chunks that could hold more micro-batches than the program has.
         """
         loops = []
         for instructions, numbers in zip(self.program.instructions, self._lists, strict=True):

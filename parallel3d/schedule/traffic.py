@@ -1,4 +1,4 @@
-"""Orders of weight gradients that hide ZeRO's reductions best.
+"""Order the weight gradients so that compute hides ZeRO's reductions.
 
 A reduction starts when its chunk's gradients are complete. If the chunks of a rank all complete at the end of its list, little
 compute is left to overlap with; if they complete one after the other, all reductions but the last one's are hidden.
@@ -16,10 +16,10 @@ from parallel3d.schedule.list_clock import ListClock, Row, Traffic
 from parallel3d.schedule.timing import Cost
 
 _ROUNDING = 1e-9  # relative
-# Instructions that are timed in all to find an order, in about a tenth of a second.
+# Number of instructions that a whole search times, in about a tenth of a second.
 _MOST_TIMED = 200_000
-_SHARES = (1.0, 0.5, 0.25)  # of a rank's weight gradients that change places: the last ones
-_MOST_PERMUTED = 3  # chunks; of more the rotations
+_SHARES = (1.0, 0.5, 0.25)  # shares of a rank's weight gradients that are reordered: the last ones
+_MOST_PERMUTED = 3  # chunks whose permutations are tried; of more chunks only the rotations
 
 Fits = Callable[[int, Sequence[Instruction]], bool]
 
@@ -27,13 +27,13 @@ Fits = Callable[[int, Sequence[Instruction]], bool]
 def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) -> Program:
     """Order the weight gradients of each rank so that the step and its reductions end the soonest.
 
-    program: compute instructions alone; fits: whether a rank has the memory for such a list. Orders in which a rank completes
-    one chunk after the other come first, then single weight gradients change their places, into whole backwards and out of them
-    too, as long as that makes the step shorter, or ranks' parts of an equally long one, and for a bounded number of trials.
-    Weight gradients of a chunk are interchangeable. Equal arguments give equal programs.
+    program: compute instructions alone; fits: whether a rank has the memory for a list. The search first tries orders in which
+    a rank completes one chunk after the other. Then it moves single weight gradients, also into and out of whole backwards, as
+    long as the step gets shorter, or ranks end earlier in an equally long one. The number of trials is bounded. Weight
+    gradients of a chunk are interchangeable. Equal arguments give equal programs.
     """
     search = _Search(program, ListClock(program, cost, traffic=traffic), fits)
-    # No order avoids that the rank whose compute ends last has something left to reduce then.
+    # In every order, the rank whose compute ends last still has a bucket to reduce then.
     least = search.least + min(buckets[-1] if buckets else 0.0 for buckets in traffic.reductions)
     for share, turn in product(_SHARES, (1, -1)):
         search.accepts([next(_completing(rows, [_chunks(rows)[::turn]], share), rows) for rows in search.lists])
@@ -45,7 +45,7 @@ def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) 
 class _Search:
     """Changes the order of weight gradients, rank by rank, as long as that helps.
 
-    lists: the best so far; ends: when each rank's compute and traffic end with them; least: the longest compute at first.
+    lists: the best so far; ends: when each rank's compute and traffic end in them; least: the latest end of compute at first.
     """
 
     def __init__(self, program: Program, clock: ListClock, fits: Fits):
@@ -74,7 +74,7 @@ class _Search:
                 yield from self._changed([*lists[:rank], rows, *lists[rank + 1 :]], depth - 1)
 
     def accepts(self, lists: list[list[Row]]) -> bool:
-        """Take these lists if they are better. Returns whether they are."""
+        """Keep these lists if they are better and fit. Returns whether they are kept."""
         self._left -= 1
         _, ends = self._clock.ends(lists)
         now, before = max(ends), max(self.ends)
@@ -89,15 +89,16 @@ class _Search:
 
 
 def _chunks(rows: Iterable[Row]) -> list[int]:
-    """Return the chunks with weight gradients of their own, in the order in which their last input gradients stand."""
+    """Return the chunks with separate weight gradients, in the order of their last input gradients."""
     deferred = {row.instruction.chunk for row in rows if row.instruction.op is Op.BACKWARD_WEIGHT}
     last = {row.instruction.chunk: k for k, row in enumerate(rows) if row.instruction.op is Op.BACKWARD_INPUT}
     return sorted(deferred, key=last.__getitem__)
 
 
 def _neighbours(rows: list[Row], clock: ListClock) -> Iterator[list[Row]]:
-    """Yield other orders of a rank's weight gradients: one chunk after the other; then one moved, the last ones first,
-    whether it stands by itself, is taken out of a whole backward, or into one.
+    """Yield other orders of a rank's weight gradients: first those that complete one chunk after the other.
+
+    Then one weight gradient moves, the last ones first: alone, out of a whole backward, or into one.
     """
     chunks = _chunks(rows)
     turned = [chunks[k:] + chunks[:k] for k in range(len(chunks))]
@@ -125,7 +126,7 @@ def _neighbours(rows: list[Row], clock: ListClock) -> Iterator[list[Row]]:
 
 
 def _moved(rows: list[Row], place: int, later_only: bool = False) -> Iterator[list[Row]]:
-    """Yield the list with the weight gradient at `place` moved anywhere after an input gradient of its own, nearest first."""
+    """Yield lists in which the weight gradient at `place` is elsewhere after an input gradient of its chunk, nearest first."""
     row = rows[place]
     rest = [*rows[:place], *rows[place + 1 :]]
     of_chunk = [r.instruction.op if r.instruction.chunk == row.completes else None for r in rest]

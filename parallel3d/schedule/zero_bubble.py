@@ -52,7 +52,7 @@ def zbv(num_stages: int, num_micro_batches: int) -> Program:
     optimizer step) takes 6m + p - 1, or 4m + 4p - 2 where that is more; 2m (F + I + W) + (p - 1) I where F, W <= I <= 2W.
     """
     check_sizes(num_stages, num_micro_batches)
-    full = max(num_micro_batches, 2 * num_stages - 1)  # fewer don't fill the pipeline: drop those that are too many
+    full = max(num_micro_batches, 2 * num_stages - 1)  # fewer don't fill the pipeline: drop the surplus
     lists = []
     for rank in range(num_stages):
         rest = num_stages - rank
@@ -102,7 +102,7 @@ def looped_zero_bubble(
     placement = loop_placement(num_stages, num_chunks)
     # The most activations of a chunk that a rank may hold; a micro-batch has one for each chunk of the rank.
     multiple = DEFAULT_MAX_IN_FLIGHT if max_in_flight is None else max_in_flight
-    bound = multiple * num_stages * num_chunks + 1e-9  # a third of 3 is 1
+    bound = multiple * num_stages * num_chunks + 1e-9  # tolerance of rounding
     if not bound >= num_chunks:
         least = ceil(1e4 / num_stages) / 1e4
         raise ScheduleError(

@@ -21,11 +21,15 @@ from parallel3d.tensor_parallel.slicing import Segments
 
 @dataclass(frozen=True)
 class Column:
-    """A linear layer becomes a ColumnParallelLinear. fused: number of equal segments; or the segments themselves."""
+    """A linear layer becomes a ColumnParallelLinear. fused: number of equal segments; or the segments themselves.
+
+    in_region: its input enters the sharded region by other code, once for several layers.
+    """
 
     gather_output: bool = False
     segments: Segments | None = None
     fused: int = 1
+    in_region: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,7 @@ def _replace(name: str, layer: nn.Module, style: Style, group: Group, sequence_p
         if isinstance(style, Column):
             fused = [layer.out_features // style.fused] * style.fused if style.fused > 1 else None
             options |= {"gather_output": style.gather_output, "segments": style.segments or fused}
+            options["in_region"] = style.in_region
             return from_linear(ColumnParallelLinear, layer, **options)
         if isinstance(style, Row):
             options |= {"input_is_parallel": style.input_is_parallel, "segments": style.segments}

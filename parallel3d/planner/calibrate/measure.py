@@ -33,9 +33,14 @@ _CPU_PROCESSES = 4
 
 
 def default_path() -> Path:
-    """Return the path of this host's measured cluster: cluster.yaml in the user's cache."""
+    """Return the path of this host's measured cluster: cluster.yaml in the user's cache. Raises ConfigError without a home."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "parallel3d" / "cluster.yaml"
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "parallel3d" / "cluster.yaml"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"there is no path for the measured cluster: {error}; set XDG_CACHE_HOME to a directory"
+        ) from None
 
 
 def measure_cluster(path: str | Path | None = None, processes: int | None = None, effort: Effort | None = None) -> Path:

@@ -284,8 +284,8 @@ def _compute_components(predictor: Predictor, predicted: StepPrediction, i: Inst
     for name, fields in _COMPONENT_WORK.items():
         parts[name] = compute_seconds(Work(**{field: getattr(work, field) for field in fields}), device)
     for exchange in work.exchanges:
-        waited = exchange_seconds(exchange, device, links.over_slices, links.overlap)
-        parts[links.kind(links.slice_groups(stage))] += waited
+        waited = exchange_seconds(exchange, device, links.over_tensor_ranks, links.overlap)
+        parts[links.kind(links.tensor_groups(stage))] += waited
     slower, added = (float(seconds[i.chunk]) for seconds in predicted.split.reducing)
     if added > 0 and i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
         parts[links.kind(links.replica_groups(stage))] += slower

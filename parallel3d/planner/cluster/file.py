@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,9 +19,19 @@ from parallel3d.config.files import YAML_SUFFIXES, read_mapping
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster.cluster import Cluster, Device, Gpu, natural
 from parallel3d.planner.cluster.presets import DEVICES, LATENCY, MACHINES, Catalogue
-from parallel3d.planner.cluster.schema import ClusterSpec, HostSpec, LinkSpec, NicSpec, SwitchSpec, WireSpec, read_spec
+from parallel3d.planner.cluster.schema import (
+    MOST_GPUS,
+    ClusterSpec,
+    HostSpec,
+    LinkSpec,
+    NicSpec,
+    SwitchSpec,
+    WireSpec,
+    read_spec,
+)
 
 T = TypeVar("T")
+_MOST_PAIRS = 2**20  # that links join
 
 
 @dataclass(frozen=True)
@@ -78,16 +89,18 @@ def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
     """
     if isinstance(given, Mapping):
         return _read(given, "cluster")
-    path = Path(given)
-    if path.suffix.lower() in (*YAML_SUFFIXES, ".json") or path.is_file():
+    path, is_file = Path(given), False
+    with suppress(OSError):  # a short form can be too long for a file's name
+        is_file = path.is_file()
+    if is_file or path.suffix.lower() in (*YAML_SUFFIXES, ".json"):
         return _read(read_mapping(path), str(path))
     return _short_form(str(given).strip())
 
 
 def _short_form(text: str) -> Cluster:
-    many = re.fullmatch(rf"(\d+) *x *(\d+ *x.+|{'|'.join(map(re.escape, MACHINES))})", text, re.IGNORECASE)
+    many = re.fullmatch(rf"(\d{{1,9}}) *x *(\d+ *x.+|{'|'.join(map(re.escape, MACHINES))})", text, re.IGNORECASE)
     hosts, kind = (int(many[1]), many[2]) if many else (1, text)
-    if re.fullmatch(r"(\d+) *x.+", MACHINES.get(kind.lower(), kind)) is None:
+    if re.fullmatch(r"(\d{1,9}) *x.+", MACHINES.get(kind.lower(), kind)) is None:
         names = [*MACHINES, *(f"8x{name}" for name in DEVICES)]
         raise ConfigError(
             f"{text!r} is neither a cluster's file nor a machine; give the path of a YAML, GPUs such as 8xH100, hosts and GPUs "
@@ -103,20 +116,40 @@ def _read(given: Mapping[str, Any], name: str) -> Cluster:
     spec = read_spec(given, name)
     try:
         catalogue = Catalogue(spec.devices)
-        return _build(name, [host for described in spec.hosts for host in _hosts(described, catalogue)], spec)
+        described = [_with_machine(host, catalogue) for host in spec.hosts]
+        _check_size(described, spec.switches)
+        return _build(name, [host for each in described for host in _hosts(each, catalogue)], spec)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _hosts(spec: HostSpec, catalogue: Catalogue) -> list[_Host]:
-    """Return the hosts of a description; its machine gives the values that it leaves out."""
+def _with_machine(spec: HostSpec, catalogue: Catalogue) -> HostSpec:
+    """Return the description of a host with its machine's values for those that it leaves out."""
     if spec.machine is not None:
         said = {key: getattr(spec, key) for key in spec.model_fields_set - {"machine"}}
         spec = HostSpec.model_validate({**catalogue.machine(spec.machine), **said})
     if spec.gpus is None:
         raise ConfigError(f"host {spec.name!r} says nothing of its GPUs; give `machine: 8xH100`, or `gpus`")
+    return spec
+
+
+def _check_size(hosts: Sequence[HostSpec], switches: Sequence[SwitchSpec]) -> None:
+    """Raise ConfigError for more GPUs, network cards, hosts or switches than MOST_GPUS, before any is made."""
+    numbers = {
+        "switches": sum(switch.count or 1 for switch in switches),
+        "hosts": sum(host.count or 1 for host in hosts),
+    }
+    numbers["GPUs"] = sum(gpus.count * (host.count or 1) for host in hosts for gpus in host.gpus or ())
+    numbers["network cards"] = sum(card.count * (host.count or 1) for host in hosts for card in host.nics or ())
+    for what, number in numbers.items():
+        if number > MOST_GPUS:
+            raise ConfigError(f"there are {number} {what}; describe {MOST_GPUS} or fewer")
+
+
+def _hosts(spec: HostSpec, catalogue: Catalogue) -> list[_Host]:
+    """Return the hosts of a description that says all."""
     devices: list[Device] = []
-    for gpus in spec.gpus:
+    for gpus in spec.gpus or ():
         device = catalogue.device(gpus.device)
         devices += [replace(device, memory=gpus.memory or device.memory)] * gpus.count
     return [_Host(name, tuple(devices), spec) for name in spec.names]
@@ -233,9 +266,15 @@ def _switch_of(host: _Host, card: NicSpec, groups: dict[str, list[str]]) -> str:
 
 def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
     added: dict[tuple[str, str], dict[str, Any]] = {}
+    pairs = 0
     for link in links:
         given = link.given
         ends = [_matching(graph, pattern) for pattern in given.pop("between")]
+        pairs += len(ends[0]) * len(ends[1])
+        if pairs > _MOST_PAIRS:
+            raise ConfigError(
+                f"links are between {pairs} pairs of nodes; describe {_MOST_PAIRS} or fewer by closer patterns"
+            )
         for a, b in ((a, b) for a in ends[0] for b in ends[1] if a != b):
             if graph.has_edge(a, b):
                 graph.edges[a, b].update(given)

@@ -12,7 +12,7 @@ import yaml
 
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster.cluster import Device
-from parallel3d.planner.cluster.schema import Described, DeviceSpec, Seconds, WireSpec
+from parallel3d.planner.cluster.schema import MOST_GPUS, Described, DeviceSpec, Seconds, WireSpec
 
 
 class _Wiring(Described):
@@ -87,13 +87,15 @@ class Catalogue:
 
     def machine(self, text: str) -> dict[str, Any]:
         """Return the host that '8xH100' or a name of MACHINES stands for, as in a cluster's YAML. Raises ConfigError."""
-        match = re.fullmatch(r"(\d+) *x *(.+)", MACHINES.get(text.lower(), text).strip())
+        match = re.fullmatch(r"(\d{1,9}) *x *(.+)", MACHINES.get(text.lower(), text).strip())
         if match is None:
             raise ConfigError(
                 f"{text!r} is no machine; give GPUs and their device, such as 8xH100, or a name of "
                 f"{', '.join(MACHINES)}.{nearest(text, MACHINES)}"
             )
         count, (device, wiring) = int(match[1]), self._find(match[2])
+        if count > MOST_GPUS:
+            raise ConfigError(f"{text!r} has more than {MOST_GPUS} GPUs; give fewer")
         if wiring is None:
             raise ConfigError(
                 f"it isn't known how a machine of {device.name!r} is wired; give the host gpus, nvlink, pcie and nics instead "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from parallel3d.config.files import explain
 from parallel3d.errors import ConfigError, nearest
 
+MOST_GPUS = 2**17  # of a cluster, and the most parts of a kind
+_Name = Annotated[str, Field(max_length=253)]
 LinkKind = Literal["nvlink", "pcie", "nic", "network"]
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
@@ -77,8 +80,8 @@ class Described(BaseModel):
 
 
 class _Counted(Described):
-    name: str
-    count: int | None = Field(default=None, ge=1)
+    name: _Name
+    count: int | None = Field(default=None, ge=1, le=MOST_GPUS)
 
     @property
     def names(self) -> list[str]:
@@ -103,7 +106,7 @@ class GpusSpec(Described):
     """Some equal GPUs of a host. memory: where it differs from the device's."""
 
     device: str
-    count: int = Field(default=1, ge=0)
+    count: int = Field(default=1, ge=0, le=MOST_GPUS)
     memory: Bytes | None = None
 
 
@@ -129,7 +132,7 @@ class NicSpec(WireSpec):
       are connected to the host's PCIe.
     """
 
-    count: int = Field(default=1, ge=1)
+    count: int = Field(default=1, ge=1, le=MOST_GPUS)
     switch: str | None = None
     gpus: tuple[int, ...] | None = None
 
@@ -140,7 +143,7 @@ class HostSpec(_Counted):
     machine: a machine that the host is like, except for the other keys; switch: of its network cards that name none.
     """
 
-    name: str = "host"
+    name: _Name = "host"
     machine: str | None = None
     gpus: tuple[GpusSpec, ...] | None = None
     nvlink: NvlinkSpec | None = None
@@ -194,19 +197,4 @@ def read_spec(given: Mapping[str, Any], name: str) -> ClusterSpec:
     try:
         return ClusterSpec.model_validate(given)
     except ValidationError as error:
-        problems = [f"{_place(problem['loc'])}{_said(problem)}" for problem in error.errors(include_url=False)]
-        text = problems[0] if len(problems) == 1 else "\n  - ".join([f"{len(problems)} problems", *problems])
-        raise ConfigError(f"{name}: {text}") from None
-
-
-def _place(location: Sequence[int | str]) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-    return f"{text}: " if text else ""
-
-
-def _said(problem: Mapping[str, Any]) -> str:
-    if problem["type"] == "value_error":
-        return str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return "is missing; give it"
-    return f"{problem['msg']}, not {problem['input']!r}"
+        raise ConfigError(f"{name}: {explain(error)}") from None

@@ -39,15 +39,15 @@ def every_arrangement(network: Network, shape: Grid, most: int) -> Integers | No
     if len(network.cluster.gpus) > _SMALL:
         return None
     members = [np.array(kind) for kind in _interchangeable(network)]
-    stages, replicas, slices = shape
+    stages, replicas, tensor_ranks = shape
     ways = np.zeros((1, 0), dtype=np.int64)  # kinds of the first ranks' GPUs
-    for rank in range(1, stages * replicas * slices + 1):
+    for rank in range(1, stages * replicas * tensor_ranks + 1):
         if len(ways) * len(members) > _GROWTH * most:
             return None
         free = [ways[(ways == kind).sum(axis=1) < len(gpus)] for kind, gpus in enumerate(members)]
         ways = np.concatenate([np.column_stack([w, np.full(len(w), kind)]) for kind, w in enumerate(free)])
-        if rank <= replicas * slices:
-            ways = ways[_canonical(ways, replicas, slices)]
+        if rank <= replicas * tensor_ranks:
+            ways = ways[_canonical(ways, replicas, tensor_ranks)]
     if len(ways) > most:
         return None
     placed = np.zeros_like(ways)
@@ -57,12 +57,12 @@ def every_arrangement(network: Network, shape: Grid, most: int) -> Integers | No
     return placed
 
 
-def _canonical(ways: Integers, replicas: int, slices: int) -> npt.NDArray[np.bool_]:
+def _canonical(ways: Integers, replicas: int, tensor_ranks: int) -> npt.NDArray[np.bool_]:
     """Select first stages with rows and columns in order: at least one of those that are permutations of each other."""
-    if ways.shape[1] <= slices:
+    if ways.shape[1] <= tensor_ranks:
         return np.all(np.diff(ways, axis=1) >= 0, axis=1)
-    complete = ways.shape[1] // slices
-    grids = ways[:, : complete * slices].reshape(-1, complete, slices)
+    complete = ways.shape[1] // tensor_ranks
+    grids = ways[:, : complete * tensor_ranks].reshape(-1, complete, tensor_ranks)
     in_order = _ascending(grids)
     if complete == replicas:
         in_order &= _ascending(grids.transpose(0, 2, 1))
@@ -125,13 +125,13 @@ def _orders(network: Network, shape: Grid) -> list[Integers]:
     speed = np.array([gpu.device.gemm_flops for gpu in gpus])
     unit_exit = np.array([_exit(network, unit) for unit in range(len(fabric.first_link))])
     ways = np.lexsort([fabric.position]), np.lexsort([fabric.position, -unit_exit[fabric.unit], -speed])
-    world, slices = int(np.prod(shape)), shape[2]
+    world, tensor_ranks = int(np.prod(shape)), shape[2]
     orders: dict[bytes, Integers] = {}
     for way in ways:
         runs = np.split(way, np.flatnonzero(np.diff(fabric.island[way])) + 1)
-        if any(len(run) % slices and len(run) > slices for run in runs):
-            whole = [run[: len(run) // slices * slices] for run in runs]
-            runs = whole + [run[len(run) // slices * slices :] for run in runs]
+        if any(len(run) % tensor_ranks and len(run) > tensor_ranks for run in runs):
+            whole = [run[: len(run) // tensor_ranks * tensor_ranks] for run in runs]
+            runs = whole + [run[len(run) // tensor_ranks * tensor_ranks :] for run in runs]
         order = np.concatenate(runs)[:world]
         orders.setdefault(order.tobytes(), order)
     return list(orders.values())
@@ -186,14 +186,14 @@ def exchanges(network: Network, shape: Grid, placed: Integers, most: int) -> Int
 
 
 def _pairs(
-    island: Integers, kind: Integers, world: int, slices: int, unlike: bool
+    island: Integers, kind: Integers, world: int, tensor_ranks: int, unlike: bool
 ) -> Iterator[tuple[Integers, Integers]]:
     """Yield places to exchange: islands, tensor-parallel groups, GPUs. unlike: only those of different kinds."""
     in_use = island[:world]
     islands = [np.flatnonzero(in_use == each) for each in dict.fromkeys(in_use.tolist())]
-    groups = list(np.arange(world).reshape(-1, slices))
+    groups = list(np.arange(world).reshape(-1, tensor_ranks))
     single = list(np.arange(len(island)).reshape(-1, 1))
-    for blocks in (islands, groups, single) if slices > 1 else (islands, single):
+    for blocks in (islands, groups, single) if tensor_ranks > 1 else (islands, single):
         for a, b in combinations(blocks, 2):
             if len(a) == len(b) and a[0] < world and (not unlike or (kind[a] != kind[b]).any()):
                 yield a, b
@@ -223,11 +223,13 @@ class Traffic:
 
 
 def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
-    """Return each rank's GPU, by its index in `network.cluster.gpus`; rank = (stage * replicas + replica) * slices + slice.
+    """Return the GPU of each rank, by its index in `network.cluster.gpus`.
 
-    shape: (stages, replicas, slices). If few arrangements differ, all are tried; else the best structured one (tensor-parallel
-    ranks within islands, replicas along rails, stages across) is improved by exchanges while they help. The result doesn't
-    depend on the order of the cluster's hosts. Raises ConfigError if the cluster has too few GPUs.
+    shape: (stages, replicas, tensor_ranks); ranks are in its row-major order. If few arrangements differ, all are tried; else
+    the best structured one is improved by exchanges while they help: tensor-parallel ranks within islands, replicas along
+    rails, stages across. The result doesn't depend on the order of the cluster's hosts.
+
+    Raises ConfigError if the cluster has too few GPUs.
     """
     world, gpus = int(np.prod(shape)), len(network.cluster.gpus)
     if world > gpus:
@@ -284,14 +286,14 @@ def step_seconds(network: Network, shape: Grid, traffic: Traffic, placed: Intege
 
     placed: [trials, ranks], GPU of each rank. All groups of an axis communicate at the same time.
     """
-    trials, (stages, replicas, slices) = len(placed), shape
+    trials, (stages, replicas, tensor_ranks) = len(placed), shape
     grid = placed.reshape(trials, *shape)
     # For each stage its slowest GPU counts: its ranks wait for each other.
     speeds = np.array([gpu.device.gemm_flops for gpu in network.cluster.gpus])
     seconds: Floats = traffic.flops / speeds[grid].min(axis=(2, 3)).sum(axis=1)
     sent: list[tuple[Integers, list[tuple[Kind, float, float]]]] = []  # groups, and what they send how often
     for collectives, groups in (
-        (traffic.model, grid.reshape(trials, -1, slices)),
+        (traffic.model, grid.reshape(trials, -1, tensor_ranks)),
         (traffic.data, grid.transpose(0, 1, 3, 2).reshape(trials, -1, replicas)),
     ):
         if groups.shape[2] > 1:

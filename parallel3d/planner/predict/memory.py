@@ -142,7 +142,7 @@ class MemoryModel:
         return [self._chunk(placement, bounds, layout, c, splits=True).held for c in range(len(placement))]
 
     def _layers(self, layout: Layout) -> tuple[LayerProfile, ...]:
-        return self.model.layers(layout.slices, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        return self.model.layers(layout.tensor_ranks, layout.sequence_parallel, layout.micro_batch, layout.recompute)
 
     def _chunk(
         self, placement: Sequence[int], bounds: Sequence[int], layout: Layout, chunk: int, splits: bool
@@ -173,13 +173,13 @@ class MemoryModel:
     def _outside(self, layout: Layout) -> int:
         """Return the bytes outside of PyTorch's allocator: CUDA's context, and buffers of communication."""
         stages, replicas = layout.stages, layout.replicas
-        communicators = communicator_bytes((layout.world_size, replicas, layout.slices))
+        communicators = communicator_bytes((layout.world_size, replicas, layout.tensor_ranks))
         config, buffers = self.model.config, 0
         if stages > 1 and config.pipeline.peer_copies:
             buffers += pipeline_channels(stages).num_bytes
-        if layout.sequence_parallel and layout.slices > 1 and config.tensor_parallel.peer_copies:
-            buffers += shard_channels(layout.slices).num_bytes
-        if config.kernels.all_reduce and layout.slices in WORLD_SIZES:
+        if layout.sequence_parallel and layout.tensor_ranks > 1 and config.tensor_parallel.peer_copies:
+            buffers += shard_channels(layout.tensor_ranks).num_bytes
+        if config.kernels.all_reduce and layout.tensor_ranks in WORLD_SIZES:
             buffers += AllReduce.staging_bytes()
         if config.kernels.reduce_scatter and layout.zero and replicas in WORLD_SIZES:
             buffers += ReduceScatter.staging_bytes()
@@ -189,14 +189,14 @@ class MemoryModel:
         """Predict the model state of each rank of a stage: what it trains, and frozen parameters and buffers."""
         model, placement, splits = self.model, replay.placement, replay.splits(stage)
         # The same for any micro-batch, and whether layers are recomputed or not.
-        own = _own(model.layers(layout.slices, layout.sequence_parallel), bounds, placement, stage)
+        own = _own(model.layers(layout.tensor_ranks, layout.sequence_parallel), bounds, placement, stage)
         # Ties connect stages: if there are some, all of the partition counts; else which layers the stage has.
         chunks = tuple(bounds[c + 1] - bounds[c] for c, s in enumerate(placement) if s == stage)
         where: tuple[object, ...] = (stage, tuple(bounds), placement) if self._has_ties else (chunks, *map(id, own))
-        key = (where, layout.slices, layout.sequence_parallel, layout.zero, layout.replicas, splits)
+        key = (where, layout.tensor_ranks, layout.sequence_parallel, layout.zero, layout.replicas, splits)
         if key not in self._states:
             policy, replicas = model.policy(layout.zero), layout.replicas
-            infos = model.stage_parameters(layout.slices, layout.sequence_parallel, bounds, placement)[stage]
+            infos = model.stage_parameters(layout.tensor_ranks, layout.sequence_parallel, bounds, placement)[stage]
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
             others = sum(layer.buffers for layer in own)
             others += sum(self._cast_bytes(parameter) for layer in own for _, parameter in layer.frozen)

@@ -92,7 +92,7 @@ class Predictor:
         """Return the profiles of the layers on a rank of the layout, of a single sample unless exactly."""
         micro_batch = layout.micro_batch if exactly else 1
         profile = self.profile(layout.units)
-        return profile.layers(layout.slices, layout.sequence_parallel, micro_batch, layout.recompute)
+        return profile.layers(layout.tensor_ranks, layout.sequence_parallel, micro_batch, layout.recompute)
 
     @cached_property
     def expected(self) -> Times:
@@ -165,7 +165,7 @@ class Predictor:
         links, policy = self.links(layout, places, exactly), self.profile().policy(layout.zero)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
-        profile, slicing = self.profile(layout.units), (layout.slices, layout.sequence_parallel)
+        profile, slicing = self.profile(layout.units), (layout.tensor_ranks, layout.sequence_parallel)
         stages = profile.stage_parameters(*slicing, bounds, placement, merged=not exactly)
         if exactly:
             buckets = make_buckets(stages, len(placement), policy, layout.replicas)
@@ -214,7 +214,7 @@ class Predictor:
         if key not in self._stage_times:
             of_device: dict[object, Times] = {}
             for device in {device: None for devices in links.devices for device in devices}:
-                times = layer_times(layers, device, links.over_slices, samples, links.overlap, splits)
+                times = layer_times(layers, device, links.over_tensor_ranks, samples, links.overlap, splits)
                 of_device[device] = times.scaled(self._factors[layout.units])
             slowest = {
                 stage: max((of_device[d] for d in links.devices[stage]), key=lambda times: float(times.total.sum()))

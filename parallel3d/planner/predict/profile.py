@@ -109,17 +109,17 @@ class ModelProfile:
         )
 
     def layers(
-        self, slices: int = 1, sequence_parallel: bool = False, micro_batch: int = 1, recompute: int = 0
+        self, tensor_ranks: int = 1, sequence_parallel: bool = False, micro_batch: int = 1, recompute: int = 0
     ) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer; equal layers share theirs. recompute: as activation_checkpoint_interval.
 
         Raises PartitionError, which names the layer and the remedy, for one that can't be traced.
         """
-        slicing = slices, sequence_parallel and slices > 1
+        slicing = tensor_ranks, sequence_parallel and tensor_ranks > 1
         key = slicing, micro_batch, recompute > 0
         if key not in self._profiles:
             if recompute:
-                plain = self.layers(slices, sequence_parallel, micro_batch)
+                plain = self.layers(tensor_ranks, sequence_parallel, micro_batch)
                 known = {id(p): recomputed(p) for p in {id(p): p for p in plain}.values()}
                 chosen = zip(plain, self._recomputes, strict=True)
                 self._profiles[key] = tuple(known[id(p)] if again else p for p, again in chosen)
@@ -129,7 +129,7 @@ class ModelProfile:
 
     def stage_parameters(
         self,
-        slices: int,
+        tensor_ranks: int,
         sequence_parallel: bool,
         bounds: Sequence[int],
         placement: Sequence[int],
@@ -139,9 +139,9 @@ class ModelProfile:
 
         merged: see merged_parameters.
         """
-        key = (slices, sequence_parallel, tuple(bounds), tuple(placement))
+        key = (tensor_ranks, sequence_parallel, tuple(bounds), tuple(placement))
         if key not in self._parameters:
-            stages = stage_parameters(self.specs, self.layers(slices, sequence_parallel), bounds, placement)
+            stages = stage_parameters(self.specs, self.layers(tensor_ranks, sequence_parallel), bounds, placement)
             self._parameters[key] = stages, list(map(merged_parameters, stages))
         return self._parameters[key][merged]
 

@@ -38,15 +38,15 @@ def compute_seconds(work: Work, device: Device, samples: int = 1) -> float:
 
 
 def exchange_seconds(
-    exchange: Exchange, device: Device, over_slices: Callable[[Collective], float], overlap: float, samples: int = 1
+    exchange: Exchange, device: Device, seconds_of: Callable[[Collective], float], overlap: float, samples: int = 1
 ) -> float:
     """Return the seconds that an exchange adds to its work: waiting for collectives, and slower compute beside them.
 
-    over_slices: seconds of a collective; overlap: see Cluster; samples: see compute_seconds.
+    seconds_of: seconds of a collective; overlap: see Cluster; samples: see compute_seconds.
     """
     computed = sent = beside = 0.0
     for collective, work in exchange:
-        seconds = over_slices(collective.times(samples))
+        seconds = seconds_of(collective.times(samples))
         sent = max(sent, computed) + seconds
         computed += compute_seconds(work, device, samples)
         beside += seconds
@@ -86,19 +86,19 @@ def by_op(parts: Floats) -> dict[Op, Any]:
 def layer_times(
     layers: Sequence[LayerProfile],
     device: Device,
-    over_slices: Callable[[Collective], float],
+    seconds_of: Callable[[Collective], float],
     samples: int = 1,
     overlap: float = 1.0,
     splits: bool = True,
 ) -> Times:
     """Return the times of each layer on a device.
 
-    - over_slices: seconds of a collective; samples: see compute_seconds; overlap: see Cluster.
+    - seconds_of: seconds of a collective; samples: see compute_seconds; overlap: see Cluster.
     - splits: whether backwards are split. The seconds of a whole backward are divided as those of its two parts are.
     """
 
     def seconds(work: Work) -> tuple[float, float]:
-        waited = sum(exchange_seconds(exchange, device, over_slices, overlap, samples) for exchange in work.exchanges)
+        waited = sum(exchange_seconds(exchange, device, seconds_of, overlap, samples) for exchange in work.exchanges)
         return compute_seconds(work, device, samples), waited
 
     def rows(layer: LayerProfile) -> list[list[float]]:
@@ -129,7 +129,7 @@ def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
 class LayoutLinks:
     """Seconds of collectives and messages between a layout's ranks; all groups that are alike communicate at the same time.
 
-    - places: the GPU of each rank; rank = (stage * replicas + replica) * slices + tensor rank.
+    - places: the GPU of each rank; rank = (stage * replicas + replica) * tensor_ranks + tensor rank.
     - roughly: assume that all stages have the links of the first one.
     """
 
@@ -155,9 +155,9 @@ class LayoutLinks:
         """Return the stage whose links a stage's are assumed to be."""
         return 0 if self._roughly else stage
 
-    def over_slices(self, collective: Collective) -> float:
+    def over_tensor_ranks(self, collective: Collective) -> float:
         """Return the seconds of a collective over every tensor-parallel group."""
-        return self._seconds(collective.kind, collective.nbytes, self.slice_groups)
+        return self._seconds(collective.kind, collective.nbytes, self.tensor_groups)
 
     def over_replicas(self, kind: CollectiveKind, nbytes: float, stage: int) -> float:
         """Return the seconds of a collective over the replicas of each tensor rank of a stage. nbytes: of one rank's tensor."""
@@ -173,12 +173,12 @@ class LayoutLinks:
             source, destination = (0, 1) if source < destination else (1, 0)
         return self._seconds("send", nbytes, self.stage_groups, source, destination)
 
-    def slice_groups(self, stage: int | None = None) -> Integers:
-        """Return the GPUs of each tensor-parallel group, [groups, slices], of one stage or of all."""
+    def tensor_groups(self, stage: int | None = None) -> Integers:
+        """Return the GPUs of each tensor-parallel group, [groups, tensor-parallel ranks], of one stage or of all."""
         return (self.ranks if stage is None else self.ranks[stage]).reshape(-1, self.shape[2])
 
     def replica_groups(self, stage: int) -> Integers:
-        """Return the GPUs of the replicas of each tensor rank of a stage, [slices, replicas]."""
+        """Return the GPUs of the replicas of each tensor rank of a stage, [tensor-parallel ranks, replicas]."""
         return self.ranks[stage].T
 
     def stage_groups(self, *stages: int) -> Integers:

@@ -97,7 +97,7 @@ def _stage_names(result: PlanResult, prediction: Prediction) -> list[str]:
     names = [f"stage {stage}" for stage in range(prediction.stages)]
     if prediction.shape != result.best[0].shape:
         return names
-    size = prediction.replicas * prediction.slices
+    size = prediction.replicas * prediction.tensor_ranks
     ranks = [f"ranks {k * size}–{(k + 1) * size - 1}" if size > 1 else f"rank {k}" for k in range(len(names))]
     return [f"{name} · {own}" for name, own in zip(names, ranks, strict=True)]
 

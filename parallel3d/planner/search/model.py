@@ -20,6 +20,7 @@ from parallel3d.specs import Layer, LayerSpec
 
 _MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))["models"]
 MODELS: Mapping[str, DecoderConfig] = {name: DecoderConfig(**sizes) for name, sizes in _MODELS.items()}
+_MOST_TOKENS = 2**24  # of a sample
 # Default configuration of a training.
 DEFAULTS: Mapping[str, Any] = {
     "bf16": {"enabled": True},
@@ -86,8 +87,11 @@ def _decoder(
     name: str, config: DecoderConfig, layers: Sequence[Layer], seq: int | None, given: Mapping[str, Any]
 ) -> PlannedModel:
     seq = config.max_positions if seq is None else seq
-    if seq < 1 or (config.rope is None and seq > config.max_positions):
-        raise ConfigError(f"--seq is {seq}, but {name} has positions for 1 to {config.max_positions} tokens")
+    most = config.max_positions if config.rope is None else _MOST_TOKENS
+    if not 1 <= seq <= most:
+        raise ConfigError(
+            f"--seq is {seq}, but {name} has positions for 1 to {most} tokens; give --seq a number of them"
+        )
 
     def sample(count: int) -> tuple[Tensor, Tensor]:
         tokens = torch.zeros(count, seq, dtype=torch.int64)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.config import load
-from parallel3d.config.layout import Layout, PartialLayout, configuration
+from parallel3d.config.layout import Layout, PartialLayout, configuration, given_section
 from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.costs.work import Collective
 from parallel3d.errors import ConfigError, ScheduleError
@@ -38,6 +38,7 @@ from parallel3d.specs import Layer, layer_name
 
 # Candidates within this ratio of the shortest step, at most _MOST_NEAR, are placed and split with more care.
 _NEAR, _MOST_NEAR = 1.02, 6
+_MOST_SAMPLES, _MOST_LAYERS = 10**8, 1_100  # the time of a plan grows by the square of the layers
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 # (chunks, placement) that "auto" may have -> the named schedule of split backwards.
@@ -77,14 +78,16 @@ class Planner:
     def _space(self) -> Space:
         question, fixed = self.question, self.question.fixed
         count, batch = len(question.cluster.gpus), question.global_batch
-        if batch < 1:
-            raise ConfigError(f"--global-batch is {batch}; give the samples of a step, 1 or more")
-        slices = possible_slices(max(Counter(gpu.host for gpu in question.cluster.gpus).values()))
+        if not 1 <= batch <= _MOST_SAMPLES:
+            raise ConfigError(f"--global-batch is {batch}; give the samples of a step, 1 to {_MOST_SAMPLES}")
+        tensor_ranks = possible_tensor_ranks(max(Counter(gpu.host for gpu in question.cluster.gpus).values()))
         layers, halves = len(question.model.layers), len(self._halves())
-        space = enumerate_space(count, batch, layers, halves, slices, fixed)
+        if layers > _MOST_LAYERS:
+            raise ConfigError(f"{question.model.name} has {layers} layers; plan for a model of {_MOST_LAYERS} or fewer")
+        space = enumerate_space(count, batch, layers, halves, tensor_ranks, fixed)
         if len(space):
             return space
-        if fixed is not None and len(enumerate_space(count, batch, layers, halves, slices)):
+        if fixed is not None and len(enumerate_space(count, batch, layers, halves, tensor_ranks)):
             raise ConfigError(
                 f"no layout of {count} GPUs with a global batch of {batch} is {fixed.text!r}; leave some of it open"
             )
@@ -101,7 +104,7 @@ class Planner:
         model, fixed = self.question.model, self.question.fixed
         if fixed is not None and fixed.units == "half":
             return model.in_halves().layers
-        pipeline, compiled = (model.config.get(section) or {} for section in ("pipeline", "compile"))
+        pipeline, compiled = (given_section(model.config, section) for section in ("pipeline", "compile"))
         chooses = pipeline.get("checkpointable_layers") is not None or compiled.get("layers") is not None
         return [] if chooses or model.halves is None else model.halves
 
@@ -165,7 +168,7 @@ class Planner:
         )
 
 
-def possible_slices(gpus: int) -> list[int]:
+def possible_tensor_ranks(gpus: int) -> list[int]:
     """Return the possible tensor-parallel ranks on hosts of this many GPUs: powers of two, and what fills a host evenly."""
     return [n for n in range(1, gpus + 1) if n & (n - 1) == 0 or gpus % n == 0]
 
@@ -344,7 +347,7 @@ def link_loads(predictor: Predictor, step: StepPrediction) -> tuple[LinkLoad, ..
     carried = {axis: np.zeros(len(network.fabric.bandwidth)) for axis in ("pipe", "data", "model")}
     for a, b, nbytes in _messages(predictor, step):
         carried["pipe"] += step.layout.micro_batches * network.link_bytes("send", links.stage_groups(a, b), nbytes)
-    groups_of = {"data": links.replica_groups, "model": links.slice_groups}
+    groups_of = {"data": links.replica_groups, "model": links.tensor_groups}
     for axis, stages in _collectives(predictor, step).items():
         for stage, collectives in enumerate(stages):
             groups = groups_of[axis](stage)

@@ -71,13 +71,13 @@ def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | No
     found: dict[Grid, Rejected] = {}
     space, bounds = search.space, search.bounds
     order = np.argsort(bounds.seconds, kind="stable")
-    for k, (stages, replicas, slices) in zip(order.tolist(), space.shapes[order].tolist(), strict=True):
-        shape = (stages, replicas, slices)
+    for k, (stages, replicas, tensor_ranks) in zip(order.tolist(), space.shapes[order].tolist(), strict=True):
+        shape = (stages, replicas, tensor_ranks)
         if shape in known or shape in found:
             continue
         seconds, nbytes = bounds.seconds[k], bounds.bytes[k]
         if not np.isfinite(seconds):
-            why = bounds.why_not_sliced[slices]
+            why = bounds.why_not_sharded[tensor_ranks]
         elif nbytes > search.capacity:
             why = f"state and activations take at least {nbytes / _GIB:.1f} GiB a rank, of {search.capacity / _GIB:.1f}"
         elif winner is not None:
@@ -111,7 +111,7 @@ def what_would_fit(search: BranchAndBound) -> str:
         )
     possible = np.isfinite(search.bounds.seconds)
     if not possible.any():
-        return "nothing can be built: " + "; ".join(search.bounds.why_not_sliced.values())
+        return "nothing can be built: " + "; ".join(search.bounds.why_not_sharded.values())
     least = float(search.bounds.bytes[possible].min())
     return (
         f"nothing fits: weights, gradients, optimizer state and activations take at least {least / _GIB:.1f} GiB a rank, "

@@ -102,7 +102,7 @@ class Bounds:
     - seconds: of a step whose layers are spread evenly over all ranks, on the fastest device and the best links, with the
       filling and draining of its pipeline; infinite if the model can't be split over this number of tensor-parallel ranks.
     - bytes: of the fullest rank, with state and activations in flight spread evenly.
-    - why_not_sliced: number of tensor-parallel ranks -> the reason why layers can't be split over them.
+    - why_not_sharded: number of tensor-parallel ranks -> the reason why layers can't be split over them.
     """
 
     def __init__(self, predictor: Predictor, space: Space):
@@ -111,7 +111,7 @@ class Bounds:
         fastest = min(devices, key=lambda device: compute_seconds(Work(1e15, 1e14, 1e12), device))
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
         self._fastest = cache(partial(_fastest_exchange, predictor.network))
-        self.why_not_sliced: dict[int, str] = {}
+        self.why_not_sharded: dict[int, str] = {}
         self.seconds, self.bytes = self._bound_seconds(space), np.zeros(len(space))
         possible = np.isfinite(self.seconds)
         self.bytes[possible] = self._bound_bytes(space.where(possible))
@@ -119,17 +119,17 @@ class Bounds:
     def _bound_seconds(self, space: Space) -> Floats:
         found = np.full(len(space), np.inf)
         predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
-        columns = (space.slices, space.sequence_parallel, space.recompute > 0, space.micro_batch, space.halves, whole)
-        for chosen in _groups(*columns):
+        sharding = space.tensor_ranks, space.sequence_parallel
+        for chosen in _groups(*sharding, space.recompute > 0, space.micro_batch, space.halves, whole):
             layout, is_whole = space.layout(chosen[0]), bool(whole[chosen[0]])
             try:
                 # Half blocks together take as long as whole ones, whose profile is needed anyway.
                 layers = predictor.layers(layout.model_copy(update={"units": None}), exactly=False)
             except PartitionError as error:
-                self.why_not_sliced[layout.slices] = str(error)
+                self.why_not_sharded[layout.tensor_ranks] = str(error)
                 continue
-            over_slices = partial(self._fastest, layout.slices)
-            times = layer_times(layers, self._device, over_slices, layout.micro_batch, splits=not is_whole)
+            seconds_of = partial(self._fastest, layout.tensor_ranks)
+            times = layer_times(layers, self._device, seconds_of, layout.micro_batch, splits=not is_whole)
             p, m, chunks = space.stages[chosen], space.micro_batches[chosen], num_chunks[chosen]
             # The last rank starts p - 1 chunks' forwards late. If backwards are whole, the first one ends as many late.
             late = times.total.sum() if is_whole else times.compute[0].sum()
@@ -141,13 +141,14 @@ class Bounds:
 
     def _bound_bytes(self, space: Space) -> Floats:
         predictor, found = self._predictor, np.zeros(len(space))
-        for chosen in _groups(space.slices, space.replicas, space.zero):
+        for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
-            parameters = [p for layer in predictor.layers(Layout(slices=layout.slices)) for _, p in layer.parameters]
+            layers = predictor.layers(Layout(tensor_ranks=layout.tensor_ranks))
+            parameters = [p for layer in layers for _, p in layer.parameters]
             merged = merged_parameters([ParameterInfo("", parameter, (0,)) for parameter in parameters])
             state = predict_state(merged, predictor.profile().policy(layout.zero), layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
-        for chosen in _groups(space.slices, space.sequence_parallel, space.recompute):
+        for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
             held = predictor.memory_model(None).held(one)
@@ -162,9 +163,9 @@ def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
     return np.split(order, np.cumsum(np.bincount(group.ravel()))[:-1])
 
 
-def _fastest_exchange(network: Network, slices: int, collective: Collective) -> float:
+def _fastest_exchange(network: Network, tensor_ranks: int, collective: Collective) -> float:
     """Return the seconds of a collective over the best placed of some tensor-parallel groups, alone on its links."""
-    groups = np.arange(len(network.cluster.gpus) // slices * slices).reshape(-1, 1, slices)
+    groups = np.arange(len(network.cluster.gpus) // tensor_ranks * tensor_ranks).reshape(-1, 1, tensor_ranks)
     some = groups[:: max(1, len(groups) // _GROUPS)]
     return float(network.each(collective.kind, some, collective.nbytes).min())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,6 @@ _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
 _MOST_SEARCHED, _MOST_SEARCHED_LARGE, LARGE = 32, 16, 4096
 
 
-class Variant(NamedTuple):
-    """A schedule with its chunks."""
-
-    schedule: str
-    chunks: int
-    placement: Literal["loop", "v"]
-
-
 # schedule -> placement of chunks, chunks of a stage that it can have, and those that are searched without being asked for.
 _SCHEDULES: Mapping[str, tuple[Literal["loop", "v"], Sequence[int], Sequence[int]]] = {
     "1f1b": ("loop", [1], [1]),
@@ -41,8 +33,11 @@ _SCHEDULES: Mapping[str, tuple[Literal["loop", "v"], Sequence[int], Sequence[int
     "zb-looped": ("loop", range(2, 9), [2, 3, 4]),
     "gpipe": ("loop", [1], []),  # 1F1B takes no longer and holds no more
 }
+# Every schedule with its chunks, in layouts whose other fields don't count.
 VARIANTS = tuple(
-    Variant(name, chunks, placement) for name, (placement, possible, _) in _SCHEDULES.items() for chunks in possible
+    Layout(schedule=name, chunks=chunks, placement=placement)
+    for name, (placement, possible, _) in _SCHEDULES.items()
+    for chunks in possible
 )
 
 
@@ -54,7 +49,7 @@ class Space:
     """
 
     halves: Integers
-    slices: Integers
+    tensor_ranks: Integers
     stages: Integers
     replicas: Integers
     sequence_parallel: Integers
@@ -80,7 +75,7 @@ class Space:
     @property
     def shapes(self) -> Integers:
         """Ranks along pipe, data, model, [layouts, 3]."""
-        return np.stack([self.stages, self.replicas, self.slices], axis=1)
+        return np.stack([self.stages, self.replicas, self.tensor_ranks], axis=1)
 
     def where(self, kept: BoolArray) -> Space:
         """Return the layouts that are kept."""
@@ -90,7 +85,7 @@ class Space:
         """Return layout k, fully specified."""
         values = {field.name: int(getattr(self, field.name)[k]) for field in fields(self)}
         halves, variant = values.pop("halves"), VARIANTS[values.pop("variant")]
-        return Layout(**values, **variant._asdict(), units="half" if halves else None)
+        return Layout(**(dict(variant) | values | {"units": "half" if halves else None}))
 
 
 def enumerate_space(
@@ -98,20 +93,20 @@ def enumerate_space(
     global_batch: int,
     num_layers: int,
     num_halves: int,
-    slices: Sequence[int],
+    tensor_ranks: Sequence[int],
     fixed: PartialLayout | None = None,
 ) -> Space:
     """Return all layouts of this many ranks whose micro-batches make up the global batch (samples).
 
     - num_halves: layers of the model in half blocks, which make pipelines only; 0 if these aren't layers.
-    - slices: possible numbers of tensor-parallel ranks.
+    - tensor_ranks: possible numbers of tensor-parallel ranks.
     - fixed: what the user has decided of the layout, also values that aren't searched otherwise.
     """
     fixed = fixed or PartialLayout()
-    choices = _choices(num_ranks, num_layers, num_halves, slices, fixed)
+    choices = _choices(num_ranks, num_layers, num_halves, tensor_ranks, fixed)
     axes = np.meshgrid(*(np.array(values, dtype=np.int64) for values in choices.values()), indexing="ij")
     columns = {name: axis.ravel() for name, axis in zip(choices, axes, strict=True)}
-    columns["replicas"] = num_ranks // (columns["stages"] * columns["slices"])
+    columns["replicas"] = num_ranks // (columns["stages"] * columns["tensor_ranks"])
     columns["micro_batches"] = global_batch // np.maximum(1, columns["replicas"] * columns["micro_batch"])
     space = Space(**columns)
     layers = np.where(space.halves, num_halves, num_layers)
@@ -123,7 +118,7 @@ def enumerate_space(
         & (space.replicas * space.micro_batches * space.micro_batch == global_batch)
         & (num_chunks <= np.where(is_searched, np.minimum(layers, most_searched), layers))
         & ((space.stages > 1) | ((space.variant == 0) & (space.halves == 0)))
-        & ((space.slices > 1) | (space.sequence_parallel == 0))
+        & ((space.tensor_ranks > 1) | (space.sequence_parallel == 0))
         & ((space.replicas > 1) | (space.zero == 0))
         & ((space.recompute <= 1) | (space.recompute * num_chunks <= layers))
         & ((space.recompute <= RECOMPUTED[-1]) | (space.halves > 0) | ("recompute" in fixed.given))
@@ -134,7 +129,7 @@ def enumerate_space(
 
 
 def _choices(
-    num_ranks: int, num_layers: int, num_halves: int, slices: Sequence[int], fixed: PartialLayout
+    num_ranks: int, num_layers: int, num_halves: int, tensor_ranks: Sequence[int], fixed: PartialLayout
 ) -> dict[str, Sequence[int]]:
     """Return the values of the columns that are combined."""
     recompute, micro_batch = fixed.decided("recompute"), fixed.decided("micro_batch")
@@ -143,7 +138,7 @@ def _choices(
         halves = [0, 1]
     return {
         "halves": halves,
-        "slices": slices,
+        "tensor_ranks": tensor_ranks,
         "stages": [n for n in range(1, min(num_ranks, max(num_layers, num_halves)) + 1) if num_ranks % n == 0],
         "sequence_parallel": [0, 1],
         "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
@@ -153,7 +148,7 @@ def _choices(
     }
 
 
-def _is_searched(variant: Variant, fixed: PartialLayout) -> bool:
+def _is_searched(variant: Layout, fixed: PartialLayout) -> bool:
     """Whether a variant is what the user has decided, else a usual one. "auto" begins with a schedule of split backwards."""
     schedule, chunks = fixed.decided("schedule"), fixed.decided("chunks")
     is_possible = (
