@@ -15,7 +15,7 @@ from parallel3d.deepspeed.utils import log_dist, logger
 from parallel3d.errors import Parallel3DError
 
 if TYPE_CHECKING:
-    from parallel3d import pipe
+    from parallel3d import pipe, zero
     from parallel3d.deepspeed.accessors import DeepSpeedEngine
     from parallel3d.engine import Engine
     from parallel3d.initialization import initialize
@@ -44,6 +44,7 @@ __all__ = [
     "pipe",
     "runtime",
     "utils",
+    "zero",
 ]
 
 _MODULES = {
@@ -58,8 +59,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "pipe":
-        return import_module("parallel3d.pipe")
+    if name in ("pipe", "zero"):
+        return import_module(f"parallel3d.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'parallel3d' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"parallel3d.{_MODULES[name]}"), name)

@@ -23,11 +23,13 @@ class ParameterInfo:
     - name: the same in every layout, "layers.<place in the list>.<name in the layer>".
     - owners: the chunks of the whole model that hold a copy, one for each rank where several chunks of a rank share it. More
       than one make a replica group.
+    - unit: index of the layer whose weights are gathered together with it if weights are sharded.
     """
 
     name: str
     parameter: nn.Parameter
     owners: tuple[int, ...]
+    unit: int = 0
 
     @property
     def shared(self) -> bool:

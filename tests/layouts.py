@@ -26,6 +26,12 @@ STEPS = 5
 BASE_SEED = 77
 CLIPPING = 0.05
 TORCH_SEED, CONFIG_SEED = 5, 1234
+# Room for the two largest layers, so that stage 3 releases weights within a step.
+SHARDED = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 6000,
+    "stage3_prefetch_bucket_size": 2000,
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "shapes": ("static", "dynamic"),
     "clipping": (False, True),
     "optimizer": ("SGD", "AdamW"),
-    "zero": ("0", "1", "2", "2 per micro-batch"),
+    "zero": ("0", "1", "2", "2 per micro-batch", "3", "3 per micro-batch"),
     "dropout": (0.0, 0.2),
 }
 
@@ -210,8 +216,9 @@ def own_iterator(engine: Engine, micro_batches: Sequence[Any]) -> Iterator[Any] 
 
 
 def copies(module: PipelineModule) -> dict[str, Tensor]:
-    """This rank's trained parameters by their names in the whole model."""
-    return {info.name: info.parameter.detach().cpu().clone() for info in module.parameter_infos()}
+    """This rank's trained parameters by their names in the whole model. Collective, as shards are gathered."""
+    with parallel3d.zero.GatheredParameters(module.parameters()):
+        return {info.name: info.parameter.detach().cpu().clone() for info in module.parameter_infos()}
 
 
 OPTIMIZERS = {"SGD": {"lr": 0.1, "momentum": 0.5}, "AdamW": {"lr": 2e-4, "eps": 1e-6, "weight_decay": 0.1}}
@@ -281,6 +288,7 @@ def train(layout: Layout, **config: Any) -> Run:
             "stage": int(layout.zero[0]),
             "reduce_bucket_size": 1500,  # several buckets to a chunk
             "reduce_per_micro_batch": layout.zero.endswith("per micro-batch"),
+            **SHARDED,
         },
         **config,
     )

@@ -16,7 +16,6 @@ from parallel3d.config import BatchSizes, Config, batch_sizes, read
 from parallel3d.config.batch import ACCUMULATION, MICRO, TRAIN
 from parallel3d.config.files import parse_yaml
 from parallel3d.config.load import Reading
-from parallel3d.config.schema import STAGE_3_AS_2
 from parallel3d.config.section import Section, Support, dumped, section_of, shown_default, what_to_give
 from parallel3d.errors import ConfigError
 
@@ -143,13 +142,11 @@ def _values(section: Section, path: str, origins: Mapping[str, str], derived: Ma
 
 def _left_out(reading: Reading) -> list[Entry]:
     """Return the keys that were left out, and then those that ask for what is done anyway."""
-    zero = reading.config.zero_optimization
-    lower = [Entry("zero_optimization.stage", zero.stage, STAGE_3_AS_2)] if zero.stage != zero.effective_stage else []
     entries = [
         Entry(path, value, _SO_ANYWAY if key.asks_nothing(value) else f"{key.support.value}: {key.reason}")
         for path, (key, value) in reading.left_out.items()
     ]
-    return lower + sorted(entries, key=lambda entry: entry.why == _SO_ANYWAY)
+    return sorted(entries, key=lambda entry: entry.why == _SO_ANYWAY)
 
 
 def show(explanation: Explanation) -> None:

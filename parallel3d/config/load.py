@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from parallel3d.config.files import MOST_LISTED, bounded, decode, read_mapping
-from parallel3d.config.schema import STAGE_3_AS_2, Config
+from parallel3d.config.schema import Config
 from parallel3d.config.section import KnownKey, Section, Support, section_of, shown_default, what_to_give
 from parallel3d.errors import ConfigError, nearest
 
@@ -111,9 +111,7 @@ class Reading:
     def warnings(self) -> list[str]:
         """Warnings about keys that ask for something and were left out: one for all without effect, one for each other."""
         asked = {path: key for path, (key, value) in self.left_out.items() if not key.asks_nothing(value)}
-        zero = self.config.zero_optimization
-        lines = [f"zero_optimization.stage {zero.stage}: {STAGE_3_AS_2}"] * (zero.stage != zero.effective_stage)
-        lines += [f"{path}: {key.reason}" for path, key in asked.items() if key.support is Support.LATER]
+        lines = [f"{path}: {key.reason}" for path, key in asked.items() if key.support is Support.LATER]
         idle = [path for path, key in asked.items() if key.support is Support.WITHOUT_EFFECT]
         warned = [f"not yet supported: {line}" for line in lines]
         return [*warned, f"without effect here: {', '.join(idle)}"] if idle else warned

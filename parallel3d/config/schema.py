@@ -23,27 +23,34 @@ from parallel3d.config.section import (
     own_key,
 )
 
-STAGE_3_AS_2 = (
-    "trains as stage 2: the same numbers, but each rank holds the weights of its whole pipeline stage (2 bytes a parameter "
-    "in half precision, 4 in fp32); if they don't fit, split the model over more stages"
-)
-
 
 class ZeroConfig(Section):
     """Partitioning over the data-parallel ranks, and the buckets of gradients."""
 
     known_keys = keys_of("zero_optimization")
-    unset_by_auto = frozenset({"reduce_bucket_size", "allgather_bucket_size"})
+    unset_by_auto = frozenset(
+        {
+            "reduce_bucket_size",
+            "allgather_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+        }
+    )
 
-    stage: NonNegative = key(0, "0, 1, 2 or 3", differs="stage 3 trains as stage 2, with a warning", le=3)
+    stage: NonNegative = key(0, "0, 1, 2 or 3", le=3)
     reduce_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
     allgather_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
     reduce_per_micro_batch: bool | Literal["auto"] = own_key("auto", 'true, false or "auto"')
-
-    @property
-    def effective_stage(self) -> int:
-        """The stage that runs: 3 trains as 2."""
-        return min(self.stage, 2)
+    stage3_max_live_parameters: Positive = key(1_000_000_000, "a whole number of elements >= 1, such as 1e9")
+    stage3_max_reuse_distance: NonNegative = key(1_000_000_000, "a whole number of elements >= 0, such as 1e9")
+    stage3_prefetch_bucket_size: NonNegative = key(50_000_000, "a whole number of elements >= 0, such as 5e7")
+    stage3_param_persistence_threshold: NonNegative = key(
+        100_000,
+        "a whole number of elements >= 0, such as 1e5",
+        differs="it is compared with all parameters of a layer together, which are gathered together",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ZeroConfig:

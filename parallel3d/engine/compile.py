@@ -52,7 +52,7 @@ class Compilation:
             torch.compile(lambda x: x, **options)
         except Exception as error:
             raise ConfigError(f"compile: torch.compile does not accept {options}: {error}") from error
-        for place, module in model.called_modules():
+        for place, module in model.calls.modules():
             if chosen(place, module) and not is_split(module):
                 module.compile(**options)
                 self.num_layers += 1

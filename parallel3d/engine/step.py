@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.transport import Transport
-from parallel3d.config import Config
+from parallel3d.config import Config, ZeroConfig
 from parallel3d.engine.attention import attention_context
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.reports import Reports
@@ -22,8 +22,10 @@ from parallel3d.pipe.executor import Batch, BatchResult, Executor
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
+from parallel3d.pipe.units import LayerUnits
 from parallel3d.rng import EnterLayer, RandomStreams
 from parallel3d.schedule.instructions import Op
+from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits
 
 
 class BatchRunner:
@@ -49,17 +51,27 @@ class BatchRunner:
         self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
         self._update = update
         self.attention = attention_context(config.attention.backend, model.device)
-        everyone = all_gather_object((torch.initial_seed(), update.reducer.num_buckets()), model.groups.control)
+        units = LayerUnits(model, update.units) if update.units is not None else None
+        mine = update.units.sizes if update.units else {}, units.uses() if units else {}
+        everyone = all_gather_object((torch.initial_seed(), update.reducer.num_buckets(), mine), model.groups.control)
         # Rank 0's seed is used, so that a script which seeds each rank differently draws the same numbers in every layout.
         self.streams = RandomStreams((config.seed, everyone[0][0]), model.device)
         # Only of this rank's pipeline: other tensor-parallel ranks may have parameters of other sizes, and so other numbers.
         num_buckets = {owners: n for rank in model.groups.pipe.ranks for owners, n in everyone[rank][1].items()}
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
-        self.programs = Programs(model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch)
+        lifetimes = None
+        if units is not None:
+            model.use_units(units)
+            lifetimes = _lifetimes([everyone[rank][2] for rank in model.groups.pipe.ranks], config.zero_optimization)
+        self.programs = Programs(
+            model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch, lifetimes
+        )
         transport = transport or Transport(model.groups, config.pipeline.peer_copies)
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
         self._messages = Messages(transport, model.device, dynamic)
-        self._executor = Executor(model, self._messages, update.reducer, update.sharded.gather, precision, on_loss)
+        self._executor = Executor(
+            model, self._messages, update.reducer, update.sharded.gather, precision, on_loss, units
+        )
 
     def split_backwards(self, num_micro_batches: int) -> None:
         """Let layers defer or fuse weight gradients, if the schedule or the precision needs it.
@@ -119,3 +131,13 @@ class BatchRunner:
             losses[m] = loss.double() / countable(result.counts[m].double()) if m in result.counts else loss
         all_reduce(losses, self._groups.pipe).wait()
         return list(losses.to(torch.get_default_dtype()).unbind())
+
+
+def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], zero: ZeroConfig) -> Lifetimes:
+    """Join what the stages of a pipeline tell of their sharded weights: (sizes of units, uses of chunks) of each."""
+    sizes = {unit: size for own, _ in stages for unit, size in own.items()}
+    uses = {chunk: its for _, own in stages for chunk, its in own.items()}
+    limits = LiveLimits(
+        zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance
+    )
+    return Lifetimes([uses[chunk] for chunk in sorted(uses)], sizes, limits)

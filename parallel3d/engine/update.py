@@ -16,11 +16,15 @@ from parallel3d.config import Config
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.fused_adamw import open_update_kernels
 from parallel3d.optim.precision import LossScaler, Precision
+from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.zero.buckets import Bucket
+from parallel3d.zero.frozen import FrozenBucket, shard_frozen
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
+from parallel3d.zero.weights import ShardedWeights, Units
 
 # Maximum number of parameters that the warning of an overflow lists.
 _MAX_NAMES = 3
@@ -71,6 +75,7 @@ class WeightUpdate:
     - on_launch: called with each GATHER_PARAMS and REDUCE_GRADS instruction that has been launched, and its Work.
     - on_value: called with each gradient, see GradientSink.
 
+    units: the sharded weights of ZeRO-3, those of frozen_buckets included; None if all are whole.
     grad_norm: the norm of the whole model's gradient in the last step, before clipping; a scalar on the device, the same on
     every rank. skipped_steps: the number of steps skipped after an overflow.
     """
@@ -93,16 +98,7 @@ class WeightUpdate:
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
-        self.reducer = GradientReducer(
-            infos,
-            self.policy,
-            groups.rank,
-            groups.data,
-            model.replica_groups,
-            is_first_slice=groups.coordinate("model") == 0,
-            on_launch=on_launch,
-            on_value=on_value,
-        )
+        self._make_buckets(infos, on_value)
         _cast(model, precision.weights)
         self.sharded = ShardedOptimizer(
             optimizer,
@@ -112,7 +108,6 @@ class WeightUpdate:
             on_gather=self._report_gather,
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
         )
-        self._frozen = model.frozen_infos()
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)
         model.use_waiter(self.sharded.wait_for_module)
@@ -124,6 +119,39 @@ class WeightUpdate:
         self._count = torch.ones((), dtype=torch.float64, device=model.device)
         self._counted = False
         self.skipped_steps = 0
+
+    def _make_buckets(
+        self, infos: Sequence[ParameterInfo], on_value: Callable[[nn.Parameter, Tensor], None] | None
+    ) -> None:
+        """Move the parameters into buckets, and make units of those whose weights are sharded."""
+        model, groups = self._model, self._groups
+        shards = self.policy.stage == 3 and groups.data.size > 1
+        # A communicator of its own: gathers of weights and reductions of gradients come in no common order.
+        gather_group = groups.build(groups.topology.get_axis_comm_lists("data")) if shards else None
+        self.reducer = GradientReducer(
+            infos,
+            self.policy,
+            groups.rank,
+            groups.data,
+            model.replica_groups,
+            is_first_slice=groups.coordinate("model") == 0,
+            on_launch=self._on_launch,
+            on_value=on_value,
+            gather_group=gather_group,
+        )
+        self._frozen = model.frozen_infos()
+        self.frozen_buckets = list(shard_frozen(self._frozen, self.policy, gather_group)) if gather_group else []
+        self.units = self._make_units() if shards else None
+
+    def _make_units(self) -> Units:
+        weights: dict[int, list[ShardedWeights]] = {}
+        buckets: list[Bucket | FrozenBucket] = [*self.reducer.all_buckets(), *self.frozen_buckets]
+        for bucket in buckets:
+            if bucket.sharded is not None:
+                weights.setdefault(bucket.infos[0].unit, []).append(bucket.sharded)
+        units = Units(weights)
+        units.refuse_state_dicts(self._model)
+        return units
 
     def call_before_step(self, call: Callable[[], None]) -> None:
         """Call `call` in each step once all gradients are reduced; they are gradient_scale times those of the mean loss."""

@@ -121,10 +121,9 @@ class FusedAdamW:
         - rule: settings of the groups, their number, addresses of divisor and skip.
         - meets: whether the replicas synchronize before it, and after it.
         """
-        assert bucket.weights is not None
         workspace, weights = self._workspace, self._shared.get(bucket)
         if workspace is None or weights is None:
-            world, index, weights = 1, 0, addresses([bucket.weights.data_ptr()])
+            world, index, weights = 1, 0, addresses([bucket.weights_address()])
             peers: tuple[Any, ...] = (None, None, None, 0)
             stream = torch.cuda.current_stream(self._device).cuda_stream
         else:
@@ -231,7 +230,7 @@ def _share(
 
     Returns (None, {}), with a warning that says why, if something prevents it on any rank. Collective over the world.
     """
-    weights = {b: b.weights for b in buckets if b.has_own_master and b.weights is not None}
+    weights = {b: b.weights for b in buckets if b.has_own_master and b.weights is not None and b.sharded is None}
     lengths = [tensor.nbytes for tensor in weights.values()]
     workspace = open_workspace(groups, "data", device, "replicas", "optimizer_step", buffer_bytes(lengths))
     if isinstance(workspace, Unavailable):

@@ -19,8 +19,10 @@ from parallel3d.errors import execution_error, printable
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe.messages import Messages, Receipt
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.units import LayerUnits
 from parallel3d.rng import EnterLayer, same_stream
-from parallel3d.schedule.instructions import Instruction, Op, Program, reduces_after
+from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_after
+from parallel3d.schedule.lifetimes import lifetimes_before
 from parallel3d.zero.reducer import GradientReducer
 
 # A micro-batch on a chunk: (chunk, micro-batch)
@@ -91,6 +93,7 @@ class Executor:
     - gather: launches the gather of a chunk's weights.
     - precision: floating-point inputs of the model are cast to the dtype of its weights.
     - on_loss: called with the loss of each micro-batch.
+    - units: gathers and releases sharded weights; None if there are none.
     """
 
     def __init__(
@@ -101,8 +104,9 @@ class Executor:
         gather: Callable[[int], None],
         precision: Precision,
         on_loss: Callable[[Tensor], None] | None = None,
+        units: LayerUnits | None = None,
     ):
-        self._module = module
+        self._module, self._units = module, units
         self._messages = messages
         self._reducer = reducer
         self._precision = precision
@@ -167,6 +171,8 @@ class Executor:
         except Exception as error:
             self._clear()
             self._messages.abort()
+            if self._units is not None:
+                self._units.abort()
             i = program.instructions[self._module.stage_id][now[POSITION]]
             first_line = printable(next(iter(str(error).splitlines()), ""))
             place = f"rank {self._module.groups.rank}, stage {self._module.stage_id}, micro-batch {i.micro_batch}"
@@ -180,13 +186,16 @@ class Executor:
         """Return this rank's tasks; they are made again only for another program."""
         if self._task_list[0] is not program:
             instructions = program.instructions[self._module.stage_id]
-            tasks = []
+            tasks, layers = [], 0
             for k, i in enumerate(instructions):
-                if i.op is Op.REDUCE_GRADS:
-                    continue  # launched by the backward before it
+                if i.op is Op.REDUCE_GRADS or i.run is not None:
+                    continue  # launched by the backward before it, or by the compute after it
                 run = self._run[i.op]
                 if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
                     run = partial(run, reduces=reduces_after(instructions, k))
+                if self._units is not None and i.op in COMPUTE_OPS:
+                    run = partial(self._units.run, run, lifetimes_before(instructions, k), layers)
+                    layers += len(self._module.calls.runs(i.chunk, i.op))
                 tasks.append(_Task(k, i, self._wait.get(i.op), run))
             self._task_list = program, tasks
         return self._task_list[1]

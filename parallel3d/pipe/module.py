@@ -5,9 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from parallel3d.config import Config
 from parallel3d.errors import DataError, PartitionError
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
+from parallel3d.pipe.calls import Call, LayerCalls
 from parallel3d.pipe.layer_choice import LayerChoice, choice_rule
 from parallel3d.pipe.settings import BuildSettings, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
@@ -44,13 +44,14 @@ from parallel3d.specs import (
 )
 
 
-class _Call(NamedTuple):
-    """A layer as its chunk calls it: its index in the list, its module (None for a plain function), and the callable."""
+class WeightUnits(Protocol):
+    """Weights of layers that live as shards: each is gathered before a layer runs."""
 
-    layer: int
-    module: nn.Module | None
-    function: Callable[[Any], Any]
-    recomputed: bool
+    def before_layer(self, layer: int) -> None:
+        """Gather a layer's weights before it runs."""
+
+    def before_backward(self, layer: int, output: Any) -> None:
+        """Gather a layer's weights when the gradient of its output arrives."""
 
 
 class PipelineModule(nn.Module):
@@ -77,6 +78,8 @@ class PipelineModule(nn.Module):
     TiedLayerSpec) hold across stages. Raises PartitionError, ConfigError, TopologyError. Collective: every rank builds the
     module at the same point of its script.
     """
+
+    _units: WeightUnits | None = None
 
     def __init__(
         self,
@@ -169,16 +172,17 @@ class PipelineModule(nn.Module):
         self._ties = TieIndex(layers, part_of)
         refuse_untied_sharing(layers, self._ties, part_of)
         self.layers = nn.ModuleDict()
-        self._calls: dict[int, list[_Call]] = {}
+        self.calls = LayerCalls(self.settings.activation_checkpoint_interval)
         for chunk in self.own_chunks:
-            calls = self._calls[chunk] = []
+            calls = []
             for k in self.partition.layers(chunk):
                 layer, module = layers[k], self._build(layers, self._ties.builder[k], seed, context)
                 function: Any = layer if module is None else module
                 recomputed = recomputes(k, function)
                 if module is not None and isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
                     function = partial(layer.forward_fn, module)
-                calls.append(_Call(k, module, function, recomputed))
+                calls.append(Call(k, module, function, recomputed))
+            self.calls.add(chunk, calls)
         share_tied_parameters(self._modules_in_order(), self._ties)
 
     def _build(self, layers: Sequence[Layer], k: int, seed: int, context: BuildContext) -> nn.Module | None:
@@ -241,6 +245,10 @@ class PipelineModule(nn.Module):
         """Call `wait_for_weights` with a module before its weights are read: they may still be gathered."""
         self.wait_for_weights = wait_for_weights
 
+    def use_units(self, units: WeightUnits) -> None:
+        """Let `units` gather each layer's weights before it runs."""
+        self._units = units
+
     def parameter_infos(self) -> list[ParameterInfo]:
         """Return this rank's trainable parameters, in the order of the layers, each once."""
         self.wait_for_weights(self)
@@ -259,7 +267,7 @@ class PipelineModule(nn.Module):
                 if parameter not in infos:
                     origin, source = self._ties.origin(layer, name)
                     owners = self._ties.owners(layer, name)
-                    infos[parameter] = ParameterInfo(self.global_name(origin, source), parameter, owners)
+                    infos[parameter] = ParameterInfo(self.global_name(origin, source), parameter, owners, origin)
         return list(infos.values())
 
     def global_name(self, layer: int, name: str) -> str:
@@ -283,11 +291,6 @@ class PipelineModule(nn.Module):
 
     # Running
 
-    def called_modules(self) -> list[tuple[int, nn.Module]]:
-        """Return (index in the list, module) of this rank's layers that are called as modules, each module once."""
-        calls = (call for calls in self._calls.values() for call in calls)
-        return list({id(c.module): (c.layer, c.module) for c in calls if c.module is c.function and c.module}.values())
-
     def topology(self) -> ProcessTopology:
         """Return the topology of the world."""
         return self.settings.topology
@@ -305,12 +308,6 @@ class PipelineModule(nn.Module):
         """Recompute layers by `checkpointer`, unless the module was built with an activation_checkpoint_func."""
         self.activation_checkpoint_func = self._own_checkpoint_func or checkpointer
 
-    def watch_layers(self, watch: Callable[[str, Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-        """Replace each layer's callable by watch(name, callable)."""
-        for chunk, calls in self._calls.items():
-            names = [f"layers.{call.layer} ({self.layer_names[call.layer]})" for call in calls]
-            self._calls[chunk] = [c._replace(function=watch(n, c.function)) for n, c in zip(names, calls, strict=True)]
-
     def wrap_loss(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace the loss function, if there is one, by wrap(loss function)."""
         if self.loss_fn is not None:
@@ -321,24 +318,24 @@ class PipelineModule(nn.Module):
 
         enter: called before each layer, and again before its recomputation.
         """
-        calls, interval = self._calls[chunk], self.settings.activation_checkpoint_interval
-        if not interval or not torch.is_grad_enabled():
-            return self._run(calls, enter, x)
-        for recomputed, group in groupby(calls, key=lambda call: call.recomputed):
-            run = list(group)
-            if not recomputed:
-                x = self._run(run, enter, x)
-                continue
-            for start in range(0, len(run), interval):
-                x = self.activation_checkpoint_func(partial(self._run, run[start : start + interval], enter), x)
+        for calls, recomputed in self.calls.groups(chunk):
+            if recomputed and torch.is_grad_enabled():
+                x = self.activation_checkpoint_func(partial(self._run, calls, enter, recomputed=True), x)
+            else:
+                x = self._run(calls, enter, x)
         return x
 
-    def _run(self, calls: Sequence[_Call], enter: EnterLayer, x: Any) -> Any:
-        for layer, module, function, _ in calls:
-            if module is not None:
-                self.wait_for_weights(module)
-            enter(layer)
-            x = function(x)
+    def _run(self, calls: Sequence[Call], enter: EnterLayer, x: Any, recomputed: bool = False) -> Any:
+        units, last = self._units, calls[-1] if calls else None
+        for call in calls:
+            if call.module is not None:
+                self.wait_for_weights(call.module)
+            if units is not None:
+                units.before_layer(call.layer)
+            enter(call.layer)
+            x = call.function(x)
+            if units is not None and not (recomputed and call is last):
+                units.before_backward(call.layer, x)
         return x
 
     def forward(self, x: Any, enter: EnterLayer = same_stream) -> Any:

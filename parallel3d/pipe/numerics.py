@@ -38,13 +38,15 @@ class NumericsCheck:
             for name, module in layer.named_modules():
                 title = f"{model.global_name(int(key), name).rstrip('.')} ({type(module).__name__})".strip()
                 module.register_forward_hook(lambda _, __, output, title=title: self._check_output(title, output))
-        model.watch_layers(self._watched)
+        model.calls.watch(self._watched)
 
     def gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Check the gradient of a parameter."""
         self._check(f"the gradient of {self._names[parameter]}", gradient)
 
-    def _watched(self, name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _watched(self, layer: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        name = f"layers.{layer} ({self._model.layer_names[layer]})"
+
         def run(x: Any) -> Any:
             y = function(x)
             self._check_output(name, y)

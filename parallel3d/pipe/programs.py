@@ -9,6 +9,7 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.auto import Plan, first_plan
 from parallel3d.schedule.builders import inference
 from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.lifetimes import Lifetimes
 from parallel3d.schedule.lowering import add_collectives, add_parameter_gather, lower
 from parallel3d.schedule.order import validate
 
@@ -20,6 +21,7 @@ class Programs:
     - num_buckets: owners (see ParameterInfo) -> number of gradient buckets, for the whole model.
     - partitioned: whether weights are gathered before they are used.
     - reduce_per_micro_batch: whether gradients are reduced in every micro-batch.
+    - lifetimes: sharded weights of the whole pipeline; None if there are none.
 
     plan: the plan that schedule "auto" runs. replica_owners: bucket of REDUCE_REPLICAS -> its owners.
     """
@@ -31,7 +33,9 @@ class Programs:
         num_buckets: Mapping[tuple[int, ...], int],
         partitioned: bool = False,
         reduce_per_micro_batch: bool = False,
+        lifetimes: Lifetimes | None = None,
     ):
+        self._lifetimes = lifetimes
         self._settings, self._placement = module.settings, module.placement
         self._pipeline = pipeline
         self._partitioned = partitioned
@@ -65,11 +69,14 @@ class Programs:
                 self.plan = first_plan(self._placement, num_micro_batches, multiple)
             program = self.plan.program(num_micro_batches)
         validate(program)
-        return add_collectives(
+        whole = add_collectives(
             lower(program), self._chunk_buckets, self.replica_owners, self._partitioned, self.reduce_per_micro_batch
         )
+        return self._lifetimes.add_to(whole) if self._lifetimes is not None else whole
 
     def _evaluation(self, num_micro_batches: int) -> Program:
         settings = self._settings
         program = lower(inference(settings.num_stages, num_micro_batches, settings.num_chunks, settings.placement))
-        return add_parameter_gather(program) if self._partitioned else program
+        if self._partitioned:
+            program = add_parameter_gather(program)
+        return self._lifetimes.add_to(program) if self._lifetimes is not None else program

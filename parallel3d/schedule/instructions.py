@@ -29,6 +29,7 @@ class Op(Enum):
     SEND_GRADIENT = "SG"
     RECV_GRADIENT = "RG"
     GATHER_PARAMS = "AG"
+    RELEASE_PARAMS = "RL"
     REDUCE_GRADS = "RED"
     REDUCE_REPLICAS = "REP"
 
@@ -41,12 +42,17 @@ SEND_OPS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
 RECV_OPS = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
 COLLECTIVE_OPS = frozenset({Op.GATHER_PARAMS, Op.REDUCE_GRADS, Op.REDUCE_REPLICAS})
 BUCKET_OPS = frozenset({Op.REDUCE_GRADS, Op.REDUCE_REPLICAS})
+LIFETIME_OPS = frozenset({Op.GATHER_PARAMS, Op.RELEASE_PARAMS})
 
-_PATTERN = re.compile(r"([A-Z]+)(\d+)@(\d+)(?:#(\d+))?")
+_PATTERN = re.compile(r"([A-Z]+)(\d+)@(\d+)(?:#(\d+)(?:\.(\d+))?)?")
 
 
 class Instruction(NamedTuple):
-    """One step of a rank's list. bucket: index of a bucket, for REDUCE_* and for a GATHER_PARAMS that was launched.
+    """One step of a rank's list.
+
+    - bucket: index of a bucket, for REDUCE_* and for a GATHER_PARAMS that was launched; the unit of sharded weights, for the
+      GATHER_PARAMS and RELEASE_PARAMS of ZeRO-3.
+    - run: for these two, the number of the layer's run before which it happens, of all runs of layers on the rank.
 
     It is a tuple because programs create and hash hundreds of thousands of instructions.
     """
@@ -55,10 +61,11 @@ class Instruction(NamedTuple):
     chunk: int
     micro_batch: int
     bucket: int | None = None
+    run: int | None = None
 
     def __str__(self) -> str:
         suffix = "" if self.bucket is None else f"#{self.bucket}"
-        return f"{self.op.value}{self.micro_batch}@{self.chunk}{suffix}"
+        return f"{self.op.value}{self.micro_batch}@{self.chunk}{suffix}" + ("" if self.run is None else f".{self.run}")
 
     @staticmethod
     def parse(text: str) -> Instruction:
@@ -69,12 +76,17 @@ class Instruction(NamedTuple):
                 f"{text!r} is not an instruction; write OP MICRO_BATCH @ CHUNK as in 'F3@2', with OP one of "
                 + ", ".join(op.value for op in Op)
             )
-        op, micro_batch, chunk, bucket = match.groups()
-        if (bucket is not None) != (Op(op) in BUCKET_OPS):
+        op, micro_batch, chunk, bucket, run = match.groups()
+        if (bucket is not None) != (Op(op) in BUCKET_OPS or run is not None):
             raise ScheduleError(
                 f"{text!r}: a bucket ('#0') belongs to {Op.REDUCE_GRADS.value} and {Op.REDUCE_REPLICAS.value}"
             )
-        return Instruction(Op(op), int(chunk), int(micro_batch), None if bucket is None else int(bucket))
+        if (run is not None and Op(op) not in LIFETIME_OPS) or (run is None and Op(op) is Op.RELEASE_PARAMS):
+            raise ScheduleError(
+                f"{text!r}: a unit and a run ('#0.3') belong to {Op.GATHER_PARAMS.value} and {Op.RELEASE_PARAMS.value}"
+            )
+        numbers = (None if number is None else int(number) for number in (bucket, run))
+        return Instruction(Op(op), int(chunk), int(micro_batch), *numbers)
 
 
 def depends_on(i: Instruction) -> tuple[Instruction, ...]:
@@ -109,7 +121,8 @@ def depends_on(i: Instruction) -> tuple[Instruction, ...]:
             return (Instruction(Op.BACKWARD, c, m), Instruction(Op.BACKWARD_WEIGHT, c, m))
         case _:
             # LOAD needs nothing, GATHER_PARAMS the optimizer step before the program, RECV its other end (`matches`),
-            # REDUCE_REPLICAS all that precedes it in its list.
+            # REDUCE_REPLICAS all that precedes it in its list. GATHER_PARAMS and RELEASE_PARAMS of units are part of the
+            # compute that they precede.
             return ()
 
 

@@ -53,7 +53,7 @@ class WaitGraph:
             # The rules are the same for all micro-batches: they are applied once for each kind of instruction and chunk.
             rules: dict[tuple[Op, int], tuple[object, list[tuple[Op, int, bool]]]] = {}
             for i, number in zip(instructions, self.lists[rank], strict=True):
-                op, chunk, m, _ = i
+                op, chunk, m = i[:3]
                 if i[:2] not in rules:
                     needs = () if op in RECV_OPS else depends_on(Instruction(op, chunk, 1))
                     known_kinds = [(*d[:2], d.micro_batch == 1) for d in needs if d[:2] in kinds]

@@ -106,7 +106,7 @@ def _neighbours(rows: list[Row], clock: ListClock) -> Iterator[list[Row]]:
     for share in _SHARES:
         yield from _completing(rows, orders, share)
     for place in reversed(range(len(rows))):
-        op, chunk, m, _ = rows[place].instruction
+        op, chunk, m = rows[place].instruction[:3]
         if op is Op.BACKWARD_INPUT:
             later = range(place, len(rows))
             half = next(k for k in later if rows[k].instruction[:2] == (Op.BACKWARD_WEIGHT, chunk))

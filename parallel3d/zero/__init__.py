@@ -1,1 +1,3 @@
-"""Gradient buckets, and the sharding of gradients and optimizer state over data-parallel ranks (arXiv:1910.02054)."""
+"""Gradient buckets, and the sharding of weights, gradients and optimizer state over data-parallel ranks (arXiv:1910.02054)."""
+
+from parallel3d.zero.gathered import GatheredParameters

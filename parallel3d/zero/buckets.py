@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.zero.policy import ZeroPolicy
+from parallel3d.zero.weights import ShardedWeights, WeightState
 
 # Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
 ALIGNMENT = 32
@@ -44,6 +46,7 @@ class BucketLayout:
     """The parameters of one bucket, all of one kind and with the same owners, and where each starts in `numel` elements.
 
     num_shards: the number of equal parts; one rank updates each.
+    is_sharded: whether the weights, too, live as shards, and are gathered while they are used. The parameters are of one unit.
     """
 
     kind: Kind
@@ -52,6 +55,7 @@ class BucketLayout:
     numel: int
     policy: ZeroPolicy
     num_shards: int
+    is_sharded: bool = False
 
     @property
     def owners(self) -> Owners:
@@ -121,15 +125,17 @@ class ParameterShard:
 class Bucket:
     """Consecutive parameters in flat buffers of `numel` elements; each rank of `partition` updates one shard of them.
 
-    weights: the weights that layers compute with, [numel]; None if the parameters keep their own storage. gradients: the
-    accumulator, [numel]; None if the bucket uses transient buffers. gradient_shard: [numel / partition].
+    - weights: the weights that layers compute with, [numel]; None if the parameters keep their own storage. own_weights: this
+      rank's shard of them, [numel / partition]; None likewise.
+    - sharded: the weights as shards; None if they are whole on every rank.
+    - gradients: the accumulator, [numel]; None if the bucket uses transient buffers. gradient_shard: [numel / partition].
     """
 
-    def __init__(self, layout: BucketLayout, partition: Group, rank: int):
+    def __init__(self, layout: BucketLayout, partition: Group, rank: int, gather_group: Group | None = None):
         self.infos, self.offsets, self.sizes = layout.infos, layout.offsets, layout.sizes
         self.numel, self.kind, self.owners = layout.numel, layout.kind, layout.owners
         self.parameters = tuple(info.parameter for info in self.infos)
-        self.partition = partition
+        self.partition, self._gather_group = partition, gather_group or partition
         self.device = self.parameters[0].device
         self.weight_dtype, self.master_dtype = layout.weight_dtype, layout.master_dtype
         self.gradient_dtype = layout.gradient_dtype
@@ -137,7 +143,8 @@ class Bucket:
         self.has_own_master = self.weight_dtype != self.master_dtype
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
-        self.weights, self.master = self._place_weights(layout)
+        self.sharded: ShardedWeights | None = None
+        self.weights, self.own_weights, self.master = self._place_weights(layout)
         zeros = partial(torch.zeros, dtype=self.gradient_dtype, device=self.device)
         self.gradients = None if layout.is_transient else zeros(self.numel)
         self.gradient_shard = zeros(layout.shard_numel) if self.gradients is None else self.gradients[self.shard]
@@ -165,21 +172,27 @@ class Bucket:
             end = start + size
 
     @torch.no_grad()
-    def _place_weights(self, layout: BucketLayout) -> tuple[Tensor | None, Tensor | None]:
-        """Move the parameters into a flat buffer; returns it and the master shard, which may be a part of it.
+    def _place_weights(self, layout: BucketLayout) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Move the parameters into a flat buffer; returns it, this rank's shard of it, and the master shard.
 
-        Both are None if the parameters stay in place and are their own masters. Masters get the values with which the
-        parameters were built, before these are rounded to the weights' dtype.
+        The master may be that shard. All are None if the parameters stay in place and are their own masters. Masters get the
+        values with which the parameters were built, before these are rounded to the weights' dtype.
         """
         if layout.is_in_place:
-            return None, None
+            return None, None, None
         masters = torch.zeros(self.numel, dtype=layout.master_dtype, device=self.device)
         for k, info in enumerate(self.infos):
             self.view(masters, k).copy_(info.parameter)
         weights = masters.to(layout.weight_dtype)
         self._point_to(weights)
-        master = masters[self.shard]
-        return weights, master.clone() if weights is not masters else master
+        master, own = masters[self.shard], weights[self.shard]
+        if self.has_own_master or layout.is_sharded:
+            master = master.clone()
+        if layout.is_sharded:
+            own = own.clone() if self.has_own_master else master
+            views = [self.view(weights, k) for k in range(len(self.parameters))]
+            self.sharded = ShardedWeights(weights, own, self.parameters, views, self._gather_group)
+        return weights, own, master
 
     def _cut_pieces(self) -> list[ParameterShard]:
         pieces = []
@@ -188,11 +201,10 @@ class Bucket:
                 assert self.gradients is not None, "an unpartitioned bucket accumulates in place"
                 pieces.append(ParameterShard(info, info.parameter, self.view(self.gradients, k), 0, self.offsets[k]))
                 continue
-            place, end = max(self.offsets[k], self.shard.start), min(self.offsets[k] + self.sizes[k], self.shard.stop)
-            if place >= end:
+            own = cut(self.offsets[k], self.sizes[k], self.shard)
+            if own.start >= own.stop:
                 continue
-            own = slice(place - self.shard.start, end - self.shard.start)
-            shape = info.parameter.shape if self.partition.size == 1 else (-1,)
+            place, shape = self.shard.start + own.start, info.parameter.shape if self.partition.size == 1 else (-1,)
             master, gradient = nn.Parameter(self.master[own].view(shape)), self.gradient_shard[own].view(shape)
             pieces.append(ParameterShard(info, master, gradient, place - self.offsets[k], place))
         return pieces
@@ -233,6 +245,7 @@ class Bucket:
         """Move the weights to other memory, [numel] of their dtype. Only for buckets with a flat buffer of weights."""
         assert self.weights is not None
         self.weights = memory.copy_(self.weights)
+        self.own_weights = self.weights[self.shard]
         self._point_to(self.weights)
 
     def _point_to(self, weights: Tensor) -> None:
@@ -244,12 +257,17 @@ class Bucket:
         """Return the weights that the layers compute with, in the master's shape; the master itself if they are the same."""
         if not self.has_own_master:
             return piece.master.detach()
-        assert self.weights is not None
-        return self.weights[piece.place : piece.place + piece.master.numel()].view(piece.master.shape)
+        assert self.own_weights is not None
+        return self.own_weights[piece.place - self.shard.start :][: piece.master.numel()].view(piece.master.shape)
+
+    def weights_address(self) -> int:
+        """Return the address that the flat weights have, or would have around this rank's shard of them."""
+        assert self.own_weights is not None
+        return self.own_weights.data_ptr() - self.shard.start * self.own_weights.itemsize
 
     def check_place(self) -> None:
         """Raise ExecutionError for a parameter that is no longer in the bucket's memory: no step would update it."""
-        if self.weights is None:
+        if self.weights is None or (self.sharded is not None and self.sharded.state is WeightState.SHARDED):
             return
         start, width = self.weights.data_ptr(), self.weights.itemsize
         for info, offset, size in zip(self.infos, self.offsets, self.sizes, strict=True):
@@ -263,9 +281,9 @@ class Bucket:
     def write_back(self) -> None:
         """Round the updated masters of this rank's shard into the weights, where these are not the masters themselves."""
         if self.has_own_master:
-            assert self.weights is not None
+            assert self.own_weights is not None
             assert self.master is not None
-            self.weights[self.shard].copy_(self.master)
+            self.own_weights.copy_(self.master)
 
     @torch.no_grad()
     def whole_masters(self) -> dict[nn.Parameter, Tensor]:
@@ -277,10 +295,10 @@ class Bucket:
         return {info.parameter: self.view(flat, k) for k, info in enumerate(self.infos)}
 
     def gather(self) -> Work:
-        """Start to fill the weights with every rank's shard; wait before they are read."""
-        if self.weights is None:
+        """Start to fill the weights with every rank's shard; wait before they are read. Sharded ones are left as they are."""
+        if self.weights is None or self.own_weights is None or self.sharded is not None:
             return DONE
-        return all_gather_into(self.weights, self.weights[self.shard], self.partition)
+        return all_gather_into(self.weights, self.own_weights, self.partition)
 
 
 def by_owners(parameters: Sequence[ParameterInfo]) -> dict[Owners, list[ParameterInfo]]:
@@ -304,17 +322,34 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
     A bucket has at most policy.bucket_size elements. It also has at most 1/16 of the elements of a shard of its kind, so that
     buffers of its size take little memory, but this limit is never below 2^20, nor below 2^17 per shard. A parameter that is
     larger than the limit has its own bucket. Parameters are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
+    With stage 3 no bucket has parameters of several units, unless their weights stay whole.
     """
-    kinds: dict[Kind, list[ParameterInfo]] = {}
+    kinds: dict[tuple[int | None, Kind], list[ParameterInfo]] = {}
+    sharded = _sharded_units(infos, policy, num_shards)
     for info in infos:
         parameter = info.parameter
         partial_over = getattr(parameter, "partial_over", None)
         kind = Kind(parameter.dtype, slicing_of(parameter) is not None, partial_over)
-        kinds.setdefault(kind, []).append(info)
-    return [layout for kind, alike in kinds.items() for layout in _cut(kind, alike, policy, num_shards)]
+        kinds.setdefault((info.unit if info.unit in sharded else None, kind), []).append(info)
+    return [
+        layout
+        for (unit, kind), alike in kinds.items()
+        for layout in _cut(kind, alike, policy, num_shards, unit is not None)
+    ]
 
 
-def _cut(kind: Kind, infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> Iterator[BucketLayout]:
+def _sharded_units(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> set[int]:
+    """Return the units whose weights live as shards. Parameters that several chunks share are whole on every rank."""
+    sizes: Counter[int] = Counter()
+    if policy.stage == 3 and num_shards > 1 and not infos[0].shared:
+        for info in infos:
+            sizes[info.unit] += info.parameter.numel()
+    return {unit for unit, size in sizes.items() if size > policy.largest_whole}
+
+
+def _cut(
+    kind: Kind, infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int, is_sharded: bool
+) -> Iterator[BucketLayout]:
     total = sum(info.parameter.numel() for info in infos)
     smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
     limit = min(policy.bucket_size, max(smallest, -(-total // (_PARTS * num_shards))))
@@ -324,7 +359,7 @@ def _cut(kind: Kind, infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_sha
 
     def bucket() -> BucketLayout:
         numel = _round_up(end, num_shards * ALIGNMENT)
-        return BucketLayout(kind, tuple(held), tuple(offsets), numel, policy, num_shards)
+        return BucketLayout(kind, tuple(held), tuple(offsets), numel, policy, num_shards, is_sharded)
 
     for info in infos:
         size = info.parameter.numel()
@@ -338,6 +373,17 @@ def _cut(kind: Kind, infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_sha
         yield bucket()
 
 
-def make_buckets(infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int) -> list[Bucket]:
-    """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket."""
-    return [Bucket(layout, partition, rank) for layout in lay_out(infos, policy, partition.size)]
+def cut(offset: int, size: int, shard: slice) -> slice:
+    """Return where in a shard of a flat buffer the part lies that it has of `size` elements from `offset` on."""
+    start = max(offset, shard.start) - shard.start
+    return slice(start, max(start, min(offset + size, shard.stop) - shard.start))
+
+
+def make_buckets(
+    infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int, gather_group: Group | None = None
+) -> list[Bucket]:
+    """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket.
+
+    gather_group: the ranks of `partition` with a communicator of their own, for gathers of sharded weights.
+    """
+    return [Bucket(layout, partition, rank, gather_group) for layout in lay_out(infos, policy, partition.size)]

@@ -118,7 +118,8 @@ class ShardedOptimizer:
             for bucket in ours:
                 bucket.mark_cleared(overflow is None and fused.clears(bucket))
         done = {bucket for bucket in ours if fused is not None and fused.writes_peers(bucket)}
-        self._stale = {bucket for bucket in self.buckets if bucket.partition.size > 1} - done
+        whole = {bucket for bucket in self.buckets if bucket.partition.size > 1 and bucket.sharded is None}
+        self._stale = whole - done
 
     def follow_weights(self) -> None:
         """Copy weights that others have written into the masters, before these are read."""

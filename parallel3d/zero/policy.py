@@ -18,12 +18,15 @@ _GRADIENT_SHARE = 0.1
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """ZeRO's stage and settings: 0 all-reduces gradients, 1 shards masters and optimizer state, 2 gradients (arXiv:1910.02054).
+    """ZeRO's stage and settings (arXiv:1910.02054).
+
+    Stage 0 all-reduces gradients, 1 shards masters and optimizer state, 2 gradients too, 3 weights too.
 
     bucket_size: largest number of elements of a gradient bucket; weight_dtype: dtype of the layers' weights, None for the
     one they were built in; gradient_dtype: dtype of the accumulators, None for the wider of fp32 and the weights' dtype;
-    communication_dtype: dtype of reductions, None for the accumulators'; reduce_per_micro_batch: only with stage 2, reduce
-    in every micro-batch's backward, so that unsharded gradients are never held.
+    communication_dtype: dtype of reductions, None for the accumulators'; reduce_per_micro_batch: only from stage 2 on, reduce
+    in every micro-batch's backward, so that unsharded gradients are never held; largest_whole: with stage 3, weights of units
+    of at most this number of elements are whole on every rank.
     """
 
     stage: int
@@ -32,6 +35,7 @@ class ZeroPolicy:
     gradient_dtype: torch.dtype | None = None
     communication_dtype: torch.dtype | None = None
     reduce_per_micro_batch: bool = False
+    largest_whole: int = 0
 
     def master_dtype(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype of the masters: fp32, or the dtype that a parameter was built in if that is wider."""
@@ -57,12 +61,13 @@ def make_policy(
     too_large = size > _GRADIENT_SHARE * _memory(device)
     per_micro_batch = too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
     return ZeroPolicy(
-        stage=zero.effective_stage,
+        stage=zero.stage,
         bucket_size=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         weight_dtype=weight_dtype,
         gradient_dtype=_DTYPES[accumulators] if accumulators else None,
         communication_dtype=_DTYPES[communication] if communication else None,
-        reduce_per_micro_batch=zero.effective_stage == 2 and per_micro_batch,
+        reduce_per_micro_batch=zero.stage >= 2 and per_micro_batch,
+        largest_whole=zero.stage3_param_persistence_threshold,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,7 @@ class GradientReducer:
     is_first_slice: whether this is the first tensor-parallel rank, which counts copies in the norm for all of them.
     on_launch: called with each REDUCE_GRADS that has been launched, and its Work.
     on_value: called with each gradient, see GradientSink.
+    gather_group: see make_buckets.
 
     sink: adds gradients to the accumulators and knows which have arrived.
     """
@@ -102,6 +104,7 @@ class GradientReducer:
         is_first_slice: bool = True,
         on_launch: Callable[[Instruction, Work], None] | None = None,
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
+        gather_group: Group | None = None,
     ):
         self._policy = policy
         self._data_group = data_group
@@ -111,7 +114,10 @@ class GradientReducer:
         self._is_first_replica = data_group.ranks[0] == rank
         self._on_launch = on_launch
         self.sink = GradientSink(self._launch_instruction, on_value)
-        self.buckets = {o: make_buckets(i, policy, self._partition, rank) for o, i in by_owners(parameters).items()}
+        self.buckets = {
+            owners: make_buckets(infos, policy, self._partition, rank, gather_group)
+            for owners, infos in by_owners(parameters).items()
+        }
         self._transient: dict[torch.dtype, TransientBuffers] = {}
         self._attach()
         self._reductions: dict[Bucket, _Reduction] = {}
@@ -282,8 +288,9 @@ class GradientReducer:
     def state_bytes(self) -> StateBytes:
         """Return the bytes of weights, gradients and masters on this rank now."""
         buckets = list(self.all_buckets())
+        weights = (b.parameters if b.sharded is None else (b.sharded.shard,) for b in buckets)
         return StateBytes(
-            weights=bytes_of(info.parameter for b in buckets for info in b.infos),
+            weights=bytes_of(chain.from_iterable(weights)),
             gradients=bytes_of(b.gradient_shard for b in buckets),
             masters=bytes_of(b.master for b in buckets if b.master is not None and b.has_own_master),
             transient=sum(buffers.nbytes() for buffers in self._transient.values()),

@@ -141,7 +141,7 @@ class Doubling(torch.nn.Module):
 def test_a_compilation_counts_as_a_move():
     groups = SimpleNamespace(activity=Activity(), rank=0, model=SimpleNamespace(size=1))
     layer = Doubling()
-    model = SimpleNamespace(groups=groups, layer_names=[], called_modules=lambda: [("0", layer)])
+    model = SimpleNamespace(groups=groups, layer_names=[], calls=SimpleNamespace(modules=lambda: [("0", layer)]))
     model.wrap_loss = lambda wrap: None
     compilation = Compilation(cast(Any, model), CompileConfig(enabled=True, backend="eager"))
     compilation.compile({})

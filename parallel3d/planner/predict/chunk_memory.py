@@ -300,7 +300,7 @@ def _prepare(instructions: Sequence[Instruction]) -> tuple[list[_Kind], np.ndarr
     # (chunk, micro-batch) with deferred gradients -> whether it was handed over
     deferred: dict[tuple[int, int], bool] = {}
     order = []
-    for op, chunk, micro_batch, _ in instructions:
+    for op, chunk, micro_batch, *_ in instructions:
         if op is Op.BACKWARD_WEIGHT:
             hands = deferred.pop((chunk, micro_batch), False)
         else:

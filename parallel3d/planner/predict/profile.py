@@ -194,7 +194,7 @@ def _in_order(ties: TieIndex, layers: Sequence[LayerProfile], builders: Sequence
         for name, parameter in sorted(layers[builder].parameters, key=lambda item: not f"{item[0]}.".startswith(tied)):
             origin, source = ties.origin(builder, name)
             path = f"layers.{origin}.{source}"
-            found.setdefault(path, ParameterInfo(path, parameter, ties.owners(builder, name)))
+            found.setdefault(path, ParameterInfo(path, parameter, ties.owners(builder, name), origin))
     return list(found.values())
 
 

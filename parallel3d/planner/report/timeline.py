@@ -36,7 +36,7 @@ def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
     lanes: list[dict[str, list[int]]] = [{name: [] for name in _COLUMNS} for _ in range(timeline.num_ranks)]
     ends = [0] * timeline.num_ranks
     for s in spans:
-        op, chunk, micro_batch, bucket = s.instruction
+        op, chunk, micro_batch, bucket, _ = s.instruction
         start = round(s.start / full * _TICKS)
         length = round(s.end / full * _TICKS) - start
         numbers = start - ends[s.rank], length, ops.index(op), chunk, micro_batch, -1 if bucket is None else bucket

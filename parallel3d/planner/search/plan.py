@@ -194,7 +194,7 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any])
 
 
 def _recorded(span: Span) -> TimelineSpan:
-    op, chunk, micro_batch, bucket = span.instruction
+    op, chunk, micro_batch, bucket, _ = span.instruction
     return TimelineSpan(span.rank, op.value, chunk, micro_batch, span.start, span.end, bucket)
 
 

@@ -295,7 +295,7 @@ def test_keys_without_effect_are_named_in_one_warning():
         "wandb": {"enabled": True, "project": "auto"},
         "vocabulary_size": 50304,
         "prescale_gradients": True,
-        "zero_optimization": {"stage": 0, "contiguous_gradients": True, "stage3_prefetch_bucket_size": "auto"},
+        "zero_optimization": {"stage": 0, "contiguous_gradients": True, "stage3_allgather_sequential": True},
         "pipeline": {"pipe_partitioned": True, "grad_partitioned": True},
     }
     with pytest.warns(UserWarning, match="without effect here") as caught:
@@ -303,7 +303,7 @@ def test_keys_without_effect_are_named_in_one_warning():
     assert config == Config()
     assert [str(warning.message) for warning in caught] == [
         "configuration: without effect here: wandb, vocabulary_size, "
-        "zero_optimization.stage3_prefetch_bucket_size, pipeline.pipe_partitioned, pipeline.grad_partitioned"
+        "zero_optimization.stage3_allgather_sequential, pipeline.pipe_partitioned, pipeline.grad_partitioned"
     ]
     assert caught[0].filename == __file__
 
@@ -344,7 +344,6 @@ def test_auto_batch_sizes_and_stages_count_as_not_given():
 @pytest.mark.parametrize(
     ("zero", "parts"),
     [
-        ({"stage": 3}, ["zero_optimization.stage 3", "trains as stage 2", "whole pipeline stage", "split the model"]),
         (
             {"offload_optimizer": {"device": "cpu"}},
             ["zero_optimization.offload_optimizer", "12 bytes a parameter for Adam"],

@@ -210,7 +210,15 @@ def test_dtypes_have_deepspeeds_names(given, read):
     assert (config.communication_data_type, config.data_types.grad_accum_dtype) == (read, read)
 
 
-@pytest.mark.parametrize(("stage", "effective"), [(0, 0), (1, 1), (2, 2), (3, 2)])
-def test_stage_3_is_kept_and_trains_as_stage_2(stage, effective):
-    assert ZeroConfig(stage=stage).stage == stage
-    assert ZeroConfig(stage=stage).effective_stage == effective
+def test_limits_of_stage_3_are_deepspeeds_unless_they_are_given():
+    defaults = {
+        "stage3_max_live_parameters": 10**9,
+        "stage3_max_reuse_distance": 10**9,
+        "stage3_prefetch_bucket_size": 5 * 10**7,
+        "stage3_param_persistence_threshold": 10**5,
+    }
+    found = load({"zero_optimization": {"stage": 3, **dict.fromkeys(defaults, "auto")}}).zero_optimization
+    assert {key: getattr(found, key) for key in defaults} == defaults
+    assert load({"zero_optimization": {"stage3_max_live_parameters": 1e7}}).zero_optimization == ZeroConfig(
+        stage3_max_live_parameters=10_000_000
+    )

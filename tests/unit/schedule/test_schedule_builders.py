@@ -169,10 +169,13 @@ def test_more_micro_batches_than_a_program_has_are_refused_with_both_numbers() -
     st.integers(0, 999),
     st.integers(0, 99),
     st.integers(0, 99),
+    st.integers(0, 999),
 )
-def test_what_an_instruction_prints_parses_to_itself(op: Op, micro_batch: int, chunk: int, bucket: int) -> None:
-    collective = op in BUCKET_OPS
-    i = Instruction(op, chunk, micro_batch, bucket if collective else None)
+def test_what_an_instruction_prints_parses_to_itself(
+    op: Op, micro_batch: int, chunk: int, bucket: int, run: int
+) -> None:
+    run_of = run if op is Op.RELEASE_PARAMS or (op is Op.GATHER_PARAMS and run % 2) else None
+    i = Instruction(op, chunk, micro_batch, bucket if op in BUCKET_OPS or run_of is not None else None, run_of)
     assert Instruction.parse(str(i)) == i
     assert Instruction.parse(f"  {i}\n") == i
 

@@ -1,0 +1,179 @@
+"""Lifetimes of sharded weights (ZeRO-3): when each unit is gathered, and when its memory is released.
+
+A unit is the weights of one layer. The future of a program is known, so Belady's rule (doi:10.1147/sj.52.0078) decides which
+unit to release if there is no room: the one whose next use is farthest. That needs the fewest gathers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, takewhile
+
+from parallel3d.errors import ScheduleError
+from parallel3d.schedule.instructions import COMPUTE_OPS, LIFETIME_OPS, Instruction, Op, Program
+
+Use = tuple[int, ...]  # the units that a layer needs at the same time while it runs
+_NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class ChunkUses:
+    """The units that each run of a layer needs, in the order of the runs: of a chunk's forward, and of its backward.
+
+    A backward recomputes a group of layers first. BACKWARD_WEIGHT needs no weights.
+    """
+
+    forward: tuple[Use, ...] = ()
+    backward: tuple[Use, ...] = ()
+
+    def of(self, op: Op) -> tuple[Use, ...]:
+        """Return the uses of a compute instruction of this kind."""
+        if op is Op.FORWARD:
+            return self.forward
+        return self.backward if op in (Op.BACKWARD, Op.BACKWARD_INPUT) else ()
+
+
+@dataclass(frozen=True)
+class LiveLimits:
+    """Limits of the gathered weights of a rank, in elements.
+
+    - live: most elements of weights that are gathered at any time.
+    - ahead: most elements that are gathered before the layer that uses them is the next one to run.
+    - reuse: a unit is released at once if its next use is more than this number of elements of other uses away.
+    """
+
+    live: int
+    ahead: int
+    reuse: int = _NEVER
+
+    def fit(self, sizes: Mapping[int, int], uses: Sequence[Use]) -> LiveLimits:
+        """Return the limits with room for the largest use. Raises ScheduleError if `live` has no room for two units."""
+        largest = max((sum(sizes[u] for u in use) for use in uses), default=0)
+        two = sum(heapq.nlargest(2, (sizes[u] for u in set(chain(*uses)))))
+        if self.live < max(two, largest):
+            raise ScheduleError(
+                f"{self.live:,} elements of weights may be live, but a rank's two largest layers have {max(two, largest):,}; "
+                "set zero_optimization.stage3_max_live_parameters to that number or more"
+            )
+        return LiveLimits(self.live, min(self.ahead, self.live - largest), self.reuse)
+
+
+@dataclass(frozen=True)
+class _Residency:
+    """Time in which a unit is gathered, from its first use to its last: numbers of a rank's runs of layers."""
+
+    unit: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Sharded weights of a pipeline's layers.
+
+    - uses: of each chunk. sizes: unit -> number of elements.
+    """
+
+    uses: Sequence[ChunkUses]
+    sizes: Mapping[int, int]
+    limits: LiveLimits
+
+    def add_to(self, program: Program) -> Program:
+        """Put the GATHER_PARAMS and RELEASE_PARAMS of units right before the compute in which they happen.
+
+        Raises ScheduleError if `limits.live` is too small.
+        """
+        return program.with_instructions([self._with_lifetimes(rank) for rank in program.instructions])
+
+    def _with_lifetimes(self, instructions: Sequence[Instruction]) -> list[Instruction]:
+        runs = [self.uses[i.chunk].of(i.op) if i.op in COMPUTE_OPS else () for i in instructions]
+        every_run = list(chain(*runs))
+        events = deque(_events(every_run, self.sizes, self.limits.fit(self.sizes, every_run)))
+        out: list[Instruction] = []
+        end = 0
+        for i, its in zip(instructions, runs, strict=True):
+            start, end = end, end + len(its)
+            while its and events and _is_inside(events[0], start, end):
+                run, op, unit = events.popleft()
+                out.append(Instruction(op, i.chunk, i.micro_batch, unit, run))
+            out.append(i)
+        return out
+
+
+def _is_inside(event: tuple[int, Op, int], start: int, end: int) -> bool:
+    """Return whether an event happens in a compute of these runs. At its end units are released, but none is gathered."""
+    run, op, _ = event
+    return start <= run < end or (run == end and op is Op.RELEASE_PARAMS)
+
+
+def _events(uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimits) -> Iterator[tuple[int, Op, int]]:
+    """Yield (run before which it happens, GATHER_PARAMS or RELEASE_PARAMS, unit) in the order of a rank's list."""
+    residencies = sorted(_residencies(uses, sizes, limits), key=lambda r: r.first)
+    waiting = deque(residencies)
+    ends: dict[int, list[int]] = {}  # run -> the units that are released before it
+    for residency in residencies:
+        ends.setdefault(residency.last + 1, []).append(residency.unit)
+    live: set[int] = set()
+    ahead: deque[_Residency] = deque()
+    for run in range(len(uses) + 1):
+        for unit in ends.get(run, ()):
+            live.remove(unit)
+            yield run, Op.RELEASE_PARAMS, unit
+        while ahead and ahead[0].first <= run:
+            ahead.popleft()
+        while waiting and _may_gather(waiting[0], run, live, ahead, sizes, limits):
+            residency = waiting.popleft()
+            live.add(residency.unit)
+            if residency.first > run:
+                ahead.append(residency)
+            yield run, Op.GATHER_PARAMS, residency.unit
+
+
+def _may_gather(
+    residency: _Residency,
+    run: int,
+    live: set[int],
+    ahead: Sequence[_Residency],
+    sizes: Mapping[int, int],
+    limits: LiveLimits,
+) -> bool:
+    """Return whether a unit is gathered before this run: it is used now, or it may be gathered ahead."""
+    if residency.first <= run:
+        return True
+    size = sizes[residency.unit]
+    fits = sum(sizes[u] for u in live) + size <= limits.live
+    return residency.unit not in live and fits and sum(sizes[r.unit] for r in ahead) + size <= limits.ahead
+
+
+def _residencies(uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimits) -> Iterator[_Residency]:
+    """Yield the times in which units are gathered, by Belady's rule in the room that gathering ahead leaves."""
+    room = limits.live - limits.ahead
+    passed = list(accumulate((sum(sizes[u] for u in use) for use in uses), initial=0))
+    following: list[dict[int, int]] = [{} for _ in uses]  # of each use: unit -> its next use
+    later: dict[int, int] = {}
+    for run in range(len(uses) - 1, -1, -1):
+        following[run] = {u: later.get(u, _NEVER) for u in uses[run]}
+        later |= dict.fromkeys(uses[run], run)
+    held: dict[int, tuple[int, int, int]] = {}  # unit -> first use, last use so far, next use
+    for run, use in enumerate(uses):
+        for unit in use:
+            first = held[unit][0] if unit in held else run
+            held[unit] = first, run, following[run][unit]
+        while sum(sizes[u] for u in held) > room:
+            # Of units that are used next at the same time, the largest leaves: then others may stay.
+            unit = max((u for u in held if u not in use), key=lambda u: (held[u][2], sizes[u], u))
+            yield _Residency(unit, *held.pop(unit)[:2])
+        for unit in use:
+            first, last, then = held[unit]
+            if then == _NEVER or passed[then] - passed[run + 1] > limits.reuse:
+                del held[unit]
+                yield _Residency(unit, first, last)
+
+
+def lifetimes_before(instructions: Sequence[Instruction], position: int) -> Sequence[Instruction]:
+    """Return the GATHER_PARAMS and RELEASE_PARAMS of units that belong to the compute at `position`: those right before it."""
+    before = (instructions[k] for k in range(position - 1, -1, -1))
+    return list(takewhile(lambda i: i.op in LIFETIME_OPS and i.run is not None, before))[::-1]

@@ -1,0 +1,60 @@
+"""Weights that are not trained, sharded with ZeRO-3: flat buckets without gradients, masters or optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.collectives import Group
+from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.buckets import BucketLayout, by_owners, cut, lay_out
+from parallel3d.zero.policy import ZeroPolicy
+from parallel3d.zero.weights import ShardedWeights
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenShard:
+    """The part of a frozen parameter that a rank holds: `values`, flat, from element `start` of the parameter on."""
+
+    info: ParameterInfo
+    values: Tensor
+    start: int
+
+
+class FrozenBucket:
+    """Frozen parameters of one layer and dtype, of which each rank of `group` holds a shard.
+
+    sharded: their weights. shards: what this rank holds of each parameter.
+    """
+
+    @torch.no_grad()
+    def __init__(self, layout: BucketLayout, group: Group):
+        size = layout.shard_numel
+        own = slice(group.index * size, (group.index + 1) * size)
+        device = layout.infos[0].parameter.device
+        weights = torch.zeros(layout.numel, dtype=layout.weight_dtype, device=device)
+        views, parts = [], []
+        for info, offset, numel in zip(layout.infos, layout.offsets, layout.sizes, strict=True):
+            views.append(weights[offset : offset + numel].view(info.parameter.shape))
+            views[-1].copy_(info.parameter)
+            info.parameter.data = views[-1]
+            parts.append((info, cut(offset, numel, own), offset))
+        shard = weights[own].clone()
+        self.infos = layout.infos
+        self.sharded = ShardedWeights(weights, shard, [info.parameter for info in layout.infos], views, group)
+        self.shards = [
+            FrozenShard(info, shard[part], own.start + part.start - offset)
+            for info, part, offset in parts
+            if part.start < part.stop
+        ]
+
+
+def shard_frozen(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, group: Group) -> Iterator[FrozenBucket]:
+    """Shard frozen parameters, given in the model's order; those that several chunks share stay whole, and so do integers."""
+    for infos in by_owners([info for info in parameters if info.parameter.is_floating_point()]).values():
+        for layout in lay_out(infos, policy, group.size):
+            if layout.is_sharded:
+                yield FrozenBucket(layout, group)

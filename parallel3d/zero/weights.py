@@ -1,0 +1,174 @@
+"""Weights that live as shards (ZeRO-3) and are gathered while layers compute with them (arXiv:1910.02054, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into, broadcast
+from parallel3d.errors import ExecutionError
+
+
+class WeightState(Enum):
+    """State of sharded weights, and the memory that it takes on a rank."""
+
+    SHARDED = "this rank's shard alone"
+    GATHERING = "the shard and the whole, which is being written"
+    GATHERED = "the shard and the whole"
+
+
+def _placeholder(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a parameter's shape with the memory of one element. Reading it gives NaN."""
+    return torch.full((), torch.nan, dtype=dtype, device=parameter.device).expand(parameter.shape)
+
+
+def weights_of(parameter: Tensor) -> ShardedWeights | None:
+    """Return the sharded weights that a parameter is part of; None if it is whole on every rank."""
+    found: ShardedWeights | None = vars(parameter).get("sharded_weights")
+    return found
+
+
+class ShardedWeights:
+    """The weights of some parameters in one flat tensor, of which each rank of `partition` holds one shard.
+
+    The flat tensor's storage is released and allocated again, but stays the same object: views of it that autograd has
+    saved for a backward are valid again when the weights are gathered for that backward. The parameters stay the same
+    objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise.
+
+    - shard: this rank's part, [numel / ranks]. numel: elements of the flat tensor, padding included.
+    - state: see WeightState.
+    """
+
+    def __init__(
+        self,
+        whole: Tensor,
+        shard: Tensor,
+        parameters: Sequence[nn.Parameter],
+        views: Sequence[Tensor],
+        partition: Group,
+    ):
+        self.shard, self.numel = shard, whole.numel()
+        self._whole, self._nbytes, self._partition = whole, whole.nbytes, partition
+        self._views = list(zip(parameters, views, strict=True))
+        self._placeholders = [(p, _placeholder(p, whole.dtype)) for p in parameters]
+        for parameter in parameters:
+            vars(parameter)["sharded_weights"] = self
+        self._work: Work = DONE
+        self._versions: list[int] = []
+        self.state = WeightState.GATHERED
+        self.release()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of the flat tensor."""
+        return [parameter for parameter, _ in self._views]
+
+    @torch.no_grad()
+    def gather(self) -> Work:
+        """Start to gather the weights, unless they are; see `wait`. Raises ExecutionError if a placeholder was written."""
+        if self.state is WeightState.SHARDED:
+            self._check_unwritten()
+            self._whole.untyped_storage().resize_(self._nbytes)
+            for parameter, view in self._views:
+                parameter.data = view
+            self._work = all_gather_into(self._whole, self.shard, self._partition)
+            self.state = WeightState.GATHERING
+        return self._work
+
+    def wait(self) -> None:
+        """Return (CUDA: let the stream go on) when the weights are gathered."""
+        if self.state is WeightState.GATHERING:
+            self._work.wait()
+            self._work, self.state = DONE, WeightState.GATHERED
+
+    def release(self) -> None:
+        """Free the memory of the whole weights. What is enqueued on the current stream may still read them."""
+        self.wait()
+        if self.state is WeightState.GATHERED:
+            for parameter, placeholder in self._placeholders:
+                parameter.data = placeholder
+            self._whole.untyped_storage().resize_(0)
+            self.state = WeightState.SHARDED
+            self._versions = [parameter._version for parameter, _ in self._views]
+
+    def _check_unwritten(self) -> None:
+        for (parameter, _), version in zip(self._views, self._versions, strict=True):
+            if parameter._version != version:
+                raise ExecutionError(
+                    f"a parameter of shape {list(parameter.shape)} was written while it lived as shards, and the values are "
+                    "lost; write it in parallel3d.zero.GatheredParameters(parameter, modifier_rank=0)"
+                )
+
+    @torch.no_grad()
+    def keep_changes(self, replica: int) -> None:
+        """Copy what a replica has written into its gathered weights to the shards. Collective."""
+        broadcast(self._whole, self._partition.ranks[replica], self._partition)
+        size = self.shard.numel()
+        self.shard.copy_(self._whole[self._partition.index * size :][:size])
+
+
+class Units:
+    """The units of a rank, each the sharded weights of one layer, by the layer's index in the list.
+
+    - live: number of elements that are gathered now; peak: the most so far. number: gathers so far.
+    """
+
+    def __init__(self, weights: Mapping[int, Sequence[ShardedWeights]]):
+        self._weights = weights
+        self.sizes = {unit: sum(w.numel for w in own) for unit, own in weights.items()}
+        self._unit_of = {p: unit for unit, own in weights.items() for w in own for p in w.parameters}
+        self.live = self.peak = self.number = 0
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
+        """Return the units that hold these parameters."""
+        return tuple(dict.fromkeys(self._unit_of[p] for p in parameters if p in self._unit_of))
+
+    def gather(self, unit: int) -> list[Work]:
+        """Start to gather a unit, unless it is gathered; return the works of its collectives."""
+        own = self._weights[unit]
+        if own[0].state is WeightState.SHARDED:
+            self.live += self.sizes[unit]
+            self.peak, self.number = max(self.peak, self.live), self.number + 1
+        return [weights.gather() for weights in own]
+
+    def use(self, units: Iterable[int]) -> None:
+        """Return (CUDA: let the stream go on) when these units are gathered; gather those that are not."""
+        for unit in units:
+            self.gather(unit)
+            for weights in self._weights[unit]:
+                weights.wait()
+
+    def release(self, unit: int) -> None:
+        """Release a unit, unless it is released."""
+        own = self._weights[unit]
+        if own[0].state is not WeightState.SHARDED:
+            self.live -= self.sizes[unit]
+            for weights in own:
+                weights.release()
+
+    def keep_only(self, units: Collection[int]) -> None:
+        """Release all other units."""
+        for unit in self._weights.keys() - set(units):
+            self.release(unit)
+
+    def release_all(self) -> None:
+        """Release all units, as between two steps."""
+        self.keep_only(())
+
+    def refuse_state_dicts(self, model: nn.Module) -> None:
+        """Make state_dict() of modules raise ExecutionError while their weights are shards."""
+        for module in model.modules():
+            own = [p for p in module._parameters.values() if p is not None]
+            if units := self.of(own):
+                module.register_state_dict_pre_hook(partial(self._check_gathered, units))
+
+    def _check_gathered(self, units: Sequence[int], *_: object) -> None:
+        if any(w.state is WeightState.SHARDED for unit in units for w in self._weights[unit]):
+            raise ExecutionError(
+                "state_dict() reads whole weights, but zero_optimization.stage 3 holds shards of them; call "
+                "engine.save_16bit_model or engine.save_checkpoint, or read them in parallel3d.zero.GatheredParameters"
+            )

@@ -1,0 +1,140 @@
+"""ZeRO-3: weights that live as shards, gathered by the program while their layers run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import toy
+from layouts import SHARDED, make_engine, own_iterator, run_steps
+
+import parallel3d
+from parallel3d.schedule.instructions import Op
+from parallel3d.zero.weights import WeightState
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"stages": 1},
+    {"stages": 1, "schedule": "gpipe", "num_chunks": 3, "activation_checkpoint_interval": 2},
+    {"stages": 2, "schedule": "1f1b", "activation_checkpoint_interval": 2},
+    {"stages": 2, "schedule": "interleaved", "num_chunks": 2},
+    {"stages": 2, "schedule": "zb-h1"},
+    {"stages": 2, "schedule": "zbv", "num_chunks": 2, "placement": "v"},
+    {"stages": 2, "schedule": "zb-looped", "num_chunks": 2},
+]
+STEPS, ACCUMULATION = 2, 4
+
+
+def train(pipeline: dict[str, Any], zero: dict[str, Any], clipping: float, optimizer: str) -> Any:
+    torch.manual_seed(5)
+    engine = make_engine(
+        toy.model(tied=True),
+        optimizer=optimizer,
+        accumulation=ACCUMULATION,
+        clipping=clipping,
+        pipeline=pipeline,
+        zero_optimization={"reduce_bucket_size": 1500, **zero},
+    )
+    dp = engine.grid.get_data_parallel_world_size()
+    data = own_iterator(engine, [toy.micro_batch(g, "tuple") for g in range(STEPS * ACCUMULATION * dp)])
+    return engine, run_steps(engine, data, STEPS)
+
+
+def numbers(*arguments: Any) -> Any:
+    return train(*arguments)[1]
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.05])
+@pytest.mark.parametrize("pipeline", SCHEDULES, ids=lambda p: p.get("schedule", "no pipeline"))
+def test_stage_3_has_the_bits_of_stage_2(run_ranks, pipeline: dict[str, Any], clipping: float):
+    world = 2 * pipeline["stages"]
+    two, three = (
+        run_ranks(world, numbers, pipeline, zero, clipping, "AdamW") for zero in ({"stage": 2}, {"stage": 3, **SHARDED})
+    )
+    for (losses, norms, weights), (same_losses, same_norms, same_weights) in zip(two, three, strict=True):
+        assert losses == pytest.approx(same_losses, rel=1e-6 if clipping else 0)
+        assert norms == pytest.approx(same_norms, rel=1e-6)
+        for name, weight in weights.items():
+            if clipping:
+                torch.testing.assert_close(same_weights[name], weight, rtol=1e-6, atol=1e-8)
+            else:
+                assert torch.equal(same_weights[name], weight), name
+
+
+def held(pipeline: dict[str, Any], ahead: int) -> Any:
+    zero = {"stage": 3, **SHARDED, "stage3_prefetch_bucket_size": ahead}
+    engine, _ = train(pipeline, zero, 0.0, "AdamW")
+    units = engine.update.units
+    instructions = engine._runner.programs.get(ACCUMULATION, True).instructions[engine.pipeline_module.stage_id]
+    own = [w for bucket in engine.update.reducer.all_buckets() if (w := bucket.sharded) is not None]
+    return {
+        "gathers": (units.number, STEPS * sum(i.op is Op.GATHER_PARAMS and i.run is not None for i in instructions)),
+        "peak": units.peak,
+        "live": units.live,
+        "states": {weights.state for weights in own},
+        "whole": sum(
+            p.untyped_storage().nbytes() for w in own for p in w.parameters if p.untyped_storage().nbytes() > 4
+        ),
+        "shards": sum(w.shard.numel() for w in own),
+        "padded": sum(w.numel for w in own),
+    }
+
+
+@pytest.mark.parametrize("ahead", [0, 2000])
+@pytest.mark.parametrize("pipeline", SCHEDULES, ids=lambda p: p.get("schedule", "no pipeline"))
+def test_what_is_gathered_is_what_was_planned(run_ranks, pipeline: dict[str, Any], ahead: int):
+    for found in run_ranks(2 * pipeline["stages"], held, pipeline, ahead):
+        executed, planned = found["gathers"]
+        assert executed == planned > 0
+        assert 0 < found["peak"] <= SHARDED["stage3_max_live_parameters"]
+        assert (found["live"], found["states"], found["whole"]) == (0, {WeightState.SHARDED}, 0)
+        assert found["shards"] * 2 == found["padded"]
+
+
+def write_and_read() -> Any:
+    engine, _ = train({"stages": 1}, {"stage": 3, **SHARDED}, 0.0, "SGD")
+    weight = next(engine.module.parameters())
+    outside = bool(weight.isnan().all())
+    rank = torch.distributed.get_rank()
+    with parallel3d.zero.GatheredParameters(weight, modifier_rank=1), torch.no_grad():
+        weight.fill_(float(rank))
+    with parallel3d.zero.GatheredParameters(weight):
+        kept = weight.detach().clone()
+    errors = []
+    try:
+        with parallel3d.zero.GatheredParameters(weight), torch.no_grad():
+            weight.fill_(7.0)
+    except parallel3d.Parallel3DError as error:
+        errors.append(str(error))
+    try:
+        engine.module.state_dict()
+    except parallel3d.Parallel3DError as error:
+        errors.append(str(error))
+    with parallel3d.zero.GatheredParameters(engine.module.parameters()):
+        names = list(engine.module.state_dict())
+        untouched = weight.detach().clone()
+    data = own_iterator(engine, [toy.micro_batch(g, "tuple") for g in range(2 * ACCUMULATION)])
+    engine.train_batch(data)
+    with parallel3d.zero.GatheredParameters(weight):
+        stepped = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.fill_(7.0)
+        with parallel3d.zero.GatheredParameters(weight):
+            pass
+    except parallel3d.Parallel3DError as error:
+        errors.append(str(error))
+    return outside, kept, untouched, errors, len(names), stepped
+
+
+def test_whole_weights_are_read_and_written_in_a_context(run_ranks):
+    for outside, kept, untouched, errors, names, stepped in run_ranks(2, write_and_read):
+        assert outside
+        assert (kept == 1.0).all()
+        assert (untouched == 1.0).all()
+        assert "changed in GatheredParameters without modifier_rank" in errors[0]
+        assert "state_dict() reads whole weights" in errors[1]
+        assert "was written while it lived as shards" in errors[2]
+        assert len(errors) == 3
+        assert names > 0
+        assert 0 < (stepped - 1.0).abs().max() < 0.5, "the masters follow what was written"
