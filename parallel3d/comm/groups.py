@@ -74,11 +74,12 @@ class ProcessGroups:
             return self.world
         return self.build(lists)
 
-    def build(self, lists: Iterable[Iterable[int]], max_ctas: int | None = None) -> Group:
+    def build(self, lists: Iterable[Iterable[int]], max_ctas: int | None = None, backend: str | None = None) -> Group:
         """Make a group of each list, in order, on every rank, and return the one with this rank.
 
         A rank in none of the lists gets a group with only itself. max_ctas: under NCCL, the most thread blocks, and so
-        streaming multiprocessors, that a kernel of the group uses.
+        streaming multiprocessors, that a kernel of the group uses. backend: the world's by default; "gloo" for a group on the
+        host.
         """
         options = None
         if max_ctas is not None and self.backend == "nccl":
@@ -88,9 +89,9 @@ class ProcessGroups:
         for ranks in (tuple(r) for r in lists):
             if len(ranks) == 1:
                 continue
-            handle = dist.new_group(list(ranks), pg_options=options)
+            handle = dist.new_group(list(ranks), backend=backend, pg_options=options)
             if self.rank in ranks:
-                if self.backend == "gloo":
+                if "gloo" in (backend, self.backend):
                     prove_membership(handle)
                 mine = Group(ranks, handle, activity=self.activity)
         return mine

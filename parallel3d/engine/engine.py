@@ -242,7 +242,7 @@ class Engine:
         """
         with self._attributing(Phase.CALL):
             if not self.pipeline_module.training:
-                with self._runner.attention():
+                with self._runner.attending():
                     return self._calls.forward(args, kwargs, same_stream)
             if torch.is_grad_enabled():
                 self._begin_calls()
@@ -275,7 +275,7 @@ class Engine:
         with self._attributing(Phase.CALL):
             self._begin_calls()
             weight = 1.0 / ((self.data.sizes.num_micro_batches if scale_wrt_gas else 1) * self.process_groups.data.size)
-            with self._runner.attention():  # for recomputed layers
+            with self._runner.attending():  # for recomputed layers
                 self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
             return loss
 

@@ -12,16 +12,18 @@ from torch import Tensor
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.transport import Transport
-from parallel3d.config import Config, ZeroConfig
+from parallel3d.config import Config
 from parallel3d.engine.attention import attention_context
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.optim.precision import Precision
+from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.executor import Batch, BatchResult, Executor
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
+from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.pipe.units import LayerUnits
 from parallel3d.rng import EnterLayer, RandomStreams
 from parallel3d.schedule.instructions import Op
@@ -51,8 +53,17 @@ class BatchRunner:
         self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
         self._update = update
         self.attention = attention_context(config.attention.backend, model.device)
-        units = LayerUnits(model, update.units) if update.units is not None else None
-        mine = update.units.sizes if update.units else {}, units.uses() if units else {}
+        zero = config.zero_optimization
+        limits = LiveLimits(
+            zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance
+        )
+        units: LayerUnits | BlockUnits | None = None
+        if update.units is not None and isinstance(model, SingleStageModule):
+            ranks = model.groups.topology.get_axis_comm_lists("data")
+            units = BlockUnits(model.layers["0"], update.units, limits, model.groups.build(ranks, backend="gloo"))
+        elif update.units is not None:
+            units = LayerUnits(model, update.units)
+        mine = update.units.sizes if update.units else {}, units.uses() if isinstance(units, LayerUnits) else {}
         everyone = all_gather_object((torch.initial_seed(), update.reducer.num_buckets(), mine), model.groups.control)
         # Rank 0's seed is used, so that a script which seeds each rank differently draws the same numbers in every layout.
         self.streams = RandomStreams((config.seed, everyone[0][0]), model.device)
@@ -60,15 +71,16 @@ class BatchRunner:
         num_buckets = {owners: n for rank in model.groups.pipe.ranks for owners, n in everyone[rank][1].items()}
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
         lifetimes = None
-        if units is not None:
+        if isinstance(units, LayerUnits):
             model.use_units(units)
-            lifetimes = _lifetimes([everyone[rank][2] for rank in model.groups.pipe.ranks], config.zero_optimization)
+            lifetimes = _lifetimes([everyone[rank][2] for rank in model.groups.pipe.ranks], limits)
         self.programs = Programs(
             model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch, lifetimes
         )
         transport = transport or Transport(model.groups, config.pipeline.peer_copies)
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
         self._messages = Messages(transport, model.device, dynamic)
+        self._units = units
         self._executor = Executor(
             model, self._messages, update.reducer, update.sharded.gather, precision, on_loss, units
         )
@@ -91,8 +103,18 @@ class BatchRunner:
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Run forwards in this context with the configured attention kernels; restore the random generators at its end."""
-        with self.streams.kept(), self.attention():
+        with self.streams.kept(), self.attending():
             yield
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Run calls in this context with the configured attention kernels; release sharded weights at its end."""
+        try:
+            with self.attention():
+                yield
+        finally:
+            if self._units is not None:
+                self._units.abort()
 
     def run(
         self,
@@ -133,11 +155,8 @@ class BatchRunner:
         return list(losses.to(torch.get_default_dtype()).unbind())
 
 
-def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], zero: ZeroConfig) -> Lifetimes:
+def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], limits: LiveLimits) -> Lifetimes:
     """Join what the stages of a pipeline tell of their sharded weights: (sizes of units, uses of chunks) of each."""
     sizes = {unit: size for own, _ in stages for unit, size in own.items()}
     uses = {chunk: its for _, own in stages for chunk, its in own.items()}
-    limits = LiveLimits(
-        zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance
-    )
     return Lifetimes([uses[chunk] for chunk in sorted(uses)], sizes, limits)

@@ -17,6 +17,7 @@ from parallel3d.autograd.entry import Entry
 from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import execution_error, printable
 from parallel3d.optim.precision import Precision
+from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.messages import Messages, Receipt
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.units import LayerUnits
@@ -104,7 +105,7 @@ class Executor:
         gather: Callable[[int], None],
         precision: Precision,
         on_loss: Callable[[Tensor], None] | None = None,
-        units: LayerUnits | None = None,
+        units: LayerUnits | BlockUnits | None = None,
     ):
         self._module, self._units = module, units
         self._messages = messages

@@ -267,8 +267,14 @@ class PipelineModule(nn.Module):
                 if parameter not in infos:
                     origin, source = self._ties.origin(layer, name)
                     owners = self._ties.owners(layer, name)
-                    infos[parameter] = ParameterInfo(self.global_name(origin, source), parameter, owners, origin)
+                    infos[parameter] = ParameterInfo(
+                        self.global_name(origin, source), parameter, owners, self.unit_of(origin, source)
+                    )
         return list(infos.values())
+
+    def unit_of(self, layer: int, name: str) -> int:
+        """Return the number of the unit that a layer's parameter is gathered with if weights are sharded."""
+        return layer
 
     def global_name(self, layer: int, name: str) -> str:
         """Return the name of a layer's parameter in the whole model, the same in every layout."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from parallel3d.pipe.blocks import units_of
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer, same_stream
 
@@ -20,6 +21,12 @@ class SingleStageModule(PipelineModule):
     """
 
     def __init__(self, model: nn.Module):
+        units = units_of(model)
+        self._unit_of = {
+            f"{path}.{name}" if path else name: units[module]
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name in module._parameters
+        }
         super().__init__([model], num_stages=1, loss_fn=_loss_of)
 
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
@@ -33,6 +40,10 @@ class SingleStageModule(PipelineModule):
         if isinstance(x, Mapping):
             return self.layers["0"](**x)
         return self.layers["0"](*x) if isinstance(x, (tuple, list)) else self.layers["0"](x)
+
+    def unit_of(self, layer: int, name: str) -> int:
+        """Return the number of the unit of a parameter of the module; see units_of."""
+        return self._unit_of[name]
 
     def global_name(self, layer: int, name: str) -> str:
         """Return the module's own name of the parameter."""

@@ -121,19 +121,28 @@ class Units:
         self._weights = weights
         self.sizes = {unit: sum(w.numel for w in own) for unit, own in weights.items()}
         self._unit_of = {p: unit for unit, own in weights.items() for w in own for p in w.parameters}
+        self._held: set[int] = set()  # units that are gathered here, and not by GatheredParameters
         self.live = self.peak = self.number = 0
 
     def of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
         """Return the units that hold these parameters."""
         return tuple(dict.fromkeys(self._unit_of[p] for p in parameters if p in self._unit_of))
 
+    def holds(self, unit: int) -> bool:
+        """Return whether a unit was gathered by `gather` or `use`, and not released since."""
+        return unit in self._held
+
+    def is_gathered(self, unit: int) -> bool:
+        """Return whether a unit is gathered, or is being gathered."""
+        return self._weights[unit][0].state is not WeightState.SHARDED
+
     def gather(self, unit: int) -> list[Work]:
         """Start to gather a unit, unless it is gathered; return the works of its collectives."""
-        own = self._weights[unit]
-        if own[0].state is WeightState.SHARDED:
+        if not self.is_gathered(unit):
+            self._held.add(unit)
             self.live += self.sizes[unit]
             self.peak, self.number = max(self.peak, self.live), self.number + 1
-        return [weights.gather() for weights in own]
+        return [weights.gather() for weights in self._weights[unit]]
 
     def use(self, units: Iterable[int]) -> None:
         """Return (CUDA: let the stream go on) when these units are gathered; gather those that are not."""
@@ -143,16 +152,16 @@ class Units:
                 weights.wait()
 
     def release(self, unit: int) -> None:
-        """Release a unit, unless it is released."""
-        own = self._weights[unit]
-        if own[0].state is not WeightState.SHARDED:
+        """Release a unit, unless it is released, or was gathered by GatheredParameters."""
+        if unit in self._held:
+            self._held.remove(unit)
             self.live -= self.sizes[unit]
-            for weights in own:
+            for weights in self._weights[unit]:
                 weights.release()
 
     def keep_only(self, units: Collection[int]) -> None:
         """Release all other units."""
-        for unit in self._weights.keys() - set(units):
+        for unit in self._held.difference(units):
             self.release(unit)
 
     def release_all(self) -> None:

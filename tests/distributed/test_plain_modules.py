@@ -24,6 +24,7 @@ ZERO = [
     {"stage": 1},
     {"stage": 2, "reduce_per_micro_batch": False},
     {"stage": 2, "reduce_per_micro_batch": True},
+    {"stage": 3, "stage3_param_persistence_threshold": 0},
 ]
 
 
@@ -92,7 +93,8 @@ def by_calls(accumulation: int, zero: dict[str, Any]) -> Result:
         assert engine.global_steps == step + 1
         losses.append(total)
         norms.append(engine.get_global_grad_norm().item())
-    return losses, norms, {n: p.detach().clone() for n, p in engine.named_parameters()}
+    with parallel3d.zero.GatheredParameters(engine.parameters()):
+        return losses, norms, {n: p.detach().clone() for n, p in engine.named_parameters()}
 
 
 def by_train_batch(accumulation: int, zero: dict[str, Any]) -> Result:
@@ -103,7 +105,8 @@ def by_train_batch(accumulation: int, zero: dict[str, Any]) -> Result:
     for _ in range(STEPS):
         losses.append(engine.train_batch(iterator).item())
         norms.append(engine.get_global_grad_norm().item())
-    return losses, norms, {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    with parallel3d.zero.GatheredParameters(engine.parameters()):
+        return losses, norms, {n: p.detach().clone() for n, p in engine.module.named_parameters()}
 
 
 def on_one_process(per_step: int) -> Result:
@@ -164,7 +167,8 @@ def accumulate_without_sync(zero: dict[str, Any]) -> Result:
         losses.append(total + loss.item() / 3)
         norms.append(engine.get_global_grad_norm().item())
         g += dp
-    return losses, norms, {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    with parallel3d.zero.GatheredParameters(engine.parameters()):
+        return losses, norms, {n: p.detach().clone() for n, p in engine.module.named_parameters()}
 
 
 @pytest.mark.parametrize("zero", ZERO[:3], ids=str)

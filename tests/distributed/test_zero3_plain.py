@@ -1,0 +1,220 @@
+"""ZeRO-3 of any module: its weights are gathered by hooks, whatever the order of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+from hf_models import transformers
+from ranks import RankError
+from reference import distance
+from torch import Tensor, nn
+
+import parallel3d
+
+WIDTH, BLOCKS = 16, 5
+ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 30_000}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).tanh())
+
+
+class Shuffling(nn.Module):
+    """Calls its blocks in an order of the caller's, some of them twice. The root has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        x = x * self.scale
+        for k in order:
+            x = self.blocks[k](x)
+        return (x * self.scale).square().mean()
+
+
+class Borrowing(nn.Module):
+    """One layer uses the other's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender = nn.Linear(WIDTH, WIDTH)
+        self.borrower = Borrower(self.lender)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.borrower(self.lender(x)).square().mean()
+
+
+class Borrower(nn.Module):
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.borrowed = [lender.weight]
+        parallel3d.zero.register_external_parameter(self, lender.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.borrowed[0]) * self.scale
+
+
+def make(model: nn.Module, zero: dict[str, Any] | None = None, **config: Any) -> parallel3d.DeepSpeedEngine:
+    whole = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.01}},
+        "steps_per_print": None,
+        "zero_optimization": {**ZERO, **(zero or {})},
+        **config,
+    }
+    return parallel3d.initialize(model=model, config=whole)[0]
+
+
+def whole_weights(engine: parallel3d.DeepSpeedEngine) -> dict[str, Tensor]:
+    with parallel3d.zero.GatheredParameters(engine.module.parameters()):
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def on_one_process(model: nn.Module, steps: int, loss_of: Callable[[nn.Module, int, int], Tensor], dp: int) -> Any:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-6)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for replica in range(dp):
+            (loss_of(model, step, replica) / dp).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert {n: d for n, w in wanted.items() if (d := distance(found[n], w)) > 1e-5} == {}
+
+
+def train(model: nn.Module, steps: int, loss_of: Callable[[nn.Module, int, int], Tensor], **zero: Any) -> Any:
+    engine = make(model, zero)
+    for step in range(steps):
+        engine.backward(loss_of(engine, step, engine.global_rank))
+        engine.step()
+    units = engine.update.units
+    return whole_weights(engine), units.peak, sum(units.sizes.values()), units.live
+
+
+def shuffled(module: Any, step: int, replica: int) -> Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + replica))
+    order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(step)).tolist()
+    return module(x, order[: BLOCKS - step % 2] + order[:1])
+
+
+def shuffling(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Shuffling()
+
+
+def train_shuffled() -> Any:
+    return train(shuffling(), 20, shuffled, stage3_max_live_parameters=3_500)
+
+
+def test_an_order_that_changes_from_step_to_step_trains_as_one_process(run_ranks):
+    wanted = on_one_process(shuffling(), 20, shuffled, 2)
+    for found, peak, whole, live in run_ranks(2, train_shuffled):
+        compare(found, wanted)
+        assert live == 0
+        assert peak < 0.7 * whole
+
+
+def train_apart() -> None:
+    engine = make(shuffling())
+    order = [0, 1, 2] if engine.global_rank == 0 else [0, 3, 2]
+    engine(torch.ones(2, WIDTH), order)
+
+
+def test_replicas_that_call_other_layers_are_told_which(run_ranks):
+    with pytest.raises(
+        RankError, match=r"replica \d needs the weights of blocks\.[13] and replica \d those of blocks\.[13]"
+    ):
+        run_ranks(2, train_apart)
+
+
+def borrowing() -> nn.Module:
+    torch.manual_seed(1)
+    return Borrowing()
+
+
+def lent(module: Any, step: int, replica: int) -> Tensor:
+    return module(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + replica)))
+
+
+def train_borrowing() -> Any:
+    return train(borrowing(), 3, lent)
+
+
+def test_a_parameter_of_another_module_is_gathered_if_it_is_registered(run_ranks):
+    wanted = on_one_process(borrowing(), 3, lent, 2)
+    for found, *_ in run_ranks(2, train_borrowing):
+        compare(found, wanted)
+
+
+# --- Hugging Face's models, as they are
+
+
+def llama(name: str = "llama") -> Any:
+    return hf_models.make_model(name)
+
+
+def ids_of(step: int, replica: int) -> Tensor:
+    return torch.randint(0, hf_models.VOCAB, (2, 8), generator=torch.Generator().manual_seed(100 * step + replica))
+
+
+def language_loss(module: Any, step: int, replica: int) -> Tensor:
+    ids = ids_of(step, replica)
+    return module(input_ids=ids, labels=ids).loss
+
+
+def train_llama(name: str, reentrant: bool | None) -> Any:
+    model = llama(name)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+    return train(model, 3, language_loss)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
+def test_a_hugging_face_model_trains_unmodified(run_ranks, name: str, reentrant: bool | None):
+    transformers()
+    wanted = on_one_process(llama(name), 3, language_loss, 2)
+    for found, peak, whole, live in run_ranks(2, train_llama, name, reentrant):
+        compare(found, wanted)
+        assert live == 0
+        assert peak < whole
+
+
+def generate_apart() -> list[list[int]]:
+    """Each replica generates another number of tokens from gathered weights, then training goes on."""
+    engine = make(llama())
+    with parallel3d.zero.GatheredParameters(engine.module.parameters()):
+        made = engine.module.generate(
+            ids_of(0, 0)[:1],
+            max_new_tokens=3 + 4 * engine.global_rank,
+            min_new_tokens=3 + 4 * engine.global_rank,
+            do_sample=False,
+        )
+    engine.backward(language_loss(engine, 0, engine.global_rank))
+    engine.step()
+    return made.tolist()
+
+
+def test_replicas_that_generate_different_lengths_all_finish(run_ranks):
+    transformers()
+    model = llama().eval()
+    for replica, found in enumerate(run_ranks(2, generate_apart)):
+        length = 3 + 4 * replica
+        wanted = model.generate(ids_of(0, 0)[:1], max_new_tokens=length, min_new_tokens=length, do_sample=False)
+        assert found == wanted.tolist()
