@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group, ImaginedGroup, Work
-from parallel3d.comm.environment import init_distributed
+from parallel3d.comm.environment import get_world_size, init_distributed
 from parallel3d.comm.membership import prove_membership
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.errors import TopologyError
@@ -126,6 +126,12 @@ class ProcessGroups:
         stages = sorted(stages)
         pipelines = self.topology.get_axis_comm_lists("pipe") or [[r] for r in range(self.topology.world_size())]
         return self.build(([pipeline[s] for s in stages] for pipeline in pipelines), max_ctas)
+
+
+def whole_world() -> Group:
+    """Return the group of all ranks; joins the world first if needed."""
+    ranks = tuple(range(get_world_size()))
+    return Group(ranks, dist.group.WORLD if len(ranks) > 1 else None)
 
 
 class PipelineParallelGrid:

@@ -4,24 +4,53 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.comm.environment import get_rank, is_initialized
 
 if TYPE_CHECKING:
+    from parallel3d.deepspeed.whole_state import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+    )
     from parallel3d.pipe.data import RepeatingLoader
+    from parallel3d.zero.external import (
+        get_z3_leaf_modules,
+        set_z3_leaf_modules,
+        unset_z3_leaf_modules,
+        z3_leaf_module,
+    )
 
-__all__ = ["RepeatingLoader", "log_dist", "logger"]
+__all__ = [
+    "RepeatingLoader",
+    "get_z3_leaf_modules",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
 
 logger = logging.getLogger("parallel3d")
 
 
 def __getattr__(name: str) -> Any:
-    if name != "RepeatingLoader":
+    """Import what needs pipelines when it is used, because they take two seconds to import."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from parallel3d.pipe.data import RepeatingLoader  # imported here, because pipelines take two seconds to import
-
-    return RepeatingLoader
+    part = "deepspeed.whole_state" if name.startswith("safe_") else "zero.external"
+    return getattr(import_module(f"parallel3d.{'pipe.data' if name == 'RepeatingLoader' else part}"), name)
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:

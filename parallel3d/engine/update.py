@@ -24,7 +24,8 @@ from parallel3d.zero.frozen import FrozenBucket, shard_frozen
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
-from parallel3d.zero.weights import ShardedWeights, Units
+from parallel3d.zero.weights import ShardedWeights, Units, make_whole
+from parallel3d.zero.whole_state import WholeState
 
 # Maximum number of parameters that the warning of an overflow lists.
 _MAX_NAMES = 3
@@ -108,6 +109,10 @@ class WeightUpdate:
             on_gather=self._report_gather,
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
         )
+        for bucket in self.reducer.all_buckets():
+            for k, parameter in enumerate(bucket.parameters):
+                state = WholeState(bucket, k, optimizer, lambda: self.loss_scale, self.reducer.finish_step)
+                vars(parameter)["whole_state"] = state
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)
         model.use_waiter(self.sharded.wait_for_module)
@@ -141,6 +146,10 @@ class WeightUpdate:
         )
         self._frozen = model.frozen_infos()
         self.frozen_buckets = list(shard_frozen(self._frozen, self.policy, gather_group)) if gather_group else []
+        sharded = {info.parameter for bucket in self.frozen_buckets for info in bucket.infos}
+        for info in self._frozen:
+            if info.parameter not in sharded:
+                make_whole(info.parameter)
         self.units = self._make_units() if shards else None
 
     def _make_units(self) -> Units:

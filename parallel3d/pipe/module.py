@@ -42,6 +42,8 @@ from parallel3d.specs import (
     check_layers,
     layer_name,
 )
+from parallel3d.zero.init import shard_parameter, shards_weights
+from parallel3d.zero.weights import weights_of
 
 
 class WeightUnits(Protocol):
@@ -118,7 +120,7 @@ class PipelineModule(nn.Module):
             num_chunks=num_chunks,
             placement=placement,
         )
-        self._join(settings)
+        self._join(settings, shards_weights(config))
         self.dynamic_shape, self._own_checkpoint_func = dynamic_shape, activation_checkpoint_func
         self.use_checkpointer(Checkpointer())
         self._seed_fn = seed_fn if settings.seed_layers else None
@@ -132,9 +134,9 @@ class PipelineModule(nn.Module):
             self.partition = LayerSplitter(layers, settings, self.placement, context, sample, recomputes).split(config)
         self._place(layers, seed, context, recomputes)
 
-    def _join(self, settings: BuildSettings) -> None:
+    def _join(self, settings: BuildSettings, shards_layers: bool) -> None:
         """Make the process groups of the layout, and determine this rank's chunks."""
-        self.settings, self.num_stages = settings, settings.num_stages
+        self.settings, self.num_stages, self._shards_layers = settings, settings.num_stages, shards_layers
         self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)
         self.groups = ProcessGroups(settings.topology)
         self.device = local_device()
@@ -195,11 +197,21 @@ class PipelineModule(nn.Module):
                 if self._seed_fn is not None:
                     self._seed_fn(layer_seed(seed, k))
                 self.layers[key] = layer.build(context)
+            if self._shards_layers and not isinstance(layer, TiedLayerSpec):
+                self._shard(self.layers[key])
         elif isinstance(layer, nn.Module):
             self.layers[key] = layer
         else:
             return None
         return self.layers[key]
+
+    def _shard(self, layer: nn.Module) -> None:
+        """Keep only this rank's shards of a layer that was just built (ZeRO-3), with the same bits on all ranks."""
+        layer.to(self.device)
+        for parameter in layer.parameters():
+            if slicing_of(parameter) is None:
+                broadcast(parameter.data, self.groups.model.ranks[0], self.groups.model)
+            shard_parameter(parameter, self.groups.data)
 
     def _modules_in_order(self) -> list[tuple[int, nn.Module]]:
         return sorted(((int(layer), module) for layer, module in self.layers.items()), key=lambda item: item[0])
@@ -222,6 +234,8 @@ class PipelineModule(nn.Module):
         Raises PartitionError on all ranks when a copy is missing, or differs in shape, dtype or requires_grad.
         """
         for tensor in (*self.parameters(), *self.buffers()):
+            if weights_of(tensor) is not None:
+                continue  # sharded while it was built, when all ranks got the same bits
             if slicing_of(tensor) is None:
                 broadcast(tensor.data, self.groups.model.ranks[0], self.groups.model)
             broadcast(tensor.data, self.groups.data.ranks[0], self.groups.data)

@@ -14,7 +14,7 @@ from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.weights import ShardedWeights, WeightState
+from parallel3d.zero.weights import ShardedWeights, WeightState, forget, make_whole, whole
 
 # Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
 ALIGNMENT = 32
@@ -179,10 +179,14 @@ class Bucket:
         values with which the parameters were built, before these are rounded to the weights' dtype.
         """
         if layout.is_in_place:
+            for parameter in self.parameters:
+                make_whole(parameter)
             return None, None, None
         masters = torch.zeros(self.numel, dtype=layout.master_dtype, device=self.device)
-        for k, info in enumerate(self.infos):
-            self.view(masters, k).copy_(info.parameter)
+        for k, parameter in enumerate(self.parameters):
+            with whole(parameter):
+                self.view(masters, k).copy_(parameter)
+            forget(parameter)
         weights = masters.to(layout.weight_dtype)
         self._point_to(weights)
         master, own = masters[self.shard], weights[self.shard]

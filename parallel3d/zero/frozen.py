@@ -12,7 +12,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import BucketLayout, by_owners, cut, lay_out
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.weights import ShardedWeights
+from parallel3d.zero.weights import ShardedWeights, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,8 @@ class FrozenBucket:
         views, parts = [], []
         for info, offset, numel in zip(layout.infos, layout.offsets, layout.sizes, strict=True):
             views.append(weights[offset : offset + numel].view(info.parameter.shape))
-            views[-1].copy_(info.parameter)
+            with whole(info.parameter):
+                views[-1].copy_(info.parameter)
             info.parameter.data = views[-1]
             parts.append((info, cut(offset, numel, own), offset))
         shard = weights[own].clone()

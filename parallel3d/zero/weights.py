@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 
@@ -30,6 +31,31 @@ def weights_of(parameter: Tensor) -> ShardedWeights | None:
     """Return the sharded weights that a parameter is part of; None if it is whole on every rank."""
     found: ShardedWeights | None = vars(parameter).get("sharded_weights")
     return found
+
+
+@contextmanager
+def whole(parameter: Tensor) -> Iterator[None]:
+    """Make a parameter whole in this context. Collective, if it is sharded."""
+    found = weights_of(parameter)
+    if found is not None:
+        found.gather()
+        found.wait()
+    yield
+    if found is not None:
+        found.release()
+
+
+def make_whole(parameter: Tensor) -> None:
+    """Make a sharded parameter whole for good. Collective."""
+    if (found := weights_of(parameter)) is not None:
+        found.gather()
+        found.wait()
+        forget(parameter)
+
+
+def forget(parameter: Tensor) -> None:
+    """Note that a parameter has other memory now than that of its sharded weights."""
+    vars(parameter).pop("sharded_weights", None)
 
 
 class ShardedWeights:

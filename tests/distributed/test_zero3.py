@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 import toy
 from layouts import SHARDED, make_engine, own_iterator, run_steps
+from torch import nn
 
 import parallel3d
+from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.schedule.instructions import Op
 from parallel3d.zero.weights import WeightState
 
@@ -138,3 +141,31 @@ def test_whole_weights_are_read_and_written_in_a_context(run_ranks):
         assert len(errors) == 3
         assert names > 0
         assert 0 < (stepped - 1.0).abs().max() < 0.5, "the masters follow what was written"
+
+
+LAYERS, WIDTH = 16, 256
+
+
+def build_in_layers(stage: int) -> tuple[list[int], int]:
+    """Bytes of all tensors of this process before each layer is built and at the end, from the first; those of a layer."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    held: list[int] = []
+
+    def count(_: int) -> None:
+        gc.collect()
+        tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and not item.is_meta]
+        held.append(sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()))
+
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    module = PipelineModule(layers, num_stages=1, seed_layers=True, config=config, seed_fn=count)
+    count(LAYERS)
+    assert sum(p.numel() for p in module.parameters()) == LAYERS * WIDTH**2
+    return [bytes_ - held[0] for bytes_ in held], 4 * WIDTH**2
+
+
+@pytest.mark.parametrize(("stage", "parts"), [(2, 1), (3, 4)])
+def test_a_module_holds_shards_alone_of_the_layers_that_are_built(run_ranks, stage: int, parts: int):
+    for held, layer in run_ranks(4, build_in_layers, stage):
+        assert len(held) == LAYERS + 1
+        for k, bytes_ in enumerate(held):
+            assert abs(bytes_ - k * layer // parts) < layer // 8, "besides the shards, placeholders of one element"

@@ -218,3 +218,102 @@ def test_replicas_that_generate_different_lengths_all_finish(run_ranks):
         length = 3 + 4 * replica
         wanted = model.generate(ids_of(0, 0)[:1], max_new_tokens=length, min_new_tokens=length, do_sample=False)
         assert found == wanted.tolist()
+
+
+# --- the whole state of a parameter
+
+
+def read_and_write_state(stage: int) -> Any:
+    utils = parallel3d.utils
+    engine = make(shuffling(), {"stage": stage})
+    weight = engine.module.blocks[1].first.weight
+    before = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    engine.backward(shuffled(engine, 0, engine.global_rank))
+    gradient = utils.safe_get_full_grad(weight)
+    engine.step()
+    master, moment = utils.safe_get_full_fp32_param(weight), utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    utils.safe_set_full_optimizer_state(weight, torch.zeros_like(master), "exp_avg")
+    utils.safe_set_full_fp32_param(weight, torch.full_like(master, 0.5))
+    written = whole_weights(engine)["blocks.1.first.weight"]
+    cleared = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    unknown = utils.safe_get_full_optimizer_state(weight, "momentum_buffer")
+    engine.backward(shuffled(engine, 1, engine.global_rank))
+    utils.safe_set_full_grad(weight, torch.zeros_like(master))
+    engine.step()
+    return before, gradient, master, moment, written, cleared, unknown, utils.safe_get_full_fp32_param(weight)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_whole_state_of_a_parameter_is_read_and_written(run_ranks, stage: int):
+    model = shuffling()
+    weight = model.blocks[1].first.weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.01)
+    for replica in range(2):
+        (shuffled(model, 0, replica) / 2).backward()
+    optimizer.step()
+    for before, gradient, master, moment, written, cleared, unknown, last in run_ranks(2, read_and_write_state, stage):
+        assert before is None
+        assert unknown is None
+        for found, wanted in ((gradient, weight.grad), (master, weight), (moment, optimizer.state[weight]["exp_avg"])):
+            assert distance(found, wanted.detach()) < 1e-5
+        assert (written == 0.5).all()
+        assert (cleared == 0).all()
+        assert torch.allclose(last, torch.full_like(last, 0.5 * (1 - 1e-5))), (
+            "no gradient and no moment: weight decay alone"
+        )
+
+
+# --- zero.Init
+
+
+def train_made_inside(name: str) -> Any:
+    """The model is built on each rank from another seed; the first rank's values count."""
+    torch.manual_seed(7 + parallel3d.comm.get_rank())
+    with parallel3d.zero.Init(config_dict_or_path={"zero_optimization": ZERO}):
+        model = Shuffling() if name == "shuffling" else llama_of_config()
+    inside = [p.untyped_storage().nbytes() for p in model.parameters()]
+    with parallel3d.zero.GatheredParameters(model.parameters()):
+        start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    loss_of = shuffled if name == "shuffling" else language_loss
+    return start, max(inside), *train(model, 3, loss_of)
+
+
+def llama_of_config() -> Any:
+    hf = transformers()
+    kind, settings = hf_models.CONFIGS["llama"]
+    return hf.LlamaForCausalLM(getattr(hf, kind)(**settings))
+
+
+@pytest.mark.parametrize("name", ["shuffling", "llama"])
+def test_a_model_built_inside_init_is_sharded_and_trains_as_its_whole_self(run_ranks, name: str):
+    model = shuffling() if name == "shuffling" else llama()
+    ranks = run_ranks(2, train_made_inside, name)
+    start = ranks[0][0]
+    model.load_state_dict(start, strict=False)
+    wanted = on_one_process(model, 3, shuffled if name == "shuffling" else language_loss, 2)
+    for same, largest, found, _, _, live in ranks:
+        assert largest <= 4, "each parameter is a placeholder of one element"
+        assert all(torch.equal(same[key], value) for key, value in start.items())
+        assert all(bool(value.isfinite().all()) for value in start.values())
+        compare(found, wanted)
+        assert live == 0
+
+
+def fill_from_the_first_rank() -> Any:
+    """As transformers reads a state dict into a model that was built in Init."""
+    torch.manual_seed(1)
+    with parallel3d.zero.Init():
+        model = Shuffling()
+    state = shuffling(9).state_dict()
+    for prefix, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        with parallel3d.zero.GatheredParameters(own, modifier_rank=0):
+            if parallel3d.comm.get_rank() == 0:
+                module._load_from_state_dict(state, f"{prefix}." if prefix else "", {}, True, [], [], [])
+    return train(model, 3, shuffled)[0]
+
+
+def test_a_state_dict_is_read_on_the_first_rank_alone(run_ranks):
+    wanted = on_one_process(shuffling(9), 3, shuffled, 2)
+    for found in run_ranks(2, fill_from_the_first_rank):
+        compare(found, wanted)
