@@ -7,58 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import SHARDED, make_engine, own_iterator
-from reference import Item
+from adapted import ITEMS, LIMITS, TRAINED, micro_batches, squares
+from layouts import make_engine, own_iterator
 from safetensors.torch import load_file
 from test_checkpoint_layouts import check_same, whole_tensors
-from torch import Tensor, nn
+from torch import Tensor
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
-
-WIDTH = 9  # odd, so that padding and shards' ends lie within parameters
-TRAINED = {"layers.1.down.weight", "layers.1.up.weight", "layers.3.weight", "layers.3.bias", "layers.5.gain"}
-
-
-class Frozen(nn.Linear):
-    def __init__(self, width: int):
-        super().__init__(width, width)
-        self.requires_grad_(False)
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank update, and a running mean that differs between replicas."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
-        self.register_buffer("mean", torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.5)
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
-class Scale(nn.Module):
-    """A parameter that not even a shard for each replica can be cut of, and a frozen scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor([1.5]))
-        self.offset = nn.Parameter(torch.tensor(0.25), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain + self.offset
-
-
-LINEAR = Item(nn.Linear, (WIDTH, WIDTH))
-ITEMS = [Item(Frozen, (WIDTH,)), Item(Adapted, (WIDTH,)), Item(Frozen, (WIDTH,)), LINEAR, Item(torch.tanh), Item(Scale)]
-
-
-def squares(output: Tensor, labels: Tensor) -> Tensor:
-    return (output.float() - labels).square().mean()
 
 
 def engine_of(stages: int, zero: int, precision: dict[str, Any]) -> Engine:
@@ -68,15 +24,13 @@ def engine_of(stages: int, zero: int, precision: dict[str, Any]) -> Engine:
         optimizer="AdamW",
         accumulation=2,
         pipeline={"stages": stages},
-        zero_optimization={"stage": zero, "reduce_bucket_size": 100, **SHARDED},
+        zero_optimization={"stage": zero, "reduce_bucket_size": 100, **LIMITS},
         **precision,
     )
 
 
 def train(engine: Engine, first: int) -> float:
-    generator = torch.Generator().manual_seed(first)
-    data = [tuple(torch.randn(2, 2, WIDTH, generator=generator)) for _ in range(2 * engine.dp_world_size)]
-    return engine.train_batch(own_iterator(engine, data)).item()
+    return engine.train_batch(own_iterator(engine, micro_batches(2 * engine.dp_world_size, first))).item()
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
