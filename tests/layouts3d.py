@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import toy3d
-from layouts import BASE_SEED, OPTIMIZERS, Run, make_optimizer, own_iterator, run_reference, specs
+from layouts import BASE_SEED, OPTIMIZERS, SHARDED, Run, copies, make_optimizer, own_iterator, run_reference, specs
 from reference import Reference, distance
 from torch import Tensor
 
@@ -53,7 +53,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2),
     "tp": (1, 2, 4),
     "dp": (1, 2),
-    "zero": ("0", "1", "2", "2 per micro-batch"),
+    "zero": ("0", "1", "2", "2 per micro-batch", "3", "3 per micro-batch"),
     "sequence_parallel": (False, True),
     "schedule": ("1f1b", "interleaved", "zb-h1"),
     "tied": (False, True),
@@ -94,6 +94,8 @@ def train(
             "stage": int(layout.zero[0]),
             "reduce_bucket_size": 1500,
             "reduce_per_micro_batch": layout.zero.endswith("per micro-batch"),
+            **SHARDED,
+            "stage3_max_live_parameters": 9000,  # the embedding and the head
         },
         "tensor_parallel": {"size": layout.tp, "sequence_parallel": layout.sequence_parallel},
         "pipeline": {
@@ -114,11 +116,8 @@ def train(
     for _ in range(STEPS):
         losses.append(engine.train_batch(data).item())
         norms.append(engine.get_global_grad_norm().item())
-    held = {
-        info.name: (slicing_of(info.parameter), info.parameter.detach().cpu().clone())
-        for info in module.parameter_infos()
-    }
-    return losses, norms, held
+    slicings = {info.name: slicing_of(info.parameter) for info in module.parameter_infos()}
+    return losses, norms, {name: (slicings[name], values) for name, values in copies(module).items()}
 
 
 def train_alone(dp: int, tied: bool, clipping: bool, optimizer: str, device: str = "cpu") -> Run:

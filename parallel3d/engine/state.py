@@ -31,6 +31,7 @@ from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
+from parallel3d.zero.weights import weights_of
 
 Location = str | os.PathLike[str]
 Json = dict[str, Any]
@@ -220,6 +221,8 @@ class Checkpoints:
         if everything and loading.data is not None and isinstance(iterator, RepeatingLoader):
             iterator.load_state_dict(loading.data)
             self._data.source.forget(iterator)
+        if self._update.units is not None:
+            self._update.units.release_all()  # the shards are read, not what is gathered
         loading.read()
         self._replica_state.load(loading.replica)
         if everything:
@@ -285,11 +288,11 @@ class _CheckpointLoader:
                 weight, master = MODEL + shard.info.name, MASTER + shard.info.name
                 wanted.known.add(weight)
                 wanted.add(reader, shard_parts(master if master in reader.tensors else weight, shard, shard.master))
-        frozen = [(MODEL + info.name, info.parameter) for info in self._model.frozen_infos()]
-        for name, tensor in (*frozen, *_other_state(self._model)):
+        others = ((name, parts_of(name, tensor)) for name, tensor in _other_state(self._model))
+        for name, parts in (*_frozen_parts(self._model, self._update), *others):
             wanted.known.add(name)
             if name.removeprefix(MODEL) not in left_out:
-                wanted.add(reader, parts_of(name, tensor))
+                wanted.add(reader, parts)
 
     def read(self) -> None:
         """Read the tensors into the model and the optimizer."""
@@ -317,13 +320,27 @@ def _parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen
                     parts += state_parts(shard, key, value)
                 else:
                     numbers.setdefault(name, {})[key] = value
-    for info in () if exclude_frozen else model.frozen_infos():
-        parts += parts_of(MODEL + info.name, info.parameter)
+    for _, own in () if exclude_frozen else _frozen_parts(model, update):
+        parts += own
     # These may differ between replicas, which see different data; those of the first replica are saved.
     for name, tensor in _other_state(model) if model.groups.coordinate("data") == 0 else ():
         if slicing_of(tensor) is not None or model.groups.coordinate("model") == 0:
             parts += parts_of(name, tensor)
     return parts, {"groups": describe_groups(update.optimizer, buckets), "numbers": numbers}
+
+
+def _frozen_parts(model: PipelineModule, update: WeightUpdate) -> Iterator[tuple[str, Iterator[Part]]]:
+    """Yield (name, what this rank holds of it) of each parameter that is not trained; of those sharded by ZeRO-3, its shard."""
+    shards = {shard.info.parameter: shard for bucket in update.frozen_buckets for shard in bucket.shards}
+    for info in model.frozen_infos():
+        name = MODEL + info.name
+        if weights_of(info.parameter) is None:
+            yield name, parts_of(name, info.parameter)
+        elif info.parameter in shards:
+            shard = shards[info.parameter]
+            yield name, parts_of(name, info.parameter, shard.values, shard.start)
+        else:
+            yield name, iter(())
 
 
 def _other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,15 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into, broadcast
 from parallel3d.errors import ExecutionError
 
+_READS = (
+    "state_dict() reads whole weights, but zero_optimization.stage 3 holds shards of them; call engine.save_16bit_model or "
+    "engine.save_checkpoint, or read them in parallel3d.zero.GatheredParameters"
+)
+_WRITES = (
+    "load_state_dict() writes whole weights, but zero_optimization.stage 3 holds shards of them; call it before initialize, "
+    "or in parallel3d.zero.GatheredParameters(module.parameters(), modifier_rank=0), or call engine.load_checkpoint"
+)
+
 
 class WeightState(Enum):
     """State of sharded weights, and the memory that it takes on a rank."""
@@ -195,15 +204,13 @@ class Units:
         self.keep_only(())
 
     def refuse_state_dicts(self, model: nn.Module) -> None:
-        """Make state_dict() of modules raise ExecutionError while their weights are shards."""
+        """Make state_dict() and load_state_dict() of modules raise ExecutionError while their weights are shards."""
         for module in model.modules():
             own = [p for p in module._parameters.values() if p is not None]
             if units := self.of(own):
-                module.register_state_dict_pre_hook(partial(self._check_gathered, units))
+                module.register_state_dict_pre_hook(partial(self._check_gathered, units, _READS))
+                module.register_load_state_dict_pre_hook(partial(self._check_gathered, units, _WRITES))
 
-    def _check_gathered(self, units: Sequence[int], *_: object) -> None:
+    def _check_gathered(self, units: Sequence[int], what: str, *_: object) -> None:
         if any(w.state is WeightState.SHARDED for unit in units for w in self._weights[unit]):
-            raise ExecutionError(
-                "state_dict() reads whole weights, but zero_optimization.stage 3 holds shards of them; call "
-                "engine.save_16bit_model or engine.save_checkpoint, or read them in parallel3d.zero.GatheredParameters"
-            )
+            raise ExecutionError(what)

@@ -1,4 +1,4 @@
-"""One checkpoint, eight layouts: each loads it, goes on as one process would, and saves the same whole tensors."""
+"""One checkpoint, nine layouts: each loads it, goes on as one process would, and saves the same whole tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import toy3d
-from layouts import BASE_SEED, OPTIMIZERS, make_optimizer, own_iterator, specs
+from layouts import BASE_SEED, OPTIMIZERS, SHARDED, make_optimizer, own_iterator, specs
 from reference import Reference, distance
 from safetensors.torch import load_file
 
@@ -47,6 +47,7 @@ LAYOUTS = [
     Layout(tp=4, dp=2, zero="2 per micro-batch"),  # with key and value heads on two ranks each
     Layout(pp=2, tp=4, zero="2", sequence_parallel=True),
     Layout(dp=4, zero="2"),
+    Layout(pp=2, tp=2, dp=2, zero="3"),
 ]
 
 
@@ -60,6 +61,7 @@ def make(layout: Layout, **options: Any) -> Engine:
             "stage": int(layout.zero[0]),
             "reduce_bucket_size": 1500,
             "reduce_per_micro_batch": layout.zero.endswith("per micro-batch"),
+            **SHARDED,
         },
         "tensor_parallel": {"size": layout.tp, "sequence_parallel": layout.sequence_parallel},
         "pipeline": {

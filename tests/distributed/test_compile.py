@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toy
-from layouts import CLIPPING, Run, check, make_engine, own_iterator, reference_run, run_steps
+from layouts import CLIPPING, SHARDED, Run, check, make_engine, own_iterator, reference_run, run_steps
 from ranks import RankError
 from torch import Tensor, nn
 
@@ -25,7 +25,8 @@ COMPILE = {"enabled": True, "backend": "aot_eager"}
 ACCUMULATION, STEPS = 4, 3
 
 
-def train(stages: int, schedule: str, checkpointing: int, stage: int) -> tuple[Run, bool, str]:
+def train(stages: int, schedule: str, checkpointing: int, stage: int) -> tuple[Run, bool, str, int]:
+    """Also the number of graphs that were compiled after the second step."""
     out = StringIO()
     with redirect_stdout(out):
         engine = make_engine(
@@ -33,26 +34,34 @@ def train(stages: int, schedule: str, checkpointing: int, stage: int) -> tuple[R
             accumulation=ACCUMULATION,
             clipping=CLIPPING,
             pipeline={"stages": stages, "schedule": schedule, "activation_checkpoint_interval": checkpointing},
-            zero_optimization={"stage": stage, "reduce_bucket_size": 1500},
+            zero_optimization={"stage": stage, "reduce_bucket_size": 1500, **SHARDED},
             compile=COMPILE,
         )
         replicas = engine.grid.get_data_parallel_world_size()
         data = [toy.micro_batch(g) for g in range(STEPS * ACCUMULATION * replicas)]
-        run = run_steps(engine, own_iterator(engine, data), STEPS)
-    return run, engine.is_compiled, out.getvalue()
+        own = own_iterator(engine, data)
+        first, compiled = run_steps(engine, own, 2), _graphs()
+        rest = run_steps(engine, own, STEPS - 2)
+    run = first[0] + rest[0], first[1] + rest[1], rest[2]
+    return run, engine.is_compiled, out.getvalue(), _graphs() - compiled
+
+
+def _graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize(
     ("dp", "stages", "schedule", "checkpointing", "stage"),
-    [(1, 2, "zb-h1", 0, 1), (2, 1, "1f1b", 1, 2)],
+    [(1, 2, "zb-h1", 0, 1), (2, 1, "1f1b", 1, 2), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)],
 )
 def test_compiled_layers_train_like_one_plain_process(
     run_ranks, dp: int, stages: int, schedule: str, checkpointing: int, stage: int
 ):
     results = run_ranks(dp * stages, train, stages, schedule, checkpointing, stage)
     wanted = reference_run(STEPS, dp * ACCUMULATION, True, "tensor", True, "SGD", 0.0)
-    check([run for run, _, _ in results], wanted, dp)
-    assert all(compiled for _, compiled, _ in results)
+    check([run for run, *_ in results], wanted, dp)
+    assert all(compiled for _, compiled, *_ in results)
+    assert all(later == 0 for *_, later in results), "compiled again after the second step"
     printed = results[0][2]
     assert "compiled" in printed
     assert "layers of rank 0; their graphs break at linears and collectives" in printed

@@ -28,7 +28,11 @@ from parallel3d.schedule.instructions import Op
 
 TIMEOUT_S = 1.5
 MICRO_BATCHES = 4
-LAYOUTS = {"1f1b": 1, "zb-h1": 2}  # schedule -> ZeRO stage; of pp2 x dp2, whose pipelines are ranks 0, 2 and 1, 3
+LAYOUTS = {
+    "1f1b": 1,
+    "zb-h1": 2,
+    "gpipe": 3,
+}  # schedule -> ZeRO stage; of pp2 x dp2, whose pipelines are ranks 0, 2 and 1, 3
 FAULTY_STEP = 2  # counted from 0: the first step is exempt from timeouts, and the second fills caches
 
 
@@ -45,8 +49,9 @@ class Widening(nn.Linear):
 
 def make_engine(schedule: str, **config: Any) -> parallel3d.DeepSpeedEngine:
     ends = TiedLayerSpec("ends", nn.Linear, 8, 8)  # for REDUCE_REPLICAS
+    more = [LayerSpec(nn.Linear, 8, 8)] * (2 if LAYOUTS[schedule] == 3 else 0)  # weights to gather in every instruction
     module = PipelineModule(
-        [ends, LayerSpec(Widening, 8, 8), LayerSpec(nn.Linear, 8, 8), ends],
+        [ends, *more, LayerSpec(Widening, 8, 8), LayerSpec(nn.Linear, 8, 8), *more, ends],
         num_stages=2,
         partition_method="uniform",
         loss_fn=lambda y, labels: lossy(y, labels),
@@ -58,7 +63,11 @@ def make_engine(schedule: str, **config: Any) -> parallel3d.DeepSpeedEngine:
             "gradient_accumulation_steps": MICRO_BATCHES,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
             "pipeline": {"schedule": schedule},
-            "zero_optimization": {"stage": LAYOUTS[schedule]},
+            "zero_optimization": {
+                "stage": LAYOUTS[schedule],
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_live_parameters": 256,
+            },
             "failures": {"timeout_s": TIMEOUT_S},
             "steps_per_print": None,
             **config,
@@ -81,7 +90,10 @@ def strike(fault: str) -> None:
 
 
 def arm(engine: parallel3d.DeepSpeedEngine, fault: str, where: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Have the fault happen at the instruction `where`, at a reduction behind it ("RED"), in the loss or in the loader."""
+    """Have the fault happen at the instruction `where`.
+
+    Or at a reduction behind it ("RED"), at a gather of weights ("GATHER"), in the loss or in the loader.
+    """
     executor, reducer = engine._runner._executor, engine.update.reducer
 
     def armed(function: Callable[..., Any], happens: Callable[..., bool]) -> Callable[..., Any]:
@@ -97,6 +109,9 @@ def arm(engine: parallel3d.DeepSpeedEngine, fault: str, where: str) -> Iterator[
         methods[op] = armed(function, lambda i, *_: str(i) == where)
     if where == "RED":
         reducer._launch = armed(reducer._launch, lambda *_: True)
+    if where == "GATHER":
+        units = engine.update.units
+        units.gather = armed(units.gather, lambda *_: True)
     if where == "loss":
         global lossy
         lossy = armed(lossy, lambda *_: True)
@@ -165,6 +180,10 @@ CASES: list[Case] = [
     ("zb-h1", "sleep", "RED", 2, None),
     ("1f1b", "kill", "RG1@0", 0, None),
     ("zb-h1", "end", "I2@0", 1, None),
+    ("gpipe", "raise", "B2@1", 3, None),
+    ("gpipe", "raise", "GATHER", 1, "F0@0"),
+    ("gpipe", "sleep", "GATHER", 2, "F0@1"),
+    ("gpipe", "kill", "B1@0", 0, None),
 ]
 
 
@@ -192,7 +211,8 @@ def every_place() -> Iterator[tuple[str, str, int]]:
     for schedule in LAYOUTS:
         program = lower(build(schedule, 2, MICRO_BATCHES, 1, "loop", None))
         program = add_replica_reduction(add_gradient_reduction(program, [1, 1], LAYOUTS[schedule] == 2), [(0, 1)])
-        for stage, instructions in enumerate(add_parameter_gather(program).instructions):
+        program = add_parameter_gather(program) if LAYOUTS[schedule] < 3 else program
+        for stage, instructions in enumerate(program.instructions):
             ops: dict[Op, list[str]] = {}
             for i in instructions:
                 ops.setdefault(i.op, []).append(str(i))

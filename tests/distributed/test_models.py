@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
+from parallel3d.cli import main
 from parallel3d.models import CausalLMLoss, DecoderConfig, SlicedLogits, decoder, from_hf, save_hf
+from parallel3d.models.huggingface import export
 from parallel3d.pipe import LayerSpec, PipelineModule
 
 STEPS, MICRO_BATCHES, BATCH, SEQ = 3, 2, 2, 9
@@ -256,21 +259,38 @@ def test_dropout_is_each_rank_s_own_between_its_heads_and_common_elsewhere(run_r
     assert torch.equal(first, second)
 
 
-def export_bf16(source: str, out: str) -> None:
-    engine = make_engine(
-        from_hf(source), 2, bf16={"enabled": True}, zero_optimization={"stage": 2}, gradient_clipping=1.0
+def export_bf16(source: str, out: str, zero: dict[str, Any]) -> tuple[int, int]:
+    """Also the most bytes of weights that the layers held meanwhile, and those of the largest layer."""
+    engine = make_engine(from_hf(source), 2, bf16={"enabled": True}, zero_optimization=zero, gradient_clipping=1.0)
+    module, held = engine.pipeline_module, []
+
+    def sampled(self: Any, key: Any, of: Any = export._Values.of) -> Tensor:
+        value = of(self, key)
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
+        held.append(sum(size for size in storages.values() if size > 2))
+        return value
+
+    with mock.patch.object(export._Values, "of", sampled):
+        save_hf(engine, out + "/masters", masters=True)
+        save_hf(engine, out + "/weights")
+        save_hf(engine, out + "/half", masters=True, dtype=torch.float16)
+    engine.save_checkpoint(out + "/saved")
+    return max(held), max(sum(2 * p.numel() for p in layer.parameters()) for layer in module.layers.values())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_or_rounded_weights_are_exported(run_ranks, tmp_path, stage: int):
+    """2 stages x 2 replicas: every rank holds a quarter of the masters, with ZeRO 3 of the weights too."""
+    model = save_model(tmp_path / "in", "qwen2", tie_word_embeddings=stage == 2)
+    ranks = run_ranks(
+        4, export_bf16, str(tmp_path / "in"), str(tmp_path), {"stage": stage, "stage3_param_persistence_threshold": 0}
     )
-    save_hf(engine, out + "/masters", masters=True)
-    save_hf(engine, out + "/weights")
-    save_hf(engine, out + "/half", masters=True, dtype=torch.float16)
-
-
-def test_masters_or_rounded_weights_are_exported(run_ranks, tmp_path):
-    """2 stages x 2 replicas with ZeRO 2: every rank holds a quarter of the masters."""
-    model = save_model(tmp_path / "in", "qwen2")
-    run_ranks(4, export_bf16, str(tmp_path / "in"), str(tmp_path))
+    if stage == 3:
+        assert all(0 < held < 1.1 * largest for held, largest in ranks), "one layer is whole at a time"
     wanted = dict(model.named_parameters())
-    for out, dtype in {"masters": torch.float32, "weights": torch.bfloat16, "half": torch.float16}.items():
+    assert main(["ckpt", "export", str(tmp_path / "saved"), str(tmp_path / "exported")]) == 0
+    dtypes = {"masters": torch.float32, "weights": torch.bfloat16, "half": torch.float16, "exported": torch.bfloat16}
+    for out, dtype in dtypes.items():
         for name, weight in load_model(tmp_path / out).named_parameters():
             assert weight.dtype == dtype
             assert torch.equal(weight, wanted[name].to(dtype)), f"{out}: {name}"

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import toy
 from half_reference import HalfReference, distance_of_models
-from layouts import BASE_SEED, make_engine, own_iterator
+from layouts import BASE_SEED, SHARDED, copies, make_engine, own_iterator
 from ranks import RankError
 from reference import Item, build
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ ZERO: list[dict[str, Any]] = [
     {"stage": 2, "reduce_per_micro_batch": False},
     {"stage": 2, "reduce_per_micro_batch": True},
 ]
+SHARDED_WEIGHTS = {"stage": 3, **SHARDED, "stage3_max_live_parameters": 2600}
 ADAM = {"lr": 5e-3, "eps": 1e-6, "weight_decay": 0.1}
 UNSPLIT = ("plain", "calls")
 ITEMS = toy.model(tied=False, num_blocks=1)
@@ -106,7 +108,7 @@ def step(engine: Engine, kind: str, data: Iterator[Any] | None) -> float:
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
-    return {info.name: info.parameter.detach().clone() for info in engine.pipeline_module.parameter_infos()}
+    return copies(engine.pipeline_module)
 
 
 def train(kind: str, zero: dict[str, Any], config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -155,8 +157,11 @@ def distance_alone(dtype: torch.dtype) -> float:
     return max(found)
 
 
-@pytest.mark.parametrize("zero", ZERO, ids=str)
-@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", *UNSPLIT])
+@pytest.mark.parametrize(
+    ("kind", "zero"),
+    [*product(["1f1b", "zb-h1", *UNSPLIT], ZERO), ("1f1b", SHARDED_WEIGHTS), ("zb-h1", SHARDED_WEIGHTS)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", DTYPES)
 def test_half_precision_is_as_near_to_fp32_as_one_process(run_ranks, name: str, kind: str, zero: dict[str, Any]):
     config = {"fp16": SCALING} if name == "fp16" else {"bf16": {"enabled": True}}
@@ -185,10 +190,12 @@ AUTOCASTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "plain"])
+@pytest.mark.parametrize(
+    ("kind", "zero"), [*product(["1f1b", "zb-h1", "plain"], [ZERO[1]]), ("1f1b", SHARDED_WEIGHTS)], ids=str
+)
 @pytest.mark.parametrize("name", AUTOCASTS)
-def test_autocast_is_torchs(run_ranks, name: str, kind: str):
-    ranks = run_ranks(world_of(kind), train, kind, ZERO[1], AUTOCASTS[name], 5)
+def test_autocast_is_torchs(run_ranks, name: str, kind: str, zero: dict[str, Any]):
+    ranks = run_ranks(world_of(kind), train, kind, zero, AUTOCASTS[name], 5)
     dtype = torch.bfloat16 if name == "bf16" else torch.float16
     losses, weights = reference(None, dtype, 5)
     for own_losses, own_weights in ranks:
@@ -294,8 +301,12 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("zero", [ZERO[0], ZERO[1], ZERO[3]], ids=str)
-@pytest.mark.parametrize(("kind", "extra"), KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "extra", "zero"),
+    [(*kind, zero) for kind in KINDS for zero in (ZERO[0], ZERO[1], ZERO[3])]
+    + [("1f1b", {}, SHARDED_WEIGHTS), ("1f1b", {"adam": {"fused": True}}, SHARDED_WEIGHTS)],
+    ids=str,
+)
 def test_a_planted_overflow_skips_the_step_on_every_rank(
     run_ranks, kind: str, extra: dict[str, Any], zero: dict[str, Any]
 ):

@@ -113,9 +113,14 @@ def write_and_read() -> Any:
         engine.module.state_dict()
     except parallel3d.Parallel3DError as error:
         errors.append(str(error))
-    with parallel3d.zero.GatheredParameters(engine.module.parameters()):
-        names = list(engine.module.state_dict())
+    with parallel3d.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+        state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.module.load_state_dict(state)
         untouched = weight.detach().clone()
+    try:
+        engine.module.load_state_dict(state)
+    except parallel3d.Parallel3DError as error:
+        errors.append(str(error))
     data = own_iterator(engine, [toy.micro_batch(g, "tuple") for g in range(2 * ACCUMULATION)])
     engine.train_batch(data)
     with parallel3d.zero.GatheredParameters(weight):
@@ -127,7 +132,7 @@ def write_and_read() -> Any:
             pass
     except parallel3d.Parallel3DError as error:
         errors.append(str(error))
-    return outside, kept, untouched, errors, len(names), stepped
+    return outside, kept, untouched, errors, len(state), stepped
 
 
 def test_whole_weights_are_read_and_written_in_a_context(run_ranks):
@@ -137,8 +142,9 @@ def test_whole_weights_are_read_and_written_in_a_context(run_ranks):
         assert (untouched == 1.0).all()
         assert "changed in GatheredParameters without modifier_rank" in errors[0]
         assert "state_dict() reads whole weights" in errors[1]
-        assert "was written while it lived as shards" in errors[2]
-        assert len(errors) == 3
+        assert "load_state_dict() writes whole weights" in errors[2]
+        assert "was written while it lived as shards" in errors[3]
+        assert len(errors) == 4
         assert names > 0
         assert 0 < (stepped - 1.0).abs().max() < 0.5, "the masters follow what was written"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CheckpointError
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.zero.gathered import GatheredParameters
 
 
 class Trained(Protocol):
@@ -88,28 +90,57 @@ def _save(
     if error is None and groups.rank == 0:
         error = check_empty(directory)
     config = next((layer.config_json() for layer in known.values()), None)
-    values: dict[Key, Tensor] = {}
     pieces: dict[Key, Piece] = {}
     contributing = known if groups.coordinate("data") == 0 else {}
     for place, layer in contributing.items():
         names = layer.stored()
         for name, parameter in layers[place].named_parameters():
             value = masters.get(parameter, parameter)
-            values[place, name] = value
             pieces[place, name] = Piece(
                 names[name], tuple(value.shape), whole_shape(parameter), value.dtype, slicing_of(parameter)
             )
     everyone = all_gather_object((pieces, config, error), groups.control)
     _raise_first([error for _, _, error in everyone])
     holders = _holders([pieces for pieces, _, _ in everyone])
-    if groups.rank == 0:
-        config = next(config for _, config, _ in everyone if config)
-        error = _write(holders, values, groups, directory, config, dtype, max_file_bytes)
-    else:
-        for key, held in holders.items():
-            if groups.rank in held:
-                send_bytes(values[key], 0, groups.control)
+    with _Values(layers, masters) as values:
+        if groups.rank == 0:
+            config = next(config for _, config, _ in everyone if config)
+            error = _write(holders, values, groups, directory, config, dtype, max_file_bytes)
+        else:
+            for key, held in holders.items():
+                # Weights that live as shards are gathered by all replicas of the rank that holds them.
+                if groups.data.ranks[0] in held:
+                    value = values.of(key)
+                    if groups.rank in held:
+                        send_bytes(value, 0, groups.control)
     _raise_first(all_gather_object(error, groups.control))
+
+
+class _Values:
+    """The values of a rank's pieces, in whole layers: weights that live as shards are gathered, one layer at a time.
+
+    masters: taken instead of their parameters. Collective over the replicas, which ask for the same keys.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], masters: Mapping[nn.Parameter, Tensor]):
+        self._layers, self._masters = layers, masters
+        self._gathered, self._place = ExitStack(), -1
+
+    def __enter__(self) -> _Values:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gathered.close()
+
+    def of(self, key: Key) -> Tensor:
+        """Return the value of a piece; it is valid until that of another layer is asked for."""
+        place, name = key
+        if place != self._place:
+            self._gathered.close()
+            self._gathered.enter_context(GatheredParameters(self._layers[place].parameters()))
+            self._place = place
+        parameter = self._layers[place].get_parameter(name)
+        return self._masters.get(parameter, parameter).detach()
 
 
 def _unknown(place: int, layer: nn.Module) -> str:
@@ -141,13 +172,13 @@ def _holders(everyone: Sequence[Mapping[Key, Piece]]) -> dict[Key, dict[int, Pie
     return holders
 
 
-def _whole(key: Key, held: Mapping[int, Piece], own: Mapping[Key, Tensor], groups: ProcessGroups) -> Tensor:
+def _whole(key: Key, held: Mapping[int, Piece], own: _Values, groups: ProcessGroups) -> Tensor:
     """Return a whole tensor, on the host of rank 0. The other ranks send their pieces in the order of `_holders`."""
     first = next(iter(held.values()))
     whole = torch.empty(first.whole, dtype=first.dtype, device="cpu")
     for rank, piece in held.items():
         if rank == groups.rank:
-            value = own[key].detach()
+            value = own.of(key)
         else:
             value = receive_bytes(piece.shape, piece.dtype, rank, groups.control)
         if piece.slicing is None:
@@ -158,7 +189,7 @@ def _whole(key: Key, held: Mapping[int, Piece], own: Mapping[Key, Tensor], group
 
 def _write(
     holders: Mapping[Key, Mapping[int, Piece]],
-    own: Mapping[Key, Tensor],
+    own: _Values,
     groups: ProcessGroups,
     directory: Path,
     config: Mapping[str, Any],
