@@ -170,7 +170,7 @@ def configuration(layout: Layout, base: Mapping[str, Any], bounds: Sequence[int]
     - layout: a PartialLayout replaces only the values that it gives, and the axes.
     - bounds: the partition in layers.
 
-    A complete layout with ZeRO-2 reduces in every micro-batch, without which it saves nothing, unless `base` sets
+    A complete layout with ZeRO-2 or 3 reduces in every micro-batch, without which it saves no gradients, unless `base` sets
     reduce_per_micro_batch to false.
     """
     given = {*layout.given, *_AXES} if isinstance(layout, PartialLayout) else _KEYS.keys()
@@ -183,7 +183,7 @@ def configuration(layout: Layout, base: Mapping[str, Any], bounds: Sequence[int]
     if bounds is not None:
         config["pipeline"]["partition"] = list(bounds)
     each = given_section(config, "zero_optimization").get("reduce_per_micro_batch")
-    if layout.zero == 2 and not isinstance(layout, PartialLayout):
+    if layout.zero >= 2 and not isinstance(layout, PartialLayout):
         config["zero_optimization"]["reduce_per_micro_batch"] = each is not False
     elif each is True and layout.zero < 2 and "zero" in given:  # which these stages refuse
         config["zero_optimization"]["reduce_per_micro_batch"] = "auto"

@@ -7,9 +7,10 @@ import platform
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.executor import Batch, Recorder, nest, no_record
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.schedule.instructions import COMPUTE_OPS, Program
+from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Program
+from parallel3d.schedule.lifetimes import peak_live
 from parallel3d.schedule.timing import Timeline, simulate
-from parallel3d.zero.memory import StateBytes, moments_of, predict_state
+from parallel3d.zero.memory import StateBytes, moments_of, predict_state, unit_sizes
 
 # Profiles of the steps after run_record.after_steps.
 _RECORDED: tuple[Profile, ...] = ("memory", "time", "time", "time")
@@ -64,6 +66,7 @@ class Reports:
         self.memory: MemoryProfile | None = None
         self._model, self._config, self._groups = model, config, model.groups
         self._checkpointer, self._update, self._data = checkpointer, update, data
+        self._instructions: Sequence[Instruction] = ()  # of the last training batch
         self._recorded_steps = 0  # number of steps that count towards run_record.after_steps
 
     def profile_next_batch(self, what: Profile = "time") -> None:
@@ -94,10 +97,11 @@ class Reports:
         """Return each rank's memory, (predicted, measured) bytes by component and by phase; rank 0 prints a table.
 
         Components: weights, gradients, masters, optimizer (from the first step on), transient (gradient buffers, from the
-        first backward on), update (gradients in the masters' dtype). Phases: steady, between batches; backward; step,
-        while the optimizer runs. After a batch with `profile_next_batch("memory")` there is one more component, activations:
-        those of all micro-batches in flight, and the messages between stages; backward includes them. The measured bytes of
-        backward and step then also include the workspace of operations. Collective over all ranks.
+        first backward on), update (gradients in the masters' dtype), gathered (with stage 3, the most bytes of weights that
+        were gathered at a time) and live (those that are gathered now). Phases: steady, between batches; backward, while
+        layers run; step, while the optimizer runs. After a batch with `profile_next_batch("memory")` there is one more
+        component, activations: those of all micro-batches in flight, and the messages between stages; backward includes them.
+        The measured bytes of backward and step then also include the workspace of operations. Collective over all ranks.
         """
         everyone = all_gather_object(self._memory_rows(), self._groups.control)
         if self._groups.rank == 0:
@@ -131,16 +135,23 @@ class Reports:
 
         Yields the recorder of its instructions, and the recorder of its waits for messages.
         """
+        if batch.training:
+            self._instructions = program.instructions[self._model.stage_id]
         recorder = self.monitor.recorder_of(program, batch.micro_batches[:1]) if batch.training else None
         record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
         if not (batch.training and "memory" in self.monitor.profiles):
             yield record, wait
             return
         with messages.tracking() as in_transit:
-            memory = MemoryRecorder(self._model.device, in_transit)
+            memory = MemoryRecorder(self._model.device, partial(self._passing, in_transit))
             with memory.running():
                 yield nest(record, memory), wait
         self.memory = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
+
+    def _passing(self, in_transit: Callable[[], int]) -> int:
+        """Return the bytes that no instruction holds: of sent messages, and of weights gathered into CUDA's memory."""
+        units = self._update.units if self._model.device.type == "cuda" else None
+        return in_transit() + (0 if units is None else units.live_bytes)
 
     def updating(self) -> AbstractContextManager[None]:
         """Record the memory of the optimizer's step in this context, if the batch's memory was recorded."""
@@ -210,21 +221,32 @@ class Reports:
 
     def _memory_rows(self) -> dict[str, tuple[int, int]]:
         """Return this rank's (predicted, measured) bytes by component and by phase."""
-        update, profile = self._update, self.memory
+        update, profile, units = self._update, self.memory, self._update.units
         measured = replace(update.reducer.state_bytes(), optimizer=update.sharded.state_bytes())
-        moments = moments_of(update.optimizer)
-        predicted = predict_state(self._model.parameter_infos(), update.policy, self._groups.data.size, moments or 0)
+        moments, infos, replicas = moments_of(update.optimizer), self._model.parameter_infos(), self._groups.data.size
+        predicted = predict_state(infos, update.policy, replicas, moments or 0)
         if moments is None:
             predicted = replace(predicted, optimizer=measured.optimizer)
+        if units is not None:
+            sizes = unit_sizes(infos, self._model.frozen_infos(), update.policy, replicas)
+            gathered = peak_live(self._instructions, {unit: size.nbytes for unit, size in sizes.items()})
+            predicted, measured = replace(predicted, gathered=gathered), replace(measured, gathered=units.peak_bytes)
         activations, workspace, needed = (0, 0), 0, measured.update
         if profile is not None:
             activations = profile.activations(self._model.stage_id)
             workspace, needed = profile.batch.peak, profile.step.peak
+        # On CUDA the allocator's count has what is gathered in the batch, too.
+        recorded = profile is not None and self._model.device.type == "cuda"
+        beside = measured.backward - (measured.gathered if recorded else 0)
         rows = {f.name: (getattr(predicted, f.name), getattr(measured, f.name)) for f in fields(StateBytes)}
         rows["update"] = (predicted.update, needed)
+        if units is not None:
+            rows["live"] = (0, units.live_bytes)
+        else:
+            del rows["gathered"]
         rows["activations"] = activations
         rows["steady"] = (predicted.steady, measured.steady)
-        rows["backward"] = (predicted.backward + activations[0], measured.backward + workspace)
+        rows["backward"] = (predicted.backward + activations[0], beside + workspace)
         rows["step"] = (predicted.step, measured.steady + measured.transient + needed)
         return rows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.config.layout import PartialLayout, configuration
+from parallel3d.config.layout import PartialLayout, configuration, given_section
 from parallel3d.errors import ConfigError
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
@@ -65,6 +65,10 @@ def check_config(layout: PartialLayout, base: Mapping[str, Any], settings: Setti
     config["gradient_accumulation_steps"] = accumulation(layout, base)
     config.setdefault("optimizer", {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}})
     config["pipeline"]["seed_layers"] = True
+    zero = given_section(config, "zero_optimization")
+    if zero.get("stage") == 3:
+        # By default the weights of small layers stay whole: small models would train as stage 2.
+        config["zero_optimization"] = {"stage3_param_persistence_threshold": 0, **zero}
     return config | {
         "seed": settings.seed,
         "steps_per_print": None,

@@ -148,7 +148,7 @@ class LayerSplitter:
         policy = make_policy(config, every, self._context.device, make_precision(config).weights)
         # "auto" depends on a stage's size, which is not known yet: count the larger case, without these reductions.
         chosen = config.zero_optimization.reduce_per_micro_batch is True
-        policy = replace(policy, reduce_per_micro_batch=policy.stage == 2 and chosen)
+        policy = replace(policy, reduce_per_micro_batch=policy.stage >= 2 and chosen)
         replicas, moments = self._context.groups.data.size, _moments(config)
         frozen = [sum(p.nbytes for p in own if not p.requires_grad) for own in self._parameters]
         state = [predict_state(own, policy, replicas, moments) for own in infos]

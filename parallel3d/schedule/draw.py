@@ -23,6 +23,7 @@ NAMES = {
     Op.SEND_GRADIENT: "send",
     Op.LOAD_MICRO_BATCH: "load",
     Op.GATHER_PARAMS: "gather",
+    Op.RELEASE_PARAMS: "release",
     Op.REDUCE_GRADS: "reduce",
     Op.REDUCE_REPLICAS: "reduce",
 }
@@ -145,8 +146,15 @@ BOX_COLOURS = {
     Op.BACKWARD_INPUT: (24, 138, 141),
     Op.BACKWARD_WEIGHT: (196, 120, 32),
 }
-MARK_ROWS = {"receive": 0, "send": 1, "reduce": 2, "gather": 2, "load": 2}
-MARK_COLOURS = {"receive": "#b48ad6", "send": "#7a3fa8", "reduce": "#c8413b", "gather": "#d98c2b", "load": "#7d8590"}
+MARK_ROWS = {"receive": 0, "send": 1, "reduce": 2, "gather": 2, "release": 2, "load": 2}
+MARK_COLOURS = {
+    "receive": "#b48ad6",
+    "send": "#7a3fa8",
+    "reduce": "#c8413b",
+    "gather": "#d98c2b",
+    "release": "#e8c39a",
+    "load": "#7d8590",
+}
 _LEFT, _RIGHT, _TITLE, _AXIS, _LANE, _MARK, _GAP = 62, 18, 30, 34, 24, 4, 6
 _INK, _FAINT = "#24292f", "#6e7781"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, takewhile
 
@@ -171,6 +171,13 @@ def _residencies(uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimi
             if then == _NEVER or passed[then] - passed[run + 1] > limits.reuse:
                 del held[unit]
                 yield _Residency(unit, first, last)
+
+
+def peak_live(instructions: Iterable[Instruction], sizes: Mapping[int, int]) -> int:
+    """Return the most that is gathered at any time of a rank's list. sizes: unit -> elements, bytes, or another number."""
+    own = [(i.op, i.bucket) for i in instructions if i.run is not None]
+    changes = (sizes[unit] if op is Op.GATHER_PARAMS else -sizes[unit] for op, unit in own if unit is not None)
+    return max(accumulate(changes, initial=0))
 
 
 def lifetimes_before(instructions: Sequence[Instruction], position: int) -> Sequence[Instruction]:

@@ -28,7 +28,8 @@ class WaitGraph:
     The host passes compute instructions in list order and blocks in them, as a CPU does; transfers and collectives are
     posted and go on by themselves, but start only when every end has posted them (rendezvous) and when the transfer
     ahead of them in the channel is done. Data-parallel replicas run identical lists, so a cycle over the whole
-    world projects to a cycle in this one pipeline: checking one is checking all.
+    world projects to a cycle in this one pipeline: checking one is checking all. Gathers of units, which replicas launch in
+    list order, can add none; when they run, and what waits for them, depends on the layers (see timing.Simulation).
 
     nodes: instructions by number. A transfer is one node for both ends, its SEND; a collective is one node for all ranks.
     numbers: instruction -> its number; lists: the program's lists as numbers; waits: number -> the numbers that it waits for.
@@ -53,6 +54,9 @@ class WaitGraph:
             # The rules are the same for all micro-batches: they are applied once for each kind of instruction and chunk.
             rules: dict[tuple[Op, int], tuple[object, list[tuple[Op, int, bool]]]] = {}
             for i, number in zip(instructions, self.lists[rank], strict=True):
+                if i.run is not None:  # carried out while the next compute runs, on a communicator of its own
+                    self.waits[number] += () if passed is None else (passed,)
+                    continue
                 op, chunk, m = i[:3]
                 if i[:2] not in rules:
                     needs = () if op in RECV_OPS else depends_on(Instruction(op, chunk, 1))
@@ -102,7 +106,7 @@ def _line(program: Program, rank: int, i: Instruction) -> object:
 
 def blocks_host(op: Op) -> bool:
     """Return whether the rank's compute is occupied until an instruction of this kind is done."""
-    return op not in SEND_OPS and op not in RECV_OPS and op not in COLLECTIVE_OPS
+    return op not in SEND_OPS and op not in RECV_OPS and op not in COLLECTIVE_OPS and op is not Op.RELEASE_PARAMS
 
 
 def validate(program: Program, training: bool = True) -> None:

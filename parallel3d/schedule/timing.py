@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -10,7 +10,9 @@ from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
+from parallel3d.schedule.boundaries import Boundaries
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_after
+from parallel3d.schedule.lifetimes import ChunkUses
 from parallel3d.schedule.lowering import with_communication
 from parallel3d.schedule.order import WaitGraph
 
@@ -101,12 +103,19 @@ class Simulation:
     """Timer of one program, with or without communication, for any number of cost functions.
 
     The k-th of n reductions after a backward is released when k/n of that backward is done: buckets fill in order.
+
+    uses: the units of sharded weights that each chunk's runs of layers need. The n runs of a compute take equal times. A unit's
+    gather starts when its boundary between two runs is reached and the rank's gathers before it are done; the first run that
+    needs the unit waits for it. Releases are free. Without `uses` a compute waits for all gathers before it in the list.
+
     Raises graphlib.CycleError for a program that deadlocks; validate() explains the deadlock.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, uses: Sequence[ChunkUses] = ()) -> None:
         self.program = with_communication(program)
         graph = WaitGraph(self.program)
+        boundaries = Boundaries(graph, self.program, uses)
+        self._shares, self._first = boundaries.shares, boundaries.first
         self._order, self._waits, self._nodes, self._lists = graph.order(), graph.waits, graph.nodes, graph.lists
         # REDUCE_GRADS -> the backward that launches it, and the share of that backward after which its bucket is full.
         self._releases: list[tuple[int, float] | None] = [None] * len(graph.nodes)
@@ -114,7 +123,7 @@ class Simulation:
             for position, backward in enumerate(numbers):
                 count = len(reduces_after(instructions, position))
                 for k, reduce in enumerate(numbers[position + 1 : position + 1 + count], start=1):
-                    self._releases[reduce] = backward, k / count
+                    self._releases[reduce] = boundaries.within(backward, k / count)
                     self._waits[reduce] = [w for w in self._waits[reduce] if w != backward]
 
     def run(self, cost: Cost, host: Cost | None = None) -> Timeline:
@@ -127,7 +136,7 @@ class Simulation:
         start, end, _ = self._times(cost, host)
         lists = enumerate(zip(self.program.instructions, self._lists, strict=True))
         spans = [
-            Span(rank, i, start[k], end[k])
+            Span(rank, i, start[self._first.get(k, k)], end[k])
             for rank, (instructions, numbers) in lists
             for i, k in zip(instructions, numbers, strict=True)
         ]
@@ -140,7 +149,10 @@ class Simulation:
     def length(self, cost: Cost, host: Cost | None = None) -> Length:
         """Return the makespan, and how much each further micro-batch would add at least. host: see run()."""
         start, end, _ = self._times(cost, host)
-        pace = max(((end[last] - start[first]) / flight for first, last, flight in self._loops), default=0.0)
+        pace = max(
+            ((end[last] - start[self._first.get(first, first)]) / flight for first, last, flight in self._loops),
+            default=0.0,
+        )
         return Length(max(end, default=0.0), pace)
 
     @cached_property
@@ -185,6 +197,8 @@ class Simulation:
         waits, releases = self._waits, self._releases
         called = [] if host is None else self._called(host)
         costs = list(map(cost, self._nodes))
+        for k, share in self._shares.items():
+            costs[k] *= share
         start, end = [0.0] * len(waits), [0.0] * len(waits)
         for k in self._order:
             begin = 0.0
@@ -211,9 +225,9 @@ class Simulation:
         return called
 
 
-def simulate(program: Program, cost: Cost = unit_cost) -> Timeline:
+def simulate(program: Program, cost: Cost = unit_cost, uses: Sequence[ChunkUses] = ()) -> Timeline:
     """Time a program once, as Simulation does."""
-    return Simulation(program).run(cost)
+    return Simulation(program, uses).run(cost)
 
 
 def measured_cost(timeline: Timeline) -> Cost:

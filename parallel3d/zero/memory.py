@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,11 @@ from parallel3d.zero.policy import ZeroPolicy
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank's model state by component. All but two are held throughout.
+    """Bytes of one rank's model state by component. All but three are held throughout.
 
-    transient: the gradient buffers of reductions, in use during a backward; update: copies of gradients in the masters'
-    dtype, while the optimizer runs.
+    weights: the shards of those that live as shards; transient: the gradient buffers of reductions, in use during a backward;
+    update: copies of gradients in the masters' dtype, while the optimizer runs; gathered: most bytes of sharded weights that
+    are gathered at a time, while layers run.
     """
 
     weights: int = 0
@@ -27,6 +29,7 @@ class StateBytes:
     optimizer: int = 0
     transient: int = 0
     update: int = 0
+    gathered: int = 0
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -38,8 +41,8 @@ class StateBytes:
 
     @property
     def backward(self) -> int:
-        """While gradients are reduced."""
-        return self.steady + self.transient
+        """While layers run and gradients are reduced."""
+        return self.steady + self.transient + self.gathered
 
     @property
     def step(self) -> int:
@@ -57,7 +60,8 @@ def predict_state(
     """Predict the model state of a rank with these parameters, as built, on `data_size` replicas (arXiv:1910.02054, section 3).
 
     moments: elements of optimizer state per element, 2 for Adam. With bf16 weights and fp32 accumulators, d replicas and
-    P parameters that is 2P + 4P + 12P/d for stage 1, and 2P + 16P/d for stage 2 with a reduction per micro-batch.
+    P parameters that is 2P + 4P + 12P/d for stage 1, 2P + 16P/d for stage 2 with a reduction per micro-batch, and 18P/d for
+    stage 3 with one, without the weights that are gathered at a time: these depend on the program (lifetimes.peak_live).
     early: the parameters that get gradients in a BACKWARD_INPUT; their buckets stay filling until the BACKWARD_WEIGHT.
     """
     total = StateBytes()
@@ -65,8 +69,9 @@ def predict_state(
     for layout in _layouts(parameters, policy, data_size):
         padded, shard = layout.numel, layout.shard_numel
         weight, master, accumulator = layout.weight_dtype, layout.master_dtype, layout.gradient_dtype
+        held = shard if layout.is_sharded else sum(layout.sizes) if layout.is_in_place else padded
         total += StateBytes(
-            weights=(sum(layout.sizes) if layout.is_in_place else padded) * weight.itemsize,
+            weights=held * weight.itemsize,
             gradients=(shard if layout.is_transient else padded) * accumulator.itemsize,
             masters=shard * master.itemsize if weight != master else 0,
             optimizer=moments * shard * master.itemsize,
@@ -81,6 +86,27 @@ def predict_state(
 def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> Iterator[BucketLayout]:
     for infos in by_owners(parameters).values():
         yield from lay_out(infos, policy, policy.num_shards(data_size))
+
+
+class UnitSize(NamedTuple):
+    """Size of a unit of sharded weights while it is gathered, padding included."""
+
+    numel: int
+    nbytes: int
+
+
+def unit_sizes(
+    parameters: Sequence[ParameterInfo], frozen: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int
+) -> dict[int, UnitSize]:
+    """Return the units of a rank whose weights live as shards, with their sizes. frozen: see shard_frozen."""
+    sizes: dict[int, UnitSize] = {}
+    for own in (parameters, [info for info in frozen if info.parameter.is_floating_point()]):
+        for layout in _layouts(own, policy, data_size):
+            if layout.is_sharded:
+                numel, nbytes = sizes.get(layout.infos[0].unit, (0, 0))
+                more = layout.numel * layout.weight_dtype.itemsize
+                sizes[layout.infos[0].unit] = UnitSize(numel + layout.numel, nbytes + more)
+    return sizes
 
 
 def _buffers(buckets: Sequence[tuple[int, bool]]) -> int:

@@ -74,7 +74,7 @@ class ShardedWeights:
     saved for a backward are valid again when the weights are gathered for that backward. The parameters stay the same
     objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise.
 
-    - shard: this rank's part, [numel / ranks]. numel: elements of the flat tensor, padding included.
+    - shard: this rank's part, [numel / ranks]. numel: elements of the flat tensor, padding included; nbytes: its bytes.
     - state: see WeightState.
     """
 
@@ -86,8 +86,8 @@ class ShardedWeights:
         views: Sequence[Tensor],
         partition: Group,
     ):
-        self.shard, self.numel = shard, whole.numel()
-        self._whole, self._nbytes, self._partition = whole, whole.nbytes, partition
+        self.shard, self.numel, self.nbytes = shard, whole.numel(), whole.nbytes
+        self._whole, self._partition = whole, partition
         self._views = list(zip(parameters, views, strict=True))
         self._placeholders = [(p, _placeholder(p, whole.dtype)) for p in parameters]
         for parameter in parameters:
@@ -107,7 +107,7 @@ class ShardedWeights:
         """Start to gather the weights, unless they are; see `wait`. Raises ExecutionError if a placeholder was written."""
         if self.state is WeightState.SHARDED:
             self._check_unwritten()
-            self._whole.untyped_storage().resize_(self._nbytes)
+            self._whole.untyped_storage().resize_(self.nbytes)
             for parameter, view in self._views:
                 parameter.data = view
             self._work = all_gather_into(self._whole, self.shard, self._partition)
@@ -149,15 +149,17 @@ class ShardedWeights:
 class Units:
     """The units of a rank, each the sharded weights of one layer, by the layer's index in the list.
 
-    - live: number of elements that are gathered now; peak: the most so far. number: gathers so far.
+    - live: number of elements that are gathered now; peak: the most so far; live_bytes, peak_bytes: likewise in bytes.
+    - number: gathers so far.
     """
 
     def __init__(self, weights: Mapping[int, Sequence[ShardedWeights]]):
         self._weights = weights
         self.sizes = {unit: sum(w.numel for w in own) for unit, own in weights.items()}
         self._unit_of = {p: unit for unit, own in weights.items() for w in own for p in w.parameters}
+        self._nbytes = {unit: sum(w.nbytes for w in own) for unit, own in weights.items()}
         self._held: set[int] = set()  # units that are gathered here, and not by GatheredParameters
-        self.live = self.peak = self.number = 0
+        self.live = self.peak = self.live_bytes = self.peak_bytes = self.number = 0
 
     def of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
         """Return the units that hold these parameters."""
@@ -175,8 +177,9 @@ class Units:
         """Start to gather a unit, unless it is gathered; return the works of its collectives."""
         if not self.is_gathered(unit):
             self._held.add(unit)
-            self.live += self.sizes[unit]
-            self.peak, self.number = max(self.peak, self.live), self.number + 1
+            self.live, self.live_bytes = self.live + self.sizes[unit], self.live_bytes + self._nbytes[unit]
+            self.peak, self.peak_bytes = max(self.peak, self.live), max(self.peak_bytes, self.live_bytes)
+            self.number += 1
         return [weights.gather() for weights in self._weights[unit]]
 
     def use(self, units: Iterable[int]) -> None:
@@ -190,7 +193,7 @@ class Units:
         """Release a unit, unless it is released, or was gathered by GatheredParameters."""
         if unit in self._held:
             self._held.remove(unit)
-            self.live -= self.sizes[unit]
+            self.live, self.live_bytes = self.live - self.sizes[unit], self.live_bytes - self._nbytes[unit]
             for weights in self._weights[unit]:
                 weights.release()
 

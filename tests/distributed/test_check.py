@@ -38,6 +38,13 @@ def test_a_right_model_passes_in_3d(capsys: pytest.CaptureFixture[str]):
     assert "differ" not in out
 
 
+def test_sharded_weights_pass_in_pipelines(capsys: pytest.CaptureFixture[str]):
+    layouts = ["pp2,dp2,zero3,m3", "pp2,dp2,zero3,zbv,m2", "dp2,tp2,sp,zero3,gpipe,chunks2,ckpt1,m2"]
+    code, out, err = run(capsys, "decoder", "--layouts", *layouts, "--steps", "2")
+    assert code == 0, out + err
+    assert out.count(": pass") == len(layouts)
+
+
 def test_one_scaled_gradient_of_one_slice_is_found_and_its_layer_named(capsys: pytest.CaptureFixture[str]):
     code, out, err = run(capsys, "faulty", "--layouts", "tp2,m2", "--steps", "1")
     assert code == 1, out + err

@@ -378,19 +378,37 @@ def report_memory(zero: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
     return engine.reports.memory_report()
 
 
-@pytest.mark.parametrize(("zero", "per_parameter"), list(zip(STAGES, (18, 9, 9, 6), strict=True)), ids=str)
+# Room for three of the layers.
+STAGE_3 = {
+    "stage": 3,
+    "reduce_per_micro_batch": True,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 3 * (WIDE * WIDE + WIDE),
+}
+
+
+@pytest.mark.parametrize(
+    ("zero", "per_parameter"), list(zip([*STAGES, STAGE_3], (18, 9, 9, 6, 4.5), strict=True)), ids=str
+)
 def test_predicted_state_is_what_is_held_and_what_the_paper_has(run_ranks, zero: dict[str, Any], per_parameter: float):
-    """arXiv:1910.02054 on 4 ranks: 2 + 4 + 12, 2 + 4 + 12/4, the same, 2 + 16/4 bytes, with buckets counted."""
+    """arXiv:1910.02054 on 4 ranks: 2 + 4 + 12, 2 + 4 + 12/4, the same, 2 + 16/4, 18/4 bytes, with buckets counted."""
     parameters = 16 * (WIDE * WIDE + WIDE)
     for report in run_ranks(4, report_memory, zero):
         for rank in report:
             for name, (predicted, measured) in rank.items():
                 assert measured == pytest.approx(predicted, rel=1e-3), name
             assert rank["steady"][1] / parameters == pytest.approx(per_parameter, rel=0.02)
+            if zero["stage"] == 3:
+                assert rank["weights"][1] == pytest.approx(2 * parameters / 4, rel=1e-3)
+                assert rank["gathered"][1] == 2 * zero["stage3_max_live_parameters"]
+                assert rank["live"] == (0, 0)
 
 
 def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
-    """Run two steps. Return the largest model state after any instruction, the prediction, and the samples' number."""
+    """Run two steps. Return the largest model state after any instruction, the prediction, and the samples' number.
+
+    Without weights that are gathered.
+    """
     engine = wide_engine(48, zero)
     samples = []
 
@@ -406,7 +424,9 @@ def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
     return max(samples), predicted.backward, len(samples)
 
 
-@pytest.mark.parametrize(("zero", "per_parameter"), [(STAGES[1], 2 + 4 + 12 / 4), (STAGES[3], 2 + 16 / 4)], ids=str)
+@pytest.mark.parametrize(
+    ("zero", "per_parameter"), [(STAGES[1], 2 + 4 + 12 / 4), (STAGES[3], 2 + 16 / 4), (STAGE_3, 18 / 4)], ids=str
+)
 def test_peak_of_model_state_sampled_after_every_instruction(run_ranks, zero: dict[str, Any], per_parameter: float):
     parameters = 48 * (WIDE * WIDE + WIDE)
     for peak, predicted, count in run_ranks(4, sample_peak, zero):

@@ -12,6 +12,7 @@ from parallel3d.config import Layout, load, parse_layout
 from parallel3d.config.layout import configuration
 from parallel3d.config.pipeline import SCHEDULES
 from parallel3d.errors import ConfigError
+from parallel3d.parity.settings import Settings, check_config
 
 NUMBERS = st.integers(1, 100)
 layouts = st.builds(
@@ -147,3 +148,22 @@ def test_reductions_of_every_micro_batch_are_for_the_stages_that_have_them(asked
     zero = load(configuration(parse_layout(words), base)).zero_optimization
     keeps = zero.stage == 2
     assert zero.reduce_per_micro_batch == ((asked if asked is not None else "auto") if keeps or not asked else "auto")
+
+
+@pytest.mark.parametrize("words", ["dp2,zero2", "dp2,zero3"])
+def test_a_complete_layout_reduces_gradients_in_every_micro_batch(words: str):
+    layout = parse_layout(words).complete()
+    assert configuration(layout, {})["zero_optimization"]["reduce_per_micro_batch"] is True
+    base = {"zero_optimization": {"reduce_per_micro_batch": False}}
+    assert configuration(layout, base)["zero_optimization"]["reduce_per_micro_batch"] is False
+
+
+def test_a_check_shards_small_layers_too_unless_told_otherwise():
+    def threshold(words: str, base: dict[str, Any]) -> int:
+        config = load(check_config(parse_layout(words), base, Settings()))
+        return config.zero_optimization.stage3_param_persistence_threshold
+
+    assert threshold("dp2,zero3", {}) == 0
+    assert threshold("dp2", {"zero_optimization": {"stage": 3}}) == 0
+    assert threshold("dp2,zero3", {"zero_optimization": {"stage3_param_persistence_threshold": 7}}) == 7
+    assert threshold("dp2,zero2", {}) == load({}).zero_optimization.stage3_param_persistence_threshold > 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
-from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, Use
+from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, Use, peak_live
 
 
 def layers(first: int, count: int) -> ChunkUses:
@@ -130,6 +130,17 @@ def test_gathers_are_as_few_as_beladys_rule_needs_in_the_room(case):
         runs = runs_of(program, uses, rank)
         room = limits.live - limits.fit(sizes, runs).ahead
         assert gathers_of(with_lifetimes, rank) == belady(runs, sizes, room)
+
+
+@given(cases())
+def test_peak_is_what_an_executor_holds_at_most(case):
+    program, uses, sizes, limits = case
+    for instructions in Lifetimes(uses, sizes, limits).add_to(program).instructions:
+        peak = peak_live(instructions, sizes)
+        replay(instructions, uses, sizes, peak)  # fits
+        if peak:
+            with pytest.raises(AssertionError):
+                replay(instructions, uses, sizes, peak - 1)
 
 
 def test_a_gather_ahead_runs_while_the_layer_before_it_does():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from torch import nn
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import ALIGNMENT, Bucket, make_buckets
-from parallel3d.zero.memory import predict_state
+from parallel3d.zero.memory import predict_state, unit_sizes
 from parallel3d.zero.policy import ZeroPolicy
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
@@ -114,13 +116,31 @@ def test_shards_are_aligned_and_equally_long(num_ranks: int):
 
 @pytest.mark.parametrize(
     ("stage", "per_micro_batch", "expected"),
-    [(0, False, 2 + 4 + 12), (1, False, 2 + 4 + 12 / 8), (2, True, 2 + 16 / 8)],
-    ids=["stage 0", "stage 1", "stage 2, per micro-batch"],
+    [(0, False, 2 + 4 + 12), (1, False, 2 + 4 + 12 / 8), (2, True, 2 + 16 / 8), (3, True, 18 / 8)],
+    ids=["stage 0", "stage 1", "stage 2, per micro-batch", "stage 3, per micro-batch"],
 )
 def test_model_state_is_what_the_zero_paper_has(stage: int, per_micro_batch: bool, expected: float):
     """arXiv:1910.02054, section 3, with fp32 accumulators; 7 G parameters on 8 ranks, buckets counted."""
     parameters = [nn.Parameter(torch.empty(70_000_000, device="meta")) for _ in range(100)]
-    infos = [ParameterInfo(f"layers.{k}.weight", parameter, (0,)) for k, parameter in enumerate(parameters)]
+    infos = [ParameterInfo(f"layers.{k}.weight", parameter, (0,), k) for k, parameter in enumerate(parameters)]
     policy = ZeroPolicy(stage, 500_000_000, torch.bfloat16, reduce_per_micro_batch=per_micro_batch)
     predicted = predict_state(infos, policy, data_size=8)
     assert predicted.backward / (100 * 70_000_000) == pytest.approx(expected, rel=0.05)
+
+
+def test_units_are_the_layers_whose_weights_live_as_shards_frozen_ones_included():
+    def infos(sizes: list[int], first: int, dtype: torch.dtype = torch.float32) -> list[ParameterInfo]:
+        parameters = (nn.Parameter(torch.empty(n, device="meta", dtype=dtype), dtype.is_floating_point) for n in sizes)
+        return [ParameterInfo(f"layers.{k}", p, (0,), k) for k, p in enumerate(parameters, first)]
+
+    shared = ParameterInfo("layers.9", nn.Parameter(torch.empty(10_000, device="meta")), (0, 1), 9)
+    policy = ZeroPolicy(3, 5000, torch.bfloat16, largest_whole=100)
+    trained = [*infos([1000, 100, 6000], 0), shared]
+    frozen = [*infos([640], 2), *infos([999], 4, torch.int64)]
+    found = unit_sizes(trained, frozen, policy, data_size=4)
+    # Padded to 4 shards of 32 elements; a unit of 100 elements, a tied one and integers are whole.
+    assert found == {0: (1024, 2048), 2: (6016 + 640, 2 * (6016 + 640))}
+    assert unit_sizes(trained, frozen, replace(policy, stage=2), data_size=4) == {}
+    assert unit_sizes(trained, frozen, policy, data_size=1) == {}
+    whole = 2 * (128 + 10_112)
+    assert predict_state(trained, policy, data_size=4).weights == whole + 2 * (1024 + 6016) // 4
