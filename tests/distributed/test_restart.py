@@ -88,7 +88,7 @@ def environment() -> dict[str, str]:
 def test_random_faults_lose_nothing(
     tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """tools/soak.py says what it checks; by hand it plants 200 faults. Here the disk is full, a rank is killed, and the disk is full.
+    """tools/soak.py says what it checks; by hand it plants 200 faults. Here: a full disk, a killed rank, a full disk again.
 
     The first start saves at once, the second later.
     """
