@@ -25,8 +25,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -133,7 +135,8 @@ def work(args: argparse.Namespace) -> None:
         told = [(directory / "enough").exists()]
         parallel3d.comm.broadcast_object_list(told, 0)
         enough = told[0]
-    engine.checkpoints.wait()
+    with suppress(parallel3d.errors.CheckpointError):  # of a disk that was full at the end
+        engine.checkpoints.wait()
     parallel3d.comm.destroy()
 
 
@@ -158,8 +161,9 @@ def save(engine: parallel3d.Engine, directory: Path, is_full: bool) -> bool:
         if is_full:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         engine.save_checkpoint(directory / "saved")
-        if is_full:
-            engine.checkpoints.wait()
+        for thread in threading.enumerate() if is_full else ():
+            if thread.name == "parallel3d saves":
+                thread.join()  # its error stays until the next save, where all ranks raise it
         return True
     except parallel3d.errors.CheckpointError:
         return False
@@ -169,12 +173,14 @@ def save(engine: parallel3d.Engine, directory: Path, is_full: bool) -> bool:
 
 
 def wait_for(args: argparse.Namespace, attempt: int, job: subprocess.Popen[bytes], ranks: int) -> dict[int, int]:
-    """Wait until a start has taken a step. Return its processes by rank."""
+    """Wait until a start has taken a step. Return its processes by rank. Raises SystemExit if the training can't get there."""
     end = time.monotonic() + QUIET
     while time.monotonic() < end:
         if job.poll() is not None:
             raise SystemExit(f"the training ended with exit code {job.returncode} at start {attempt}")
         notes = read_notes(args.directory / "notes.jsonl")
+        if any(n.get("attempt", 0) > attempt for n in notes):
+            raise SystemExit(f"start {attempt} ended by itself")
         places = [k for k, n in enumerate(notes) if n.get("attempt") == attempt]
         pids = {rank: args.directory / f"pid.{rank}" for rank in range(ranks)}
         texts = {rank: path.read_text().split() for rank, path in pids.items() if path.exists()}
@@ -232,6 +238,22 @@ def plant(fault: str, rank: int, directory: Path, attempt: int, processes: dict[
     os.kill(processes[rank], signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
 
+def plant_all(
+    args: argparse.Namespace, job: subprocess.Popen[bytes], ranks: int
+) -> tuple[Counter[str], int, dict[int, int]]:
+    """Plant a fault in each round. Return how many of each, the last start and its processes by rank."""
+    draw, planted, attempt = random.Random(args.seed), Counter[str](), 0
+    processes = wait_for(args, attempt, job, ranks)
+    for _ in range(args.rounds):
+        time.sleep(draw.uniform(0, args.longest))
+        fault = draw.choice(args.faults)
+        plant(fault, draw.randrange(ranks), args.directory, attempt, processes, draw)
+        planted[fault] += 1
+        attempt += 2 if fault == "join" else int(fault in ENDING)
+        processes = wait_for(args, attempt, job, ranks)
+    return planted, attempt, processes
+
+
 def main() -> int:
     """Start, kill, check."""
     args = parse_arguments()
@@ -243,21 +265,19 @@ def main() -> int:
         args.directory = args.directory or Path(temporary)
         own = [__file__, "--worker", "--layout", args.layout, "--directory", str(args.directory)]
         launcher = ["-m", "parallel3d.launcher", "--num_procs", str(ranks), "--max_restarts", str(2 * args.rounds)]
-        draw, planted, attempt = random.Random(args.seed), Counter[str](), 0
         with (args.directory / "output.txt").open("wb") as output:
             job = subprocess.Popen([sys.executable, *launcher, *own], stdout=output, stderr=output)
-            processes: dict[int, int] = {}
-            for _ in range(args.rounds):
-                processes = wait_for(args, attempt, job, ranks)
-                time.sleep(draw.uniform(0, args.longest))
-                fault = draw.choice(args.faults)
-                plant(fault, draw.randrange(ranks), args.directory, attempt, processes, draw)
-                planted[fault] += 1
-                attempt += 2 if fault == "join" else int(fault in ENDING)
-            processes = wait_for(args, attempt, job, ranks)
+        try:
+            planted, attempt, processes = plant_all(args, job, ranks)
             wait_for_a_save(args.directory / "notes.jsonl")
             (args.directory / "enough").touch()
             code = job.wait(QUIET)
+        except (SystemExit, subprocess.TimeoutExpired):
+            print((args.directory / "output.txt").read_text()[-4000:], file=sys.stderr)
+            raise
+        finally:
+            job.terminate()
+            job.wait()
         problems = check(read_notes(args.directory / "notes.jsonl"), attempt - planted["join"])
         if code:
             problems.append(f"the training ended with exit code {code}")

@@ -53,6 +53,7 @@ class Reader:
         """Return a box of a tensor, or all of it, on the host."""
         stored = self.tensors[name]
         box = box or whole_box(stored.shape)
+        self.verify(name, box)  # before memory is taken for a shape that the files may not have
         values = torch.empty(box.shape, dtype=stored.torch_dtype, device="cpu")
         self.read_into(name, box, values)
         return values

@@ -88,13 +88,13 @@ def environment() -> dict[str, str]:
 def test_random_faults_lose_nothing(
     tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """tools/soak.py says what it checks; by hand it plants 200 faults. Here the disk is full, then a rank is killed.
+    """tools/soak.py says what it checks; by hand it plants 200 faults. Here: a full disk, a killed rank, a full disk again.
 
     The first start saves at once, the second later.
     """
-    rounds, faults = (20, "kill save stop join disk clock") if full else (2, "kill disk")
+    rounds, faults = (20, "kill save stop join disk clock") if full else (3, "kill disk")
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    arguments = f"--rounds {rounds} --layout pp2 --longest 0.5 --seed 5 --directory {tmp_path} --faults {faults}"
+    arguments = f"--rounds {rounds} --layout pp2 --longest 0.5 --seed 10 --directory {tmp_path} --faults {faults}"
     monkeypatch.setattr(sys, "argv", ["soak.py", *arguments.split()])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     code = importlib.import_module("soak").main()

@@ -148,9 +148,8 @@ class Calibration(StoredModel):
             edge["latency"] *= factor
             for name in {"bandwidth", "message_bandwidth"} & edge.keys():
                 edge[name] /= factor
-        return replace(
-            cluster, gpus=tuple(replace(gpu, device=devices[gpu.device]) for gpu in cluster.gpus), graph=graph
-        )
+        gpus = tuple(replace(gpu, device=devices[gpu.device]) for gpu in cluster.gpus)
+        return replace(cluster, gpus=gpus, graph=graph)
 
     def write(self, path: Path) -> None:
         """Write it as JSON, whole or not at all. Raises OSError."""

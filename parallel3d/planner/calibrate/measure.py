@@ -68,9 +68,8 @@ def measure_cluster(path: str | Path | None = None, processes: int | None = None
         measured = run_ranks(measure_rank, count, gpus > 0, effort or (ON_GPUS if gpus else ON_CPU))
     except ExecutionError as error:
         raise ExecutionError(f"measuring with {count} processes failed: {error}") from error
-    write_whole(
-        target, _HEADER + yaml.safe_dump(describe(measured), sort_keys=False, default_flow_style=None, width=120)
-    )
+    content = yaml.safe_dump(describe(measured), sort_keys=False, default_flow_style=None, width=120)
+    write_whole(target, _HEADER + content)
     return target
 
 

@@ -188,9 +188,8 @@ class RunPredictor:
             share = longer * seconds / cost(i) if cost(i) > 0 else 0.0
             for name, part in components(i._replace(micro_batch=0)).items():
                 step[name] += share * part
-        return PredictedRun(
-            instructions, step, [uncorrected.memory[rank.stage] for rank in record.ranks], predicted.bubble
-        )
+        memory = [uncorrected.memory[rank.stage] for rank in record.ranks]
+        return PredictedRun(instructions, step, memory, predicted.bubble)
 
     def _predict_step(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, StepPrediction]:
         model, layout = self._model_of(record), Layout(**{name: getattr(record, name) for name in Layout.model_fields})
@@ -248,12 +247,8 @@ def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRec
     ConfigError as cluster_of.
     """
     predictor = RunPredictor(model, cluster_of(record))
-    alike = [
-        run
-        for run in earlier
-        if (run.model, run.device, run.backend) == (record.model, record.device, record.backend)
-        and len(run.ranks) <= len(record.ranks)
-    ]
+    kind, most = (record.model, record.device, record.backend), len(record.ranks)
+    alike = [run for run in earlier if (run.model, run.device, run.backend) == kind and len(run.ranks) <= most]
     calibration = calibrate(alike, predictor.parts) if alike else Calibration()
     return compare(record, *predictor.predict(record, calibration))
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import networkx as nx
+from pydantic import ValidationError
 
-from parallel3d.config.files import YAML_SUFFIXES, read_mapping
+from parallel3d.config.files import YAML_SUFFIXES, explain, read_mapping
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster.cluster import Cluster, Device, Gpu, natural
 from parallel3d.planner.cluster.presets import DEVICES, LATENCY, MACHINES, Catalogue
@@ -27,7 +28,6 @@ from parallel3d.planner.cluster.schema import (
     NicSpec,
     SwitchSpec,
     WireSpec,
-    read_spec,
 )
 
 T = TypeVar("T")
@@ -113,14 +113,14 @@ def _short_form(text: str) -> Cluster:
 
 
 def _read(given: Mapping[str, Any], name: str) -> Cluster:
-    spec = read_spec(given, name)
     try:
+        spec = ClusterSpec.model_validate(given)
         catalogue = Catalogue(spec.devices)
         described = [_with_machine(host, catalogue) for host in spec.hosts]
         _check_size(described, spec.switches)
         return _build(name, [host for each in described for host in _hosts(each, catalogue)], spec)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+    except (ConfigError, ValidationError) as error:
+        raise ConfigError(f"{name}: {explain(error) if isinstance(error, ValidationError) else error}") from None
 
 
 def _with_machine(spec: HostSpec, catalogue: Catalogue) -> HostSpec:

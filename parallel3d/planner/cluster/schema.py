@@ -6,10 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from parallel3d.config.files import explain
-from parallel3d.errors import ConfigError, nearest
+from parallel3d.errors import nearest
 
 MOST_GPUS = 2**17  # of a cluster, and the most parts of a kind
 _Name = Annotated[str, Field(max_length=253)]
@@ -190,11 +189,3 @@ class ClusterSpec(Described):
     switches: tuple[SwitchSpec, ...] = ()
     links: tuple[LinkSpec, ...] = ()
     measured: Mapping[str, Any] = {}
-
-
-def read_spec(given: Mapping[str, Any], name: str) -> ClusterSpec:
-    """Check a mapping. Raises ConfigError that lists all problems, each with its place and remedy."""
-    try:
-        return ClusterSpec.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(f"{name}: {explain(error)}") from None

@@ -228,9 +228,7 @@ class Routes:
         side, link, share = np.concatenate(routes, axis=1)[:, hop]
         base = np.stack([fabric.first_link[units[0]], np.zeros_like(units[0]), fabric.first_link[units[1]]])
         links = link.astype(np.int64) + base[side.astype(np.int64), message]
-        latency: Floats = np.bincount(message, weights=share * fabric.latency[links], minlength=len(count)).astype(
-            float
-        )
+        latency: Floats = np.bincount(message, share * fabric.latency[links], len(count)).astype(float)
         return Hops(message, links, share, first, latency)
 
     def _find(self, source: int, target: int) -> Floats:

@@ -86,9 +86,7 @@ def _hierarchical(units: list[Unit], blocks: list[range], passes: int) -> tuple[
     ]
     across = _across(blocks)
     rails = min(map(len, blocks))
-    lanes = [
-        [message._replace(steps=message.steps * rails) for message in across[rail::rails]] for rail in range(rails)
-    ]
+    lanes = [[m._replace(steps=m.steps * rails) for m in across[rail::rails]] for rail in range(rails)]
     return (_phase(local, passes, passes), _phase(lanes, passes * (len(units) - 1) / len(units), passes))
 
 

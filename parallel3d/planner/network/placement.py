@@ -175,9 +175,8 @@ def exchanges(network: Network, shape: Grid, placed: Integers, most: int) -> Int
     sizes = np.unique(fabric.island[placed], return_counts=True)[1]
     if (kind == kind[0]).all() and (len(gpus) > _SMALL or (sizes == sizes[0]).all()):
         return np.zeros((0, len(placed)), dtype=np.int64)
-    pairs = list(
-        islice(_pairs(fabric.island[places], kind[places], len(placed), shape[2], len(gpus) > _SMALL), _LISTED)
-    )
+    every_pair = _pairs(fabric.island[places], kind[places], len(placed), shape[2], len(gpus) > _SMALL)
+    pairs = list(islice(every_pair, _LISTED))
     ways = np.repeat(places[None], min(most, len(pairs)), axis=0)
     for way, pair in zip(ways, pairs[:: max(1, -(-len(pairs) // max(1, most)))], strict=False):
         a, b = pair
@@ -239,8 +238,7 @@ def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
         )
     trials = every_arrangement(network, shape, _ALL)
     if trials is not None:
-        placed, _ = _best(network, shape, traffic, trials)
-        return tuple(placed.tolist())
+        return tuple(_best(network, shape, traffic, trials)[0].tolist())
     starts = structured(network, shape)
     seconds = _seconds(network, shape, traffic, starts)
     # The most likely come first, and less than a percent is no reason to move, say, tensor-parallel ranks out of islands.

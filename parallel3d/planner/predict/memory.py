@@ -119,13 +119,9 @@ class MemoryModel:
         each = [self._chunk((0,), (k, k + 1), layout, 0, splits=False).held.saved for k in range(len(layers))]
         # Alone each holds its output, which among others the next one may not need.
         share = self.held(layout) / max(1, sum(each))
-        policy = self.model.policy(layout.zero)
-        state = [
-            predict_state(
-                [ParameterInfo("", p, (0,)) for _, p in layer.parameters], policy, layout.replicas, self._moments or 2
-            ).steady
-            for layer in layers
-        ]
+        policy, moments = self.model.policy(layout.zero), self._moments or 2
+        infos = [[ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers]
+        state = [predict_state(own, policy, layout.replicas, moments).steady for own in infos]
         return [float(nbytes) for nbytes in state], [share * nbytes for nbytes in each]
 
     def held(self, layout: Layout) -> int:
@@ -155,11 +151,9 @@ class MemoryModel:
         key = (layout.micro_batch, interval, is_local, splits, id(before), *map(id, layers[start:stop]))
         if key not in self._chunks:
             loaded, labels = self.model.loaded(layout.micro_batch)
-            inputs = (
-                [(nbytes, 0) for nbytes in loaded]
-                if before is None
-                else [(b.nbytes, b.nbytes * b.requires_grad) for b in before.outputs]
-            )
+            inputs = [(nbytes, 0) for nbytes in loaded]
+            if before is not None:
+                inputs = [(b.nbytes, b.nbytes * b.requires_grad) for b in before.outputs]
             self._chunks[key] = chunk_memory(
                 layers[start:stop],
                 inputs,
@@ -199,7 +193,8 @@ class MemoryModel:
             infos = model.stage_parameters(layout.tensor_ranks, layout.sequence_parallel, bounds, placement)[stage]
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
             others = sum(layer.buffers for layer in own)
-            others += sum(self._cast_bytes(parameter) for layer in own for _, parameter in layer.frozen)
+            frozen, cast = [parameter for layer in own for _, parameter in layer.frozen], model.precision.weights
+            others += sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in frozen)
             state = predict_state(infos, policy, replicas, self._moments, early if splits else set())
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas)
@@ -218,10 +213,6 @@ class MemoryModel:
                 shared=shared,
             )
         return self._states[key]
-
-    def _cast_bytes(self, parameter: nn.Parameter) -> int:
-        dtype = self.model.precision.weights if parameter.is_floating_point() else None
-        return parameter.numel() * (dtype or parameter.dtype).itemsize
 
 
 def _own(

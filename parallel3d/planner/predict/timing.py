@@ -121,9 +121,8 @@ def layer_times(
 def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
     """Return the times of each chunk. of_devices: for each chunk, those of all layers on the slowest device of its stage."""
     parts = list(zip(of_devices, bounds, bounds[1:], strict=False))
-    return Times(
-        *(np.array([getattr(own, f.name)[:, a:b].sum(axis=1) for own, a, b in parts]).T for f in fields(Times))
-    )
+    sums = (np.array([getattr(own, f.name)[:, a:b].sum(axis=1) for own, a, b in parts]).T for f in fields(Times))
+    return Times(*sums)
 
 
 class LayoutLinks:

@@ -145,8 +145,7 @@ def topology_chart(links: Sequence[LinkLoad], step: float) -> Markup:
     """
     graph: nx.Graph[str] = nx.Graph()
     for link in links:
-        graph.add_node(link.a)
-        graph.add_node(link.b)
+        graph.add_nodes_from((link.a, link.b))
         if link.a != link.b:
             graph.add_edge(link.a, link.b, kind=link.kind)
     outermost = [node for part in nx.connected_components(graph) for node in _top(graph.subgraph(part))]

@@ -107,20 +107,17 @@ def _of_function(target: str, seq: int | None, given: Mapping[str, Any]) -> Plan
     tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not tensors:
         raise ConfigError(f"{target}: micro_batch(0) holds no tensor; return (inputs, labels) of some samples")
-    size = tensors[0].shape[0]
-    length = tensors[0].shape[1] if tensors[0].dim() > 1 else 1
+    size, length = (*tensors[0].shape, 1)[:2]
     if seq is not None and seq != length:
         raise ConfigError(
             f"--seq is {seq}, but {target} makes samples of {length}; let it make such, or leave --seq out"
         )
 
-    def resized(leaf: Any, count: int) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != size:
-            return leaf
-        return leaf[torch.arange(count) % size]
+    batched = {id(tensor) for tensor in tensors if tensor.shape[0] == size}
 
     def sample(count: int) -> tuple[Any, Any]:
-        inputs, labels = tree_map(lambda leaf: resized(leaf, count), made)
+        rows = torch.arange(count) % size
+        inputs, labels = tree_map(lambda leaf: leaf[rows] if id(leaf) in batched else leaf, made)
         return inputs, labels
 
     own = subject.given()

@@ -327,10 +327,8 @@ def traffic_of(predictor: Predictor, step: StepPrediction) -> Traffic:
         for axis, stages in _collectives(predictor, step).items()
     }
     sizes = Counter(nbytes for *_, nbytes in _messages(predictor, step))
-    flops = sum(
-        layer.forward.flops + layer.input_gradient.flops + layer.weight_gradient.flops
-        for layer in predictor.layers(layout)
-    )
+    layers = predictor.layers(layout)
+    flops = sum(x.flops for layer in layers for x in (layer.forward, layer.input_gradient, layer.weight_gradient))
     return Traffic(
         model=busiest["model"],
         data=tuple((collective, _SEEN * number) for collective, number in busiest["data"]),

@@ -151,8 +151,6 @@ def _choices(
 def _is_searched(variant: Layout, fixed: PartialLayout) -> bool:
     """Whether a variant is what the user has decided, else a usual one. "auto" begins with a schedule of split backwards."""
     schedule, chunks = fixed.decided("schedule"), fixed.decided("chunks")
-    is_possible = (
-        variant.schedule not in WHOLE_BACKWARDS if schedule == "auto" else schedule in (None, variant.schedule)
-    )
+    is_asked = variant.schedule not in WHOLE_BACKWARDS if schedule == "auto" else schedule in (None, variant.schedule)
     usual = [1] if schedule == "gpipe" else _SCHEDULES[variant.schedule][2]
-    return is_possible and variant.chunks in (usual if chunks is None else [chunks])
+    return is_asked and variant.chunks in (usual if chunks is None else [chunks])
