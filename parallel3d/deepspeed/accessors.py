@@ -13,7 +13,9 @@ from parallel3d.comm.environment import get_local_rank
 from parallel3d.comm.groups import PipelineParallelGrid
 from parallel3d.engine.engine import Engine
 from parallel3d.engine.state import Location
+from parallel3d.errors import ConfigError
 from parallel3d.pipe.data import RepeatingLoader
+from parallel3d.zero.gathered import GatheredParameters
 
 
 class DeepSpeedEngine(Engine):
@@ -227,3 +229,34 @@ class DeepSpeedEngine(Engine):
         filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
         """
         return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    # Whole weights (ZeRO-3)
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return True: whole weights can always be saved."""
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Return the module's state_dict with whole weights in their dtype, in host memory, on rank 0; None on the others.
+
+        Weights are gathered module by module. Collective. Raises ConfigError for a model in several stages.
+        """
+        if self.pipeline_module.num_stages > 1:
+            raise ConfigError(
+                f"the model has {self.pipeline_module.num_stages} stages, and no rank has all of its modules; use "
+                "engine.save_16bit_model"
+            )
+        state: dict[str, Tensor] = {}
+        for path, module in self.module.named_modules():
+            with GatheredParameters(module.parameters(recurse=False)):
+                own: dict[str, Tensor] = {}
+                if self.global_rank == 0:
+                    module._save_to_state_dict(own, f"{path}." if path else "", keep_vars=False)
+                state |= {name: tensor.cpu().clone() for name, tensor in own.items()}
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(name, None)
+        return state if self.global_rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict

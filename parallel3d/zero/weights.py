@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -24,11 +24,14 @@ _WRITES = (
 
 
 class WeightState(Enum):
-    """State of sharded weights, and the memory that it takes on a rank."""
+    """State of sharded weights, and the memory that it takes on a rank. The last three names are DeepSpeed's."""
 
     SHARDED = "this rank's shard alone"
     GATHERING = "the shard and the whole, which is being written"
     GATHERED = "the shard and the whole"
+    NOT_AVAILABLE = SHARDED
+    INFLIGHT = GATHERING
+    AVAILABLE = GATHERED
 
 
 def _placeholder(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,7 +67,12 @@ def make_whole(parameter: Tensor) -> None:
 
 def forget(parameter: Tensor) -> None:
     """Note that a parameter has other memory now than that of its sharded weights."""
-    vars(parameter).pop("sharded_weights", None)
+    for name in ("sharded_weights", "ds_shape", "ds_numel", "ds_status"):
+        vars(parameter).pop(name, None)
+
+
+def nothing() -> None:
+    """Return None, in place of an object that a copy or pickle leaves out."""
 
 
 class ShardedWeights:
@@ -72,7 +80,8 @@ class ShardedWeights:
 
     The flat tensor's storage is released and allocated again, but stays the same object: views of it that autograd has
     saved for a backward are valid again when the weights are gathered for that backward. The parameters stay the same
-    objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise.
+    objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise. They have DeepSpeed's
+    attributes ds_shape, ds_numel and ds_status, which is the state.
 
     - shard: this rank's part, [numel / ranks]. numel: elements of the flat tensor, padding included; nbytes: its bytes.
     - state: see WeightState.
@@ -91,11 +100,20 @@ class ShardedWeights:
         self._views = list(zip(parameters, views, strict=True))
         self._placeholders = [(p, _placeholder(p, whole.dtype)) for p in parameters]
         for parameter in parameters:
-            vars(parameter)["sharded_weights"] = self
+            vars(parameter).update(sharded_weights=self, ds_shape=parameter.shape, ds_numel=parameter.numel())
         self._work: Work = DONE
         self._versions: list[int] = []
-        self.state = WeightState.GATHERED
+        self._enter(WeightState.GATHERED)
         self.release()
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Leave the shards out of a copy or pickle of a parameter."""
+        return nothing, ()
+
+    def _enter(self, state: WeightState) -> None:
+        self.state = state
+        for parameter, _ in self._views:
+            vars(parameter)["ds_status"] = state
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -111,14 +129,15 @@ class ShardedWeights:
             for parameter, view in self._views:
                 parameter.data = view
             self._work = all_gather_into(self._whole, self.shard, self._partition)
-            self.state = WeightState.GATHERING
+            self._enter(WeightState.GATHERING)
         return self._work
 
     def wait(self) -> None:
         """Return (CUDA: let the stream go on) when the weights are gathered."""
         if self.state is WeightState.GATHERING:
             self._work.wait()
-            self._work, self.state = DONE, WeightState.GATHERED
+            self._work = DONE
+            self._enter(WeightState.GATHERED)
 
     def release(self) -> None:
         """Free the memory of the whole weights. What is enqueued on the current stream may still read them."""
@@ -127,7 +146,7 @@ class ShardedWeights:
             for parameter, placeholder in self._placeholders:
                 parameter.data = placeholder
             self._whole.untyped_storage().resize_(0)
-            self.state = WeightState.SHARDED
+            self._enter(WeightState.SHARDED)
             self._versions = [parameter._version for parameter, _ in self._views]
 
     def _check_unwritten(self) -> None:

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import all_gather_into
 from parallel3d.errors import ConfigError
 from parallel3d.zero.buckets import Bucket, ParameterShard
-
-
-def _nothing() -> None:
-    return None
+from parallel3d.zero.weights import nothing
 
 
 class WholeState:
@@ -36,7 +33,7 @@ class WholeState:
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Leave the state out of a copy or pickle of the parameter."""
-        return _nothing, ()
+        return nothing, ()
 
     def master(self) -> Tensor:
         """Return the fp32 (or wider) master, in the parameter's shape."""

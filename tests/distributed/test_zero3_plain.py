@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -261,6 +262,30 @@ def test_the_whole_state_of_a_parameter_is_read_and_written(run_ranks, stage: in
         assert torch.allclose(last, torch.full_like(last, 0.5 * (1 - 1e-5))), (
             "no gradient and no moment: weight decay alone"
         )
+
+
+def read_attributes() -> Any:
+    engine = make(llama())
+    parameter = engine.module.model.embed_tokens.weight
+    outside = parameter.ds_status.name, tuple(parameter.ds_shape), parameter.ds_numel
+    with parallel3d.zero.GatheredParameters(parameter):
+        inside = parameter.ds_status is type(parameter.ds_status).AVAILABLE
+    copied = pickle.loads(pickle.dumps(parameter))
+    return outside, inside, copied.isnan().all().item(), engine._zero3_consolidated_16bit_state_dict()
+
+
+def test_parameters_have_deepspeeds_attributes_and_rank_0_gets_all_weights(run_ranks):
+    wanted = llama()
+    shape = wanted.model.embed_tokens.weight.shape
+    for rank, (outside, inside, copied, state) in enumerate(run_ranks(2, read_attributes)):
+        assert outside == ("SHARDED", tuple(shape), shape.numel())
+        assert inside
+        assert copied, "a copy has what the placeholder has, and not the shards"
+        if rank:
+            assert state is None
+        else:
+            assert state.keys() == wanted.state_dict().keys()
+            assert all(torch.equal(state[name], value) for name, value in wanted.state_dict().items())
 
 
 # --- zero.Init
