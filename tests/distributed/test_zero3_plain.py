@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from hf_models import transformers
 from ranks import RankError
 from reference import distance
 from torch import Tensor, nn
+from user_configs import AUTO, FOLDER
 
 import parallel3d
+from parallel3d.config import read_source
 
 WIDTH, BLOCKS = 16, 5
 ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 30_000}
@@ -219,6 +222,40 @@ def test_replicas_that_generate_different_lengths_all_finish(run_ranks):
         length = 3 + 4 * replica
         wanted = model.generate(ids_of(0, 0)[:1], max_new_tokens=length, min_new_tokens=length, do_sample=False)
         assert found == wanted.tolist()
+
+
+# --- users' configurations of stage 3, whose offload is not carried out
+
+
+def train_by_file(name: str) -> Any:
+    """Batch sizes, and values for "auto", come from the caller."""
+    _, given = read_source(FOLDER / name)
+    config = {**given, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    config["zero_optimization"] = {**config["zero_optimization"], "stage3_max_live_parameters": 30_000}
+    model = llama().train()
+    sharded = {"zero_optimization.stage3_param_persistence_threshold": 0}
+    own = None if config.get("optimizer") else torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine, *_ = parallel3d.initialize(model=model, config=config, auto={**AUTO[name], **sharded}, optimizer=own)
+    losses = []
+    for _ in range(8):
+        loss = language_loss(engine, 0, engine.global_rank)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    offloads = [str(w.message) for w in caught if "offload" in str(w.message)]
+    return losses, engine.update.units.peak, engine.update.policy.stage, offloads
+
+
+@pytest.mark.parametrize("name", ["zero3_offload_auto_bf16.json", "zero3_offload_fp16.json"])
+def test_a_users_configuration_of_stage_3_trains_a_llama(run_ranks, name: str):
+    transformers()
+    for losses, peak, stage, offloads in run_ranks(2, train_by_file, name):
+        assert losses[-1] < losses[0]
+        assert stage == 3
+        assert 0 < peak <= 30_000
+        assert offloads, "what is not carried out is said"
 
 
 # --- the whole state of a parameter
