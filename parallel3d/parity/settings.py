@@ -65,6 +65,10 @@ def check_config(layout: PartialLayout, base: Mapping[str, Any], settings: Setti
     config["gradient_accumulation_steps"] = accumulation(layout, base)
     config.setdefault("optimizer", {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}})
     config["pipeline"]["seed_layers"] = True
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage") == 3:
+        # By default the weights of small layers stay whole, and models to check are small.
+        config["zero_optimization"] = {"stage3_param_persistence_threshold": 0, **zero}
     return config | {
         "seed": settings.seed,
         "steps_per_print": None,
