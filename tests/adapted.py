@@ -33,7 +33,7 @@ class Adapted(nn.Module):
 class Scale(nn.Module):
     """A parameter that is too small for a part on each replica, and a frozen scalar. It fails where it is told to."""
 
-    fails = False
+    fails = has_failed = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,6 +42,7 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
+            self.has_failed = True
             raise ValueError("told to fail")
         return x * self.gain + self.offset
 

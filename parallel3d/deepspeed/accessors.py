@@ -67,7 +67,7 @@ class DeepSpeedEngine(Engine):
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """Return the ZeRO stage that runs: 0, 1 or 2 (stage 3 runs as 2)."""
+        """Return the ZeRO stage, 0 to 3."""
         return self.update.policy.stage
 
     def fp16_enabled(self) -> bool:

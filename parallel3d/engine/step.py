@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -112,9 +112,13 @@ class BatchRunner:
         try:
             with self.attention():
                 yield
-        finally:
+        except BaseException:
             if self._units is not None:
-                self._units.abort()
+                with suppress(Exception):  # a gather that fails because a peer is gone would hide the error
+                    self._units.abort()
+            raise
+        if self._units is not None:
+            self._units.abort()
 
     def run(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -173,7 +173,9 @@ class Executor:
             self._clear()
             self._messages.abort()
             if self._units is not None:
-                self._units.abort()
+                # A gather may fail because a peer is gone: the error that is raised here says more.
+                with suppress(Exception):
+                    self._units.abort()
             i = program.instructions[self._module.stage_id][now[POSITION]]
             first_line = printable(next(iter(str(error).splitlines()), ""))
             place = f"rank {self._module.groups.rank}, stage {self._module.stage_id}, micro-batch {i.micro_batch}"

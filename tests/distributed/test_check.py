@@ -26,7 +26,7 @@ def run(capsys: pytest.CaptureFixture[str], function: str, *options: str) -> tup
 
 
 def test_a_right_model_passes_in_3d(capsys: pytest.CaptureFixture[str]):
-    layouts = ["pp2,dp2,tp2,zero2,sp,m3", "pp2,dp2,tp2,zero1,zb-h1,m3"]
+    layouts = ["pp2,dp2,tp2,zero3,sp,m3", "pp2,dp2,tp2,zero1,zb-h1,m3"]
     code, out, err = run(capsys, "decoder", "--layouts", *layouts, "--steps", "2")
     assert code == 0, out + err
     assert [line.strip() for line in out.splitlines() if line.startswith("pp2")] == [

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import adapted
 import pytest
 import torch
 from adapted import ITEMS, LIMITS, TRAINED, micro_batches, squares
 from layouts import make_engine, own_iterator
 from safetensors.torch import load_file
 from test_checkpoint_layouts import check_same, whole_tensors
-from torch import Tensor
+from torch import Tensor, nn
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
@@ -107,3 +108,43 @@ def check_file(directory: Path, wanted: dict[str, Tensor]) -> None:
     assert len(stored) == sum(name.startswith("model/") for name in wanted)
     for name, tensor in stored.items():
         assert torch.equal(tensor, wanted[f"model/{name}"]), name
+
+
+class Plain(nn.Module):
+    """The same layers as one module, whose blocks are its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([adapted.Adapted(adapted.WIDTH) for _ in range(3)])
+        self.scale = adapted.Scale()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return squares(self.scale(x), labels)
+
+
+def save_plain(source: Path | None, target: Path, stage: int) -> dict[str, Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, **LIMITS},
+        "steps_per_print": None,
+    }
+    engine, *_ = parallel3d.initialize(model=Plain(), config=config)
+    if source is None:
+        engine.train_batch(iter(micro_batches(1, torch.distributed.get_rank())))
+    else:
+        engine.load_checkpoint(source, tag="a")
+    engine.save_checkpoint(target, tag="a")
+    return weights(engine)
+
+
+def test_a_plain_module_goes_to_other_stages_and_back(run_ranks, tmp_path: Path):
+    ranks = run_ranks(2, save_plain, None, tmp_path / "3", 3)
+    wanted = whole_tensors(tmp_path / "3" / "a")
+    check_weights(ranks, wanted)
+    for source, target, ranks_there, stage in (("3", "0", 1, 0), ("0", "back", 3, 3)):
+        check_weights(run_ranks(ranks_there, save_plain, tmp_path / source, tmp_path / target, stage), wanted)
+        check_same(wanted, whole_tensors(tmp_path / target / "a"))

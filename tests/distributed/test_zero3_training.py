@@ -153,6 +153,32 @@ def test_after_a_failed_batch_all_is_released_and_training_goes_on_as_at_stage_2
         assert same(weights, same_weights)
 
 
+def fail_while_a_peer_is_gone() -> str:
+    engine = engine_of(STAGE_3, stages=1)
+    data = data_of(engine)
+    engine.train_batch(data)
+    scale = next(m for m in engine.module.modules() if isinstance(m, adapted.Scale))
+    scale.fails = True
+    wait = ShardedWeights.wait
+
+    def fail(self: ShardedWeights) -> None:
+        if scale.has_failed:
+            raise RuntimeError("Connection closed by peer")
+        wait(self)
+
+    with mock.patch.object(ShardedWeights, "wait", fail):
+        try:
+            engine.train_batch(data)
+        except parallel3d.Parallel3DError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_gathers_that_fail_after_an_error_do_not_hide_it(run_ranks):
+    for message in run_ranks(2, fail_while_a_peer_is_gone):
+        assert "ValueError: told to fail" in message
+
+
 # --- calls of the script's own
 
 
