@@ -25,7 +25,8 @@ from parallel3d.pipe.programs import Programs
 from parallel3d.pipe.units import LayerUnits
 from parallel3d.rng import EnterLayer, RandomStreams
 from parallel3d.schedule.instructions import Op
-from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits
+from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes
+from parallel3d.zero.policy import live_limits
 
 
 class BatchRunner:
@@ -137,7 +138,4 @@ def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]
     """Join what the stages of a pipeline tell of their sharded weights: (sizes of units, uses of chunks) of each."""
     sizes = {unit: size for own, _ in stages for unit, size in own.items()}
     uses = {chunk: its for _, own in stages for chunk, its in own.items()}
-    limits = LiveLimits(
-        zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance
-    )
-    return Lifetimes([uses[chunk] for chunk in sorted(uses)], sizes, limits)
+    return Lifetimes([uses[chunk] for chunk in sorted(uses)], sizes, live_limits(zero))

@@ -74,12 +74,14 @@ class MemoryModel:
         stage: int,
         capacity: int,
         samples: float = 1,
+        gathered: int = 0,
     ) -> StageMemory:
         """Predict the memory of a stage.
 
         - replay: of the program; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: fully specified.
         - capacity: bytes of the smallest device of the stage.
         - samples: estimate micro-batches of this many times the layout's.
+        - gathered: most bytes of sharded weights that are gathered at a time.
         """
         on_cuda, own = self.model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
         model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
@@ -94,7 +96,13 @@ class MemoryModel:
         messages = {"messages": round(samples * sent) if on_cuda else 0}
         extra = {
             "steady": {},
-            "backward": {"activations": held, "workspace": within - held, **model.kept, **messages},
+            "backward": {
+                "activations": held,
+                "workspace": within - held,
+                "gathered": gathered,
+                **model.kept,
+                **messages,
+            },
             "step": {**model.step, **model.kept},
             "save": model.kept,  # a save copies tensors to the host as they are
         }
@@ -199,7 +207,8 @@ class MemoryModel:
             infos = model.stage_parameters(layout.tensor_ranks, layout.sequence_parallel, bounds, placement)[stage]
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
             others = sum(layer.buffers for layer in own)
-            others += sum(self._cast_bytes(parameter) for layer in own for _, parameter in layer.frozen)
+            frozen = sum(self._cast_bytes(parameter) for layer in own for _, parameter in layer.frozen)
+            others += frozen // (replicas if policy.stage == 3 else 1)
             state = predict_state(infos, policy, replicas, self._moments, early if splits else set())
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas)
