@@ -88,21 +88,12 @@ class MemoryModel:
         within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
         # The transport keeps the last gradients sent until it sends again.
         sent = max(chunk.held.input_gradient if chunk.held.received else 0 for chunk in chunks.values())
-        steady = {
-            **model.steady,
-            "tables": max((layer.tables for layer in own), default=0),
-            "libraries": _LIBRARY_BYTES if on_cuda else 0,
-        }
-        messages = {"messages": round(samples * sent) if on_cuda else 0}
+        tables = max((layer.tables for layer in own), default=0)
+        steady = {**model.steady, "tables": tables, "libraries": _LIBRARY_BYTES if on_cuda else 0}
+        kept = {**model.kept, "messages": round(samples * sent) if on_cuda else 0}
         extra = {
             "steady": {},
-            "backward": {
-                "activations": held,
-                "workspace": within - held,
-                "gathered": gathered,
-                **model.kept,
-                **messages,
-            },
+            "backward": {"activations": held, "workspace": within - held, "gathered": gathered, **kept},
             "step": {**model.step, **model.kept},
             "save": model.kept,  # a save copies tensors to the host as they are
         }
