@@ -17,11 +17,14 @@ from parallel3d.models.decoder import decoder
 from parallel3d.pipe import PipelineModule
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.profile import ModelProfile, stage_parameters
+from parallel3d.planner.predict.profile import ModelProfile, layer_units, stage_parameters
 from parallel3d.planner.predict.program import Programs, make_buckets
+from parallel3d.planner.predict.sharded import sharded_weights
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import placement_of
 from parallel3d.schedule.instructions import SEND_OPS, Program
+from parallel3d.schedule.lifetimes import peak_live
+from parallel3d.zero.policy import live_limits
 
 # So much larger than its weights' gradients are a layer's activations, that neither hides an error in the other.
 WORDS, HIDDEN, SEQ, SAMPLES = 96, 32, 64, 2
@@ -120,11 +123,19 @@ def predict(
     layers = profile.layers(layout.tensor_ranks, layout.sequence_parallel)
     parameters = stage_parameters(profile.specs, layers, bounds, placement)
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
-    program = Programs().simulation(layout, buckets, policy, layout.micro_batches).program
+    profiles = profile.layers(layout.tensor_ranks, layout.sequence_parallel, recompute=layout.recompute)
+    units = layer_units(profile.specs, profiles)
+    sharded = sharded_weights(layout, policy, profiles, units, parameters, placement, bounds)
+    lifetimes = None if sharded is None else sharded.lifetimes(live_limits(config.zero_optimization))
+    program = Programs().simulation(layout, buckets, policy, layout.micro_batches, lifetimes=lifetimes).program
     replay = MemoryReplay.of(program)
     between = []
     for stage in range(layout.stages):
         chunks = memory.chunks(replay, bounds, layout, stage).items()
         between.append(replay.peak(stage, {c: replace(chunk, within={}) for c, chunk in chunks}).held)
-    stages = tuple(memory.stage(replay, bounds, layout, stage, 2**40) for stage in range(layout.stages))
+    gathered = [0] * layout.stages
+    if sharded is not None:
+        sizes = [{unit: size.nbytes for unit, size in own.items()} for own in sharded.sizes]
+        gathered = list(map(peak_live, program.instructions, sizes))
+    stages = tuple(memory.stage(replay, bounds, layout, k, 2**40, gathered=nbytes) for k, nbytes in enumerate(gathered))
     return stages, between, program

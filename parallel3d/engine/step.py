@@ -27,7 +27,8 @@ from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.pipe.units import LayerUnits
 from parallel3d.rng import EnterLayer, RandomStreams
 from parallel3d.schedule.instructions import Op
-from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits
+from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes
+from parallel3d.zero.policy import live_limits
 
 
 class BatchRunner:
@@ -53,10 +54,7 @@ class BatchRunner:
         self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
         self._update = update
         self.attention = attention_context(config.attention.backend, model.device)
-        zero = config.zero_optimization
-        limits = LiveLimits(
-            zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance
-        )
+        limits = live_limits(config.zero_optimization)
         units: LayerUnits | BlockUnits | None = None
         if update.units is not None and isinstance(model, SingleStageModule):
             ranks = model.groups.topology.get_axis_comm_lists("data")

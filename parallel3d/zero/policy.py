@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel3d.config import Config
+from parallel3d.config import Config, ZeroConfig
 from parallel3d.parameters import ParameterInfo
+from parallel3d.schedule.lifetimes import LiveLimits
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # With "auto", unsharded gradients of an accumulation may take this share of the device's memory.
@@ -69,6 +70,11 @@ def make_policy(
         reduce_per_micro_batch=zero.stage >= 2 and per_micro_batch,
         largest_whole=zero.stage3_param_persistence_threshold,
     )
+
+
+def live_limits(zero: ZeroConfig) -> LiveLimits:
+    """Return the configured limits of weights that are gathered with stage 3."""
+    return LiveLimits(zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance)
 
 
 def _memory(device: torch.device) -> int:

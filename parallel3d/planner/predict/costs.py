@@ -14,6 +14,7 @@ from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, CollectiveKind, Work
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.program import Buckets
+from parallel3d.planner.predict.sharded import ShardedWeights
 from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op, compute_seconds
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
@@ -72,6 +73,7 @@ class SplitLayout:
     - placement: stage of each chunk; chunk c has layers bounds[c] to bounds[c + 1].
     - stages: parameters of each stage; buckets: of their gradients.
     - compute_times: times of the chunks without reductions of gradients beside them.
+    - sharded: weights that live as shards; None if all are whole, and in rough predictions.
     """
 
     layout: Layout
@@ -84,6 +86,7 @@ class SplitLayout:
     policy: ZeroPolicy
     stages: Sequence[Sequence[ParameterInfo]]
     buckets: Buckets
+    sharded: ShardedWeights | None = None
 
     @property
     def _wire_bytes(self) -> int:
@@ -170,8 +173,10 @@ class SplitLayout:
                 seconds[Op.REDUCE_GRADS, c, bucket] = links.over_replicas(kind, wire * numel, stage)
             # The chunk's first forward starts late: its layers wait for their own weights, while the next ones arrive.
             gathers = [links.over_replicas("all_gather", weight * numel, stage) for numel in numels]
-            if sum(gathers) > 0:
+            if sum(gathers) > 0 and self.sharded is None:
                 seconds[Op.GATHER_PARAMS, c, None] = max(sum(gathers) - forward[c], *gathers)
+        if self.sharded is not None:
+            seconds |= self.sharded.gathers(links, self.placement)
         for bucket, (owners, numel) in enumerate(self.buckets.replicas):
             # Over the replicas of each stage first, then the shards over the stages that hold a copy.
             stages = sorted({self.placement[c] for c in owners})

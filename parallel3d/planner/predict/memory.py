@@ -74,27 +74,26 @@ class MemoryModel:
         stage: int,
         capacity: int,
         samples: float = 1,
+        gathered: int = 0,
     ) -> StageMemory:
         """Predict the memory of a stage.
 
         - replay: of the program; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: fully specified.
         - capacity: bytes of the smallest device of the stage.
         - samples: estimate micro-batches of this many times the layout's.
+        - gathered: most bytes of sharded weights that are gathered at a time.
         """
         on_cuda, own = self.model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
         model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
         within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
         # The transport keeps the last gradients sent until it sends again.
         sent = max(chunk.held.input_gradient if chunk.held.received else 0 for chunk in chunks.values())
-        steady = {
-            **model.steady,
-            "tables": max((layer.tables for layer in own), default=0),
-            "libraries": _LIBRARY_BYTES if on_cuda else 0,
-        }
-        messages = {"messages": round(samples * sent) if on_cuda else 0}
+        tables = max((layer.tables for layer in own), default=0)
+        steady = {**model.steady, "tables": tables, "libraries": _LIBRARY_BYTES if on_cuda else 0}
+        kept = {**model.kept, "messages": round(samples * sent) if on_cuda else 0}
         extra = {
             "steady": {},
-            "backward": {"activations": held, "workspace": within - held, **model.kept, **messages},
+            "backward": {"activations": held, "workspace": within - held, "gathered": gathered, **kept},
             "step": {**model.step, **model.kept},
             "save": model.kept,  # a save copies tensors to the host as they are
         }
@@ -193,8 +192,8 @@ class MemoryModel:
             infos = model.stage_parameters(layout.tensor_ranks, layout.sequence_parallel, bounds, placement)[stage]
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
             others = sum(layer.buffers for layer in own)
-            frozen, cast = [parameter for layer in own for _, parameter in layer.frozen], model.precision.weights
-            others += sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in frozen)
+            frozen = sum(self._cast_bytes(parameter) for layer in own for _, parameter in layer.frozen)
+            others += frozen // (replicas if policy.stage == 3 else 1)
             state = predict_state(infos, policy, replicas, self._moments, early if splits else set())
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas)

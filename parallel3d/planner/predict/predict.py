@@ -21,7 +21,7 @@ from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction, of_stages
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.profile import ModelProfile
+from parallel3d.planner.predict.profile import ModelProfile, layer_units
 from parallel3d.planner.predict.program import (
     Buckets,
     Programs,
@@ -30,14 +30,17 @@ from parallel3d.planner.predict.program import (
     timed_micro_batches,
     untimed_flight,
 )
+from parallel3d.planner.predict.sharded import sharded_weights
 from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op, chunk_times, layer_times
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.lifetimes import peak_live
 from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
+from parallel3d.zero.policy import live_limits
 
 Units = Literal["half"] | None  # of layers, see Layout
 _Seconds = TypeVar("_Seconds", float, Floats)
@@ -120,7 +123,11 @@ class Predictor:
         """
         split = self._split_layout(layout, places, bounds=bounds)
         timed = timed_micro_batches(layout)
-        simulation = self._programs.simulation(layout, split.buckets, split.policy, timed, compute=compute)
+        limits = live_limits(self.profile().config.zero_optimization)
+        lifetimes = None if split.sharded is None else split.sharded.lifetimes(limits)
+        simulation = self._programs.simulation(
+            layout, split.buckets, split.policy, timed, compute=compute, lifetimes=lifetimes
+        )
         cost, makespan = self._timed(split, simulation)
         optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
         seconds = makespan + optimizer + self.calibration.fixed.value
@@ -172,7 +179,9 @@ class Predictor:
         else:
             buckets = rough_buckets(stages, len(placement))
         layers, samples = self.layers(layout, exactly), 1 if exactly else layout.micro_batch
-        return SplitLayout(layout, links, layers, samples, placement, bounds, times, policy, stages, buckets)
+        units = layer_units(profile.specs, layers) if exactly and policy.stage == 3 else ()
+        sharded = sharded_weights(layout, policy, layers, units, stages, placement, bounds) if units else None
+        return SplitLayout(layout, links, layers, samples, placement, bounds, times, policy, stages, buckets, sharded)
 
     def links(self, layout: Layout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
@@ -228,7 +237,11 @@ class Predictor:
         layout, replay = split.layout, MemoryReplay.of(program)
         model, samples = self.memory_model(layout.units), untimed_flight(layout, program.num_micro_batches)
         stages = enumerate(map(_capacity, split.links.devices))
-        found = (model.stage(replay, split.bounds, layout, stage, capacity, samples) for stage, capacity in stages)
+        gathered = [0] * layout.stages
+        if split.sharded is not None:
+            sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
+            gathered = list(map(peak_live, program.instructions, sizes))
+        found = (model.stage(replay, split.bounds, layout, k, each, samples, gathered[k]) for k, each in stages)
         return tuple(map(self.calibration.correct_memory, found))
 
     def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:

@@ -198,6 +198,13 @@ def _in_order(ties: TieIndex, layers: Sequence[LayerProfile], builders: Sequence
     return list(found.values())
 
 
+def layer_units(specs: Sequence[Layer], layers: Sequence[LayerProfile]) -> list[tuple[int, ...]]:
+    """Return, for each layer, the units (see ParameterInfo) that its parameters belong to."""
+    ties = TieIndex(specs, lambda layer: 0)
+    names = [[name for name, _ in (*layer.parameters, *layer.frozen)] for layer in layers]
+    return [tuple(dict.fromkeys(ties.origin(b, name)[0] for name in names[b])) for b in ties.builder]
+
+
 def merged_parameters(stage: Sequence[ParameterInfo]) -> list[ParameterInfo]:
     """Return one parameter, without memory, in place of all that have the same owners: enough for a rough prediction."""
     merged = []

@@ -11,6 +11,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
+from parallel3d.schedule.lifetimes import Lifetimes
 from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
 from parallel3d.schedule.timing import Simulation
 from parallel3d.schedule.zero_bubble import looped_zero_bubble
@@ -84,10 +85,17 @@ class Programs:
         num_micro_batches: int,
         roughly: bool = False,
         compute: Program | None = None,
+        lifetimes: Lifetimes | None = None,
     ) -> Simulation:
-        """Return a simulation of what the executor runs. compute: the schedule, if it isn't a named one."""
+        """Return a simulation of what the executor runs.
+
+        compute: the schedule, if it isn't a named one; lifetimes: of sharded weights.
+        """
         owners, partitioned = tuple(owners for owners, _ in buckets.replicas), policy.stage > 0 and layout.replicas > 1
         added = tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
+        if lifetimes is not None:
+            compute = compute or _compute(_schedule(layout, num_micro_batches, roughly))
+            return Simulation(lifetimes.add_to(add_collectives(lower(compute), *added)), lifetimes.uses)
         if compute is not None:
             return Simulation(add_collectives(lower(compute), *added))
         return self._simulation(_schedule(layout, num_micro_batches, roughly), added)

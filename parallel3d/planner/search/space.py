@@ -142,7 +142,7 @@ def _choices(
         "stages": [n for n in range(1, min(num_ranks, max(num_layers, num_halves)) + 1) if num_ranks % n == 0],
         "sequence_parallel": [0, 1],
         "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
-        "zero": [0, 1, 2],
+        "zero": [3] if fixed.decided("zero") == 3 else [0, 1, 2],
         "recompute": _HALVES_RECOMPUTED if recompute is None else [recompute],
         "variant": [k for k, variant in enumerate(VARIANTS) if _is_searched(variant, fixed)],
     }

@@ -335,3 +335,19 @@ def test_presets_have_the_sizes_of_their_names(name: str) -> None:
     block = c.hidden_size * (heads + c.hidden_size) + (3 if c.gated else 2) * c.hidden_size * c.ffn_size
     total = c.num_layers * block + (1 if c.tied else 2) * c.vocab_size * c.hidden_size
     assert total / 1e9 == pytest.approx(wanted[name], rel=0.02)
+
+
+def test_sharded_weights_are_planned_where_they_are_asked_for() -> None:
+    model = small_model(layers=12)
+    model = replace(model, config={**model.config, "zero_optimization": {"stage3_max_live_parameters": 10_000_000}})
+
+    def best(words: str) -> Prediction:
+        return Planner(Question(model, load_cluster(hosts(1)), 4, fixed=parse_layout(words))).answer().best[0]
+
+    two, three = best("dp4,mb1,ckpt1,zero2"), best("dp4,mb1,ckpt1,zero3")
+    assert "zero3" in three.layout
+    needed = [p.memory[0].reserved for p in (two, three)]
+    assert needed[1] < needed[0]
+    assert 0 < three.memory[0].parts["gathered"] <= 2 * 10_000_000
+    assert three.seconds > two.seconds
+    assert "zero3" not in best("dp4,mb1,ckpt1").layout

@@ -1,0 +1,78 @@
+"""Weights of a layout that live as shards (ZeRO-3): their sizes, and which layers use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from parallel3d.config.layout import Layout
+from parallel3d.costs.layer_profile import LayerProfile
+from parallel3d.parameters import ParameterInfo
+from parallel3d.planner.predict.timing import LayoutLinks
+from parallel3d.schedule.instructions import Op
+from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, Use
+from parallel3d.zero.memory import UnitSize, unit_sizes
+from parallel3d.zero.policy import ZeroPolicy
+
+
+@dataclass(frozen=True)
+class ShardedWeights:
+    """Units of sharded weights. sizes: of each stage, unit -> its size; uses: of each chunk."""
+
+    sizes: tuple[Mapping[int, UnitSize], ...]
+    uses: tuple[ChunkUses, ...]
+
+    def lifetimes(self, limits: LiveLimits) -> Lifetimes:
+        """Return the lifetimes that the executor adds to its program."""
+        return Lifetimes(self.uses, {unit: size.numel for own in self.sizes for unit, size in own.items()}, limits)
+
+    def gathers(self, links: LayoutLinks, placement: Sequence[int]) -> dict[tuple[Op, int, int | None], float]:
+        """Return the seconds of each unit's gather, which may stand before a compute of any chunk of its stage."""
+        return {
+            (Op.GATHER_PARAMS, chunk, unit): links.over_replicas("all_gather", size.nbytes, stage)
+            for chunk, stage in enumerate(placement)
+            for unit, size in self.sizes[stage].items()
+        }
+
+
+def sharded_weights(
+    layout: Layout,
+    policy: ZeroPolicy,
+    layers: Sequence[LayerProfile],
+    units: Sequence[Use],
+    stages: Sequence[Sequence[ParameterInfo]],
+    placement: Sequence[int],
+    bounds: Sequence[int],
+) -> ShardedWeights | None:
+    """Return the sharded weights of a layout; None if it has none.
+
+    units: those that have parameters of each layer; stages: the trainable parameters of each stage.
+    """
+    if policy.stage < 3 or layout.replicas == 1:
+        return None
+    sizes = []
+    for stage, own in enumerate(stages):
+        held = [k for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
+        frozen = [ParameterInfo("", parameter, (0,), k) for k in held for _, parameter in layers[k].frozen]
+        sizes.append(unit_sizes(own, frozen, policy, layout.replicas))
+
+    def of_chunk(chunk: int) -> ChunkUses:
+        own = range(bounds[chunk], bounds[chunk + 1])
+        used = {k: tuple(unit for unit in units[k] if unit in sizes[placement[chunk]]) for k in own}
+        order = _backward_order(own, layers, layout.recompute)
+        return ChunkUses(tuple(used[k] for k in own), tuple(used[k] for k in order))
+
+    return ShardedWeights(tuple(sizes), tuple(map(of_chunk, range(len(placement)))))
+
+
+def _backward_order(own: Sequence[int], layers: Sequence[LayerProfile], interval: int) -> list[int]:
+    """Return the layers in the order in which a backward runs them, as LayerCalls.runs does."""
+    order: list[int] = []
+    for recomputed, neighbours in groupby(reversed(own), key=lambda k: layers[k].recomputed and interval > 0):
+        run = list(neighbours)[::-1]
+        size = interval if recomputed else len(run)
+        for start in reversed(range(0, len(run), size)):
+            group = run[start : start + size]
+            order += [*group, *group[-2::-1]] if recomputed else group[::-1]
+    return order
