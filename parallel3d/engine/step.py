@@ -27,7 +27,7 @@ from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.pipe.units import LayerUnits
 from parallel3d.rng import EnterLayer, RandomStreams
 from parallel3d.schedule.instructions import Op
-from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes
+from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits
 from parallel3d.zero.policy import live_limits
 
 

@@ -192,8 +192,9 @@ class MemoryModel:
             infos = model.stage_parameters(layout.tensor_ranks, layout.sequence_parallel, bounds, placement)[stage]
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
             others = sum(layer.buffers for layer in own)
-            frozen = sum(self._cast_bytes(parameter) for layer in own for _, parameter in layer.frozen)
-            others += frozen // (replicas if policy.stage == 3 else 1)
+            frozen, cast = [parameter for layer in own for _, parameter in layer.frozen], model.precision.weights
+            size = sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in frozen)
+            others += size // (replicas if policy.stage == 3 else 1)
             state = predict_state(infos, policy, replicas, self._moments, early if splits else set())
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas)
