@@ -224,7 +224,7 @@ def poisoned(seed: int) -> Iterator[None]:
         was_whole = self.state is not WeightState.SHARDED
         release(self)
         if was_whole:
-            self._whole.untyped_storage().resize_(self._nbytes)
+            self._whole.untyped_storage().resize_(self.nbytes)
             self._whole.detach().fill_(torch.nan)
 
     with ExitStack() as stack:
