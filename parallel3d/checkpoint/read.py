@@ -82,14 +82,20 @@ class Reader:
     def _sources(self, name: str, box: Box) -> Iterable[tuple[StoredBox, Box]]:
         """Return the stored boxes that hold `box`, each with its intersection with it."""
         found, missing = [], [box] if box.numel else []
-        for stored in self.tensors[name].boxes:
-            common = stored.box.common(box)
+        pairs = [
+            (stored, common) for stored in self.tensors[name].boxes if (common := stored.box.common(box)) is not None
+        ]
+        for stored, common in sorted(pairs, key=lambda pair: pair[1].start):
+            # No later box has an element before this start. Many gaps would make the list of missing boxes long.
+            if any(rest.start < common.start for rest in missing):
+                break
             # Boxes may overlap, like those of a head that several ranks share; one of them is enough.
-            if common is not None and any(rest.common(common) for rest in missing):
+            if any(rest.common(common) for rest in missing):
                 found.append((stored, common))
                 missing = [part for rest in missing for part in rest.without(common)]
         if missing:
-            raise CheckpointError(f"{self.directory / MANIFEST} names no file for {missing[0]} of tensor {name}")
+            element = min(rest.start for rest in missing)
+            raise CheckpointError(f"{self.directory / MANIFEST} names no file for element {element} of tensor {name}")
         return found
 
     def _values(self, stored: StoredBox, box: Box) -> Tensor:

@@ -65,6 +65,7 @@ class Report:
     - seconds: how long it has been at this place.
     - waits: what it is blocked in; waits_for: the other ranks that this depends on.
     - ending: how it ended, if it did, as "SIGKILL" or "exit code 3".
+    - sees_stopped: the ranks of its host whose processes are stopped, as by SIGSTOP.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class Report:
     waits_for: tuple[int, ...] = ()
     error: Raised | None = None
     ending: str | None = None
+    sees_stopped: tuple[int, ...] = ()
 
     @property
     def where(self) -> str:
@@ -153,7 +155,7 @@ def judge(reports: Mapping[int, Report], limits: Limits) -> Verdict | None:
     asked = [r for r in reports.values() if r.state is State.ASKED_TO_END]
     if originals:
         return _verdict(Kind.FAILED, _earliest(originals), reports)
-    # Unless something else has happened, an untimed rank may be too busy to answer.
+    # Unless something else has happened, an untimed rank that is not stopped may be too busy to answer.
     gone = _gone(reports, limits, alarm=bool(raised or asked))
     if gone is not None:
         return _verdict(*gone, reports)
@@ -186,8 +188,10 @@ def _gone(reports: Mapping[int, Report], limits: Limits, alarm: bool) -> tuple[K
 def _may_be_busy(silent: Report, reports: Mapping[int, Report], limits: Limits) -> bool:
     """Return whether a rank may be too busy to answer: it is untimed, or in the first step and not waited for too long.
 
-    A rank whose place is not known may be where those that wait for it are, such as in a save.
+    A rank whose place is not known may be where those that wait for it are, such as in a save. A stopped process is not busy.
     """
+    if any(silent.rank in r.sees_stopped for r in reports.values()):
+        return False
     waiting = [r for r in reports.values() if silent.rank in r.waits_for]
     places = [silent.place] if silent.place is not None else [r.place for r in waiting if r.place is not None]
     if not places or not all(place.untimed or place.first_step for place in places):

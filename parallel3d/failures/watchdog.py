@@ -217,6 +217,7 @@ class Watchdog:
             time.time(),
             place_in(slots, stage, self._find_program),
             time.monotonic() - self._since,
+            sees_stopped=self._neighbours.stopped(),
         )
         if wait is not None:
             report = replace(report, waits=wait.what, waits_for=tuple(r for r in wait.ranks if r != self._rank))

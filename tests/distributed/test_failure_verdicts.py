@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from warm import WarmProcess
 
 import parallel3d
+from parallel3d.checkpoint import save
 from parallel3d.errors import ExecutionError, PeerError
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from parallel3d.schedule.instructions import Op
@@ -387,6 +388,22 @@ def test_a_save_on_one_rank_alone_is_explained(fault_ranks: FaultRanks, tmp_path
     line = ended.accounts[1]["verdict"]["line"]
     assert "at a save waits for save_checkpoint with ranks 1, 2, 3" in line
     assert "at loading data waits for an agreement with ranks" in line
+
+
+def stop_in_a_save(schedule: str) -> None:
+    engine = make_engine(schedule)
+    engine.train_batch(arm(engine, "none", ""))
+    if os.environ["RANK"] == "1":
+        save.write_parts = lambda *_: strike("stop")
+    engine.save_checkpoint("saved")
+
+
+def test_a_rank_that_is_stopped_in_a_save_is_named(fault_ranks: FaultRanks, tmp_path: Path):
+    ended = fault_ranks.run(4, tmp_path, stop_in_a_save, "1f1b")
+    assert set(ended.accounts) == {0, 2, 3}, ended.outputs
+    verdicts = [account["verdict"] for account in ended.accounts.values()]
+    assert {(v["rank"], v["kind"], v["place"]["phase"]) for v in verdicts} == {(1, "silent", "a save")}
+    assert all(ended.codes), ended.outputs
 
 
 SCRIPT = f"""

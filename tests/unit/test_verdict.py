@@ -175,6 +175,23 @@ def test_a_slow_save_is_nobodys_fault():
     assert judge({**waiting, 1: ahead}, LIMITS) is None
 
 
+@pytest.mark.parametrize("waiting_at", [SAVING, PLACE], ids=["in the same save", "after it"])
+@pytest.mark.parametrize("place", [SAVING, None], ids=["on the host of the first", "on another host"])
+def test_a_rank_that_is_stopped_in_a_save_is_named(waiting_at: Place, place: Place | None):
+    """Rank 2 is on its host, and sees that it is stopped."""
+    reports = {k: replace(waits(k, *{0, 1, 2} - {k}, what="save_checkpoint"), place=waiting_at) for k in (0, 2)}
+    reports[1] = report(1, state=State.SILENT, place=place)
+    reports[2] = replace(reports[2], sees_stopped=(1,))
+    verdict = judge(reports, LIMITS)
+    assert verdict is not None
+    assert (verdict.kind, verdict.rank, verdict.waiting) == (Kind.SILENT, 1, (0, 2))
+
+
+def test_a_stopped_rank_that_answers_after_all_is_not_named():
+    reports = {0: replace(waits(0, 1), place=SAVING, sees_stopped=(1,)), 1: report(1, seconds=500.0, place=SAVING)}
+    assert judge(reports, LIMITS) is None
+
+
 @pytest.mark.parametrize(
     ("others", "line"),
     [

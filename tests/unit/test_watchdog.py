@@ -44,6 +44,9 @@ class HostMemory:
     def place(self, rank: int, stage: int, find_program: FindProgram) -> Place:
         return place_in(self._activities[rank].slots, stage, find_program)
 
+    def stopped(self) -> tuple[int, ...]:
+        return ()
+
 
 class Job:
     """SIZE stages in the middle of a step. codes: by rank, with which its process was ended."""
