@@ -40,6 +40,7 @@ PHASE, PROGRAM, POSITION, BATCH, STEADY, EVALUATES, UNTIMED, COMPILED = range(8)
 SLOT_BYTES = 8 * 8
 
 _MAIN_THREAD = main_thread().ident
+_RAISED_IN = "parallel3d_phase"  # attribute of an exception
 
 
 class Waiting:
@@ -128,15 +129,22 @@ class Activity:
 
     @contextmanager
     def untimed(self, phase: Phase) -> Iterator[None]:
-        """Enter `phase` for the time of the block, which no timeout limits. After an exception the phase stays noted."""
+        """Enter `phase` for the time of the block, which no timeout limits. An exception keeps it for `phase_of`."""
         before = self.slots[PHASE]
         self.slots[PHASE] = phase
         self.slots[UNTIMED] += 1
         try:
             yield
+        except BaseException as error:
+            error.__dict__.setdefault(_RAISED_IN, phase)
+            raise
         finally:
             self.slots[UNTIMED] -= 1
-        self.slots[PHASE] = before
+            self.slots[PHASE] = before
+
+    def phase_of(self, error: BaseException) -> Phase:
+        """Return the phase that an exception was raised in: that of an untimed region, or else the current one."""
+        return Phase(error.__dict__.get(_RAISED_IN, self.slots[PHASE]))
 
 
 def program_of(slots: memoryview) -> tuple[int, bool]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.activity import EVALUATES, PHASE, STEADY, Phase
+from parallel3d.activity import EVALUATES, STEADY, Phase
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.transport import Transport
 from parallel3d.config import BatchSizes, Config
@@ -123,7 +123,7 @@ class Engine:
             yield
         except Exception as error:
             lost = follows(error) and not isinstance(error, PeerError)
-            if lost or activity.slots[PHASE] in _TOGETHER:
+            if lost or activity.phase_of(error) in _TOGETHER:
                 self._attribution.failed(error)
             raise
         self._attribution.done()

@@ -76,6 +76,7 @@ class Attribution:
         """Let all ranks find the rank at fault. Raises PeerError from an `error` that only follows from another rank's end."""
         if self._watchdog is None or self._attributed is error:
             return
+        self.activity.enter(self.activity.phase_of(error))
         verdict = self._watchdog.failed(error)
         self._attributed = error
         if verdict is not None and verdict.rank != self._rank and follows(error) and not isinstance(error, PeerError):

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.activity import POSITION, SLOT_BYTES, STEADY, Activity, Phase, is_in_first_step, is_untimed
+from parallel3d.activity import PHASE, POSITION, SLOT_BYTES, STEADY, Activity, Phase, is_in_first_step, is_untimed
 from parallel3d.config import CompileConfig
 from parallel3d.engine.compile import Compilation
-from parallel3d.errors import ConfigError, ExecutionError, execution_error
+from parallel3d.errors import CheckpointError, ConfigError, ExecutionError, execution_error
 from parallel3d.failures.board import Board
 from parallel3d.failures.verdict import Kind, Report, State, Verdict
 
@@ -131,6 +131,16 @@ def test_a_process_may_take_its_time_where_it_says_so():
     assert not is_untimed(activity.slots)
     activity.reset()
     assert is_in_first_step(activity.slots)
+
+
+def test_after_an_exception_in_a_save_that_a_script_catches_the_phase_is_that_before():
+    activity = Activity()
+    activity.enter(Phase.USER)
+    with pytest.raises(CheckpointError) as caught, activity.untimed(Phase.UNWATCHED), activity.untimed(Phase.SAVING):
+        raise CheckpointError("the disk is full")
+    assert Phase(activity.slots[PHASE]) is Phase.USER
+    assert activity.phase_of(caught.value) is Phase.SAVING, "for a script that does not catch it"
+    assert activity.phase_of(KeyError("later")) is Phase.USER
 
 
 class Doubling(torch.nn.Module):
