@@ -6,6 +6,9 @@ The rank runs its list of a real program by the real Executor, Messages and Grad
 message and delivers every receipt at once. Its layers are linears of 8 features; what they take, forward and backward, is
 measured by calling them alone in the same order, and subtracted. Times are the CPU time of the thread, so that what else
 the machine does counts less. Not in it: what gloo or NCCL take to post a message.
+
+Last, the host time of a gather of a unit of ZeRO-3, the wait for it and its release: a block of 9 parameters, on the GPU if
+there is one. Its group has one rank, so that a copy stands in for the collective.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +41,7 @@ from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, lower
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.reducer import GradientReducer
+from parallel3d.zero.weights import ShardedWeights, Units
 
 FEATURES = 8
 # (schedule, stages, chunks a stage, rank): ends and middles of pipelines, whole and split backwards.
@@ -175,6 +180,25 @@ def measure(setting: tuple[str, int, int, int], num_micro_batches: int, steps: i
     return Overhead(setting[0], setting[3], count, *(round(us, 2) for us in medians))
 
 
+def measure_gather(steps: int) -> float:
+    """Return the median of the microseconds of host time that a gather, the wait for it and its release take."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = [(FEATURES, FEATURES)] * 7 + [(FEATURES,)] * 2
+    whole = torch.randn(sum(map(prod, shapes)), device=device)
+    views = [part.view(shape) for part, shape in zip(whole.split([*map(prod, shapes)]), shapes, strict=True)]
+    parameters = [nn.Parameter(view) for view in views]
+    units = Units({0: [ShardedWeights(whole, whole.clone(), parameters, views, Group((0,), None))]})
+
+    def gather() -> None:
+        units.gather(0)
+        units.use((0,))
+        units.release(0)
+
+    for _ in range(10):
+        gather()
+    return round(median(_microseconds(gather) for _ in range(steps)), 2)
+
+
 def _microseconds(function: Callable[[], None]) -> float:
     start = time.thread_time_ns()
     function()
@@ -190,6 +214,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for setting in SETTINGS:
         print(json.dumps(asdict(measure(setting, args.micro_batches, args.steps))), flush=True)
+    print(json.dumps({"gather_us": measure_gather(args.steps)}), flush=True)
 
 
 if __name__ == "__main__":
