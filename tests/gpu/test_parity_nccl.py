@@ -10,7 +10,6 @@ import toy
 from layouts import (
     BASE_SEED,
     CLIPPING,
-    STEPS,
     TORCH_SEED,
     Layout,
     Run,
@@ -36,7 +35,7 @@ def reference_on_gpu(layout: Layout, items: Sequence[Item] | None = None) -> Run
         return leaf.cuda() if isinstance(leaf, Tensor) else leaf
 
     per_step = layout.dp * layout.accumulation
-    micro_batches = [tree_map(to_gpu, toy.micro_batch(g, layout.data)) for g in range(STEPS * per_step)]
+    micro_batches = [tree_map(to_gpu, toy.micro_batch(g, layout.data)) for g in range(layout.num_steps * per_step)]
     with torch.device("cuda"):
         clipping = CLIPPING if layout.clipping else 0.0
         reference = Reference(
@@ -97,7 +96,7 @@ def train_and_evaluate(layout: Layout, items: Sequence[Item]) -> tuple[Run, list
         clipping=CLIPPING if layout.clipping else 0.0,
         pipeline=pipeline,
     )
-    data = [toy.micro_batch(g, layout.data) for g in range(STEPS * layout.accumulation)]
+    data = [toy.micro_batch(g, layout.data) for g in range(layout.num_steps * layout.accumulation)]
     evaluated, losses, norms = [], [], []
     for start in range(0, len(data), layout.accumulation):
         batch = data[start : start + layout.accumulation]
