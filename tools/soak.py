@@ -2,6 +2,8 @@
 
 python tools/soak.py --rounds 200 --layout pp2,dp2
 
+Several may run on one host at a time, each with its own --seed: ports and folders are their own.
+
 A round is one of --faults, on a random rank:
 
 - kill: SIGKILL during steps; save: SIGKILL during a save; stop: SIGSTOP.
@@ -46,8 +48,9 @@ from parallel3d.pipe import LayerSpec, PipelineModule
 
 ENDING, HARMLESS = ("kill", "save", "stop", "join"), ("disk", "clock")
 TIMEOUT = 5.0  # seconds after which a stopped rank is late
-JOIN = 15.0  # seconds that ranks wait for each other at a start
-QUIET = 120.0  # seconds without progress after which the run is given up
+JOIN = 60.0  # seconds that ranks wait for each other at a start
+ABSENT = 5.0  # the same at a start at which one never joins
+QUIET = 200.0  # seconds without progress after which the run is given up
 LEFT = 30.0  # seconds that processes have to be gone
 
 
@@ -61,6 +64,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--longest", type=float, default=1.0, help="seconds from a start's first step to the fault, at most"
     )
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds after which no further fault is planted"
+    )
+    parser.add_argument("--out", type=Path, help="file for the summary as JSON")
     parser.add_argument("--directory", type=Path, help="where checkpoints and notes go (default: a temporary one)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -108,7 +115,7 @@ def work(args: argparse.Namespace) -> None:
     absent = directory / f"absent.{attempt}"
     if absent.exists() and absent.read_text() == os.environ["RANK"]:
         time.sleep(QUIET)
-    parallel3d.init_distributed(timeout=timedelta(seconds=JOIN))
+    parallel3d.init_distributed(timeout=timedelta(seconds=ABSENT if absent.exists() else JOIN))
     engine = make_engine(args, attempt)
     engine.resume(directory / "saved")
     notes, first = directory / "notes.jsonl", engine.global_rank == 0
@@ -198,25 +205,32 @@ def wait_for_a_save(notes: Path) -> None:
         time.sleep(0.02)
 
 
-def check(notes: list[dict[str, Any]], restarts: int) -> list[str]:
-    """Return the errors that the notes show."""
-    problems, losses, saved, starts = [], {}, 0, 0
+def check(notes: list[dict[str, Any]], restarts: int) -> tuple[dict[str, int], list[str]]:
+    """Return what the notes count up to, and the errors that they show."""
+    problems, losses, saved = [], {}, 0
+    counts = dict.fromkeys(("starts", "steps", "saves acknowledged", "saves refused", "lost", "wrong"), 0)
     for entry in notes:
         if "resumed" in entry:
-            starts += 1
+            counts["starts"] += 1
             if entry["resumed"] < saved:
+                counts["lost"] += 1
                 problems.append(f"start {entry['attempt']} went on from step {entry['resumed']}, but {saved} was saved")
         elif "saved" in entry:
+            counts["saves acknowledged"] += 1
             saved = max(saved, entry["saved"])
-        elif "step" in entry and losses.setdefault(entry["step"], entry["loss"]) != entry["loss"]:
+        elif "refused" in entry:
+            counts["saves refused"] += 1
+        elif losses.setdefault(entry["step"], entry["loss"]) != entry["loss"]:
+            counts["wrong"] += 1
             problems.append(
                 f"step {entry['step']} had loss {losses[entry['step']]}, and {entry['loss']} after a restart"
             )
-    if starts != restarts + 1:
-        problems.append(f"{restarts} restarts, but {starts} times the training went on")
+    counts["steps"] = len(losses)
+    if counts["starts"] != restarts + 1:
+        problems.append(f"{restarts} restarts, but {counts['starts']} times the training went on")
     if not saved:
         problems.append("nothing was ever saved")
-    return problems
+    return counts, problems
 
 
 def plant(fault: str, rank: int, directory: Path, attempt: int, processes: dict[int, int], draw: random.Random) -> None:
@@ -228,6 +242,8 @@ def plant(fault: str, rank: int, directory: Path, attempt: int, processes: dict[
             part.write_text(fault)
         while order.exists() and time.monotonic() < end:
             time.sleep(0.02)
+        if order.exists():
+            raise SystemExit(f"no save of rank {rank} within {QUIET:.0f} s of start {attempt}")
         return
     if fault == "save":
         while not (directory / f"saving.{rank}").exists() and time.monotonic() < end:
@@ -239,19 +255,54 @@ def plant(fault: str, rank: int, directory: Path, attempt: int, processes: dict[
 
 
 def plant_all(
-    args: argparse.Namespace, job: subprocess.Popen[bytes], ranks: int
-) -> tuple[Counter[str], int, dict[int, int]]:
-    """Plant a fault in each round. Return how many of each, the last start and its processes by rank."""
-    draw, planted, attempt = random.Random(args.seed), Counter[str](), 0
+    args: argparse.Namespace, job: subprocess.Popen[bytes], ranks: int, planted: Counter[str]
+) -> dict[int, int]:
+    """Plant a fault in each round, and count how many of each. Return the last start's processes by rank."""
+    draw, attempt, end = random.Random(args.seed), 0, time.monotonic() + args.limit
     processes = wait_for(args, attempt, job, ranks)
     for _ in range(args.rounds):
+        if time.monotonic() > end:
+            break
         time.sleep(draw.uniform(0, args.longest))
         fault = draw.choice(args.faults)
         plant(fault, draw.randrange(ranks), args.directory, attempt, processes, draw)
-        planted[fault] += 1
         attempt += 2 if fault == "join" else int(fault in ENDING)
         processes = wait_for(args, attempt, job, ranks)
-    return planted, attempt, processes
+        planted[fault] += 1  # and survived
+    return processes
+
+
+def train_through(args: argparse.Namespace, planted: Counter[str]) -> list[str]:
+    """Train while faults are planted, to the end. Return what was wrong with the processes; counts the faults in `planted`."""
+    ranks = parse_layout(args.layout).world_size
+    own = [__file__, "--worker", "--layout", args.layout, "--directory", str(args.directory)]
+    launcher = ["-m", "parallel3d.launcher", "--num_procs", str(ranks), "--max_restarts", str(2 * args.rounds)]
+    with (args.directory / "output.txt").open("wb") as output:
+        job = subprocess.Popen([sys.executable, *launcher, *own], stdout=output, stderr=output)
+    try:
+        processes = plant_all(args, job, ranks, planted)
+        wait_for_a_save(args.directory / "notes.jsonl")
+        (args.directory / "enough").touch()
+        if code := job.wait(QUIET):
+            return [f"the training ended with exit code {code}"]
+    except SystemExit as stuck:
+        return [str(stuck)]
+    except subprocess.TimeoutExpired:
+        return [f"the training did not end within {QUIET:.0f} s after its last step"]
+    finally:
+        job.terminate()
+        job.wait()
+    end = time.monotonic() + LEFT
+    while any(Path(f"/proc/{pid}").exists() for pid in processes.values()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return [f"process {pid} of rank {r} is left" for r, pid in processes.items() if Path(f"/proc/{pid}").exists()]
+
+
+def summary(planted: Counter[str], counts: dict[str, int], problems: list[str]) -> str:
+    """A table of what was planted and what came of it, then what was wrong."""
+    rows = [*(f"  {fault:<17} {number:5}" for fault, number in sorted(planted.items()))]
+    rows += [f"{name:<19} {number:5}" for name, number in counts.items()]
+    return "\n".join([f"{'rounds':<19} {planted.total():5}", *rows, *(problems or ["nothing is lost"])])
 
 
 def main() -> int:
@@ -260,44 +311,19 @@ def main() -> int:
     if args.worker:
         work(args)
         return 0
-    ranks = parse_layout(args.layout).world_size
+    planted = Counter[str]()
     with tempfile.TemporaryDirectory(prefix="soak_") as temporary:
         args.directory = args.directory or Path(temporary)
-        own = [__file__, "--worker", "--layout", args.layout, "--directory", str(args.directory)]
-        launcher = ["-m", "parallel3d.launcher", "--num_procs", str(ranks), "--max_restarts", str(2 * args.rounds)]
-        with (args.directory / "output.txt").open("wb") as output:
-            job = subprocess.Popen([sys.executable, *launcher, *own], stdout=output, stderr=output)
-        try:
-            planted, attempt, processes = plant_all(args, job, ranks)
-            wait_for_a_save(args.directory / "notes.jsonl")
-            (args.directory / "enough").touch()
-            code = job.wait(QUIET)
-        except (SystemExit, subprocess.TimeoutExpired):
-            print((args.directory / "output.txt").read_text()[-4000:], file=sys.stderr)
-            raise
-        finally:
-            job.terminate()
-            job.wait()
-        problems = check(read_notes(args.directory / "notes.jsonl"), attempt - planted["join"])
-        if code:
-            problems.append(f"the training ended with exit code {code}")
-        end = time.monotonic() + LEFT
-        while any(Path(f"/proc/{pid}").exists() for pid in processes.values()) and time.monotonic() < end:
-            time.sleep(0.1)
-        problems += [
-            f"process {pid} of rank {r} is left" for r, pid in processes.items() if Path(f"/proc/{pid}").exists()
-        ]
+        problems = train_through(args, planted)
+        restarts = sum(planted[fault] for fault in ENDING)
+        counts, more = check(read_notes(args.directory / "notes.jsonl"), restarts)
         whole = complete_checkpoints(args.directory / "saved")
-        problems += [problem for found in whole for problem in Reader(found.path).verify_all()]
+        problems += more + [problem for found in whole for problem in Reader(found.path).verify_all()]
         if not whole:
             problems.append("no complete checkpoint is left")
-        notes = read_notes(args.directory / "notes.jsonl")
-        steps = max((n["step"] for n in notes if "step" in n), default=0)
-        print(
-            "\n".join(problems)
-            or f"{args.rounds} rounds {dict(sorted(planted.items()))}, {attempt} restarts, {steps} steps, "
-            f"{sum('saved' in n for n in notes)} saves, {sum('refused' in n for n in notes)} refused: nothing is lost"
-        )
+        print(summary(planted, counts, problems))
+        if args.out:
+            args.out.write_text(json.dumps({"rounds": planted, **counts, "problems": problems}, indent=1) + "\n")
         if problems:
             print((args.directory / "output.txt").read_text()[-4000:], file=sys.stderr)
     return 1 if problems else 0
