@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -67,3 +68,18 @@ def external_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
     """Return the parameters that register_external_parameter has given a module."""
     found: list[nn.Parameter] = vars(module).get(_EXTERNAL, [])
     return found
+
+
+def _named_external_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(str(k), parameter) for k, parameter in enumerate(external_parameters(module))]
+
+
+def declare_deepspeed_attributes(model: nn.Module) -> None:
+    """Give a model the attributes that scripts clear and read when they remove DeepSpeed's hooks.
+
+    ds_external_parameters() returns (name, parameter) of those that register_external_parameter gave it; each parameter has an
+    empty set ds_active_sub_modules.
+    """
+    vars(model)["ds_external_parameters"] = partial(_named_external_parameters, model)
+    for parameter in model.parameters():
+        vars(parameter)["ds_active_sub_modules"] = set()
