@@ -6,7 +6,7 @@ The order of the calls need not be known, and may change. What was gathered afte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -21,8 +21,13 @@ from parallel3d.comm.collectives import Group, all_gather_integers
 from parallel3d.errors import ExecutionError
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.lifetimes import LiveLimits
-from parallel3d.zero.external import declare_deepspeed_attributes, external_parameters, register_external_parameter, z3_leaf_module
-from parallel3d.zero.weights import Units, used
+from parallel3d.zero.external import (
+    declare_deepspeed_attributes,
+    external_parameters,
+    register_external_parameter,
+    z3_leaf_module,
+)
+from parallel3d.zero.weights import Units, WeightState
 
 
 def units_of(model: nn.Module) -> dict[nn.Module, int]:
@@ -59,12 +64,29 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class _Parameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module; calls `on_use` when one that is not gathered is read as an attribute of the module."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], on_use: Callable[[nn.Parameter], None]):
+        super().__init__(parameters)
+        self._on_use = on_use
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None and vars(parameter).get("ds_status", WeightState.GATHERED) is not WeightState.GATHERED:
+            self._on_use(parameter)
+        return parameter
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        return dict, (dict(self),)
+
+
 class BlockUnits:
     """Gathers each unit of a module before the module runs, or its backward, and releases it after that.
 
     A unit whose module contains another one's is kept until the end of a backward, because its own operations run before and
-    after those of the others. A parameter that a module uses without having it is gathered when it is used, and with the
-    module from then on.
+    after those of the others. When the forward of a module reads the attribute of another one that is a parameter, it is
+    gathered, and from then on with the module that reads it.
 
     replicas: a group on the host, in which the replicas compare what they are about to gather.
     module, forward_hooks, backward_hooks: as in DeepSpeed's `optimizer.parameter_offload`; scripts remove the hooks while they
@@ -98,7 +120,7 @@ class BlockUnits:
                 self._alone.append(module)
             else:
                 self._outer.add(module)
-        units.call_on_use(self._gather_unregistered)
+        self._watch(model.modules() if units.sizes else ())
         declare_deepspeed_attributes(model)
         self._register_deepspeed_module(model)
 
@@ -118,6 +140,7 @@ class BlockUnits:
             inside = set(module.modules()) - {module}
             if inside and module not in inner and not is_split(module):
                 vars(module)["forward"] = torch.compile(module.forward, **options)
+                self._watch(module.modules(), on=False)  # torch.compile takes no such class
                 number += 1
                 inner |= inside
         self._needed = {module: needed for module, needed in self._needed.items() if module not in inner}
@@ -166,17 +189,21 @@ class BlockUnits:
             self._kept.update(needed)
         self._use(needed)
 
-    def _gather_unregistered(self, unit: int, parameter: nn.Parameter) -> None:
-        """Gather a parameter that the running module uses, now and from now on whenever the module runs."""
-        if not self._stack:
-            names = {p: name for name, p in self.module.named_parameters()}
-            raise ExecutionError(used(parameter, names.get(parameter, "a parameter")))
-        module = self._stack[-1]
-        register_external_parameter(module, parameter)
-        self._needed[module] += (unit,)
-        self._running[unit] += 1
-        self._gather(unit)
-        self._units.use((unit,))
+    def _watch(self, modules: Iterable[nn.Module], on: bool = True) -> None:
+        """Have `_gather_unregistered` called, or no longer, when parameters are read as attributes of these modules."""
+        for module in modules:
+            own = vars(module)["_parameters"]
+            vars(module)["_parameters"] = _Parameters(own, self._gather_unregistered) if on else dict(own)
+
+    def _gather_unregistered(self, parameter: nn.Parameter) -> None:
+        """Gather a parameter of another unit for the module that runs, now and from now on whenever that runs."""
+        if self._stack:
+            module, (unit,) = self._stack[-1], self._units.of([parameter])
+            register_external_parameter(module, parameter)
+            self._needed[module] += (unit,)
+            self._running[unit] += 1
+            self._gather(unit)
+            self._units.use((unit,))
 
     def _use(self, needed: Sequence[int]) -> None:
         """Gather units, and the one that followed them the last time; release those that are done."""

@@ -6,12 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into, broadcast
 from parallel3d.errors import ExecutionError
@@ -35,64 +32,6 @@ class WeightState(Enum):
     NOT_AVAILABLE = SHARDED
     INFLIGHT = GATHERING
     AVAILABLE = GATHERED
-
-
-# Properties that read elements, and functions that don't, apart from those named new_* and *_like.
-_READING = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-_HARMLESS = frozenset(
-    "size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_contiguous "
-    "is_pinned get_device untyped_storage data_ptr requires_grad_ register_hook register_post_accumulate_grad_hook "
-    "__len__ __repr__ __format__ __deepcopy__ __reduce_ex__ _has_compatible_shallow_copy_type".split()
-)
-# Functions that return the tensor itself if it has the dtype and device already.
-_CASTS = frozenset({"to", "type", "half", "bfloat16", "float", "double", "cpu", "cuda"})
-
-
-def _is_harmless(function: Any) -> bool:
-    """Return whether a function, or the accessor of a property, of tensors reads and writes no elements."""
-    name = function.__name__
-    if name in ("__get__", "__set__", "__delete__"):
-        return getattr(function.__self__, "__name__", None) not in _READING
-    # Those of torch.nn.init, or what replaces them in transformers, gather what they write in zero.Init.
-    is_init = isinstance(function, FunctionType) and name in vars(nn.init)
-    return is_init or name in _HARMLESS or name.startswith("new_") or name.endswith("_like")
-
-
-class _ShardedParameter(nn.Parameter):
-    """Class of a parameter while it is a placeholder: a function of its elements has them gathered, or raises an error.
-
-    The class costs nothing while the weights are gathered, because it is nn.Parameter's then.
-    """
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch that got such parameters; see ShardedWeights.call_on_use."""
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if _is_harmless(function):
-                return function(*args, **kwargs)
-            if function.__name__ in _CASTS and (same := function(*args, **kwargs)) is args[0]:
-                return same
-        for leaf in tree_leaves((args, kwargs)):
-            if type(leaf) is cls:  # no longer, if another one has gathered it
-                weights = weights_of(leaf)
-                if weights is None:
-                    raise ExecutionError(used(leaf))
-                weights.use(leaf)
-        return function(*args, **kwargs)
-
-
-def used(parameter: Tensor, name: str = "a parameter") -> str:
-    """Return the message of the error that a parameter was used while it lives as shards."""
-    return (
-        f"{name} of shape {list(parameter.shape)} was used while it lives as shards; read it in "
-        "parallel3d.zero.GatheredParameters(parameter), write it in GatheredParameters(parameter, modifier_rank=0), or, if the "
-        "forward of a module uses it, call parallel3d.zero.register_external_parameter(module, parameter)"
-    )
-
-
-def _refuse(parameter: nn.Parameter) -> None:
-    raise ExecutionError(used(parameter))
 
 
 def _placeholder(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,8 +69,6 @@ def forget(parameter: Tensor) -> None:
     """Note that a parameter has other memory now than that of its sharded weights."""
     for name in ("sharded_weights", "ds_shape", "ds_numel", "ds_status"):
         vars(parameter).pop(name, None)
-    if type(parameter) is _ShardedParameter:
-        parameter.__class__ = nn.Parameter
 
 
 def nothing() -> None:
@@ -143,8 +80,8 @@ class ShardedWeights:
 
     The flat tensor's storage is released and allocated again, but stays the same object: views of it that autograd has
     saved for a backward are valid again when the weights are gathered for that backward. The parameters stay the same
-    objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise, which raise an error
-    when their elements are used. They have DeepSpeed's attributes ds_shape, ds_numel and ds_status, which is the state.
+    objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise. They have DeepSpeed's
+    attributes ds_shape, ds_numel and ds_status, which is the state.
 
     - shard: this rank's part, [numel / ranks]. numel: elements of the flat tensor, padding included; nbytes: its bytes.
     - state: see WeightState.
@@ -166,7 +103,6 @@ class ShardedWeights:
             vars(parameter).update(sharded_weights=self, ds_shape=parameter.shape, ds_numel=parameter.numel())
         self._work: Work = DONE
         self._versions: list[int] = []
-        self._on_use: Callable[[nn.Parameter], None] = _refuse
         self._enter(WeightState.GATHERED)
         self.release()
 
@@ -176,19 +112,8 @@ class ShardedWeights:
 
     def _enter(self, state: WeightState) -> None:
         self.state = state
-        kind = _ShardedParameter if state is WeightState.SHARDED else nn.Parameter
         for parameter, _ in self._views:
             vars(parameter)["ds_status"] = state
-            if type(parameter) in (nn.Parameter, _ShardedParameter):
-                parameter.__class__ = kind
-
-    def call_on_use(self, call: Callable[[nn.Parameter], None]) -> None:
-        """Call `call` with a placeholder whose elements are used; by default that is an error. It gathers the weights or raises."""
-        self._on_use = call
-
-    def use(self, parameter: nn.Parameter) -> None:
-        """Gather the weights because this one's elements are used now, or raise ExecutionError; see `call_on_use`."""
-        self._on_use(parameter)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -199,11 +124,10 @@ class ShardedWeights:
     def gather(self) -> Work:
         """Start to gather the weights, unless they are; see `wait`. Raises ExecutionError if a placeholder was written."""
         if self.state is WeightState.SHARDED:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._check_unwritten()
-                self._whole.untyped_storage().resize_(self.nbytes)
-                for parameter, view in self._views:
-                    parameter.data = view
+            self._check_unwritten()
+            self._whole.untyped_storage().resize_(self.nbytes)
+            for parameter, view in self._views:
+                parameter.data = view
             self._work = all_gather_into(self._whole, self.shard, self._partition)
             self._enter(WeightState.GATHERING)
         return self._work
@@ -222,8 +146,8 @@ class ShardedWeights:
             for parameter, placeholder in self._placeholders:
                 parameter.data = placeholder
             self._whole.untyped_storage().resize_(0)
-            self._versions = [parameter._version for parameter, _ in self._views]
             self._enter(WeightState.SHARDED)
+            self._versions = [parameter._version for parameter, _ in self._views]
 
     def _check_unwritten(self) -> None:
         for (parameter, _), version in zip(self._views, self._versions, strict=True):
@@ -259,12 +183,6 @@ class Units:
     def of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
         """Return the units that hold these parameters."""
         return tuple(dict.fromkeys(self._unit_of[p] for p in parameters if p in self._unit_of))
-
-    def call_on_use(self, call: Callable[[int, nn.Parameter], None]) -> None:
-        """Call `call` with the unit of a parameter that is used while it lives as shards; see ShardedWeights.call_on_use."""
-        for unit, own in self._weights.items():
-            for weights in own:
-                weights.call_on_use(partial(call, unit))
 
     def holds(self, unit: int) -> bool:
         """Return whether a unit was gathered by `gather` or `use`, and not released since."""
