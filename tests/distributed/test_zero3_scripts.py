@@ -1,7 +1,8 @@
-"""ZeRO-3 of any module: what scripts do around and besides its forwards: generation, hooks, borrowed parameters, compilation."""
+"""ZeRO-3 of any module as scripts use it: generation, DeepSpeed's names, parameters of other modules, compilation."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -19,6 +20,8 @@ from test_zero3_plain import (
     llama,
     make,
     on_one_process,
+    shuffled,
+    shuffling,
     train,
     whole_weights,
 )
@@ -41,7 +44,7 @@ def generate_and_train() -> Any:
     ids = ids_of(0, 0)[:1]
     engine.eval()
     on_demand = engine.module.generate(ids, synced_gpus=True, **lengths(engine.global_rank))
-    held = engine.update.units.live
+    held = engine.update.units.live if engine.update.units is not None else 0
     with parallel3d.zero.GatheredParameters(engine.parameters()):
         number = remove_hooks(engine)
         gathered = engine.module.generate(ids, **lengths(engine.global_rank))
@@ -154,12 +157,43 @@ def lent(module: Any, step: int, replica: int) -> Tensor:
 
 
 def train_lending() -> Any:
-    return train(lending(), 4, lent)
+    module = lending()
+    trained = train(module, 4, lent)
+    return trained, type(copy.deepcopy(module.head)._parameters)
 
 
 def test_a_parameter_of_another_module_is_gathered_when_it_is_used(run_ranks):
     wanted = on_one_process(lending(), 4, lent, 2)
-    for found, peak, whole, live in run_ranks(2, train_lending):
+    for (found, peak, whole, live), copied in run_ranks(2, train_lending):
+        assert copied is dict
         compare(found, wanted)
         assert live == 0
         assert peak < whole
+
+
+# --- compilation
+
+
+def train_compiled(kind: str) -> Any:
+    """Also the numbers of compiled blocks and of graphs compiled after the second step."""
+    module, loss_of = (llama(), language_loss) if kind == "llama" else (shuffling(), shuffled)
+    engine = make(module, compile={"enabled": True, "backend": "aot_eager"})
+    graphs = 0
+    for step in range(4):
+        engine.backward(loss_of(engine, step, engine.global_rank))
+        engine.step()
+        if step < 2:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    later = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+    return whole_weights(engine), engine.compilation.num_layers, graphs, later
+
+
+@pytest.mark.parametrize("kind", ["shuffling", "llama"])
+def test_compiled_blocks_train_as_one_process_and_compile_no_more_after_two_steps(run_ranks, kind: str):
+    module, loss_of, blocks = (llama(), language_loss, 2) if kind == "llama" else (shuffling(), shuffled, BLOCKS)
+    wanted = on_one_process(module, 4, loss_of, 2)
+    for found, number, graphs, later in run_ranks(2, train_compiled, kind):
+        compare(found, wanted)
+        assert number == blocks
+        assert graphs > 0
+        assert later == 0
