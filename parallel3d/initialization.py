@@ -20,6 +20,7 @@ from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.single_stage import SingleStageModule
+from parallel3d.zero.external import set_configured_leaf_modules
 
 # Parameters, or parameter groups of torch's optimizers: mappings {"params": [...], "lr": ...}.
 Parameters = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
@@ -63,6 +64,8 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a PipelineModule")
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
+    if settings.zero_optimization.stage == 3 and not isinstance(model, PipelineModule):
+        set_configured_leaf_modules(model, settings.zero_optimization)
     pipeline = model if isinstance(model, PipelineModule) else SingleStageModule(model)
     _check_module(pipeline, settings)
     sizes = _batch_sizes(pipeline, settings)

@@ -21,7 +21,23 @@ from parallel3d.config.section import (
     key,
     keys_of,
     own_key,
+    read_only,
 )
+
+
+def _read_names(value: object) -> object:
+    return (value,) if isinstance(value, str) else read_only(value)
+
+
+Names = Annotated[tuple[NonEmpty, ...], BeforeValidator(_read_names, json_schema_input_type=str | list[str])]
+
+
+class LeafModuleConfig(Section):
+    """Modules whose weights are gathered together with those of all modules inside them (stage 3)."""
+
+    classes: Names = key((), 'names of classes, such as "MixtralSparseMoeBlock" or with its package')
+    names: Names = key((), 'names of modules, such as "model.layers.0.mlp"')
+    name_suffixes: Names = key((), 'ends of names of modules, such as "mlp"')
 
 
 class ZeroConfig(Section):
@@ -51,6 +67,11 @@ class ZeroConfig(Section):
         "a whole number of elements >= 0, such as 1e5",
         differs="it is compared with all parameters of a layer together, which are gathered together",
     )
+    stage3_module_granularity_threshold: NonNegative = key(
+        0,
+        "a whole number >= 0: modules with at most this number of parameters for each module inside are gathered together",
+    )
+    leaf_module: LeafModuleConfig = LeafModuleConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> ZeroConfig:

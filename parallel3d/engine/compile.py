@@ -21,6 +21,7 @@ from parallel3d.comm.collectives import COMPILE_REASON as COLLECTIVE
 from parallel3d.config import CompileConfig
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.rms_norm import NORM
+from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
 
@@ -28,11 +29,12 @@ from parallel3d.pipe.module import PipelineModule
 class Compilation:
     """Compiles the layers of this rank, and reports where their graphs break.
 
+    blocks: with ZeRO-3 of a module that is no pipeline, its units, which are compiled instead of the whole module.
     num_layers: the number of compiled layers.
     """
 
-    def __init__(self, model: PipelineModule, config: CompileConfig):
-        self._model, self._config = model, config
+    def __init__(self, model: PipelineModule, config: CompileConfig, blocks: BlockUnits | None = None):
+        self._model, self._config, self._blocks = model, config, blocks
         self._seen: Counter[str] = Counter()
         self._reports = False
         self.num_layers = 0
@@ -52,7 +54,9 @@ class Compilation:
             torch.compile(lambda x: x, **options)
         except Exception as error:
             raise ConfigError(f"compile: torch.compile does not accept {options}: {error}") from error
-        for place, module in model.calls.modules():
+        if self._blocks is not None:
+            self.num_layers += self._blocks.compile(options)
+        for place, module in model.calls.modules() if self._blocks is None else ():
             if chosen(place, module) and not is_split(module):
                 module.compile(**options)
                 self.num_layers += 1

@@ -29,12 +29,14 @@ from parallel3d.rng import EnterLayer, RandomStreams
 from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits
 from parallel3d.zero.policy import live_limits
+from parallel3d.zero.weights import Units
 
 
 class BatchRunner:
     """Runs batches by the schedule, with the layers' random streams and the configured attention kernels.
 
     - attention: makes contexts in which the configured kernels compute attention.
+    - blocks: the units of a module that is no pipeline, with ZeRO-3; else None.
     - on_loss: called with the loss of each micro-batch, if given.
 
     Collective: every rank makes it and calls its methods at the same points.
@@ -56,9 +58,11 @@ class BatchRunner:
         self.attention = attention_context(config.attention.backend, model.device)
         limits = live_limits(config.zero_optimization)
         units: LayerUnits | BlockUnits | None = None
-        if update.units is not None and isinstance(model, SingleStageModule):
-            ranks = model.groups.topology.get_axis_comm_lists("data")
-            units = BlockUnits(model.layers["0"], update.units, limits, model.groups.build(ranks, backend="gloo"))
+        self.blocks: BlockUnits | None = None
+        if update.policy.stage == 3 and isinstance(model, SingleStageModule):
+            replicas = model.groups.build(model.groups.topology.get_axis_comm_lists("data"), backend="gloo")
+            units = self.blocks = BlockUnits(model.layers["0"], update.units or Units({}), limits, replicas)
+            vars(update.optimizer)["parameter_offload"] = self.blocks  # DeepSpeed's name
         elif update.units is not None:
             units = LayerUnits(model, update.units)
         mine = update.units.sizes if update.units else {}, units.uses() if isinstance(units, LayerUnits) else {}

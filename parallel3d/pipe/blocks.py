@@ -6,7 +6,7 @@ The order of the calls need not be known, and may change. What was gathered afte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -14,13 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
+from parallel3d.autograd.split_backward import is_split
 from parallel3d.comm.collectives import Group, all_gather_integers
 from parallel3d.errors import ExecutionError
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.lifetimes import LiveLimits
-from parallel3d.zero.external import external_parameters, z3_leaf_module
-from parallel3d.zero.weights import Units
+from parallel3d.zero.external import (
+    declare_deepspeed_attributes,
+    external_parameters,
+    register_external_parameter,
+    z3_leaf_module,
+)
+from parallel3d.zero.weights import Units, WeightState
 
 
 def units_of(model: nn.Module) -> dict[nn.Module, int]:
@@ -57,19 +64,41 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class _Parameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module; calls `on_use` when one that is not gathered is read as an attribute of the module."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], on_use: Callable[[nn.Parameter], None]):
+        super().__init__(parameters)
+        self._on_use = on_use
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None and vars(parameter).get("ds_status", WeightState.GATHERED) is not WeightState.GATHERED:
+            self._on_use(parameter)
+        return parameter
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        return dict, (dict(self),)
+
+
 class BlockUnits:
     """Gathers each unit of a module before the module runs, or its backward, and releases it after that.
 
     A unit whose module contains another one's is kept until the end of a backward, because its own operations run before and
-    after those of the others.
+    after those of the others. When the forward of a module reads the attribute of another one that is a parameter, it is
+    gathered, and from then on with the module that reads it.
 
     replicas: a group on the host, in which the replicas compare what they are about to gather.
+    module, forward_hooks, backward_hooks: as in DeepSpeed's `optimizer.parameter_offload`; scripts remove the hooks while they
+    generate from weights that they have gathered, and add them again by _register_deepspeed_module.
     """
 
     def __init__(self, model: nn.Module, units: Units, limits: LiveLimits, replicas: Group):
         self._units, self._limits, self._replicas = units, limits, replicas
+        self.module = model
+        self.forward_hooks: list[RemovableHandle] = []
+        self.backward_hooks: list[RemovableHandle] = []
         self._running: Counter[int] = Counter()  # unit -> forwards that run now and need it
-        self._outer: set[int] = set()
         self._kept: set[int] = set()  # outer units that are kept until the end of the backward
         # (whether in a backward, unit) -> the unit that was used after it the last time.
         self._following: dict[tuple[bool, int], int] = {}
@@ -79,14 +108,44 @@ class BlockUnits:
         numbers = units_of(model)
         paths = {module: path for path, module in model.named_modules()}
         self._names = {number: paths[module] or type(module).__name__ for module, number in reversed(numbers.items())}
-        for module, number in numbers.items():
-            alone = all(numbers.get(inner) == number for inner in module.modules())
-            own = list(module.parameters(recurse=alone))
-            if needed := units.of([*own, *external_parameters(module)]):
-                module.register_forward_pre_hook(partial(self._before_forward, needed))
-                module.register_forward_hook(partial(self._after_forward, needed), always_call=True)
-                if not alone:
-                    self._outer.update(needed)
+        # Modules that contain other units, and those that contain none, with all inside them.
+        self._outer, self._alone = {model}, list[nn.Module]()
+        self._needed: dict[nn.Module, tuple[int, ...]] = {}
+        for module in dict.fromkeys([model, *numbers]):
+            alone = module in numbers and all(numbers.get(m) == numbers[module] for m in module.modules())
+            needed = units.of([*module.parameters(recurse=alone), *external_parameters(module)])
+            if needed or module is model:
+                self._needed[module] = needed
+            if alone:
+                self._alone.append(module)
+            else:
+                self._outer.add(module)
+        self._watch(model.modules() if units.sizes else ())
+        declare_deepspeed_attributes(model)
+        self._register_deepspeed_module(model)
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Add the hooks to the model, unless they are there."""
+        for hook in self.forward_hooks:
+            hook.remove()
+        self.forward_hooks = []
+        for inner in self._needed if self._units.sizes else ():
+            before = inner.register_forward_pre_hook(self._before_forward)
+            self.forward_hooks += [before, inner.register_forward_hook(self._after_forward, always_call=True)]
+
+    def compile(self, options: Mapping[str, Any]) -> int:
+        """Compile the forward of each block, without the hooks; return their number. options: of torch.compile."""
+        number, inner = 0, set[nn.Module]()
+        for module in self._alone:  # a block comes before what it contains
+            inside = set(module.modules()) - {module}
+            if inside and module not in inner and not is_split(module):
+                vars(module)["forward"] = torch.compile(module.forward, **options)
+                self._watch(module.modules(), on=False)  # torch.compile takes no such class
+                number += 1
+                inner |= inside
+        self._needed = {module: needed for module, needed in self._needed.items() if module not in inner}
+        self._register_deepspeed_module(self.module)
+        return number
 
     def run(
         self, run: Callable[[Instruction], None], lifetimes: Sequence[Instruction], first: int, i: Instruction
@@ -103,27 +162,48 @@ class BlockUnits:
         self._last = self._ahead = None
         self._units.release_all()
 
-    def _before_forward(self, needed: Sequence[int], module: nn.Module, args: Any) -> None:
-        if not all(self._running[unit] for unit in needed):
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        needed = self._needed[module]
+        if module is self.module or not all(self._running[unit] for unit in needed):
             self._stack.append(module)
             self._running.update(needed)
             self._use(needed)
 
-    def _after_forward(self, needed: Sequence[int], module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._stack or self._stack[-1] is not module:
             return
         self._stack.pop()
+        needed = self._needed[module]
         self._running.subtract(needed)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and needed:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(partial(self._before_backward, needed))
+                    leaf.register_hook(partial(self._before_backward, needed, module in self._outer))
+        if module is self.module:
+            self._last = self._ahead = None
         if not _is_in_backward():  # a recomputation is followed by the backward that needs it
             self._keep_only(())
 
-    def _before_backward(self, needed: Sequence[int], _: Tensor) -> None:
-        self._kept.update(self._outer.intersection(needed))
+    def _before_backward(self, needed: Sequence[int], outer: bool, _: Tensor) -> None:
+        if outer:
+            self._kept.update(needed)
         self._use(needed)
+
+    def _watch(self, modules: Iterable[nn.Module], on: bool = True) -> None:
+        """Have `_gather_unregistered` called, or no longer, when parameters are read as attributes of these modules."""
+        for module in modules:
+            own = vars(module)["_parameters"]
+            vars(module)["_parameters"] = _Parameters(own, self._gather_unregistered) if on else dict(own)
+
+    def _gather_unregistered(self, parameter: nn.Parameter) -> None:
+        """Gather a parameter of another unit for the module that runs, now and from now on whenever that runs."""
+        if self._stack:
+            module, (unit,) = self._stack[-1], self._units.of([parameter])
+            register_external_parameter(module, parameter)
+            self._needed[module] += (unit,)
+            self._running[unit] += 1
+            self._gather(unit)
+            self._units.use((unit,))
 
     def _use(self, needed: Sequence[int]) -> None:
         """Gather units, and the one that followed them the last time; release those that are done."""
@@ -154,7 +234,7 @@ class BlockUnits:
                 raise ExecutionError(
                     f"replicas call layers in different orders: at the same point replica {mine} needs the weights of "
                     f"{self._names[unit]} and replica {replica} those of {self._names[other]}; call the same layers on all "
-                    "replicas, or read weights in parallel3d.zero.GatheredParameters"
+                    "replicas: generate() with synced_gpus=True, or in parallel3d.zero.GatheredParameters(model.parameters())"
                 )
         self._units.gather(unit)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from torch import nn
 
-from parallel3d.errors import ConfigError
+from parallel3d.config import ZeroConfig
+from parallel3d.errors import ConfigError, nearest
 
 _LEAF, _EXTERNAL = "_zero3_leaf", "_zero3_external"
 
@@ -14,25 +16,76 @@ _LEAF, _EXTERNAL = "_zero3_leaf", "_zero3_external"
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
     """Gather the weights of each module of these classes together, with those of its submodules. Call it before `initialize`.
 
-    - leaf_module_classes: classes, or their names.
+    - leaf_module_classes: classes, or their names, with or without the package.
 
-    Returns the modules. Raises ConfigError if there is none.
+    Returns the modules, also those of subclasses. Raises ConfigError if there is none.
     """
-    names = {item if isinstance(item, str) else item.__name__ for item in leaf_module_classes}
-    found = [module for module in model.modules() if type(module).__name__ in names]
+    names = {
+        item if isinstance(item, str) else f"{item.__module__}.{item.__qualname__}" for item in leaf_module_classes
+    }
+    found = [module for module in model.modules() if not names.isdisjoint(_class_names(module))]
     if not found:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(f"no module of {type(model).__name__} is of the classes {sorted(names)}; it has {classes}")
-    for module in found:
-        vars(module)[_LEAF] = True
+    _mark(found)
     return found
+
+
+def _class_names(module: nn.Module) -> Iterator[str]:
+    for kind in type(module).__mro__:
+        yield kind.__name__
+        yield f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _mark(modules: Iterable[nn.Module], leaf: bool = True) -> None:
+    for module in modules:
+        vars(module)[_LEAF] = leaf
+
+
+def set_configured_leaf_modules(model: nn.Module, zero: ZeroConfig) -> None:
+    """Do what set_z3_leaf_modules does for the modules that `leaf_module` and stage3_module_granularity_threshold choose.
+
+    The granularity of a module is the number of its parameters for each module with parameters in it, itself included and
+    containers left out: it is small for a layer of many experts. Of nested modules the outermost is chosen, but none of more
+    than 1e9 parameters. Raises ConfigError for a class or name that no module has.
+    """
+    leaf = zero.leaf_module
+    for kind in leaf.classes:
+        set_z3_leaf_modules(model, [kind])
+    modules = dict(model.named_modules())
+    for wanted in (*leaf.names, *leaf.name_suffixes):
+        found = [
+            m
+            for name, m in modules.items()
+            if name == wanted or (wanted in leaf.name_suffixes and name.endswith(wanted))
+        ]
+        if not found:
+            hint = nearest(wanted, modules)
+            raise ConfigError(f"zero_optimization.leaf_module names {wanted!r}, which no module has;{hint}")
+        _mark(found)
+    if zero.stage3_module_granularity_threshold:
+        _mark(_fine_grained(model, zero.stage3_module_granularity_threshold))
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LARGEST_LEAF = 10**9
+
+
+def _fine_grained(module: nn.Module, threshold: int) -> Iterator[nn.Module]:
+    numel = sum(p.numel() for p in module.parameters())
+    if not isinstance(module, _CONTAINERS) and any(True for _ in module.children()) and 0 < numel <= _LARGEST_LEAF:
+        inside = [m for m in module.modules() if not isinstance(m, _CONTAINERS) and any(True for _ in m.parameters())]
+        if numel // len(inside) <= threshold:
+            yield module
+            return
+    for child in module.children():
+        yield from _fine_grained(child, threshold)
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
     """Undo set_z3_leaf_modules."""
     found = set_z3_leaf_modules(model, leaf_module_classes)
-    for module in found:
-        vars(module)[_LEAF] = False
+    _mark(found, leaf=False)
     return found
 
 
@@ -67,3 +120,18 @@ def external_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
     """Return the parameters that register_external_parameter has given a module."""
     found: list[nn.Parameter] = vars(module).get(_EXTERNAL, [])
     return found
+
+
+def _named_external_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(str(k), parameter) for k, parameter in enumerate(external_parameters(module))]
+
+
+def declare_deepspeed_attributes(model: nn.Module) -> None:
+    """Give a model the attributes that scripts clear and read when they remove DeepSpeed's hooks.
+
+    ds_external_parameters() returns (name, parameter) of those that register_external_parameter gave it; each parameter has an
+    empty set ds_active_sub_modules.
+    """
+    vars(model)["ds_external_parameters"] = partial(_named_external_parameters, model)
+    for parameter in model.parameters():
+        vars(parameter)["ds_active_sub_modules"] = set()

@@ -1,0 +1,197 @@
+"""ZeRO-3 of any module as scripts use it: generation, DeepSpeed's names, parameters of other modules, compilation."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hf_models import transformers
+from ranks import RankError
+from test_zero3_plain import (
+    BLOCKS,
+    WIDTH,
+    Block,
+    compare,
+    ids_of,
+    language_loss,
+    llama,
+    make,
+    on_one_process,
+    shuffled,
+    shuffling,
+    train,
+    whole_weights,
+)
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.deepspeed.runtime.zero import partition_parameters
+
+# --- generation
+
+
+def lengths(replica: int) -> dict[str, Any]:
+    length = 3 + 4 * replica
+    return {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
+
+
+def generate_and_train() -> Any:
+    """Generate other lengths on each replica: on demand in step with each other, then without DeepSpeed's hooks."""
+    engine = make(llama())
+    ids = ids_of(0, 0)[:1]
+    engine.eval()
+    on_demand = engine.module.generate(ids, synced_gpus=True, **lengths(engine.global_rank))
+    held = engine.update.units.live if engine.update.units is not None else 0
+    with parallel3d.zero.GatheredParameters(engine.parameters()):
+        number = remove_hooks(engine)
+        gathered = engine.module.generate(ids, **lengths(engine.global_rank))
+        add_hooks(engine)
+    engine.train()
+    added = len(engine.optimizer.parameter_offload.forward_hooks)
+    found = train_on(engine, 2)
+    return on_demand.tolist(), held, gathered.tolist(), number, added, found
+
+
+def train_on(engine: Any, steps: int) -> dict[str, Tensor]:
+    for step in range(steps):
+        engine.backward(language_loss(engine, step, engine.global_rank))
+        engine.step()
+    return whole_weights(engine)
+
+
+def remove_hooks(engine: Any) -> int:
+    """Do to the engine what TRL does before it generates; returns the number of hooks."""
+    offload = engine.optimizer.parameter_offload
+    assert offload.module is engine.module
+    for _, parameter in itertools.chain(offload.module.named_parameters(), offload.module.ds_external_parameters()):
+        parameter.ds_active_sub_modules.clear()
+    hooks = [*offload.forward_hooks, *offload.backward_hooks]
+    for hook in hooks:
+        hook.remove()
+    offload.forward_hooks, offload.backward_hooks = [], []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in engine.module.modules())
+    return len(hooks)
+
+
+def add_hooks(engine: Any) -> None:
+    offload = engine.optimizer.parameter_offload
+    offload._register_deepspeed_module(offload.module)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_replicas_generate_other_lengths_on_demand_and_without_hooks(run_ranks, dp: int):
+    transformers()
+    model = llama().eval()
+    wanted = on_one_process(llama(), 2, language_loss, dp)
+    for replica, (on_demand, held, gathered, number, added, found) in enumerate(run_ranks(dp, generate_and_train)):
+        made = model.generate(ids_of(0, 0)[:1], **lengths(replica)).tolist()
+        assert on_demand == made
+        assert gathered == made
+        assert held == 0, "nothing stays gathered after the last token"
+        assert number == added
+        assert (number > 0) == (dp > 1)
+        compare(found, wanted)
+
+
+def generate_unsynced() -> None:
+    engine = make(llama())
+    engine.module.generate(ids_of(0, 0)[:1], **lengths(engine.global_rank))
+    engine.backward(language_loss(engine, 0, engine.global_rank))
+
+
+def test_a_replica_that_generates_more_is_told_the_remedy(run_ranks):
+    transformers()
+    with pytest.raises(RankError, match="replicas call layers in different orders") as caught:
+        run_ranks(2, generate_unsynced)
+    for text in caught.value.tracebacks.values():
+        assert "synced_gpus=True" in text
+        assert "model.embed_tokens" in text
+
+
+# --- names
+
+
+def test_names_that_transformers_and_trl_import():
+    found = partition_parameters
+    assert parallel3d.runtime.zero.partition_parameters is found
+    assert found.ZeroParamStatus.NOT_AVAILABLE is not found.ZeroParamStatus.AVAILABLE
+    assert found.Init is parallel3d.zero.Init
+    assert found.GatheredParameters is parallel3d.zero.GatheredParameters
+    assert found.get_accelerator() is parallel3d.get_accelerator()
+    assert found._orig_torch_arange is torch.arange
+    assert found.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.half) is torch.ones
+
+
+# --- parameters of other modules
+
+
+class Lending(nn.Module):
+    """Modules use parameters of others: of a block, of a bare layer, and inside torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = x @ self.head.weight + self.blocks[1].second.bias
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(x).square().mean()
+
+
+def lending() -> nn.Module:
+    torch.manual_seed(2)
+    return Lending()
+
+
+def lent(module: Any, step: int, replica: int) -> Tensor:
+    return module(torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(100 * step + replica)))
+
+
+def train_lending() -> Any:
+    module = lending()
+    trained = train(module, 4, lent)
+    return trained, type(copy.deepcopy(module.head)._parameters)
+
+
+def test_a_parameter_of_another_module_is_gathered_when_it_is_used(run_ranks):
+    wanted = on_one_process(lending(), 4, lent, 2)
+    for (found, peak, whole, live), copied in run_ranks(2, train_lending):
+        assert copied is dict
+        compare(found, wanted)
+        assert live == 0
+        assert peak < whole
+
+
+# --- compilation
+
+
+def train_compiled(kind: str) -> Any:
+    """Also the numbers of compiled blocks and of graphs compiled after the second step."""
+    module, loss_of = (llama(), language_loss) if kind == "llama" else (shuffling(), shuffled)
+    engine = make(module, compile={"enabled": True, "backend": "aot_eager"})
+    graphs = 0
+    for step in range(4):
+        engine.backward(loss_of(engine, step, engine.global_rank))
+        engine.step()
+        if step < 2:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    later = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+    return whole_weights(engine), engine.compilation.num_layers, graphs, later
+
+
+@pytest.mark.parametrize("kind", ["shuffling", "llama"])
+def test_compiled_blocks_train_as_one_process_and_compile_no_more_after_two_steps(run_ranks, kind: str):
+    module, loss_of, blocks = (llama(), language_loss, 2) if kind == "llama" else (shuffling(), shuffled, BLOCKS)
+    wanted = on_one_process(module, 4, loss_of, 2)
+    for found, number, graphs, later in run_ranks(2, train_compiled, kind):
+        compare(found, wanted)
+        assert number == blocks
+        assert graphs > 0
+        assert later == 0
