@@ -19,6 +19,7 @@ from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op,
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
@@ -89,11 +90,6 @@ class SplitLayout:
     sharded: ShardedWeights | None = None
 
     @property
-    def _wire_bytes(self) -> int:
-        """Bytes of an element of gradients on links: they travel as they are accumulated."""
-        return (self.policy.communication_dtype or self.policy.accumulator_dtype(torch.float32)).itemsize
-
-    @property
     def _weight_bytes(self) -> int:
         return (self.policy.weight_dtype or torch.float32).itemsize
 
@@ -109,7 +105,7 @@ class SplitLayout:
         times = float(self.layout.micro_batches) if self.policy.reduce_per_micro_batch else 1.0
 
         def of_chunk(numel: int) -> Reductions:
-            reduced = Collective(self._reduce_kind, self._wire_bytes * numel), times
+            reduced = Collective(self._reduce_kind, self.policy.wire_bytes * numel), times
             gathered = Collective("all_gather", self._weight_bytes * numel), 1.0
             return (reduced,) if self.policy.stage == 0 else (reduced, gathered)
 
@@ -123,7 +119,7 @@ class SplitLayout:
         """
         if not self.policy.reduce_per_micro_batch or self.layout.replicas == 1:
             return np.zeros((2, len(self.placement)))
-        links, wire, itemsize = self.links, self._wire_bytes, self.policy.accumulator_dtype(torch.float32).itemsize
+        links, wire, itemsize = self.links, self.policy.wire_bytes, self.policy.accumulator_dtype(torch.float32).itemsize
 
         @cache  # equal chunks on stages that are alike add the same
         def added(numels: tuple[int, ...], links_of: int, devices_of: int) -> tuple[float, float]:
@@ -159,7 +155,7 @@ class SplitLayout:
 
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""
-        links, kind, wire, weight = self.links, self._reduce_kind, self._wire_bytes, self._weight_bytes
+        links, kind, wire, weight = self.links, self._reduce_kind, self.policy.wire_bytes, self._weight_bytes
         forward = self.times.compute[0].tolist()
         seconds: dict[tuple[Op, int, int | None], float] = {}
         for c, (stage, numels) in enumerate(zip(self.placement, self.buckets.of_chunk, strict=True)):
@@ -221,7 +217,7 @@ class StepPrediction:
     - split: the layout with its layers as they are split.
     - simulation: of the pipeline's program, with fewer micro-batches than the layout's if these are too many.
     - makespan: seconds of the program; optimizer: seconds of the optimizer's step; seconds: of the whole step.
-    - memory: of each stage.
+    - memory: of each stage; limits: of sharded weights that are gathered, if there are some.
     """
 
     split: SplitLayout
@@ -231,6 +227,7 @@ class StepPrediction:
     optimizer: float
     seconds: float
     memory: tuple[StageMemory, ...]
+    limits: LiveLimits | None = None
 
     @property
     def layout(self) -> Layout:
