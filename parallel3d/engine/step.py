@@ -54,7 +54,9 @@ class BatchRunner:
         self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
         self._update = update
         self.attention = attention_context(config.attention.backend, model.device)
-        layers = None if update.units is None or isinstance(model, SingleStageModule) else LayerUnits(model, update.units)
+        layers = (
+            None if update.units is None or isinstance(model, SingleStageModule) else LayerUnits(model, update.units)
+        )
         sharded = update.units.sizes if update.units else {}, layers.uses() if layers else {}
         most = usual_live(update.policy, model.device)
         mine = torch.initial_seed(), update.reducer.num_buckets(), sharded, most
@@ -67,7 +69,8 @@ class BatchRunner:
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
         possible = live_limits(config.zero_optimization, [sizes for *_, (sizes, _), _ in pipeline])
         limits = within(possible, min(rank[-1] for rank in everyone))
-        lifetimes, units = None, layers
+        lifetimes: Lifetimes | None = None
+        units: LayerUnits | BlockUnits | None = layers
         if layers is not None:
             model.use_units(layers)
             lifetimes = _lifetimes([sharded for *_, sharded, _ in pipeline], limits)

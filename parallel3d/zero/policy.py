@@ -50,11 +50,6 @@ class ZeroPolicy:
         """Return the dtype of the gradient accumulator of a parameter built in `built`."""
         return self.gradient_dtype or self.master_dtype(built)
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of an element of gradients on links, of weights that were built in fp32: they travel as they are accumulated."""
-        return (self.communication_dtype or self.accumulator_dtype(torch.float32)).itemsize
-
 
 def make_policy(
     config: Config, parameters: Sequence[ParameterInfo], device: torch.device, weight_dtype: torch.dtype | None
@@ -82,15 +77,11 @@ def live_limits(zero: ZeroConfig, ranks: Sequence[Mapping[int, int]]) -> list[Li
 
     ranks: unit -> elements, of each rank of a pipeline.
     """
-    live, ahead, reuse = (
-        zero.stage3_max_live_parameters,
-        zero.stage3_prefetch_bucket_size,
-        zero.stage3_max_reuse_distance,
-    )
+    live, ahead = zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size
+    reuse = NEVER if zero.stage3_max_reuse_distance == "auto" else zero.stage3_max_reuse_distance
     if ahead == "auto":
         ahead = max((size for own in ranks for size in own.values()), default=0)
-    choices = live_choices(ranks) if live == "auto" else [live]
-    return [LiveLimits(n, ahead, NEVER if reuse == "auto" else reuse) for n in choices]
+    return [LiveLimits(n, ahead, reuse) for n in (live_choices(ranks) if live == "auto" else [live])]
 
 
 def within(limits: Sequence[LiveLimits], most: int) -> LiveLimits:

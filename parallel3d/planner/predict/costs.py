@@ -90,6 +90,11 @@ class SplitLayout:
     sharded: ShardedWeights | None = None
 
     @property
+    def _wire_bytes(self) -> int:
+        """Bytes of an element of gradients on links: they travel as they are accumulated."""
+        return (self.policy.communication_dtype or self.policy.accumulator_dtype(torch.float32)).itemsize
+
+    @property
     def _weight_bytes(self) -> int:
         return (self.policy.weight_dtype or torch.float32).itemsize
 
@@ -105,7 +110,7 @@ class SplitLayout:
         times = float(self.layout.micro_batches) if self.policy.reduce_per_micro_batch else 1.0
 
         def of_chunk(numel: int) -> Reductions:
-            reduced = Collective(self._reduce_kind, self.policy.wire_bytes * numel), times
+            reduced = Collective(self._reduce_kind, self._wire_bytes * numel), times
             gathered = Collective("all_gather", self._weight_bytes * numel), 1.0
             return (reduced,) if self.policy.stage == 0 else (reduced, gathered)
 
@@ -119,7 +124,7 @@ class SplitLayout:
         """
         if not self.policy.reduce_per_micro_batch or self.layout.replicas == 1:
             return np.zeros((2, len(self.placement)))
-        links, wire, itemsize = self.links, self.policy.wire_bytes, self.policy.accumulator_dtype(torch.float32).itemsize
+        links, wire, itemsize = self.links, self._wire_bytes, self.policy.accumulator_dtype(torch.float32).itemsize
 
         @cache  # equal chunks on stages that are alike add the same
         def added(numels: tuple[int, ...], links_of: int, devices_of: int) -> tuple[float, float]:
@@ -155,7 +160,7 @@ class SplitLayout:
 
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""
-        links, kind, wire, weight = self.links, self._reduce_kind, self.policy.wire_bytes, self._weight_bytes
+        links, kind, wire, weight = self.links, self._reduce_kind, self._wire_bytes, self._weight_bytes
         forward = self.times.compute[0].tolist()
         seconds: dict[tuple[Op, int, int | None], float] = {}
         for c, (stage, numels) in enumerate(zip(self.placement, self.buckets.of_chunk, strict=True)):

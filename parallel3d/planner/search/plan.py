@@ -200,7 +200,7 @@ def _recorded(span: Span) -> TimelineSpan:
 
 def configuration_of(step: StepPrediction, base: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration that runs a prediction."""
-    return configuration(step.layout, base, step.split.bounds, step.limits and step.limits.live)
+    return configuration(step.layout, base, step.split.bounds, step.limits.live if step.limits else None)
 
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
 
 from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Collective, Work
@@ -35,7 +34,7 @@ _QUICK = 512  # stages x stages x chunks of an alternative: its program is made 
 _SLACK = 0.99
 # The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
 _EVEN = 0.8
-_GROUPS = 32  # groups that are compared
+_GROUPS = 32  # tensor-parallel groups that are compared
 # Share of a device's memory up to which a split is searched that makes the layout fit; with more chunks of all stages, or
 # more ranks, the search would be too slow.
 _NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
@@ -101,7 +100,7 @@ class Bounds:
     """Lower bounds of every layout of a space.
 
     - seconds: of a step whose layers are spread evenly over all ranks, on the fastest device and the best links, with the
-      filling and draining of its pipeline, or with reductions in every micro-batch; infinite if the model can't be split over this number of tensor-parallel ranks.
+      filling and draining of its pipeline; infinite if the model can't be split over this number of tensor-parallel ranks.
     - bytes: of the fullest rank, with state and activations in flight spread evenly.
     - why_not_sharded: number of tensor-parallel ranks -> the reason why layers can't be split over them.
     """
@@ -116,7 +115,6 @@ class Bounds:
         self.seconds, self.bytes = self._bound_seconds(space), np.zeros(len(space))
         possible = np.isfinite(self.seconds)
         self.bytes[possible] = self._bound_bytes(space.where(possible))
-        self.seconds[possible] = np.maximum(self.seconds[possible], self._bound_reductions(space.where(possible)))
 
     def _bound_seconds(self, space: Space) -> Floats:
         found = np.full(len(space), np.inf)
@@ -141,29 +139,13 @@ class Bounds:
             found[chosen] = _SLACK * predictor.least_factor * np.maximum(step, m * times.host.sum() / p)
         return found
 
-    def _bound_reductions(self, space: Space) -> Floats:
-        """Return the seconds of reductions of gradients if there are some in every micro-batch, [layouts]."""
-        found = np.zeros(len(space))
-        for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
-            layout = space.layout(chosen[0])
-            policy = self._predictor.profile().policy(layout.zero)
-            if policy.reduce_per_micro_batch and layout.replicas > 1:
-                total = policy.wire_bytes * sum(p.numel() for p in self._parameters(layout))
-                stages, which = np.unique(space.stages[chosen], return_inverse=True)
-                parts = [Collective("reduce_scatter", total / count) for count in stages.tolist()]
-                each = np.array([self._fastest(layout.replicas, part) for part in parts])
-                found[chosen] = _SLACK * space.micro_batches[chosen] * each[which]
-        return found
-
-    def _parameters(self, layout: Layout) -> list[nn.Parameter]:
-        layers = self._predictor.layers(Layout(tensor_ranks=layout.tensor_ranks))
-        return [parameter for layer in layers for _, parameter in layer.parameters]
-
     def _bound_bytes(self, space: Space) -> Floats:
         predictor, found = self._predictor, np.zeros(len(space))
         for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
-            merged = merged_parameters([ParameterInfo("", parameter, (0,)) for parameter in self._parameters(layout)])
+            layers = predictor.layers(Layout(tensor_ranks=layout.tensor_ranks))
+            parameters = [p for layer in layers for _, p in layer.parameters]
+            merged = merged_parameters([ParameterInfo("", parameter, (0,)) for parameter in parameters])
             state = predict_state(merged, predictor.profile().policy(layout.zero), layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
@@ -182,9 +164,9 @@ def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
     return np.split(order, np.cumsum(np.bincount(group.ravel()))[:-1])
 
 
-def _fastest_exchange(network: Network, ranks: int, collective: Collective) -> float:
-    """Return the seconds of a collective over the best placed of some groups of neighbouring ranks, alone on its links."""
-    groups = np.arange(len(network.cluster.gpus) // ranks * ranks).reshape(-1, 1, ranks)
+def _fastest_exchange(network: Network, tensor_ranks: int, collective: Collective) -> float:
+    """Return the seconds of a collective over the best placed of some tensor-parallel groups, alone on its links."""
+    groups = np.arange(len(network.cluster.gpus) // tensor_ranks * tensor_ranks).reshape(-1, 1, tensor_ranks)
     some = groups[:: max(1, len(groups) // _GROUPS)]
     return float(network.each(collective.kind, some, collective.nbytes).min())
 
@@ -243,7 +225,7 @@ class BranchAndBound:
             layout = self.space.layout(k)
             if layout in self.evaluated or any(other in roomy for other in _no_slower(layout)):
                 continue
-            if layout.zero == 3 and not fitting.isdisjoint(_whole_twins(layout)):
+            if _with_whole_weights(layout) in fitting:
                 continue
             if not is_near:
                 heappush(waiting, (self._near_bound(layout), n, k, True))
@@ -271,8 +253,8 @@ class BranchAndBound:
                     break
 
     def _near_bound(self, layout: Layout) -> float:
-        """Return the predictor's bound, the same however many layers are recomputed together, and of ZeRO-2 for ZeRO-3."""
-        key = layout.model_copy(update={"recompute": min(1, layout.recompute), "zero": min(2, layout.zero)})
+        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3."""
+        key = _with_whole_weights(layout).model_copy(update={"recompute": min(1, layout.recompute)})
         return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
@@ -282,16 +264,17 @@ class BranchAndBound:
         return self.evaluated[layout]
 
 
-def _whole_twins(layout: Layout) -> list[Layout]:
-    """Return the layouts with whole weights that take no more time than one with sharded weights: they gather them once."""
-    twin = {"chunks": 1 if layout.stages == 1 else layout.chunks}
-    if layout.schedule == "gpipe":
-        twin["schedule"] = "interleaved" if twin["chunks"] > 1 else "1f1b"
-    return [layout.model_copy(update={**twin, "zero": zero}) for zero in (1, 2)]
+def _with_whole_weights(layout: Layout) -> Layout:
+    """Return the layout with ZeRO-2 that takes no more time than one with ZeRO-3: it gathers once a step. Others stay."""
+    if layout.zero < 3:
+        return layout
+    chunks = 1 if layout.stages == 1 else layout.chunks
+    named = {"schedule": "interleaved" if chunks > 1 else "1f1b"} if layout.schedule == "gpipe" else {}
+    return layout.model_copy(update={"zero": 2, "chunks": chunks, **named})
 
 
 def _no_slower(layout: Layout) -> list[Layout]:
     """Return layouts that take no more time but more memory: they reduce less often, or recompute fewer layers at once."""
-    others = [layout.model_copy(update={"zero": 1})] if layout.zero == 2 else []
+    others = [_with_whole_weights(layout).model_copy(update={"zero": 1})] if layout.zero >= 2 else []
     fewer = [n for n in RECOMPUTED if 0 < n < layout.recompute]
     return others + [layout.model_copy(update={"recompute": n}) for n in fewer]
