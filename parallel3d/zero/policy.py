@@ -77,10 +77,9 @@ def live_limits(zero: ZeroConfig, ranks: Sequence[Mapping[int, int]]) -> list[Li
 
     ranks: unit -> elements, of each rank of a pipeline.
     """
-    live, ahead = zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size
+    live, given = zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size
     reuse = NEVER if zero.stage3_max_reuse_distance == "auto" else zero.stage3_max_reuse_distance
-    if ahead == "auto":
-        ahead = max((size for own in ranks for size in own.values()), default=0)
+    ahead = max((size for own in ranks for size in own.values()), default=0) if given == "auto" else given
     return [LiveLimits(n, ahead, reuse) for n in (live_choices(ranks) if live == "auto" else [live])]
 
 
