@@ -126,7 +126,9 @@ def predict(
     profiles = profile.layers(layout.tensor_ranks, layout.sequence_parallel, recompute=layout.recompute)
     units = layer_units(profile.specs, profiles)
     sharded = sharded_weights(layout, policy, profiles, units, parameters, placement, bounds)
-    lifetimes = None if sharded is None else sharded.lifetimes(live_limits(config.zero_optimization))
+    lifetimes = (
+        None if sharded is None else sharded.lifetimes(live_limits(config.zero_optimization, sharded.elements)[0])
+    )
     program = Programs().simulation(layout, buckets, policy, layout.micro_batches, lifetimes=lifetimes).program
     replay = MemoryReplay.of(program)
     between = []

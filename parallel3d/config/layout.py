@@ -164,11 +164,13 @@ def _read(word: str, text: str) -> tuple[str, Any]:
     return field, number
 
 
-def configuration(layout: Layout, base: Mapping[str, Any], bounds: Sequence[int] | None = None) -> dict[str, Any]:
+def configuration(
+    layout: Layout, base: Mapping[str, Any], bounds: Sequence[int] | None = None, live: int | None = None
+) -> dict[str, Any]:
     """Return `base` with a layout's values in place of its own.
 
     - layout: a PartialLayout replaces only the values that it gives, and the axes.
-    - bounds: the partition in layers.
+    - bounds: the partition in layers; live: most elements of weights that are gathered with ZeRO-3.
 
     A complete layout with ZeRO-2 or 3 reduces in every micro-batch, without which it saves no gradients, unless `base` sets
     reduce_per_micro_batch to false.
@@ -182,6 +184,8 @@ def configuration(layout: Layout, base: Mapping[str, Any], bounds: Sequence[int]
             config |= {section: {**given_section(config, section), **own}} if section else own
     if bounds is not None:
         config["pipeline"]["partition"] = list(bounds)
+    if live is not None:
+        config["zero_optimization"]["stage3_max_live_parameters"] = live
     each = given_section(config, "zero_optimization").get("reduce_per_micro_batch")
     if layout.zero >= 2 and not isinstance(layout, PartialLayout):
         config["zero_optimization"]["reduce_per_micro_batch"] = each is not False

@@ -44,24 +44,25 @@ class ZeroConfig(Section):
     """Partitioning over the data-parallel ranks, and the buckets of gradients."""
 
     known_keys = keys_of("zero_optimization")
-    unset_by_auto = frozenset(
-        {
-            "reduce_bucket_size",
-            "allgather_bucket_size",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold",
-        }
-    )
+    unset_by_auto = frozenset({"reduce_bucket_size", "allgather_bucket_size", "stage3_param_persistence_threshold"})
 
     stage: NonNegative = key(0, "0, 1, 2 or 3", le=3)
     reduce_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
     allgather_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
     reduce_per_micro_batch: bool | Literal["auto"] = own_key("auto", 'true, false or "auto"')
-    stage3_max_live_parameters: Positive = key(1_000_000_000, "a whole number of elements >= 1, such as 1e9")
-    stage3_max_reuse_distance: NonNegative = key(1_000_000_000, "a whole number of elements >= 0, such as 1e9")
-    stage3_prefetch_bucket_size: NonNegative = key(50_000_000, "a whole number of elements >= 0, such as 5e7")
+    stage3_max_live_parameters: Positive | Literal["auto"] = key(
+        "auto",
+        'a whole number of elements >= 1, such as 1e9, or "auto"',
+        differs='"auto" by default: as many as take a tenth of the device\'s memory, but at least the two largest layers',
+    )
+    stage3_max_reuse_distance: NonNegative | Literal["auto"] = key(
+        "auto", 'a whole number of elements >= 0, such as 1e9, or "auto"', differs='"auto" by default: any distance'
+    )
+    stage3_prefetch_bucket_size: NonNegative | Literal["auto"] = key(
+        "auto",
+        'a whole number of elements >= 0, such as 5e7, or "auto"',
+        differs='"auto" by default: the largest layer',
+    )
     stage3_param_persistence_threshold: NonNegative = key(
         100_000,
         "a whole number of elements >= 0, such as 1e5",

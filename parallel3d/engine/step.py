@@ -28,7 +28,7 @@ from parallel3d.pipe.units import LayerUnits
 from parallel3d.rng import EnterLayer, RandomStreams
 from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits
-from parallel3d.zero.policy import live_limits
+from parallel3d.zero.policy import live_limits, usual_live, within
 from parallel3d.zero.weights import Units
 
 
@@ -56,26 +56,30 @@ class BatchRunner:
         self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
         self._update = update
         self.attention = attention_context(config.attention.backend, model.device)
-        limits = live_limits(config.zero_optimization)
-        units: LayerUnits | BlockUnits | None = None
-        self.blocks: BlockUnits | None = None
-        if update.policy.stage == 3 and isinstance(model, SingleStageModule):
-            replicas = model.groups.build(model.groups.topology.get_axis_comm_lists("data"), backend="gloo")
-            units = self.blocks = BlockUnits(model.layers["0"], update.units or Units({}), limits, replicas)
-            vars(update.optimizer)["parameter_offload"] = self.blocks  # DeepSpeed's name
-        elif update.units is not None:
-            units = LayerUnits(model, update.units)
-        mine = update.units.sizes if update.units else {}, units.uses() if isinstance(units, LayerUnits) else {}
-        everyone = all_gather_object((torch.initial_seed(), update.reducer.num_buckets(), mine), model.groups.control)
+        whole = isinstance(model, SingleStageModule)
+        layers = None if update.units is None or whole else LayerUnits(model, update.units)
+        sharded = update.units.sizes if update.units else {}, layers.uses() if layers else {}
+        most = usual_live(update.policy, model.device)
+        mine = torch.initial_seed(), update.reducer.num_buckets(), sharded, most
+        everyone = all_gather_object(mine, model.groups.control)
         # Rank 0's seed is used, so that a script which seeds each rank differently draws the same numbers in every layout.
         self.streams = RandomStreams((config.seed, everyone[0][0]), model.device)
         # Only of this rank's pipeline: other tensor-parallel ranks may have parameters of other sizes, and so other numbers.
-        num_buckets = {owners: n for rank in model.groups.pipe.ranks for owners, n in everyone[rank][1].items()}
+        pipeline = [everyone[rank] for rank in model.groups.pipe.ranks]
+        num_buckets = {owners: n for _, numbers, *_ in pipeline for owners, n in numbers.items()}
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
-        lifetimes = None
-        if isinstance(units, LayerUnits):
-            model.use_units(units)
-            lifetimes = _lifetimes([everyone[rank][2] for rank in model.groups.pipe.ranks], limits)
+        possible = live_limits(config.zero_optimization, [sizes for *_, (sizes, _), _ in pipeline])
+        limits = within(possible, min(rank[-1] for rank in everyone))
+        lifetimes: Lifetimes | None = None
+        self.blocks: BlockUnits | None = None
+        if layers is not None:
+            model.use_units(layers)
+            lifetimes = _lifetimes([sharded for *_, sharded, _ in pipeline], limits)
+        elif whole and update.policy.stage == 3:
+            replicas = model.groups.build(model.groups.topology.get_axis_comm_lists("data"), backend="gloo")
+            self.blocks = BlockUnits(model.layers["0"], update.units or Units({}), limits, replicas)
+            vars(update.optimizer)["parameter_offload"] = self.blocks  # DeepSpeed's name
+        units = layers or self.blocks
         self.programs = Programs(
             model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch, lifetimes
         )

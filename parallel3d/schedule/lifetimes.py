@@ -16,7 +16,7 @@ from parallel3d.errors import ScheduleError
 from parallel3d.schedule.instructions import COMPUTE_OPS, LIFETIME_OPS, Instruction, Op, Program
 
 Use = tuple[int, ...]  # the units that a layer needs at the same time while it runs
-_NEVER = 1 << 60
+NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LiveLimits:
 
     live: int
     ahead: int
-    reuse: int = _NEVER
+    reuse: int = NEVER
 
     def fit(self, sizes: Mapping[int, int], uses: Sequence[Use]) -> LiveLimits:
         """Return the limits with room for the largest use. Raises ScheduleError if `live` has no room for two units."""
@@ -59,6 +59,17 @@ class LiveLimits:
                 "set zero_optimization.stage3_max_live_parameters to that number or more"
             )
         return LiveLimits(self.live, min(self.ahead, self.live - largest), self.reuse)
+
+
+def live_choices(ranks: Sequence[Mapping[int, int]]) -> list[int]:
+    """Return limits of live elements to choose from, ascending: room for the 2, 4, 8, ... largest units, and for all.
+
+    ranks: unit -> elements, of each rank of a pipeline.
+    """
+    largest = [sorted(own.values(), reverse=True) for own in ranks]
+    most = max(map(len, largest))
+    counts = [2**k for k in range(1, most.bit_length())] + [max(2, most)]
+    return sorted({max(1, *(sum(own[:n]) for own in largest)) for n in counts})
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,7 @@ def _residencies(uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimi
     following: list[dict[int, int]] = [{} for _ in uses]  # of each use: unit -> its next use
     later: dict[int, int] = {}
     for run in range(len(uses) - 1, -1, -1):
-        following[run] = {u: later.get(u, _NEVER) for u in uses[run]}
+        following[run] = {u: later.get(u, NEVER) for u in uses[run]}
         later |= dict.fromkeys(uses[run], run)
     held: dict[int, tuple[int, int, int]] = {}  # unit -> first use, last use so far, next use
     for run, use in enumerate(uses):
@@ -168,7 +179,7 @@ def _residencies(uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimi
             yield _Residency(unit, *held.pop(unit)[:2])
         for unit in use:
             first, last, then = held[unit]
-            if then == _NEVER or passed[then] - passed[run + 1] > limits.reuse:
+            if then == NEVER or passed[then] - passed[run + 1] > limits.reuse:
                 del held[unit]
                 yield _Residency(unit, first, last)
 

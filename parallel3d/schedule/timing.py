@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
@@ -115,6 +115,7 @@ class Simulation:
         self.program = with_communication(program)
         graph = WaitGraph(self.program)
         boundaries = Boundaries(graph, self.program, uses)
+        self._sharded = bool(uses)
         self._shares, self._first = boundaries.shares, boundaries.first
         self._order, self._waits, self._nodes, self._lists = graph.order(), graph.waits, graph.nodes, graph.lists
         # REDUCE_GRADS -> the backward that launches it, and the share of that backward after which its bucket is full.
@@ -149,11 +150,22 @@ class Simulation:
     def length(self, cost: Cost, host: Cost | None = None) -> Length:
         """Return the makespan, and how much each further micro-batch would add at least. host: see run()."""
         start, end, _ = self._times(cost, host)
+        if self._sharded:
+            times = [start[self._first.get(k, k)] for k in self._rounds]
+            return Length(max(end), max((b - a for a, b in pairwise(times)), default=0.0) / self.program.num_ranks)
         pace = max(
             ((end[last] - start[self._first.get(first, first)]) / flight for first, last, flight in self._loops),
             default=0.0,
         )
         return Length(max(end, default=0.0), pace)
+
+    @cached_property
+    def _rounds(self) -> list[int]:
+        """The forwards on the last chunk of the last micro-batch, and of those whole rounds of the ranks before it."""
+        chunk, p, m = self.program.num_chunks - 1, self.program.num_ranks, self.program.num_micro_batches
+        rank = self.program.placement[chunk]
+        numbers = dict(zip(self.program.instructions[rank], self._lists[rank], strict=True))
+        return [numbers[Instruction(Op.FORWARD, chunk, k)] for k in range(m - 1, max(p - 2, 0), -p)][::-1]
 
     @cached_property
     def _loops(self) -> list[tuple[int, int, int]]:

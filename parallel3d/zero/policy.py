@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from parallel3d.config import Config, ZeroConfig
 from parallel3d.parameters import ParameterInfo
-from parallel3d.schedule.lifetimes import LiveLimits
+from parallel3d.schedule.lifetimes import NEVER, LiveLimits, live_choices
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# With "auto", unsharded gradients of an accumulation may take this share of the device's memory.
-_GRADIENT_SHARE = 0.1
+# With "auto", unsharded gradients of an accumulation, or weights that are gathered, may take this share of the device's memory.
+_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def make_policy(
     accumulators = config.data_types.grad_accum_dtype
     communication = config.communication_data_type
     size = sum(i.parameter.numel() for i in parameters) * (_DTYPES[accumulators].itemsize if accumulators else 4)
-    too_large = size > _GRADIENT_SHARE * _memory(device)
+    too_large = size > _SHARE * _memory(device)
     per_micro_batch = too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
     return ZeroPolicy(
         stage=zero.stage,
@@ -72,9 +72,25 @@ def make_policy(
     )
 
 
-def live_limits(zero: ZeroConfig) -> LiveLimits:
-    """Return the configured limits of weights that are gathered with stage 3."""
-    return LiveLimits(zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance)
+def live_limits(zero: ZeroConfig, ranks: Sequence[Mapping[int, int]]) -> list[LiveLimits]:
+    """Return the possible limits of weights that are gathered with stage 3, the least first: several for "auto".
+
+    ranks: unit -> elements, of each rank of a pipeline.
+    """
+    live, given = zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size
+    reuse = NEVER if zero.stage3_max_reuse_distance == "auto" else zero.stage3_max_reuse_distance
+    ahead = max((size for own in ranks for size in own.values()), default=0) if given == "auto" else given
+    return [LiveLimits(n, ahead, reuse) for n in (live_choices(ranks) if live == "auto" else [live])]
+
+
+def within(limits: Sequence[LiveLimits], most: int) -> LiveLimits:
+    """Return the largest of some limits, the least first, that is at most this many elements, or else the least."""
+    return ([each for each in limits if each.live <= most] or limits[:1])[-1]
+
+
+def usual_live(policy: ZeroPolicy, device: torch.device) -> int:
+    """Return how many elements of weights are gathered on a device at most, if the configuration leaves that open."""
+    return int(_SHARE * _memory(device)) // (policy.weight_dtype or torch.float32).itemsize
 
 
 def _memory(device: torch.device) -> int:

@@ -19,6 +19,7 @@ from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op,
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
 from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
@@ -221,7 +222,7 @@ class StepPrediction:
     - split: the layout with its layers as they are split.
     - simulation: of the pipeline's program, with fewer micro-batches than the layout's if these are too many.
     - makespan: seconds of the program; optimizer: seconds of the optimizer's step; seconds: of the whole step.
-    - memory: of each stage.
+    - memory: of each stage; limits: of sharded weights that are gathered, if there are some.
     """
 
     split: SplitLayout
@@ -231,6 +232,7 @@ class StepPrediction:
     optimizer: float
     seconds: float
     memory: tuple[StageMemory, ...]
+    limits: LiveLimits | None = None
 
     @property
     def layout(self) -> Layout:

@@ -36,7 +36,7 @@ from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.lifetimes import peak_live
+from parallel3d.schedule.lifetimes import LiveLimits, peak_live
 from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
@@ -122,17 +122,26 @@ class Predictor:
         - compute: the schedule, if it isn't a named one.
         """
         split = self._split_layout(layout, places, bounds=bounds)
-        timed = timed_micro_batches(layout)
-        limits = live_limits(self.profile().config.zero_optimization)
-        lifetimes = None if split.sharded is None else split.sharded.lifetimes(limits)
+        if split.sharded is None:
+            return self._predict(split, compute)
+        limits = live_limits(self.profile().config.zero_optimization, split.sharded.elements)
+        found = [self._predict(split, compute, limits[0])]
+        for more in limits[1:]:
+            if found[-1].fits:
+                found.append(self._predict(split, compute, more))
+        return min(found, key=lambda step: step.rank)
+
+    def _predict(self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None = None) -> StepPrediction:
+        layout = split.layout
+        lifetimes = None if split.sharded is None or limits is None else split.sharded.lifetimes(limits)
         simulation = self._programs.simulation(
-            layout, split.buckets, split.policy, timed, compute=compute, lifetimes=lifetimes
+            layout, split.buckets, split.policy, timed_micro_batches(layout), compute=compute, lifetimes=lifetimes
         )
         cost, makespan = self._timed(split, simulation)
         optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
         seconds = makespan + optimizer + self.calibration.fixed.value
         memory = self._memory_of(split, simulation.program)
-        return StepPrediction(split, simulation, cost, makespan, optimizer, seconds, memory)
+        return StepPrediction(split, simulation, cost, makespan, optimizer, seconds, memory, limits)
 
     def least(self, layout: Layout) -> float:
         """Return a lower bound of the seconds of a layout's step.

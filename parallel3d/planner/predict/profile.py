@@ -190,8 +190,13 @@ def _in_order(ties: TieIndex, layers: Sequence[LayerProfile], builders: Sequence
     """Order parameters by the layers that build them; in each layer, those that are tied by attribute come first."""
     found: dict[str, ParameterInfo] = {}
     for builder in builders:
+        named = layers[builder].parameters
         tied = tuple(attribute + "." for attribute in ties.attributes(builder))
-        for name, parameter in sorted(layers[builder].parameters, key=lambda item: not f"{item[0]}.".startswith(tied)):
+        if not tied:
+            owners = ties.owners(builder, "")
+            infos = [ParameterInfo(f"layers.{builder}.{name}", p, owners, builder) for name, p in named]
+            found |= {info.name: info for info in infos}
+        for name, parameter in sorted(named, key=lambda item: not f"{item[0]}.".startswith(tied)) if tied else ():
             origin, source = ties.origin(builder, name)
             path = f"layers.{origin}.{source}"
             found.setdefault(path, ParameterInfo(path, parameter, ties.owners(builder, name), origin))

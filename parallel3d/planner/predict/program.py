@@ -72,7 +72,8 @@ class Programs:
     def __init__(self) -> None:
         compute = cache(_compute)
         lowered = cache(lambda schedule: lower(compute(schedule)))
-        self._simulation = cache(lambda schedule, added: Simulation(add_collectives(lowered(schedule), *added)))
+        self._whole = cache(lambda schedule, added: add_collectives(lowered(schedule), *added))
+        self._simulation = cache(lambda schedule, added: Simulation(self._whole(schedule, added)))
         self._replay = cache(
             lambda schedule: MemoryReplay(compute(schedule).placement, partial(lower_rank, compute(schedule)))
         )
@@ -93,12 +94,11 @@ class Programs:
         """
         owners, partitioned = tuple(owners for owners, _ in buckets.replicas), policy.stage > 0 and layout.replicas > 1
         added = tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
-        if lifetimes is not None:
-            compute = compute or _compute(_schedule(layout, num_micro_batches, roughly))
-            return Simulation(lifetimes.add_to(add_collectives(lower(compute), *added)), lifetimes.uses)
-        if compute is not None:
-            return Simulation(add_collectives(lower(compute), *added))
-        return self._simulation(_schedule(layout, num_micro_batches, roughly), added)
+        schedule = _schedule(layout, num_micro_batches, roughly)
+        if compute is None and lifetimes is None:
+            return self._simulation(schedule, added)
+        program = self._whole(schedule, added) if compute is None else add_collectives(lower(compute), *added)
+        return Simulation(program) if lifetimes is None else Simulation(lifetimes.add_to(program), lifetimes.uses)
 
     def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
         """Return the replay of the program without collectives, which hold nothing.

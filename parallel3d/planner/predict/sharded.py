@@ -23,9 +23,14 @@ class ShardedWeights:
     sizes: tuple[Mapping[int, UnitSize], ...]
     uses: tuple[ChunkUses, ...]
 
+    @property
+    def elements(self) -> list[dict[int, int]]:
+        """The elements of each unit, of each stage."""
+        return [{unit: size.numel for unit, size in own.items()} for own in self.sizes]
+
     def lifetimes(self, limits: LiveLimits) -> Lifetimes:
         """Return the lifetimes that the executor adds to its program."""
-        return Lifetimes(self.uses, {unit: size.numel for own in self.sizes for unit, size in own.items()}, limits)
+        return Lifetimes(self.uses, {unit: size for own in self.elements for unit, size in own.items()}, limits)
 
     def gathers(self, links: LayoutLinks, placement: Sequence[int]) -> dict[tuple[Op, int, int | None], float]:
         """Return the seconds of each unit's gather, which may stand before a compute of any chunk of its stage."""

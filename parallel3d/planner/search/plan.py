@@ -159,7 +159,7 @@ class Planner:
             timeline=tuple(map(_recorded, winner.timeline.spans)) if winner else (),
             links=link_loads(predictor, winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),
-            config=configuration(winner.layout, question.model.config, winner.split.bounds) if winner else {},
+            config=configuration_of(winner, question.model.config) if winner else {},
             layers=tuple(map(layer_name, question.model.layers)),
             halves=tuple(map(layer_name, self._halves())),
             remedy=None if best else what_would_fit(search),
@@ -196,6 +196,11 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any])
 def _recorded(span: Span) -> TimelineSpan:
     op, chunk, micro_batch, bucket, _ = span.instruction
     return TimelineSpan(span.rank, op.value, chunk, micro_batch, span.start, span.end, bucket)
+
+
+def configuration_of(step: StepPrediction, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that runs a prediction."""
+    return configuration(step.layout, base, step.split.bounds, step.limits.live if step.limits else None)
 
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:

@@ -152,7 +152,8 @@ class Bounds:
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
             held = predictor.memory_model(None).held(one)
-            found[chosen] += held * samples * np.minimum(stages, space.micro_batches[chosen]) / stages
+            in_flight = np.where(space.all_in_flight[chosen], np.inf, stages)
+            found[chosen] += held * samples * np.minimum(in_flight, space.micro_batches[chosen]) / stages
         return found
 
 
@@ -216,6 +217,7 @@ class BranchAndBound:
     def _find_best(self, seconds: Floats, order: Integers) -> None:
         """Evaluate layouts in the order of their bounds, `seconds`, until none is below the best that fits."""
         best, roomy = min((c.rank[1] for c in self.fitting), default=np.inf), set[Layout]()
+        fitting = {c.layout for c in self.fitting}
         waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
         heapify(waiting)
         while waiting and waiting[0][0] < best:
@@ -223,17 +225,21 @@ class BranchAndBound:
             layout = self.space.layout(k)
             if layout in self.evaluated or any(other in roomy for other in _no_slower(layout)):
                 continue
+            if _with_whole_weights(layout) in fitting:
+                continue
             if not is_near:
                 heappush(waiting, (self._near_bound(layout), n, k, True))
                 continue
             candidate = self._evaluate(layout, best)
             if candidate.fits:
+                fitting.add(layout)
                 best = min(best, candidate.rank[1])
                 if fullness_of(candidate.memory) < _ROOMY:
                     roomy.add(layout)
 
     def _find_alternatives(self, order: Integers) -> None:
-        """Evaluate the most likely layouts of other shapes and of little memory, until one of each fits."""
+        """Evaluate the most likely layouts with whole weights of other shapes and of little memory, until one of each fits."""
+        order = order[self.space.zero[order] < 3]
         space, shapes = self.space, self.space.shapes[order]
         found = {candidate.layout.shape for candidate in self.fitting}
         others = [shape for shape in dict.fromkeys(map(tuple, shapes.tolist())) if shape not in found]
@@ -247,8 +253,8 @@ class BranchAndBound:
                     break
 
     def _near_bound(self, layout: Layout) -> float:
-        """Return the predictor's bound, the same however many layers are recomputed together."""
-        key = layout.model_copy(update={"recompute": min(1, layout.recompute)})
+        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3."""
+        key = _with_whole_weights(layout).model_copy(update={"recompute": min(1, layout.recompute)})
         return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
@@ -258,8 +264,17 @@ class BranchAndBound:
         return self.evaluated[layout]
 
 
+def _with_whole_weights(layout: Layout) -> Layout:
+    """Return the layout with ZeRO-2 that takes no more time than one with ZeRO-3: it gathers once a step. Others stay."""
+    if layout.zero < 3:
+        return layout
+    chunks = 1 if layout.stages == 1 else layout.chunks
+    named = {"schedule": "interleaved" if chunks > 1 else "1f1b"} if layout.schedule == "gpipe" else {}
+    return layout.model_copy(update={"zero": 2, "chunks": chunks, **named})
+
+
 def _no_slower(layout: Layout) -> list[Layout]:
     """Return layouts that take no more time but more memory: they reduce less often, or recompute fewer layers at once."""
-    others = [layout.model_copy(update={"zero": 1})] if layout.zero == 2 else []
+    others = [_with_whole_weights(layout).model_copy(update={"zero": 1})] if layout.zero >= 2 else []
     fewer = [n for n in RECOMPUTED if 0 < n < layout.recompute]
     return others + [layout.model_copy(update={"recompute": n}) for n in fewer]

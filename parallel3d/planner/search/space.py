@@ -22,6 +22,8 @@ RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
 # Most chunks of all stages for which an order is searched: for more the search is too slow, on many ranks even earlier.
 _MOST_SEARCHED, _MOST_SEARCHED_LARGE, LARGE = 32, 16, 4096
+# Most chunks of all stages x micro-batches of a breadth-first program (arXiv:2211.05953), which holds all micro-batches.
+_MOST_BREADTH = 2048
 
 
 # schedule -> placement of chunks, chunks of a stage that it can have, and those that are searched without being asked for.
@@ -31,7 +33,7 @@ _SCHEDULES: Mapping[str, tuple[Literal["loop", "v"], Sequence[int], Sequence[int
     "zb-h1": ("loop", [1], [1]),
     "zbv": ("v", [2], [2]),
     "zb-looped": ("loop", range(2, 9), [2, 3, 4]),
-    "gpipe": ("loop", [1], []),  # 1F1B takes no longer and holds no more
+    "gpipe": ("loop", range(1, 13), [2, 4, 8]),  # with ZeRO-3 alone: else 1F1B takes no longer and holds no more
 }
 # Every schedule with its chunks, in layouts whose other fields don't count.
 VARIANTS = tuple(
@@ -71,6 +73,11 @@ class Space:
     def whole_backwards(self) -> BoolArray:
         """Whether the schedule leaves backwards whole."""
         return np.array([variant.schedule in WHOLE_BACKWARDS for variant in VARIANTS])[self.variant]
+
+    @property
+    def all_in_flight(self) -> BoolArray:
+        """Whether the schedule holds all micro-batches."""
+        return np.array([variant.schedule == "gpipe" for variant in VARIANTS])[self.variant]
 
     @property
     def shapes(self) -> Integers:
@@ -113,11 +120,15 @@ def enumerate_space(
     num_chunks = space.stages * space.chunks
     most_searched = _MOST_SEARCHED_LARGE if num_ranks > LARGE else _MOST_SEARCHED
     is_searched = np.array([variant.schedule == "zb-looped" for variant in VARIANTS])[space.variant]
+    is_breadth_first = space.all_in_flight
+    is_asked = fixed.decided("schedule") == "gpipe"
     kept = (
         (space.shapes.prod(axis=1) == num_ranks)
         & (space.replicas * space.micro_batches * space.micro_batch == global_batch)
         & (num_chunks <= np.where(is_searched, np.minimum(layers, most_searched), layers))
-        & ((space.stages > 1) | ((space.variant == 0) & (space.halves == 0)))
+        & ((space.stages > 1) | ((space.variant == 0) | is_breadth_first) & (space.halves == 0))
+        & (~is_breadth_first | is_asked | (space.zero == 3) & (space.micro_batches > space.stages))
+        & (~is_breadth_first | is_asked | (num_chunks * space.micro_batches <= _MOST_BREADTH))
         & ((space.tensor_ranks > 1) | (space.sequence_parallel == 0))
         & ((space.replicas > 1) | (space.zero == 0))
         & ((space.recompute <= 1) | (space.recompute * num_chunks <= layers))
@@ -142,7 +153,7 @@ def _choices(
         "stages": [n for n in range(1, min(num_ranks, max(num_layers, num_halves)) + 1) if num_ranks % n == 0],
         "sequence_parallel": [0, 1],
         "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
-        "zero": [3] if fixed.decided("zero") == 3 else [0, 1, 2],
+        "zero": [0, 1, 2, 3],
         "recompute": _HALVES_RECOMPUTED if recompute is None else [recompute],
         "variant": [k for k, variant in enumerate(VARIANTS) if _is_searched(variant, fixed)],
     }

@@ -210,15 +210,12 @@ def test_dtypes_have_deepspeeds_names(given, read):
     assert (config.communication_data_type, config.data_types.grad_accum_dtype) == (read, read)
 
 
-def test_limits_of_stage_3_are_deepspeeds_unless_they_are_given():
-    defaults = {
-        "stage3_max_live_parameters": 10**9,
-        "stage3_max_reuse_distance": 10**9,
-        "stage3_prefetch_bucket_size": 5 * 10**7,
-        "stage3_param_persistence_threshold": 10**5,
-    }
-    found = load({"zero_optimization": {"stage": 3, **dict.fromkeys(defaults, "auto")}}).zero_optimization
-    assert {key: getattr(found, key) for key in defaults} == defaults
+def test_limits_of_stage_3_are_left_open_unless_they_are_given():
+    keys = ["stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"]
+    found = load({"zero_optimization": dict.fromkeys([*keys, "stage3_param_persistence_threshold"], "auto")})
+    assert found == load({})
+    assert [getattr(found.zero_optimization, key) for key in keys] == ["auto"] * 3
+    assert found.zero_optimization.stage3_param_persistence_threshold == 10**5
     assert load({"zero_optimization": {"stage3_max_live_parameters": 1e7}}).zero_optimization == ZeroConfig(
         stage3_max_live_parameters=10_000_000
     )

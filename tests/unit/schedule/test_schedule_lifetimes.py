@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
-from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, Use, peak_live
+from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, Use, live_choices, peak_live
 
 
 def layers(first: int, count: int) -> ChunkUses:
@@ -165,3 +165,13 @@ def test_too_little_room_is_an_error_that_names_the_key_and_the_number():
     message = r"11 elements .* two largest layers have 12; set zero_optimization.stage3_max_live_parameters"
     with pytest.raises(ScheduleError, match=message):
         lifetimes.add_to(build("1f1b", 1, 2, 1, "loop", None))
+
+
+def test_limits_to_choose_from_have_room_for_the_largest_units_of_each_rank():
+    ranks = [{0: 9, 1: 2, 2: 2, 3: 2, 4: 2}, {5: 6, 6: 6, 7: 1}]
+    assert live_choices(ranks) == [12, 15, 17]
+    assert live_choices([{0: 4}]) == [4]
+    for live in live_choices(ranks):
+        for own in ranks:
+            program = build("1f1b", 1, 2, 1, "loop", None)
+            Lifetimes([layers(min(own), len(own))], own, LiveLimits(live, 0)).add_to(program)
