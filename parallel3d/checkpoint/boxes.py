@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add, sub
 
 from parallel3d.parameters import Slicing
 
@@ -19,7 +20,7 @@ class Box:
     @property
     def stop(self) -> tuple[int, ...]:
         """Index after the last element along each dim."""
-        return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
+        return tuple(map(add, self.start, self.shape))
 
     @property
     def numel(self) -> int:
@@ -29,8 +30,8 @@ class Box:
     def common(self, other: Box) -> Box | None:
         """Return the intersection with another box, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))
-        shape = tuple(min(a, b) - s for a, b, s in zip(self.stop, other.stop, start, strict=True))
-        return Box(start, shape) if all(size > 0 for size in shape) else None
+        shape = tuple(map(sub, map(min, self.stop, other.stop), start))
+        return Box(start, shape) if min(shape, default=1) > 0 else None
 
     def along(self, d: int, start: int, size: int) -> Box:
         """Return the box with another range along dim d."""

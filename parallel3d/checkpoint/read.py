@@ -21,6 +21,8 @@ from parallel3d.errors import CheckpointError
 
 # Maximum number of names of each kind that a message lists.
 _MOST = 20
+# Maximum number of pairs of boxes that are compared for one read: 32 replicas of 64 tensor-parallel shards take as many.
+_MOST_COMPARED = 10**6
 
 
 def open_safetensors(path: Path) -> Any:
@@ -81,7 +83,7 @@ class Reader:
 
     def _sources(self, name: str, box: Box) -> Iterable[tuple[StoredBox, Box]]:
         """Return the stored boxes that hold `box`, each with its intersection with it."""
-        found, missing = [], [box] if box.numel else []
+        found, missing, compared = [], [box] if box.numel else [], 0
         pairs = [
             (stored, common) for stored in self.tensors[name].boxes if (common := stored.box.common(box)) is not None
         ]
@@ -89,10 +91,16 @@ class Reader:
             # No later box has an element before this start. Many gaps would make the list of missing boxes long.
             if any(rest.start < common.start for rest in missing):
                 break
+            compared += len(missing)
+            if compared > _MOST_COMPARED:
+                raise CheckpointError(
+                    f"{self.directory / MANIFEST} has too irregular a division of tensor {name} into {len(pairs)} boxes"
+                )
+            left = [part for rest in missing for part in rest.without(common)]
             # Boxes may overlap, like those of a head that several ranks share; one of them is enough.
-            if any(rest.common(common) for rest in missing):
+            if left != missing:
                 found.append((stored, common))
-                missing = [part for rest in missing for part in rest.without(common)]
+                missing = left
         if missing:
             element = min(rest.start for rest in missing)
             raise CheckpointError(f"{self.directory / MANIFEST} names no file for element {element} of tensor {name}")

@@ -114,13 +114,17 @@ def _walk(
     while waiting:
         value, where, depth = waiting.pop()
         yield value, where
-        inner = [(other, there, depth + 1) for other, there in inside(value, where)]
+        inner = [(other, there, depth + 1) for other, there in islice(inside(value, where), _MOST_VALUES + 1)]
         count += len(inner)
         if inner and depth >= _DEEPEST:
             raise ConfigError(f"{place(where)} is nested more than {_DEEPEST} deep, or holds itself; flatten it")
         if count > _MOST_VALUES:
-            raise ConfigError(f"{place(where)}: there are more than {_MOST_VALUES} values; give fewer")
+            raise _too_many(place(where))
         waiting += inner
+
+
+def _too_many(place: object) -> ConfigError:
+    return ConfigError(f"{place}: there are more than {_MOST_VALUES} values; give fewer")
 
 
 def explain(error: ValidationError) -> str:
@@ -149,14 +153,26 @@ def parse_hjson(text: str, name: Path | str) -> object:
 
 
 def _parse_json(loads: Callable[..., object], text: str, name: Path | str) -> object:
+    counts = Counter[str]()
+
+    def add(kind: str, values: int = 1) -> None:
+        """Count values as they are parsed: `bounded` alone would come after seconds of parsing."""
+        counts[kind] += values
+        if counts[kind] > _MOST_VALUES:
+            raise _too_many(name)
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        if twice:
-            raise ConfigError(f"{name}: key {twice[0]!r} is given twice in one mapping; keep one of them")
-        return dict(pairs)
+        add("mappings")
+        add("keys", len(pairs))
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
+            key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ConfigError(f"{name}: key {key!r} is given twice in one mapping; keep one of them")
+        return mapping
 
     def number(read: Callable[[str], float]) -> Callable[[str], float]:
         def parse(digits: str) -> float:
+            add("numbers")
             if abs(float(digits)) == float("inf"):
                 line = text.count("\n", 0, text.index(digits)) + 1
                 raise ConfigError(f"{name}, line {line}: {digits[:20]} is too large a number; give a smaller one")

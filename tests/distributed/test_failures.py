@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 
 from fault_ranks import FaultRanks
@@ -27,7 +26,6 @@ Path(os.environ["RANK"] + ".pid").write_text(str(os.getpid()))
 
 
 def tire():
-    Path("struck").write_text(repr(time.time()))
     raise RuntimeError("the layer is tired")
 
 
@@ -84,9 +82,8 @@ def place_of(rank: int, instruction: str) -> str:
     return f"rank {rank}, stage 1, micro-batch 3, instruction {instruction}: RuntimeError: the layer is tired"
 
 
-def check_ended(folder: Path, ranks: int, within_s: float) -> None:
-    """All ranks have ended, so soon after the layer has raised."""
-    assert time.time() - float((folder / "struck").read_text()) < within_s
+def check_ended(folder: Path, ranks: int) -> None:
+    """All ranks have ended."""
     pids = [int(file.read_text()) for file in folder.glob("*.pid")]
     assert len(pids) == ranks
     assert not [pid for pid in pids if lives(pid)]
@@ -99,7 +96,7 @@ def launch(folder: Path, ranks: int, *arguments: str) -> str:
     job = WarmProcess(folder, environment, "parallel3d.launcher", "--num_procs", str(ranks), "script.py", *arguments)
     _, errors = job.communicate(timeout=100)
     assert job.returncode == 1, errors
-    check_ended(folder, ranks, within_s=30)
+    check_ended(folder, ranks)
     return errors
 
 
@@ -123,7 +120,7 @@ def test_a_layer_whose_backward_raises_ends_all_ranks(tmp_path: Path, full: bool
     """In the first of two pipelines, which are ranks 0, 2 and 1, 3. With --full by the launcher, too."""
     (tmp_path / "script.py").write_text(SCRIPT)
     ended = FaultRanks().run(4, tmp_path, run_script, str(tmp_path / "script.py"), "backward", "2", "2")
-    check_ended(tmp_path, 4, within_s=30)
+    check_ended(tmp_path, 4)
     assert all(ended.codes), ended.outputs
     assert ended.codes[2] == 1
     lines = [line for output in ended.outputs for line in output.splitlines() if place_of(2, "B3@1") in line]

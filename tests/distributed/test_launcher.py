@@ -219,12 +219,10 @@ if rank != "1":
 while len([name for name in os.listdir() if name.endswith(".pids")]) < 3:
     time.sleep(0.01)
 from parallel3d.errors import ExecutionError
-pathlib.Path("raised").write_text(repr(time.time()))
 raise ExecutionError(", ".join(["rank 1", "stage 1", "micro-batch 3", "F3@1: ValueError: odd"]))
 """
     )
     code, _, err = run(tmp_path, script, "--num_procs", "3")
-    assert time.time() - float((tmp_path / "raised").read_text()) < 30
     assert code == 1
     message = "ExecutionError: rank 1, stage 1, micro-batch 3, F3@1: ValueError: odd"
     assert err.splitlines()[-2:] == [
@@ -237,23 +235,24 @@ raise ExecutionError(", ".join(["rank 1", "stage 1", "micro-batch 3", "F3@1: Val
 
 
 @pytest.mark.parametrize(
-    ("number", "times", "stubborn", "limit_s"),
-    [(signal.SIGINT, 1, (), 5), (signal.SIGTERM, 1, ("1",), 5 + 5), (signal.SIGTERM, 2, ("0", "1"), 5)],
+    ("number", "times", "stubborn", "grace_s"),
+    [(signal.SIGINT, 1, (), 600), (signal.SIGTERM, 1, ("1",), 1), (signal.SIGTERM, 2, ("0", "1"), 600)],
     ids=["interrupt", "terminate", "terminate twice"],
 )
 def test_a_signal_to_the_launcher_leaves_no_process(
-    tmp_path: Path, number: signal.Signals, times: int, stubborn: tuple[str, ...], limit_s: float
+    tmp_path: Path, number: signal.Signals, times: int, stubborn: tuple[str, ...], grace_s: int
 ) -> None:
-    process = start(tmp_path, SLEEPER + "time.sleep(300)", "--num_procs", "2", args=stubborn)
+    """Where the grace is long, the launcher ends only if it does not wait for that."""
+    (tmp_path / "script.py").write_text(SLEEPER + "time.sleep(300)")
+    arguments = [str(grace_s), "--num_procs", "2", "script.py", *stubborn]
+    process = WarmProcess(tmp_path, environment_in(tmp_path), "launcher_with_grace", *arguments)
     started = pids(tmp_path, 2)
     assert len(started) == 6
     assert all(map(lives, started))
-    began = time.monotonic()
     for _ in range(times):
         process.send_signal(number)
         time.sleep(0.3)
     _, err = process.communicate(timeout=TIMEOUT_S)
-    assert time.monotonic() - began < limit_s
     assert (process.returncode, err) == (128 + number, "")
     assert not any(map(lives, started))
     assert not list(tmp_path.glob("parallel3d_*"))  # its temporary folder

@@ -102,5 +102,6 @@ INDICES = [
     '{"weight_map": {"a": ""}}',
     json.dumps({"weight_map": {"a": "a" * 3000}}),
     '{"weight_map": {}}',
+    *('{"weight_map": [' + f"{one}, " * 3_000_000 + one + "]}" for one in ("1", '""', "{}")),
     "[" * 100_000,
 ]

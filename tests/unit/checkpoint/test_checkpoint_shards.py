@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel3d.checkpoint import read
 from parallel3d.checkpoint.boxes import Box, boxes_of_range, whole_box
 from parallel3d.checkpoint.format import MANIFEST, Manifest, StoredTensor, manifest_text
 from parallel3d.checkpoint.parts import Part
@@ -69,6 +70,23 @@ def test_many_gaps_are_refused_at_the_first(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(CheckpointError, match=r"names no file for .*\(1,\).* of tensor w"):
         reader.read("w")
     assert len(compared) < 2 * n
+
+
+def test_boxes_that_leave_many_pieces_are_refused_after_a_limited_number_of_comparisons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each column is cut at another row, so that what is missing has as many pieces as there are columns."""
+    n, most = 40, 500
+    columns = [(Box((0, k), (k, 1)), Box((k, k), (n - k, 1))) for k in range(n)]
+    boxes = [(box, torch.ones(box.shape)) for pair in columns for box in pair if box.numel]
+    reader = save(tmp_path, {"w": boxes}, {"w": (n, n)})
+    assert reader.read("w").sum() == n * n
+    monkeypatch.setattr(read, "_MOST_COMPARED", most)
+    compared, without = [], Box.without
+    monkeypatch.setattr(Box, "without", lambda a, b: compared.append(b) or without(a, b))
+    with pytest.raises(CheckpointError, match=rf"too irregular a division of tensor w into {len(boxes)} boxes"):
+        reader.read("w")
+    assert len(compared) <= most
 
 
 def test_who_may_read_a_plain_file_may_read_a_shard(tmp_path: Path) -> None:
