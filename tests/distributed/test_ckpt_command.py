@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import VOCAB, load_model, make_model, save_model, token_ids
+from reference import distance
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -103,12 +104,14 @@ def test_export_is_what_from_pretrained_reads(trained: Trained, tmp_path: Path, 
     code, out, err = run(capsys, "export", trained[0], tmp_path / "hf")
     assert code == 0, err
     assert "in Hugging Face's form" in out
-    model = load_model(tmp_path / "hf").to(torch.bfloat16)
     with torch.no_grad():
-        logits = model(token_ids(1, 9)).logits.float()
-    assert logits.shape == (1, 9, VOCAB)
-    # Slices add up in another order, in bf16.
-    torch.testing.assert_close(trained[2], logits, rtol=0.05, atol=0.05)
+        exact, rounded = (
+            load_model(tmp_path / "hf").to(dtype)(token_ids(1, 9)).logits.float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    assert rounded.shape == (1, 9, VOCAB)
+    # The layout rounds to bf16 at other places than one process.
+    assert distance(trained[2], exact) < 1.5 * distance(rounded, exact) < 0.02
     assert {w.dtype for w in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.bfloat16}
     code, _, err = run(capsys, "export", trained[0], tmp_path / "hf")
     assert code == 2
