@@ -267,15 +267,18 @@ def _switch_of(host: _Host, card: NicSpec, groups: dict[str, list[str]]) -> str:
 def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
     added: dict[tuple[str, str], dict[str, Any]] = {}
     pairs = 0
+    joined = []
     for link in links:
         given = link.given
-        ends = [_matching(graph, pattern) for pattern in given.pop("between")]
-        pairs += len(ends[0]) * len(ends[1])
+        starts, ends = (_matching(graph, pattern) for pattern in given.pop("between"))
+        pairs += len(starts) * len(ends)
         if pairs > _MOST_PAIRS:
             raise ConfigError(
                 f"links are between {pairs} pairs of nodes; describe {_MOST_PAIRS} or fewer by closer patterns"
             )
-        for a, b in ((a, b) for a in ends[0] for b in ends[1] if a != b):
+        joined.append((link, given, starts, ends))
+    for link, given, starts, ends in joined:
+        for a, b in ((a, b) for a in starts for b in ends if a != b):
             if graph.has_edge(a, b):
                 graph.edges[a, b].update(given)
             elif link.bandwidth is None:
