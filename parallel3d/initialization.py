@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from parallel3d.comm.environment import init_distributed
+from parallel3d.comm.environment import init_distributed, local_device
 from parallel3d.config import BatchSizes, Config, batch_sizes, load
 from parallel3d.deepspeed.accessors import DeepSpeedEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
 from parallel3d.errors import ConfigError, DataError
+from parallel3d.models.huggingface.meta import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
@@ -41,6 +42,7 @@ def initialize(
     config: str | Path | Mapping[str, Any] | Config | None = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
+    weights: str | Path | None = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
     """Return (engine, optimizer, dataloader, lr_scheduler) for a PipelineModule, or for any module, trained data parallel.
 
@@ -56,13 +58,14 @@ def initialize(
     - dist_init_required: False where the script has called init_process_group itself.
     - distributed_port: the MASTER_PORT, where no launcher set one.
     - mpu: another library's process groups, without tensor parallelism.
+    - weights: a directory of safetensors, with the model's own names, for a module that was built on the meta device. With ZeRO
+      stage 3 each rank reads only its shards. A PipelineModule takes its weights from `models.from_hf`.
 
-    Raises ConfigError, CommunicationError. Collective: every rank calls it at the same point of its script.
+    Raises ConfigError, CheckpointError, CommunicationError. Collective: every rank calls it at the same point of its script.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _check_mpu(mpu)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a PipelineModule")
+    model = _with_weights(model, weights)
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
     if settings.zero_optimization.stage == 3 and not isinstance(model, PipelineModule):
         set_configured_leaf_modules(model, settings.zero_optimization)
@@ -76,6 +79,23 @@ def initialize(
     iterator = RepeatingLoader(loader) if loader is not None else None
     engine = DeepSpeedEngine(pipeline, settings, sizes, built, scheduler, iterator)
     return engine, built, loader, scheduler
+
+
+def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
+    """Return the model. If it is on the meta device, its weights are read from this directory when they are needed."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a PipelineModule")
+    if weights is not None and isinstance(model, PipelineModule):
+        raise ConfigError(
+            f"weights={str(weights)!r} is for plain modules; build a PipelineModule of from_hf({str(weights)!r})"
+        )
+    if weights is not None:
+        read_when_needed(model, Path(weights), local_device())
+    elif on_meta := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise ConfigError(
+            f"{len(on_meta)} parameters are on the meta device, such as {on_meta[0]}; give weights=, a directory of safetensors"
+        )
+    return model
 
 
 def _batch_sizes(pipeline: PipelineModule, config: Config) -> BatchSizes:

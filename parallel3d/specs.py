@@ -22,12 +22,14 @@ class BuildContext:
     - groups: `groups.model` is the tensor-parallel group, over which a layer may shard itself.
     - sequence_parallel: whether activations between tensor-parallel layers are sharded along the sequence.
     - layout_independent: whether a rank's random numbers are its part of those that the whole layer would draw.
+    - reads_later: whether weights that are in a file may stay there for now, because the rank will keep shards of them alone.
     """
 
     groups: ProcessGroups
     device: torch.device
     sequence_parallel: bool = False
     layout_independent: bool = False
+    reads_later: bool = False
 
 
 class LayerSpec:

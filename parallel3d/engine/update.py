@@ -24,7 +24,8 @@ from parallel3d.zero.frozen import FrozenBucket, shard_frozen
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
-from parallel3d.zero.weights import ShardedWeights, Units, make_whole
+from parallel3d.zero.values import make_whole
+from parallel3d.zero.weights import ShardedWeights, Units
 from parallel3d.zero.whole_state import WholeState
 
 # Maximum number of parameters that the warning of an overflow lists.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +17,7 @@ from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.config import config_json
 from parallel3d.models.huggingface.names import Part, names_of
-from parallel3d.models.huggingface.weights import Weights, load_layer
+from parallel3d.models.huggingface.weights import Weights, load_layer, load_layer_later
 from parallel3d.models.sliced import Sharding, SlicedLogits, fill_whole
 from parallel3d.models.tables import Tables
 from parallel3d.specs import BuildContext
@@ -56,7 +57,8 @@ def close_stream(x: Stream) -> Travels:
 class DecoderLayer(nn.Module):
     """A layer of a decoder, which knows how Hugging Face stores its parameters.
 
-    A subclass makes its modules in `_make`. Its weights are then read or drawn; on the meta device, neither.
+    A subclass makes its modules in `_make`. Its weights are then read (later, where the context says so) or drawn; on the meta
+    device, neither.
 
     - layer, tables: of a block, its index, counted from 0, and the tables that all blocks of the model share.
     - weights: read instead of drawn. dtype: of the parameters, torch's default one for None.
@@ -77,12 +79,16 @@ class DecoderLayer(nn.Module):
         self.config, self._layer = config, layer
         self._tables = Tables(config) if tables is None else tables
         self._sharding = Sharding(context)
-        self._make()
+        reads_later = weights is not None and context is not None and context.reads_later
+        with torch.device("meta") if reads_later else nullcontext():
+            self._make()
         if dtype is not None:
             self.to(dtype)
-        if any(parameter.is_meta for parameter in self.parameters()):
+        if weights is not None and context is not None and context.reads_later:
+            load_layer_later(self, self.stored(), weights, context.device)
+        elif any(parameter.is_meta for parameter in self.parameters()):
             return
-        if weights is not None:
+        elif weights is not None:
             load_layer(self, self.stored(), weights)
         else:
             self._draw()

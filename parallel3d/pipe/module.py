@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +44,7 @@ from parallel3d.specs import (
     layer_name,
 )
 from parallel3d.zero.init import shard_parameter, shards_weights
-from parallel3d.zero.weights import weights_of
+from parallel3d.zero.values import is_whole
 
 
 class WeightUnits(Protocol):
@@ -196,8 +197,9 @@ class PipelineModule(nn.Module):
             with seeded(layer_seed(seed, k), self.device), self.device:
                 if self._seed_fn is not None:
                     self._seed_fn(layer_seed(seed, k))
-                self.layers[key] = layer.build(context)
-            if self._shards_layers and not isinstance(layer, TiedLayerSpec):
+                shards = self._shards_layers and self.groups.data.size > 1 and not isinstance(layer, TiedLayerSpec)
+                self.layers[key] = layer.build(replace(context, reads_later=shards))
+            if shards:
                 self._shard(self.layers[key])
         elif isinstance(layer, nn.Module):
             self.layers[key] = layer
@@ -208,7 +210,7 @@ class PipelineModule(nn.Module):
     def _shard(self, layer: nn.Module) -> None:
         """Keep only this rank's shards of a layer that was just built (ZeRO-3), with the same bits on all ranks."""
         layer.to(self.device)
-        for parameter in layer.parameters():
+        for parameter in filter(is_whole, layer.parameters()):
             if slicing_of(parameter) is None:
                 broadcast(parameter.data, self.groups.model.ranks[0], self.groups.model)
             shard_parameter(parameter, self.groups.data)
@@ -234,8 +236,8 @@ class PipelineModule(nn.Module):
         Raises PartitionError on all ranks when a copy is missing, or differs in shape, dtype or requires_grad.
         """
         for tensor in (*self.parameters(), *self.buffers()):
-            if weights_of(tensor) is not None:
-                continue  # sharded while it was built, when all ranks got the same bits
+            if not is_whole(tensor):
+                continue  # all ranks have the same bits: sharded while it was built, or still in a file
             if slicing_of(tensor) is None:
                 broadcast(tensor.data, self.groups.model.ranks[0], self.groups.model)
             broadcast(tensor.data, self.groups.data.ranks[0], self.groups.data)

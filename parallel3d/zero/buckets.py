@@ -14,7 +14,8 @@ from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.weights import ShardedWeights, WeightState, forget, make_whole, whole
+from parallel3d.zero.values import forget, make_whole, read_into
+from parallel3d.zero.weights import ShardedWeights, WeightState
 
 # Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
 ALIGNMENT = 32
@@ -91,6 +92,14 @@ class BucketLayout:
     def is_in_place(self) -> bool:
         """Whether the parameters keep their own storage, and are their own masters."""
         return self.num_shards == 1 and self.weight_dtype == self.master_dtype
+
+    def released_weights(self) -> tuple[Tensor, list[Tensor]]:
+        """Return a flat tensor for all weights, and a view of it for each parameter; without memory until it is gathered."""
+        flat = torch.empty(self.numel, dtype=self.weight_dtype, device=self.infos[0].parameter.device)
+        parts = zip(self.infos, self.offsets, self.sizes, strict=True)
+        views = [flat[offset : offset + size].view(info.parameter.shape) for info, offset, size in parts]
+        flat.untyped_storage().resize_(0)  # at once, so that the shards take its place, and leave no holes in the heap
+        return flat, views
 
     @property
     def is_transient(self) -> bool:
@@ -182,21 +191,21 @@ class Bucket:
             for parameter in self.parameters:
                 make_whole(parameter)
             return None, None, None
-        masters = torch.zeros(self.numel, dtype=layout.master_dtype, device=self.device)
-        for k, parameter in enumerate(self.parameters):
-            with whole(parameter):
-                self.view(masters, k).copy_(parameter)
-            forget(parameter)
-        weights = masters.to(layout.weight_dtype)
-        self._point_to(weights)
-        master, own = masters[self.shard], weights[self.shard]
-        if self.has_own_master or layout.is_sharded:
-            master = master.clone()
         if layout.is_sharded:
-            own = own.clone() if self.has_own_master else master
-            views = [self.view(weights, k) for k in range(len(self.parameters))]
+            weights, views = layout.released_weights()
+        held = self.shard if layout.is_sharded else slice(0, self.numel)
+        masters = torch.zeros(held.stop - held.start, dtype=layout.master_dtype, device=self.device)
+        for parameter, offset, size in zip(self.parameters, self.offsets, self.sizes, strict=True):
+            part = cut(offset, size, held)
+            read_into(masters[part], parameter, held.start + part.start - offset)
+            forget(parameter)
+        own = masters.to(layout.weight_dtype)
+        if layout.is_sharded:
             self.sharded = ShardedWeights(weights, own, self.parameters, views, self._gather_group)
-        return weights, own, master
+            return weights, own, masters
+        self._point_to(own)
+        master = masters[self.shard]
+        return own, own[self.shard], master.clone() if self.has_own_master else master
 
     def _cut_pieces(self) -> list[ParameterShard]:
         pieces = []

@@ -12,7 +12,8 @@ from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import BucketLayout, by_owners, cut, lay_out
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.weights import ShardedWeights, whole
+from parallel3d.zero.values import forget, read_into
+from parallel3d.zero.weights import ShardedWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,23 +35,18 @@ class FrozenBucket:
     def __init__(self, layout: BucketLayout, group: Group):
         size = layout.shard_numel
         own = slice(group.index * size, (group.index + 1) * size)
-        device = layout.infos[0].parameter.device
-        weights = torch.zeros(layout.numel, dtype=layout.weight_dtype, device=device)
-        views, parts = [], []
+        weights, views = layout.released_weights()
+        shard = torch.zeros(size, dtype=weights.dtype, device=weights.device)
+        parts = []
         for info, offset, numel in zip(layout.infos, layout.offsets, layout.sizes, strict=True):
-            views.append(weights[offset : offset + numel].view(info.parameter.shape))
-            with whole(info.parameter):
-                views[-1].copy_(info.parameter)
-            info.parameter.data = views[-1]
-            parts.append((info, cut(offset, numel, own), offset))
-        shard = weights[own].clone()
+            part = cut(offset, numel, own)
+            start = own.start + part.start - offset
+            read_into(shard[part], info.parameter, start)
+            forget(info.parameter)
+            parts.append((info, part, start))
         self.infos = layout.infos
         self.sharded = ShardedWeights(weights, shard, [info.parameter for info in layout.infos], views, group)
-        self.shards = [
-            FrozenShard(info, shard[part], own.start + part.start - offset)
-            for info, part, offset in parts
-            if part.start < part.stop
-        ]
+        self.shards = [FrozenShard(info, shard[part], start) for info, part, start in parts if part.start < part.stop]
 
 
 def shard_frozen(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, group: Group) -> Iterator[FrozenBucket]:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from parallel3d.errors import ExecutionError
-from parallel3d.zero.weights import ShardedWeights, WeightState, weights_of
+from parallel3d.zero.values import weights_of
+from parallel3d.zero.weights import ShardedWeights, WeightState
 
 
 class GatheredParameters:

@@ -18,7 +18,8 @@ from parallel3d.comm.groups import whole_world
 from parallel3d.config import Config, load_sections
 from parallel3d.errors import ConfigError
 from parallel3d.zero.gathered import GatheredParameters
-from parallel3d.zero.weights import ShardedWeights, weights_of
+from parallel3d.zero.values import weights_of
+from parallel3d.zero.weights import ShardedWeights
 
 
 def shards_weights(config: str | Path | Mapping[str, Any] | Config | None) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
@@ -34,41 +33,9 @@ class WeightState(Enum):
     AVAILABLE = GATHERED
 
 
-def _placeholder(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def placeholder(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of a parameter's shape with the memory of one element. Reading it gives NaN."""
-    return torch.full((), torch.nan, dtype=dtype, device=parameter.device).expand(parameter.shape)
-
-
-def weights_of(parameter: Tensor) -> ShardedWeights | None:
-    """Return the sharded weights that a parameter is part of; None if it is whole on every rank."""
-    found: ShardedWeights | None = vars(parameter).get("sharded_weights")
-    return found
-
-
-@contextmanager
-def whole(parameter: Tensor) -> Iterator[None]:
-    """Make a parameter whole in this context. Collective, if it is sharded."""
-    found = weights_of(parameter)
-    if found is not None:
-        found.gather()
-        found.wait()
-    yield
-    if found is not None:
-        found.release()
-
-
-def make_whole(parameter: Tensor) -> None:
-    """Make a sharded parameter whole for good. Collective."""
-    if (found := weights_of(parameter)) is not None:
-        found.gather()
-        found.wait()
-        forget(parameter)
-
-
-def forget(parameter: Tensor) -> None:
-    """Note that a parameter has other memory now than that of its sharded weights."""
-    for name in ("sharded_weights", "ds_shape", "ds_numel", "ds_status"):
-        vars(parameter).pop(name, None)
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(parameter.shape)
 
 
 def nothing() -> None:
@@ -98,7 +65,7 @@ class ShardedWeights:
         self.shard, self.numel, self.nbytes = shard, whole.numel(), whole.nbytes
         self._whole, self._partition = whole, partition
         self._views = list(zip(parameters, views, strict=True))
-        self._placeholders = [(p, _placeholder(p, whole.dtype)) for p in parameters]
+        self._placeholders = [(p, placeholder(p, whole.dtype, whole.device)) for p in parameters]
         for parameter in parameters:
             vars(parameter).update(sharded_weights=self, ds_shape=parameter.shape, ds_numel=parameter.numel())
         self._work: Work = DONE

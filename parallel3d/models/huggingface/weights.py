@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +17,12 @@ from parallel3d.checkpoint.export import INDEX, SINGLE, LayerNames, Stored
 from parallel3d.checkpoint.read import differences, open_safetensors
 from parallel3d.config.files import explain, parse_json, read_mapping
 from parallel3d.errors import CheckpointError, ConfigError
-from parallel3d.parameters import slicing_of
+from parallel3d.parameters import Slicing, slicing_of
+from parallel3d.zero.values import keep_in_file
 
 HEAD = "lm_head.weight"
 # Buffers in old checkpoints, which are computed.
-_COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 class Weights:
@@ -27,10 +30,15 @@ class Weights:
 
     def __init__(self, tensors: Mapping[str, Any]):
         self._tensors = dict(tensors)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
-        return {name: tuple(t.shape if isinstance(t, Tensor) else t.get_shape()) for name, t in self._tensors.items()}
+        return {name: self._shape(name) for name in self._tensors}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        tensor = self._tensors[name]
+        return tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
 
     def alias(self, name: str, other: str) -> None:
         """Give the tensor `other` the second name `name`, unless there is one of that name, or none to name."""
@@ -42,6 +50,26 @@ class Weights:
         tensor = self._tensors[name]
         part: Tensor = tensor[start:stop] if dim == 0 else tensor[:, start:stop]
         return part
+
+    def scratch(self, like: Tensor) -> Tensor:
+        """Return memory on the CPU for values like these, the same in each call: new buffers would leave holes in the heap."""
+        if self._scratch.numel() < like.nbytes:
+            self._scratch = torch.empty(like.nbytes, dtype=torch.uint8)
+        return self._scratch[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def elements(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of a flattened tensor; of a file only the rows with these are read."""
+        tensor = self._tensors[name]
+        shape = self._shape(name)
+        row = math.prod(shape[1:])
+        if start >= stop:
+            return torch.empty(0)
+        if not shape:
+            whole: Tensor = tensor[...]
+            return whole.reshape(1)
+        first = start // row
+        rows: Tensor = tensor[first : -(-stop // row)]
+        return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
 def _plain(name: str) -> str:
@@ -96,7 +124,7 @@ def check_weights(weights: Weights, wanted: Iterable[Stored], tied: bool, where:
     shapes = weights.shapes()
     expected = {name: shape for stored in wanted for name, shape in stored.shapes.items()}
     # Hugging Face writes a tied head's weight or not; what is there is the embedding's.
-    extra = [n for n in shapes if n not in expected and not n.endswith(_COMPUTED)]
+    extra = [n for n in shapes if n not in expected and not n.endswith(COMPUTED)]
     unknown = [n for n in extra if not (tied and n == HEAD)]
     misshapen = {name: (s, shapes[name]) for name, s in expected.items() if shapes.get(name, s) != s}
     if faults := differences(set(expected) - set(shapes), unknown, misshapen):
@@ -107,11 +135,37 @@ def check_weights(weights: Weights, wanted: Iterable[Stored], tied: bool, where:
 def load_layer(module: nn.Module, names: LayerNames, weights: Weights) -> None:
     """Fill a layer's parameters, whole or sharded, in their dtype."""
     for name, parameter in module.named_parameters():
-        slicing = slicing_of(parameter)
-        dim, ranges = (0, ((0, parameter.shape[0]),)) if slicing is None else (slicing.dim, slicing.ranges)
-        parts = parameter.split([stop - start for start, stop in ranges], dim)
-        for part, (start, stop) in zip(parts, ranges, strict=True):
-            _read_range(part, names[name], dim, start, stop, weights)
+        _read_into(parameter, slicing_of(parameter), names[name], weights)
+
+
+def load_layer_later(module: nn.Module, names: LayerNames, weights: Weights, device: torch.device) -> None:
+    """Move a layer from the meta device to `device`; its parameters, whole or sharded, are read when they are needed."""
+    for name, parameter in module.named_parameters():
+        # What is read has the parameter's dtype, but is on the CPU.
+        like = torch.empty_like(parameter, device="meta")
+        keep_in_file(parameter, partial(_read, like, slicing_of(parameter), names[name], weights), device)
+
+
+def _read(like: Tensor, slicing: Slicing | None, stored: Stored, weights: Weights, start: int, stop: int) -> Tensor:
+    """Return elements of a parameter like `like`, flat. Of one that is not sliced, only the rows with these are read."""
+    if start >= stop:
+        return torch.empty(0)
+    if slicing is not None:
+        values = weights.scratch(like)
+        _read_into(values, slicing, stored, weights)
+        return values.view(-1)[start:stop]
+    row = like[0].numel()
+    first, last = start // row, -(-stop // row)
+    values = weights.scratch(like[first:last])
+    _read_range(values, stored, 0, first, last, weights)
+    return values.view(-1)[start - first * row : stop - first * row]
+
+
+def _read_into(target: Tensor, slicing: Slicing | None, stored: Stored, weights: Weights) -> None:
+    dim, ranges = (0, ((0, target.shape[0]),)) if slicing is None else (slicing.dim, slicing.ranges)
+    parts = target.split([stop - start for start, stop in ranges], dim)
+    for part, (start, stop) in zip(parts, ranges, strict=True):
+        _read_range(part, stored, dim, start, stop, weights)
 
 
 def _read_range(target: Tensor, stored: Stored, dim: int, start: int, stop: int, weights: Weights) -> None:
