@@ -55,10 +55,9 @@ def initialize(
       of this replica's micro-batches.
     - lr_scheduler: stepped after each step that isn't skipped; or a callable of the optimizer. A scheduler that the
       configuration names is used instead.
-    - dist_init_required: False where the script has called init_process_group itself.
-    - distributed_port: the MASTER_PORT, where no launcher set one.
+    - dist_init_required: False if the script called init_process_group. distributed_port: MASTER_PORT, if no launcher set it.
     - mpu: another library's process groups, without tensor parallelism.
-    - weights: a directory of safetensors, with the model's own names, for a module that was built on the meta device. With ZeRO
+    - weights: a directory of safetensors with the model's names, for a module that was built on the meta device. With ZeRO
       stage 3 each rank reads only its shards. A PipelineModule takes its weights from `models.from_hf`.
 
     Raises ConfigError, CheckpointError, CommunicationError. Collective: every rank calls it at the same point of its script.
