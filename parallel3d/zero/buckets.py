@@ -1,9 +1,8 @@
-"""Flat buckets: each parameter's position, the rank that updates it, and the buffers of weights, masters and gradients."""
+"""Flat buckets: the buffers of weights, masters and gradients."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,106 +11,11 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.errors import ExecutionError
-from parallel3d.parameters import ParameterInfo, slicing_of
+from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.layout import BucketLayout, cut, lay_out
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.values import forget, make_whole, read_into
+from parallel3d.zero.values import make_whole
 from parallel3d.zero.weights import ShardedWeights, WeightState
-
-# Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
-ALIGNMENT = 32
-# A chunk's gradients are cut into about 16 buckets, so that most of them are reduced while the backward still runs...
-_PARTS = 16
-# ...but a reduction is limited by latency, not by bandwidth, if its bucket or its shard has fewer elements than these: a ring
-# of 1,024 replicas passes on 1,024 shards.
-_SMALLEST, _SMALLEST_SHARD = 1 << 20, 1 << 17
-
-Owners = tuple[int, ...]  # the chunks of the model that hold a copy
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Properties that all parameters of a bucket share.
-
-    dtype: dtype in which the parameters were built.
-    sliced: whether each tensor-parallel rank holds another part.
-    partial_over: for copies, the group over which their gradients are summed; None if these are whole on every rank.
-    """
-
-    dtype: torch.dtype
-    sliced: bool
-    partial_over: Group | None
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """The parameters of one bucket, all of one kind and with the same owners, and where each starts in `numel` elements.
-
-    num_shards: the number of equal parts; one rank updates each.
-    is_sharded: whether the weights, too, live as shards, and are gathered while they are used. The parameters are of one unit.
-    """
-
-    kind: Kind
-    infos: tuple[ParameterInfo, ...]
-    offsets: tuple[int, ...]
-    numel: int
-    policy: ZeroPolicy
-    num_shards: int
-    is_sharded: bool = False
-
-    @property
-    def owners(self) -> Owners:
-        """The chunks that hold these parameters."""
-        return self.infos[0].owners
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each parameter."""
-        return tuple(info.parameter.numel() for info in self.infos)
-
-    @property
-    def shard_numel(self) -> int:
-        """Number of elements that one rank updates, padding included."""
-        return self.numel // self.num_shards
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """Dtype of the weights that the layers compute with."""
-        return self.policy.weight_dtype or self.kind.dtype
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """Dtype of the weights that the optimizer updates."""
-        return self.policy.master_dtype(self.kind.dtype)
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """Dtype in which gradients are accumulated."""
-        return self.policy.accumulator_dtype(self.kind.dtype)
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the parameters keep their own storage, and are their own masters."""
-        return self.num_shards == 1 and self.weight_dtype == self.master_dtype
-
-    def released_weights(self) -> tuple[Tensor, list[Tensor]]:
-        """Return a flat tensor for all weights, and a view of it for each parameter; without memory until it is gathered."""
-        flat = torch.empty(self.numel, dtype=self.weight_dtype, device=self.infos[0].parameter.device)
-        parts = zip(self.infos, self.offsets, self.sizes, strict=True)
-        views = [flat[offset : offset + size].view(info.parameter.shape) for info, offset, size in parts]
-        flat.untyped_storage().resize_(0)  # at once, so that the shards take its place, and leave no holes in the heap
-        return flat, views
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether the gradients pass through a buffer that buckets share, and only a shard of them is kept.
-
-        False for shared parameters, whose gradients come from several chunks and are reduced once, when all have run.
-        """
-        return self.policy.reduce_per_micro_batch and self.num_shards > 1 and len(self.owners) == 1
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,12 +97,7 @@ class Bucket:
             return None, None, None
         if layout.is_sharded:
             weights, views = layout.released_weights()
-        held = self.shard if layout.is_sharded else slice(0, self.numel)
-        masters = torch.zeros(held.stop - held.start, dtype=layout.master_dtype, device=self.device)
-        for parameter, offset, size in zip(self.parameters, self.offsets, self.sizes, strict=True):
-            part = cut(offset, size, held)
-            read_into(masters[part], parameter, held.start + part.start - offset)
-            forget(parameter)
+        masters = layout.read(self.shard if layout.is_sharded else slice(0, self.numel), layout.master_dtype)
         own = masters.to(layout.weight_dtype)
         if layout.is_sharded:
             self.sharded = ShardedWeights(weights, own, self.parameters, views, self._gather_group)
@@ -312,84 +211,6 @@ class Bucket:
         if self.weights is None or self.own_weights is None or self.sharded is not None:
             return DONE
         return all_gather_into(self.weights, self.own_weights, self.partition)
-
-
-def by_owners(parameters: Sequence[ParameterInfo]) -> dict[Owners, list[ParameterInfo]]:
-    """Group a rank's parameters, given in the model's order, by owners: owners -> parameters in the order of their buckets.
-
-    That is the order of the backward, which reaches the last layer first. Shared parameters are sorted by name instead, because
-    their layers may come in another order on each owner.
-    """
-    groups: dict[Owners, list[ParameterInfo]] = {}
-    for info in reversed(parameters):
-        groups.setdefault(info.owners, []).append(info)
-    for infos in groups.values():
-        if infos[0].shared:
-            infos.sort(key=lambda info: info.name)
-    return groups
-
-
-def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> list[BucketLayout]:
-    """Cut parameters of the same owners, in the order given, into buckets of one kind each.
-
-    A bucket has at most policy.bucket_size elements. It also has at most 1/16 of the elements of a shard of its kind, so that
-    buffers of its size take little memory, but this limit is never below 2^20, nor below 2^17 per shard. A parameter that is
-    larger than the limit has its own bucket. Parameters are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
-    With stage 3 no bucket has parameters of several units, unless their weights stay whole.
-    """
-    kinds: dict[tuple[int | None, Kind], list[ParameterInfo]] = {}
-    sharded = _sharded_units(infos, policy, num_shards)
-    for info in infos:
-        parameter = info.parameter
-        partial_over = getattr(parameter, "partial_over", None)
-        kind = Kind(parameter.dtype, slicing_of(parameter) is not None, partial_over)
-        kinds.setdefault((info.unit if info.unit in sharded else None, kind), []).append(info)
-    return [
-        layout
-        for (unit, kind), alike in kinds.items()
-        for layout in _cut(kind, alike, policy, num_shards, unit is not None)
-    ]
-
-
-def _sharded_units(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> set[int]:
-    """Return the units whose weights live as shards. Parameters that several chunks share are whole on every rank."""
-    sizes: Counter[int] = Counter()
-    if policy.stage == 3 and num_shards > 1 and not infos[0].shared:
-        for info in infos:
-            sizes[info.unit] += info.parameter.numel()
-    return {unit for unit, size in sizes.items() if size > policy.largest_whole}
-
-
-def _cut(
-    kind: Kind, infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int, is_sharded: bool
-) -> Iterator[BucketLayout]:
-    total = sum(info.parameter.numel() for info in infos)
-    smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
-    limit = min(policy.bucket_size, max(smallest, -(-total // (_PARTS * num_shards))))
-    held: list[ParameterInfo] = []
-    offsets: list[int] = []
-    end = 0
-
-    def bucket() -> BucketLayout:
-        numel = _round_up(end, num_shards * ALIGNMENT)
-        return BucketLayout(kind, tuple(held), tuple(offsets), numel, policy, num_shards, is_sharded)
-
-    for info in infos:
-        size = info.parameter.numel()
-        if held and end + size > limit:
-            yield bucket()
-            held, offsets, end = [], [], 0
-        held.append(info)
-        offsets.append(end)
-        end += _round_up(size, ALIGNMENT)
-    if held:
-        yield bucket()
-
-
-def cut(offset: int, size: int, shard: slice) -> slice:
-    """Return where in a shard of a flat buffer the part lies that it has of `size` elements from `offset` on."""
-    start = max(offset, shard.start) - shard.start
-    return slice(start, max(start, min(offset + size, shard.stop) - shard.start))
 
 
 def make_buckets(

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import BucketLayout, by_owners, cut, lay_out
+from parallel3d.zero.layout import BucketLayout, by_owners, cut, lay_out
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.values import forget, read_into
 from parallel3d.zero.weights import ShardedWeights
 
 
@@ -36,17 +35,15 @@ class FrozenBucket:
         size = layout.shard_numel
         own = slice(group.index * size, (group.index + 1) * size)
         weights, views = layout.released_weights()
-        shard = torch.zeros(size, dtype=weights.dtype, device=weights.device)
-        parts = []
-        for info, offset, numel in zip(layout.infos, layout.offsets, layout.sizes, strict=True):
-            part = cut(offset, numel, own)
-            start = own.start + part.start - offset
-            read_into(shard[part], info.parameter, start)
-            forget(info.parameter)
-            parts.append((info, part, start))
+        shard = layout.read(own, weights.dtype)
         self.infos = layout.infos
         self.sharded = ShardedWeights(weights, shard, [info.parameter for info in layout.infos], views, group)
-        self.shards = [FrozenShard(info, shard[part], start) for info, part, start in parts if part.start < part.stop]
+        parts = [cut(offset, numel, own) for offset, numel in zip(layout.offsets, layout.sizes, strict=True)]
+        self.shards = [
+            FrozenShard(info, shard[part], own.start + part.start - offset)
+            for info, offset, part in zip(layout.infos, layout.offsets, parts, strict=True)
+            if part.start < part.stop
+        ]
 
 
 def shard_frozen(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, group: Group) -> Iterator[FrozenBucket]:

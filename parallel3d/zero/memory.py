@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import BucketLayout, by_owners, lay_out
+from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
 

@@ -17,7 +17,8 @@ from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, 
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
-from parallel3d.zero.buckets import Bucket, by_owners, make_buckets
+from parallel3d.zero.buckets import Bucket, make_buckets
+from parallel3d.zero.layout import by_owners
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy
 

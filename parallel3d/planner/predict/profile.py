@@ -19,7 +19,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.ties import TieIndex
 from parallel3d.specs import Layer, layer_name
-from parallel3d.zero.buckets import by_owners
+from parallel3d.zero.layout import by_owners
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 DeviceType = Literal["cpu", "cuda"]

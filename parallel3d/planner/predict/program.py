@@ -15,7 +15,7 @@ from parallel3d.schedule.lifetimes import Lifetimes
 from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
 from parallel3d.schedule.timing import Simulation
 from parallel3d.schedule.zero_bubble import looped_zero_bubble
-from parallel3d.zero.buckets import Owners, by_owners, lay_out
+from parallel3d.zero.layout import Owners, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
 _ROUGH_BUCKETS = 4  # of a chunk, in a rough prediction

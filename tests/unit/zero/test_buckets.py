@@ -11,7 +11,8 @@ from torch import nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import ALIGNMENT, BucketLayout, lay_out, make_buckets
+from parallel3d.zero.buckets import make_buckets
+from parallel3d.zero.layout import ALIGNMENT, BucketLayout, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
 # A loaded machine is no failure.

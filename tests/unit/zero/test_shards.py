@@ -12,7 +12,8 @@ from torch import nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import ALIGNMENT, Bucket, make_buckets
+from parallel3d.zero.buckets import Bucket, make_buckets
+from parallel3d.zero.layout import ALIGNMENT
 from parallel3d.zero.memory import predict_state, unit_sizes
 from parallel3d.zero.policy import ZeroPolicy
 
