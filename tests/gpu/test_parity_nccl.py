@@ -59,9 +59,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("layout", cover(min(4, max(2, torch.cuda.device_count()))), ids=str)
 
 
+def without_key_biases(run: Run) -> Run:
+    """A key's bias shifts all logits of a query alike: its true gradient is zero, and Adam makes steps of the rounding.
+
+    On one H100 five steps of AdamW with eps 1e-6 moved it by 8.5e-6 from the reference's, and queries and values by 7e-8. In
+    float64 all of it is compared, by test_float64_agrees_to_1e_10_with_adams_default_eps.
+    """
+    losses, norms, weights = run
+
+    def kept(name: str, weight: Tensor) -> Tensor:
+        query, _, value = weight.chunk(3) if name.endswith("qkv.bias") else (weight, None, weight[:0])
+        return torch.cat([query, value])
+
+    return losses, norms, {name: kept(name, weight) for name, weight in weights.items()}
+
+
 def test_losses_norms_and_weights_equal_one_gpu(gpu_pool: RankPool, layout: Layout):
     (wanted,) = gpu_pool.run(1, reference_on_gpu, layout)
-    check(gpu_pool.run(layout.pp * layout.dp, train, layout), wanted, layout.dp)
+    runs = gpu_pool.run(layout.pp * layout.dp, train, layout)
+    if layout.optimizer != "SGD":
+        wanted, runs = without_key_biases(wanted), [without_key_biases(run) for run in runs]
+    check(runs, wanted, layout.dp)
 
 
 class Shift(nn.Module):
