@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return chosen or max(lists, key=lambda members: sum(p.numel() for m in members for p in m.parameters()), default=[])
 
 
+def _is_parameter(leaf: object) -> TypeGuard[nn.Parameter]:
+    return isinstance(leaf, nn.Parameter)
+
+
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
@@ -85,8 +89,8 @@ class BlockUnits:
     """Gathers each unit of a module before the module runs, or its backward, and releases it after that.
 
     A unit whose module contains another one's is kept until the end of a backward, because its own operations run before and
-    after those of the others. When the forward of a module reads the attribute of another one that is a parameter, it is
-    gathered, and from then on with the module that reads it.
+    after those of the others. Parameters of other modules that a module has in a list, tuple or dict are gathered with it. When
+    its forward reads the attribute of another one that is a parameter, it is gathered, and from then on with that module.
 
     replicas: a group on the host, in which the replicas compare what they are about to gather.
     module, forward_hooks, backward_hooks: as in DeepSpeed's `optimizer.parameter_offload`; scripts remove the hooks while they
@@ -111,9 +115,11 @@ class BlockUnits:
         # Modules that contain other units, and those that contain none, with all inside them.
         self._outer, self._alone = {model}, list[nn.Module]()
         self._needed: dict[nn.Module, tuple[int, ...]] = {}
-        for module in dict.fromkeys([model, *numbers]):
+        for module in dict.fromkeys([model, *numbers, *model.modules()]):
             alone = module in numbers and all(numbers.get(m) == numbers[module] for m in module.modules())
-            needed = units.of([*module.parameters(recurse=alone), *external_parameters(module)])
+            inside = set(module.parameters())
+            kept = [p for p in tree_leaves(list(vars(module).values())) if _is_parameter(p) and p not in inside]
+            needed = units.of([*module.parameters(recurse=alone), *kept, *external_parameters(module)])
             if needed or module is model:
                 self._needed[module] = needed
             if alone:

@@ -48,26 +48,39 @@ class Shuffling(nn.Module):
 
 
 class Borrowing(nn.Module):
-    """One layer uses the other's weight."""
+    """One layer uses the weights of another, one of which it has in a list, and one that it declares."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lender = nn.Linear(WIDTH, WIDTH)
-        self.borrower = Borrower(self.lender)
+        self.lender, self.other, self.declared = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.borrower = Borrower(self.lender, self.declared)
+        self.lister = Lister(self.other)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.borrower(self.lender(x)).square().mean()
+        return (self.lister(self.borrower(self.lender(x))) + self.other(x)).square().mean()
 
 
 class Borrower(nn.Module):
-    def __init__(self, lender: nn.Linear) -> None:
+    def __init__(self, lender: nn.Linear, declared: nn.Linear) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.borrowed = [lender.weight]
-        parallel3d.zero.register_external_parameter(self, lender.weight)
+        self.borrowed = [{"weight": lender.weight}]
+        self.read = lambda: declared.weight  # never run otherwise
+        parallel3d.zero.register_external_parameter(self, declared.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.borrowed[0]) * self.scale
+        return nn.functional.linear(x, self.borrowed[0]["weight"] + self.read()) * self.scale
+
+
+class Lister(nn.Module):
+    """Has no parameters of its own."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.borrowed = (other.weight, other.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, *self.borrowed)
 
 
 def make(model: nn.Module, zero: dict[str, Any] | None = None, **config: Any) -> parallel3d.DeepSpeedEngine:
@@ -159,7 +172,7 @@ def train_borrowing() -> Any:
     return train(borrowing(), 3, lent)
 
 
-def test_a_parameter_of_another_module_is_gathered_if_it_is_registered(run_ranks):
+def test_parameters_of_other_modules_are_gathered_from_lists_and_where_they_are_declared(run_ranks):
     wanted = on_one_process(borrowing(), 3, lent, 2)
     for found, *_ in run_ranks(2, train_borrowing):
         compare(found, wanted)
