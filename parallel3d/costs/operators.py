@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _ATTENTION = "_scaled_dot_product_"
@@ -73,9 +73,56 @@ def _bytes_moved(func: Any, name: str, read: Sequence[Tensor], written: Sequence
     return 2 * result if name in _LOOKUPS else result + sum(map(bytes_of, read))
 
 
+class MetaResults:
+    """Results of operators on meta tensors: a call like an earlier one, by shapes, strides and dtypes, doesn't run again.
+
+    PyTorch computes the shapes of most results in Python, which takes longer than all that is counted of an operator.
+    """
+
+    def __init__(self) -> None:
+        # Call -> shape, stride and dtype of the new tensor, or the name of the argument that it returns.
+        self._known: dict[Any, Any] = {}
+
+    def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]) -> Any:
+        """Return function(*args, **kwargs). read: the tensors of the arguments."""
+        if getattr(function, "is_view", True):
+            return function(*args, **kwargs)
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        call = _described((function, given))
+        known = self._known.get(call)
+        if known is not None:
+            return _empty(*known) if isinstance(known, tuple) else given[known]
+        result = function(*args, **kwargs)
+        if type(result) is not Tensor or not result.is_meta:
+            return result
+        if storage_of(result) not in map(storage_of, read):
+            new = result.shape, result.stride(), result.dtype
+            if _empty(*new).untyped_storage().nbytes() == result.untyped_storage().nbytes():
+                self._known[call] = new
+        elif call == _described((function, given)):  # else it has changed an argument's shape
+            self._known |= {call: name for name, value in given.items() if value is result}
+        return result
+
+
+def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _described(value: Any) -> Any:
+    """Return a key of arguments of an operator without their memory."""
+    if isinstance(value, Tensor):
+        return type(value), value.device, value.dtype, value.shape, value.stride()
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else (type(value), value)
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors of an operator's arguments or result."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def storage_of(tensor: Tensor) -> int:
