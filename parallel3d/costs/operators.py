@@ -100,7 +100,7 @@ class MetaResults:
             if _empty(*new).untyped_storage().nbytes() == result.untyped_storage().nbytes():
                 self._known[call] = new
         elif call == _described((function, given)):  # else it has changed an argument's shape
-            self._known |= {call: name for name, value in given.items() if value is result}
+            self._known.update((call, name) for name, value in given.items() if value is result)
         return result
 
 
