@@ -80,18 +80,18 @@ class MetaResults:
     """
 
     def __init__(self) -> None:
-        # Call -> shape, stride and dtype of the new tensor, or the name of the argument that it returns.
-        self._known: dict[Any, Any] = {}
+        # Call -> shape, stride and dtype of the new tensor; None for the argument in which the operator works.
+        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = {}
 
     def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]) -> Any:
         """Return function(*args, **kwargs). read: the tensors of the arguments."""
         if getattr(function, "is_view", True):
             return function(*args, **kwargs)
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        call = _described((function, given))
-        known = self._known.get(call)
-        if known is not None:
-            return _empty(*known) if isinstance(known, tuple) else given[known]
+        call = self._key(function, args, kwargs)
+        given = kwargs.get("out", args[0] if args else None)
+        if call in self._known:
+            known = self._known[call]
+            return given if known is None else _empty(*known)
         result = function(*args, **kwargs)
         if type(result) is not Tensor or not result.is_meta:
             return result
@@ -99,9 +99,13 @@ class MetaResults:
             new = result.shape, result.stride(), result.dtype
             if _empty(*new).untyped_storage().nbytes() == result.untyped_storage().nbytes():
                 self._known[call] = new
-        elif call == _described((function, given)):  # else it has changed an argument's shape
-            self._known.update((call, name) for name, value in given.items() if value is result)
+        elif result is given and call == self._key(function, args, kwargs):  # it has the same shape as before
+            self._known[call] = None
         return result
+
+    @staticmethod
+    def _key(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return function, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items()))
 
 
 def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -112,9 +116,9 @@ def _described(value: Any) -> Any:
     """Return a key of arguments of an operator without their memory."""
     if isinstance(value, Tensor):
         return type(value), value.device, value.dtype, value.shape, value.stride()
-    if isinstance(value, dict):
-        value = tuple(value.items())
-    return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else (type(value), value)
+    if isinstance(value, (tuple, list)):
+        return tuple([_described(each) for each in value])
+    return (type(value), value)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -153,10 +153,11 @@ class SplitLayout:
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer's step on the slowest stage."""
-        return max(
-            update_traffic(own, self.policy, self.layout.replicas) / min(d.memory_bandwidth for d in devices)
-            for own, devices in zip(self.stages, self.links.devices, strict=True)
-        )
+        slowest = [min(device.memory_bandwidth for device in devices) for devices in self.links.devices]
+        stages = zip(self.stages, slowest, strict=True)
+        unlike = {(speed, *((id(i.parameter), i.shared) for i in own)): (own, speed) for own, speed in stages}
+        replicas = self.layout.replicas
+        return max(update_traffic(own, self.policy, replicas) / speed for own, speed in unlike.values())
 
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""

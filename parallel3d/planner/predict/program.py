@@ -50,7 +50,7 @@ def make_buckets(
 
 
 def rough_buckets(stages: Sequence[Sequence[ParameterInfo]], num_chunks: int) -> Buckets:
-    """Return a few equal buckets per chunk. stages: one parameter for each set of owners, see merged_parameters."""
+    """Return a few equal buckets per chunk. stages: one parameter for each set of owners, see ModelProfile.merged."""
     found = {info.owners: info.parameter.numel() for parameters in stages for info in parameters}
     parts = [found.get((c,), 0) // _ROUGH_BUCKETS for c in range(num_chunks)]
     replicas = [(owners, numel) for owners, numel in sorted(found.items()) if len(owners) > 1]

@@ -19,7 +19,6 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.profile import merged_parameters
 from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
@@ -145,7 +144,7 @@ class Bounds:
             layout = space.layout(chosen[0])
             layers = predictor.layers(Layout(tensor_ranks=layout.tensor_ranks))
             parameters = [p for layer in layers for _, p in layer.parameters]
-            merged = merged_parameters([ParameterInfo("", parameter, (0,)) for parameter in parameters])
+            merged = predictor.profile().merged([ParameterInfo("", parameter, (0,)) for parameter in parameters])
             state = predict_state(merged, predictor.profile().policy(layout.zero), layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
