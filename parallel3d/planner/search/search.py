@@ -140,12 +140,17 @@ class Bounds:
 
     def _bound_bytes(self, space: Space) -> Floats:
         predictor, found = self._predictor, np.zeros(len(space))
+
+        @cache
+        def merged(tensor_ranks: int) -> list[ParameterInfo]:
+            layers = predictor.layers(Layout(tensor_ranks=tensor_ranks))
+            parameters = [ParameterInfo("", p, (0,)) for layer in layers for _, p in layer.parameters]
+            return predictor.profile().merged(parameters)
+
         for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
-            layers = predictor.layers(Layout(tensor_ranks=layout.tensor_ranks))
-            parameters = [p for layer in layers for _, p in layer.parameters]
-            merged = predictor.profile().merged([ParameterInfo("", parameter, (0,)) for parameter in parameters])
-            state = predict_state(merged, predictor.profile().policy(layout.zero), layout.replicas)
+            policy = predictor.profile().policy(layout.zero)
+            state = predict_state(merged(layout.tensor_ranks), policy, layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
@@ -158,9 +163,11 @@ class Bounds:
 
 def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
     """Return the indices of the rows that have equal values, group by group."""
-    _, group = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    order = np.argsort(group.ravel(), kind="stable")
-    return np.split(order, np.cumsum(np.bincount(group.ravel()))[:-1])
+    rows = np.zeros(len(columns[0]), dtype=np.int64)  # a number for each row
+    for column in columns:
+        rows = rows * (int(column.max(initial=0)) + 1) + column
+    order = np.argsort(rows, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(rows[order])) + 1)
 
 
 def _fastest_exchange(network: Network, tensor_ranks: int, collective: Collective) -> float:
