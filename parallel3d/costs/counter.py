@@ -140,6 +140,8 @@ class OperatorCounter(TorchDispatchMode):
                 f"(context=), or {self._instead}"
             )
         kwargs = kwargs or {}
+        if function.is_view:
+            return function(*args, **kwargs)
         read = tensors_of((args, kwargs) if kwargs else args)
         result = kwargs["out"] if function in _GEMMS_INTO else self._results.call(function, args, kwargs, read)
         written = tensors_of(result)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 _ATTENTION = "_scaled_dot_product_"
 # They read as many bytes as they write, however large the table is.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
-_WRITE_NOTHING = ("empty", "new_empty", "detach", "alias", "lift")
+_WRITE_NOTHING = ("empty", "new_empty", "lift")
 # GEMMs, [..., m, k] x [..., k, n], with the number of operands that precede the two matrices. PyTorch's own formulas fail
 # with an `out_dtype` argument and know no in-place GEMMs.
 _GEMMS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
@@ -26,9 +26,9 @@ def cost_of(
     written: Sequence[Tensor],
     out: Any,
 ) -> tuple[str, float]:
-    """Return the cost of one call of an operator, from shapes alone: the field of Work that it counts for, and the number.
+    """Return the cost of a call of an operator that makes no view: the field of Work that it counts for, and the number.
 
-    The field is `gemm_flops` for a matrix product, `attention_flops` for fused attention, `moved` for any other operator.
+    It follows from shapes alone. The field is `gemm_flops` for a matrix product, `attention_flops` for fused attention, `moved` for any other operator.
     read: tensors of its arguments; written: tensors of its result `out`; both from tensors_of.
     """
     packet = getattr(func, "_overloadpacket", func)
@@ -61,11 +61,11 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _bytes_moved(func: Any, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
-    """Return the bytes that an operator reads and writes: none for views and for uninitialized memory."""
+    """Return the bytes that an operator, no view, reads and writes: none for uninitialized memory."""
     is_mutable = func._schema.is_mutable
     if not written:
         return sum(map(bytes_of, read)) if is_mutable else 0  # works in place and returns nothing
-    if name.startswith(_WRITE_NOTHING) or func.is_view:
+    if name.startswith(_WRITE_NOTHING):
         return 0
     if not is_mutable and {storage_of(tensor) for tensor in written} <= {storage_of(tensor) for tensor in read}:
         return 0  # a view, though the operator isn't marked as one
@@ -85,8 +85,6 @@ class MetaResults:
 
     def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]) -> Any:
         """Return function(*args, **kwargs). read: the tensors of the arguments."""
-        if getattr(function, "is_view", True):
-            return function(*args, **kwargs)
         call = self._key(function, args, kwargs)
         given = kwargs.get("out", args[0] if args else None)
         if call in self._known:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -253,8 +254,8 @@ class BranchAndBound:
         groups += [order[self.bounds.bytes[order] <= share * self.capacity][:_TRIES] for share in _LEANER]
         is_quick = space.stages**2 * space.chunks <= _QUICK
         for group in groups:
-            quick = [space.layout(k) for k in group[is_quick[group]].tolist()]
-            for layout in [layout for layout in quick if layout not in self.evaluated][:_TRIES]:
+            quick = map(space.layout, group[is_quick[group]].tolist())
+            for layout in islice((layout for layout in quick if layout not in self.evaluated), _TRIES):
                 if self._evaluate(layout).fits:
                     break
 
