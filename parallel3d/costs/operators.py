@@ -28,7 +28,8 @@ def cost_of(
 ) -> tuple[str, float]:
     """Return the cost of a call of an operator that makes no view: the field of Work that it counts for, and the number.
 
-    It follows from shapes alone. The field is `gemm_flops` for a matrix product, `attention_flops` for fused attention, `moved` for any other operator.
+    It follows from shapes alone. The field is `gemm_flops` for a matrix product, `attention_flops` for fused attention,
+    `moved` for any other operator.
     read: tensors of its arguments; written: tensors of its result `out`; both from tensors_of.
     """
     packet = getattr(func, "_overloadpacket", func)
