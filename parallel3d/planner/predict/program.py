@@ -100,12 +100,12 @@ class Programs:
         program = self._whole(schedule, added) if compute is None else add_collectives(lower(compute), *added)
         return Simulation(program) if lifetimes is None else Simulation(lifetimes.add_to(program), lifetimes.uses)
 
-    def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
-        """Return the replay of the program without collectives, which hold nothing.
+    def replay(self, layout: Layout, num_micro_batches: int) -> MemoryReplay:
+        """Return the replay of about the program, without collectives, which hold nothing.
 
         A stage's list is lowered when it is first used: for most layouts a few stages show that they don't fit.
         """
-        return self._replay(_schedule(layout, num_micro_batches, roughly))
+        return self._replay(_schedule(layout, num_micro_batches, roughly=True))
 
 
 def _compute(schedule: _Schedule) -> Program:
