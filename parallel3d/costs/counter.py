@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel3d.costs.operators import bytes_of, cost_of, storage_of, tensors_of
+from parallel3d.costs.operators import MetaResults, bytes_of, cost_of, storage_of, tensors_of
 from parallel3d.costs.work import Collective, Exchange, Work
 from parallel3d.errors import PartitionError
 
@@ -124,6 +124,7 @@ class OperatorCounter(TorchDispatchMode):
         self._pending: dict[int, int] = {}
         self._recomputable = _Recomputable()
         self._uncounted: set[int] = set()  # alive here, but not in a compiled training
+        self._results = MetaResults()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -139,8 +140,10 @@ class OperatorCounter(TorchDispatchMode):
                 f"(context=), or {self._instead}"
             )
         kwargs = kwargs or {}
+        if function.is_view:
+            return function(*args, **kwargs)
         read = tensors_of((args, kwargs) if kwargs else args)
-        result = kwargs["out"] if function in _GEMMS_INTO else function(*args, **kwargs)
+        result = kwargs["out"] if function in _GEMMS_INTO else self._results.call(function, args, kwargs, read)
         written = tensors_of(result)
         field, number = cost_of(function, args, kwargs, read, written, result)
         joins = self._fuses and field == "moved" and number > 0 and function.namespace == "aten"

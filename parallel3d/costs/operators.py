@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _ATTENTION = "_scaled_dot_product_"
 # They read as many bytes as they write, however large the table is.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
-_WRITE_NOTHING = ("empty", "new_empty", "detach", "alias", "lift")
+_WRITE_NOTHING = ("empty", "new_empty", "lift")
 # GEMMs, [..., m, k] x [..., k, n], with the number of operands that precede the two matrices. PyTorch's own formulas fail
 # with an `out_dtype` argument and know no in-place GEMMs.
 _GEMMS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
@@ -26,9 +26,10 @@ def cost_of(
     written: Sequence[Tensor],
     out: Any,
 ) -> tuple[str, float]:
-    """Return the cost of one call of an operator, from shapes alone: the field of Work that it counts for, and the number.
+    """Return the cost of a call of an operator that makes no view: the field of Work that it counts for, and the number.
 
-    The field is `gemm_flops` for a matrix product, `attention_flops` for fused attention, `moved` for any other operator.
+    It follows from shapes alone. The field is `gemm_flops` for a matrix product, `attention_flops` for fused attention,
+    `moved` for any other operator.
     read: tensors of its arguments; written: tensors of its result `out`; both from tensors_of.
     """
     packet = getattr(func, "_overloadpacket", func)
@@ -61,11 +62,11 @@ def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _bytes_moved(func: Any, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
-    """Return the bytes that an operator reads and writes: none for views and for uninitialized memory."""
+    """Return the bytes that an operator, no view, reads and writes: none for uninitialized memory."""
     is_mutable = func._schema.is_mutable
     if not written:
         return sum(map(bytes_of, read)) if is_mutable else 0  # works in place and returns nothing
-    if name.startswith(_WRITE_NOTHING) or func.is_view:
+    if name.startswith(_WRITE_NOTHING):
         return 0
     if not is_mutable and {storage_of(tensor) for tensor in written} <= {storage_of(tensor) for tensor in read}:
         return 0  # a view, though the operator isn't marked as one
@@ -73,9 +74,58 @@ def _bytes_moved(func: Any, name: str, read: Sequence[Tensor], written: Sequence
     return 2 * result if name in _LOOKUPS else result + sum(map(bytes_of, read))
 
 
+class MetaResults:
+    """Results of operators on meta tensors: a call like an earlier one, by shapes, strides and dtypes, doesn't run again.
+
+    PyTorch computes the shapes of most results in Python, which takes longer than all that is counted of an operator.
+    """
+
+    def __init__(self) -> None:
+        # Call -> shape, stride and dtype of the new tensor; None for the argument in which the operator works.
+        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = {}
+
+    def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]) -> Any:
+        """Return function(*args, **kwargs). read: the tensors of the arguments."""
+        call = self._key(function, args, kwargs)
+        given = kwargs.get("out", args[0] if args else None)
+        if call in self._known:
+            known = self._known[call]
+            return given if known is None else _empty(*known)
+        result = function(*args, **kwargs)
+        if type(result) is not Tensor or not result.is_meta:
+            return result
+        if storage_of(result) not in map(storage_of, read):
+            new = result.shape, result.stride(), result.dtype
+            if _empty(*new).untyped_storage().nbytes() == result.untyped_storage().nbytes():
+                self._known[call] = new
+        elif result is given and call == self._key(function, args, kwargs):  # it has the same shape as before
+            self._known[call] = None
+        return result
+
+    @staticmethod
+    def _key(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return function, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items()))
+
+
+def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _described(value: Any) -> Any:
+    """Return a key of arguments of an operator without their memory."""
+    if isinstance(value, Tensor):
+        return type(value), value.device, value.dtype, value.shape, value.stride()
+    if isinstance(value, (tuple, list)):
+        return tuple([_described(each) for each in value])
+    return (type(value), value)
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors of an operator's arguments or result."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def storage_of(tensor: Tensor) -> int:

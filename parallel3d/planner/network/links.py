@@ -250,9 +250,13 @@ class Network:
 
     def _by_algorithm(self, kind: Kind, groups: Groups, nbytes: float) -> Floats:
         """Return seconds, [algorithm, trial, group]."""
+        latency, per_byte = self.lines(kind, groups)
+        return (latency + per_byte * nbytes).reshape(len(latency), -1, np.shape(groups)[-2])
+
+    def lines(self, kind: Kind, groups: Groups) -> tuple[Floats, Floats]:
+        """Return seconds of latency, and seconds per byte, [algorithm, group]: see `each`."""
         members = self._first_alike(np.asarray(groups, dtype=np.int64))
-        latency, per_byte = self._lines(kind, members.shape, members.tobytes())
-        return (latency + per_byte * nbytes).reshape(len(latency), -1, members.shape[-2])
+        return self._lines(kind, members.shape, members.tobytes())
 
     def _first_alike(self, members: Integers) -> Integers:
         """Return the first GPUs of the cluster that have the same links as these, in the same order."""

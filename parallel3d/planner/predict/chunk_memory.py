@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -21,13 +21,17 @@ class ChunkMemory:
     """Bytes of one micro-batch on one chunk.
 
     - held: between instructions.
-    - within: the most that an instruction adds while it runs to what was held before, by its operation.
     - kept_input: bytes of an input from a chunk of the same rank that deferred gradients keep.
     """
 
     held: ChunkBytes
-    within: Mapping[Op, int]
     kept_input: int
+    _peaks: Callable[[], Mapping[Op, int]]
+
+    @cached_property
+    def within(self) -> Mapping[Op, int]:
+        """The most that an instruction adds while it runs to what was held before, by its operation."""
+        return self._peaks()
 
 
 def chunk_memory(
@@ -62,12 +66,14 @@ def chunk_memory(
         input_gradient=_gradient_bytes(entering),
         deferred=walk.deferred if splits else 0,
     )
-    backward = walk.backward() - (held.saved + held.received + held.loaded + held.output_gradient)
-    within = {Op.FORWARD: walk.forward(given), Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
-    if splits:
-        within[Op.BACKWARD_WEIGHT] = walk.weight()
+
+    def peaks() -> Mapping[Op, int]:
+        backward = walk.backward() - (held.saved + held.received + held.loaded + held.output_gradient)
+        weight = {Op.BACKWARD_WEIGHT: walk.weight()} if splits else {}
+        return {Op.FORWARD: walk.forward(given), Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward, **weight}
+
     kept = [nbytes for tensor, (nbytes, _) in zip(entering, inputs, strict=True) if tensor in walk.deferred_tensors]
-    return ChunkMemory(held, within, sum(kept) if source == "local" else 0)
+    return ChunkMemory(held, sum(kept) if source == "local" else 0, peaks)
 
 
 @dataclass(frozen=True, eq=False)

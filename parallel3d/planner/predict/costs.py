@@ -109,6 +109,7 @@ class SplitLayout:
             return ((),) * len(self.buckets.of_chunk)
         times = float(self.layout.micro_batches) if self.policy.reduce_per_micro_batch else 1.0
 
+        @cache
         def of_chunk(numel: int) -> Reductions:
             reduced = Collective(self._reduce_kind, self._wire_bytes * numel), times
             gathered = Collective("all_gather", self._weight_bytes * numel), 1.0
@@ -147,16 +148,21 @@ class SplitLayout:
 
     def reduction_seconds(self) -> Floats:
         """Return the seconds of all collectives over replicas, [stages]."""
-        chunks = zip(self.placement, self.reductions, strict=True)
-        of_chunks = [sum(n * self.links.over_replicas(c.kind, c.nbytes, s) for c, n in own) for s, own in chunks]
+
+        @cache  # of equal chunks on the same links once
+        def seconds(own: Reductions, stage: int) -> float:
+            return sum(n * self.links.over_replicas(c.kind, c.nbytes, stage) for c, n in own)
+
+        of_chunks = list(map(seconds, self.reductions, map(self.links.like, self.placement)))
         return of_stages(np.array(of_chunks), self.placement)
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer's step on the slowest stage."""
-        return max(
-            update_traffic(own, self.policy, self.layout.replicas) / min(d.memory_bandwidth for d in devices)
-            for own, devices in zip(self.stages, self.links.devices, strict=True)
-        )
+        slowest = [min(device.memory_bandwidth for device in devices) for devices in self.links.devices]
+        stages = zip(self.stages, slowest, strict=True)
+        unlike = {(speed, *((id(i.parameter), i.shared) for i in own)): (own, speed) for own, speed in stages}
+        replicas = self.layout.replicas
+        return max(update_traffic(own, self.policy, replicas) / speed for own, speed in unlike.values())
 
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""

@@ -259,7 +259,7 @@ class Predictor:
         No prediction is needed, only those stages' lists of instructions.
         """
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
-        memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed, roughly=True)
+        memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
         samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
         # A long pipeline is the fullest at its ends, or in the middle.

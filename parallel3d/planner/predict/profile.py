@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -66,8 +67,8 @@ class ModelProfile:
         self._losses: dict[Any, LayerProfile] = {}
         self._slicings: dict[_Slicing, ModelTraces] = {}
         self._profiles: dict[tuple[_Slicing, int, bool], tuple[LayerProfile, ...]] = {}
-        # All of each stage, and merged.
-        self._parameters: dict[object, tuple[list[list[ParameterInfo]], list[list[ParameterInfo]]]] = {}
+        self._parameters: dict[object, list[list[ParameterInfo]]] = {}
+        self._merged: dict[object, nn.Parameter] = {}
 
     def of_layers(self, layers: Sequence[Layer]) -> ModelProfile:
         """Return the profile of the same model in other layers, for both of which the loss is traced once."""
@@ -137,13 +138,35 @@ class ModelProfile:
     ) -> list[list[ParameterInfo]]:
         """Return each stage's trainable parameters, found once for all callers, who must not change them.
 
-        merged: see merged_parameters.
+        merged: see `merged`.
         """
-        key = (tensor_ranks, sequence_parallel, tuple(bounds), tuple(placement))
+        key = tensor_ranks, sequence_parallel, tuple(bounds), tuple(placement), merged
         if key not in self._parameters:
-            stages = stage_parameters(self.specs, self.layers(tensor_ranks, sequence_parallel), bounds, placement)
-            self._parameters[key] = stages, list(map(merged_parameters, stages))
-        return self._parameters[key][merged]
+            layers = self.layers(tensor_ranks, sequence_parallel)
+            if merged:
+                few = {id(layer): self._with_few(layer) for layer in {id(layer): layer for layer in layers}.values()}
+                layers = tuple(few[id(layer)] for layer in layers)
+            stages = stage_parameters(self.specs, layers, bounds, placement)
+            self._parameters[key] = list(map(self.merged, stages)) if merged else stages
+        return self._parameters[key]
+
+    def merged(self, parameters: Sequence[ParameterInfo]) -> list[ParameterInfo]:
+        """Return one parameter, without memory, in place of all that have the same owners: enough for a rough prediction.
+
+        Those of equal sizes are one object.
+        """
+        found = []
+        for owners, infos in by_owners(parameters).items():
+            key = numel, dtype = sum(info.parameter.numel() for info in infos), infos[0].parameter.dtype
+            if key not in self._merged:
+                self._merged[key] = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
+            found.append(ParameterInfo("", self._merged[key], owners))
+        return found
+
+    def _with_few(self, layer: LayerProfile) -> LayerProfile:
+        """Return a layer with its parameters merged, unless some of them alone may be tied."""
+        merged = self.merged([ParameterInfo("", parameter, ()) for _, parameter in layer.parameters])
+        return layer if layer.tie is not None else replace(layer, parameters=tuple(("", p.parameter) for p in merged))
 
     def _trace(self, slicing: _Slicing, micro_batch: int) -> tuple[LayerProfile, ...]:
         if slicing not in self._slicings:
@@ -208,12 +231,3 @@ def layer_units(specs: Sequence[Layer], layers: Sequence[LayerProfile]) -> list[
     ties = TieIndex(specs, lambda layer: 0)
     names = [[name for name, _ in (*layer.parameters, *layer.frozen)] for layer in layers]
     return [tuple(dict.fromkeys(ties.origin(b, name)[0] for name in names[b])) for b in ties.builder]
-
-
-def merged_parameters(stage: Sequence[ParameterInfo]) -> list[ParameterInfo]:
-    """Return one parameter, without memory, in place of all that have the same owners: enough for a rough prediction."""
-    merged = []
-    for owners, infos in by_owners(stage).items():
-        numel, dtype = sum(info.parameter.numel() for info in infos), infos[0].parameter.dtype
-        merged.append(ParameterInfo("", nn.Parameter(torch.empty(numel, dtype=dtype, device="meta")), owners))
-    return merged

@@ -50,7 +50,7 @@ def make_buckets(
 
 
 def rough_buckets(stages: Sequence[Sequence[ParameterInfo]], num_chunks: int) -> Buckets:
-    """Return a few equal buckets per chunk. stages: one parameter for each set of owners, see merged_parameters."""
+    """Return a few equal buckets per chunk. stages: one parameter for each set of owners, see ModelProfile.merged."""
     found = {info.owners: info.parameter.numel() for parameters in stages for info in parameters}
     parts = [found.get((c,), 0) // _ROUGH_BUCKETS for c in range(num_chunks)]
     replicas = [(owners, numel) for owners, numel in sorted(found.items()) if len(owners) > 1]
@@ -100,12 +100,12 @@ class Programs:
         program = self._whole(schedule, added) if compute is None else add_collectives(lower(compute), *added)
         return Simulation(program) if lifetimes is None else Simulation(lifetimes.add_to(program), lifetimes.uses)
 
-    def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
-        """Return the replay of the program without collectives, which hold nothing.
+    def replay(self, layout: Layout, num_micro_batches: int) -> MemoryReplay:
+        """Return the replay of about the program, without collectives, which hold nothing.
 
         A stage's list is lowered when it is first used: for most layouts a few stages show that they don't fit.
         """
-        return self._replay(_schedule(layout, num_micro_batches, roughly))
+        return self._replay(_schedule(layout, num_micro_batches, roughly=True))
 
 
 def _compute(schedule: _Schedule) -> Program:

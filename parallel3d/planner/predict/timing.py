@@ -136,7 +136,7 @@ class LayoutLinks:
         self.network, self.shape = network, shape
         self.ranks = np.asarray(places, dtype=np.int64).reshape(shape)
         self._roughly = roughly
-        self._seconds = cache(self._slowest)
+        self._seconds, self._lines = cache(self._slowest), cache(self._lines_of)
         self.overlap = network.cluster.overlap  # see Cluster
 
     @cached_property
@@ -192,5 +192,10 @@ class LayoutLinks:
         return "nvlink" if len({gpu.island for gpu in members}) == 1 else "pcie"
 
     def _slowest(self, kind: Kind, nbytes: float, groups_of: Callable[..., Integers], *stages: int) -> float:
+        latency, per_byte = self._lines(kind, groups_of, *stages)
+        return float((latency + per_byte * nbytes).max(axis=1).min())
+
+    def _lines_of(self, kind: Kind, groups_of: Callable[..., Integers], *stages: int) -> tuple[Floats, Floats]:
+        """Return Network.lines of groups; no seconds for groups of one."""
         groups = groups_of(*stages)
-        return self.network.slowest(kind, groups, nbytes) if groups.shape[1] > 1 else 0.0
+        return self.network.lines(kind, groups) if groups.shape[1] > 1 else (np.zeros((1, 1)), np.zeros((1, 1)))

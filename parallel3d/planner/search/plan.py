@@ -147,6 +147,7 @@ class Planner:
         question, predictor = self.question, self.predictor
         shown = [prediction_of(predictor, c) for c in best]
         winner = best[0] if best else None
+        live = winner.limits.live if winner and winner.limits else None
         return PlanResult(
             model=question.model.name,
             cluster=question.cluster.name,
@@ -159,7 +160,7 @@ class Planner:
             timeline=tuple(map(_recorded, winner.timeline.spans)) if winner else (),
             links=link_loads(predictor, winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),
-            config=configuration_of(winner, question.model.config) if winner else {},
+            config=configuration(winner.layout, question.model.config, winner.split.bounds, live) if winner else {},
             layers=tuple(map(layer_name, question.model.layers)),
             halves=tuple(map(layer_name, self._halves())),
             remedy=None if best else what_would_fit(search),
@@ -196,11 +197,6 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any])
 def _recorded(span: Span) -> TimelineSpan:
     op, chunk, micro_batch, bucket, _ = span.instruction
     return TimelineSpan(span.rank, op.value, chunk, micro_batch, span.start, span.end, bucket)
-
-
-def configuration_of(step: StepPrediction, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration that runs a prediction."""
-    return configuration(step.layout, base, step.split.bounds, step.limits.live if step.limits else None)
 
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -19,7 +20,6 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.profile import merged_parameters
 from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
@@ -141,12 +141,17 @@ class Bounds:
 
     def _bound_bytes(self, space: Space) -> Floats:
         predictor, found = self._predictor, np.zeros(len(space))
+
+        @cache
+        def merged(tensor_ranks: int) -> list[ParameterInfo]:
+            layers = predictor.layers(Layout(tensor_ranks=tensor_ranks))
+            parameters = [ParameterInfo("", p, (0,)) for layer in layers for _, p in layer.parameters]
+            return predictor.profile().merged(parameters)
+
         for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
-            layers = predictor.layers(Layout(tensor_ranks=layout.tensor_ranks))
-            parameters = [p for layer in layers for _, p in layer.parameters]
-            merged = merged_parameters([ParameterInfo("", parameter, (0,)) for parameter in parameters])
-            state = predict_state(merged, predictor.profile().policy(layout.zero), layout.replicas)
+            policy = predictor.profile().policy(layout.zero)
+            state = predict_state(merged(layout.tensor_ranks), policy, layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
@@ -159,9 +164,11 @@ class Bounds:
 
 def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
     """Return the indices of the rows that have equal values, group by group."""
-    _, group = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    order = np.argsort(group.ravel(), kind="stable")
-    return np.split(order, np.cumsum(np.bincount(group.ravel()))[:-1])
+    rows = np.zeros(len(columns[0]), dtype=np.int64)  # a number for each row
+    for column in columns:
+        rows = rows * (int(column.max(initial=0)) + 1) + column
+    order = np.argsort(rows, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(rows[order])) + 1)
 
 
 def _fastest_exchange(network: Network, tensor_ranks: int, collective: Collective) -> float:
@@ -247,8 +254,8 @@ class BranchAndBound:
         groups += [order[self.bounds.bytes[order] <= share * self.capacity][:_TRIES] for share in _LEANER]
         is_quick = space.stages**2 * space.chunks <= _QUICK
         for group in groups:
-            quick = [space.layout(k) for k in group[is_quick[group]].tolist()]
-            for layout in [layout for layout in quick if layout not in self.evaluated][:_TRIES]:
+            quick = map(space.layout, group[is_quick[group]].tolist())
+            for layout in islice((layout for layout in quick if layout not in self.evaluated), _TRIES):
                 if self._evaluate(layout).fits:
                     break
 

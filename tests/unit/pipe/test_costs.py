@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import parallel3d
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.topology import PipeDataParallelTopology
+from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.layer_costs import LayerCost, Sample
 from parallel3d.costs.profilers import FLOPS_PER_BYTE, FlopProfiler, TimeProfiler
 from parallel3d.errors import PartitionError
@@ -329,3 +330,34 @@ def test_recomputed_layers_cost_a_forward_more() -> None:
     plain = PipelineModule(layers, **options, sample_input=x).partition.costs
     recomputed = PipelineModule(layers, **options, sample_input=x, activation_checkpoint_interval=1).partition.costs
     assert [b - a for a, b in zip(plain, recomputed, strict=True)] == [2 * matmul(256, 64, 64)] * 2
+
+
+def results_on_meta() -> list[tuple[Any, ...]]:
+    """Run operators whose results differ in shape, strides, dtype or memory with little in their arguments."""
+    x, half, rows = torch.empty(4, 1, 6), torch.empty(4, 5, 6, dtype=torch.bfloat16), torch.empty(5, 6)
+    grown, turned, whole = torch.empty(0), torch.empty(2, 3), torch.empty(5, dtype=torch.int64)
+    found = [x + half, x.expand(4, 5, 6) + 1, half.transpose(0, 2) * half.transpose(0, 2), half * 2, half > 2, x.sum(1)]
+    found += [whole * 2, whole * 2.0, whole * True, whole / 2, torch.where(rows > 0, rows, 0), x.amax(-1), half.float()]
+    found += [
+        torch.add(rows, 1, out=grown),
+        turned.t_(),
+        rows.exp_(),
+        rows.addmm_(rows @ rows.T, rows),
+        rows[1:].mul_(2),
+    ]
+    found += [torch.cat([rows, rows]), torch.cat([rows, rows], 1), torch.zeros(3), grown.add_(1), turned.add_(1)]
+    return [(t.shape, t.stride(), t.dtype, t.untyped_storage().nbytes(), t._is_view()) for t in found]
+
+
+def test_results_that_a_counter_remembers_are_those_of_pytorch() -> None:
+    counter = OperatorCounter("")
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                expected = results_on_meta()
+                with counter:
+                    assert results_on_meta() == results_on_meta() == expected
+        finally:
+            torch.set_default_dtype(before)
