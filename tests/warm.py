@@ -104,8 +104,17 @@ class WarmProcess:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, timeout: float) -> int | None:
+        """Return the exit code, None if it is still running."""
+        self._process.join(timeout)
+        return self.returncode
+
     def send_signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

@@ -425,7 +425,7 @@ def lives(pid: int) -> bool:
 def test_the_launcher_kills_a_rank_that_is_stopped(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    job = WarmProcess(tmp_path, environment, "parallel3d.launcher", "--num_procs", "4", "script.py")
+    job = WarmProcess(tmp_path, environment, "forked_ranks", "parallel3d.launcher", "--num_procs", "4", "script.py")
     _, errors = job.communicate(timeout=90)
     at = time.time()
     assert job.returncode == 128 + signal.SIGKILL, errors
@@ -466,7 +466,7 @@ def launched(folder: Path, call: str) -> tuple[int | None, str, str]:
     script = f"import sys\nsys.path[:0] = {paths}\nimport test_failure_verdicts\ntest_failure_verdicts.{call}"
     (folder / "script.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    job = WarmProcess(folder, environment, "parallel3d.launcher", "--num_procs", "2", "script.py")
+    job = WarmProcess(folder, environment, "forked_ranks", "parallel3d.launcher", "--num_procs", "2", "script.py")
     output, errors = job.communicate(timeout=90)
     return job.returncode, output, errors
 

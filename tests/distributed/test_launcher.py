@@ -43,14 +43,19 @@ def environment_in(folder: Path) -> dict[str, str]:
     return environment
 
 
-def start(folder: Path, script: str, *options: str, args: tuple[str, ...] = ()) -> WarmProcess:
-    """The launcher, from a warm process; the ranks are started as ever."""
+REAL, FORKED = ("parallel3d.launcher",), ("forked_ranks", "parallel3d.launcher")  # the latter for what imports torch
+
+
+def start(
+    folder: Path, script: str, *options: str, args: tuple[str, ...] = (), launcher: tuple[str, ...] = REAL
+) -> WarmProcess:
+    """The launcher, from a warm process; the ranks are started as ever, or else forked."""
     (folder / "script.py").write_text(script)
-    return WarmProcess(folder, environment_in(folder), "parallel3d.launcher", *options, "script.py", *args)
+    return WarmProcess(folder, environment_in(folder), *launcher, *options, "script.py", *args)
 
 
-def run(folder: Path, script: str, *options: str, args: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    process = start(folder, script, *options, args=args)
+def run(folder: Path, script: str, *options: str, launcher: tuple[str, ...] = REAL) -> tuple[int, str, str]:
+    process = start(folder, script, *options, launcher=launcher)
     out, err = process.communicate(timeout=TIMEOUT_S)
     return process.returncode, out, err
 
@@ -204,7 +209,7 @@ def test_the_exit_code_of_the_failed_rank_is_the_jobs(tmp_path: Path, statement:
 
 def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
     script = "import os\nif os.environ['RANK'] == '0':\n    import parallel3d\n    parallel3d.init_distributed()"
-    code, _, err = run(tmp_path, script, "--num_procs", "2")
+    code, _, err = run(tmp_path, script, "--num_procs", "2", launcher=FORKED)
     assert code == 1
     reason = "PeerError: rank 1 ended (exit code 0) before it joined the world; every rank must call "
     assert f"parallel3d: rank 0 failed (exit code 1): {reason}" in err
@@ -222,7 +227,7 @@ from parallel3d.errors import ExecutionError
 raise ExecutionError(", ".join(["rank 1", "stage 1", "micro-batch 3", "F3@1: ValueError: odd"]))
 """
     )
-    code, _, err = run(tmp_path, script, "--num_procs", "3")
+    code, _, err = run(tmp_path, script, "--num_procs", "3", launcher=FORKED)
     assert code == 1
     message = "ExecutionError: rank 1, stage 1, micro-batch 3, F3@1: ValueError: odd"
     assert err.splitlines()[-2:] == [
@@ -311,7 +316,7 @@ dist.all_reduce(total)
 print(total.item())
 dist.destroy_process_group()
 """
-    jobs = [start(tmp_path, script, "--num_procs", "2", args=(job,)) for job in ("1", "10")]
+    jobs = [start(tmp_path, script, "--num_procs", "2", args=(job,), launcher=FORKED) for job in ("1", "10")]
     outputs = [job.communicate(timeout=TIMEOUT_S) for job in jobs]
     assert [out.split() for out, _ in outputs] == [["2", "2"], ["20", "20"]], outputs
     assert [job.returncode for job in jobs] == [0, 0]
