@@ -138,3 +138,11 @@ class WarmProcess:
             reader.join(timeout)
         assert self.returncode is not None, "still running"
         return texts[0], texts[1]
+
+
+def run_launcher(folder: Path, name: str, *arguments: str) -> str:
+    """Run `python -m name arguments`, a launcher whose ranks need not import torch, in a folder. Return what was printed."""
+    job = WarmProcess(folder, dict(os.environ), "forked_ranks", name, *arguments)
+    output, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    return output
