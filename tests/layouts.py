@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps to train: the second has caches, an optimizer's state and gathered weights; the third, new lengths."""
+        """Number of steps to train: the second has caches, momenta and gathered weights; the third, new lengths."""
         return 3 if self.accumulation == 1 else 2
 
     @property

@@ -207,6 +207,14 @@ def test_the_exit_code_of_the_failed_rank_is_the_jobs(tmp_path: Path, statement:
     assert err.splitlines()[1:] in ([], ended)
 
 
+def test_a_rank_that_fails_between_two_looks_is_not_one_that_was_ended(tmp_path: Path) -> None:
+    """While torch's agent looks, after ours, which has found all ranks running."""
+    script = "import os, sys, time\ntime.sleep(0.3)\nsys.exit(3 * (os.environ['RANK'] == '1'))"
+    late = ("launcher_with_grace", "5", "0.6")
+    code, _, err = run(tmp_path, script, "--num_procs", "2", launcher=late)
+    assert (code, err.splitlines()[0]) == (3, "parallel3d: rank 1 failed (exit code 3)")
+
+
 def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
     script = "import os\nif os.environ['RANK'] == '0':\n    import parallel3d\n    parallel3d.init_distributed()"
     code, _, err = run(tmp_path, script, "--num_procs", "2", launcher=FORKED)
@@ -249,7 +257,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(
 ) -> None:
     """Where the grace is long, the launcher ends only if it does not wait for that."""
     (tmp_path / "script.py").write_text(SLEEPER + "time.sleep(300)")
-    arguments = [str(grace_s), "--num_procs", "2", "script.py", *stubborn]
+    arguments = [str(grace_s), "0", "--num_procs", "2", "script.py", *stubborn]
     process = WarmProcess(tmp_path, environment_in(tmp_path), "launcher_with_grace", *arguments)
     started = pids(tmp_path, 2)
     assert len(started) == 6
