@@ -29,12 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep an all-pairs cover of each product of three parametrize marks or more, unless --full asks for all."""
+    """Keep an all-pairs cover of each product of three parametrize marks or more, unless --full asks for all.
+
+    Of a product of two that is marked so, keep every second case, where each value meets some of the others.
+    """
     products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if len(list(item.iter_markers("parametrize"))) > 2 and not config.getoption("full"):
             products[item.nodeid.partition("[")[0]].append(item)
-    left_out: set[pytest.Item] = set()
+    full = config.getoption("full")
+    left_out = {item for item in items if not full and item.get_closest_marker("every_second") and is_odd(item)}
     for cases in products.values():
         rows = [tuple(map(repr, case.callspec.params.values())) for case in cases]
         known = {row[:length] for row in rows for length in range(1, len(rows[0]) + 1)}
@@ -43,6 +47,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= {case for case, row in zip(cases, rows, strict=True) if row not in cover}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def is_odd(item: pytest.Item) -> bool:
+    """Whether the places of its values in their parametrize marks sum to an odd number."""
+    firsts = [
+        mark.args[0] if isinstance(mark.args[0], str) else mark.args[0][0] for mark in item.iter_markers("parametrize")
+    ]
+    return sum(item.callspec.indices[name] for name in firsts) % 2 == 1
 
 
 @pytest.fixture(scope="session")

@@ -55,8 +55,8 @@ class Layout:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps to train; the third is already like the second, unless the micro-batches still differ."""
-        return STEPS if self.accumulation == 1 else 3
+        """Number of steps to train: the second has caches, momenta and gathered weights; the third, new lengths."""
+        return 3 if self.accumulation == 1 else 2
 
     @property
     def is_valid(self) -> bool:

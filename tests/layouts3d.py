@@ -20,7 +20,7 @@ import parallel3d
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.pipe import LayerSpec, PipelineModule
 
-STEPS, ACCUMULATION, CLIPPING = 3, 4, 0.3
+STEPS, ACCUMULATION, CLIPPING = 2, 4, 0.3
 # What a rank holds: of each parameter its slice and its values.
 Held = dict[str, tuple[Slicing | None, Tensor]]
 

@@ -84,9 +84,8 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
     config = configuration(layout, base(changes))
     module = PipelineModule(model(tied, layout.units), loss_fn=LOSS, config=config)
     engine, *_ = parallel3d.initialize(model=module, config=config)
-    data = own_iterator(engine, [micro_batch(layout.micro_batch)] * 3 * layout.micro_batches * 8)
-    for _ in range(2):
-        engine.train_batch(data)
+    data = own_iterator(engine, [micro_batch(layout.micro_batch)] * 2 * layout.micro_batches * 8)
+    engine.train_batch(data)
     engine.reports.profile_next_batch("memory")
     engine.train_batch(data)
     report = engine.reports.memory_report()[module.groups.rank]

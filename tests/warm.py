@@ -104,8 +104,17 @@ class WarmProcess:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, timeout: float) -> int | None:
+        """Return the exit code, None if it is still running."""
+        self._process.join(timeout)
+        return self.returncode
+
     def send_signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -129,3 +138,11 @@ class WarmProcess:
             reader.join(timeout)
         assert self.returncode is not None, "still running"
         return texts[0], texts[1]
+
+
+def run_launcher(folder: Path, name: str, *arguments: str) -> str:
+    """Run `python -m name arguments`, a launcher whose ranks need not import torch, in a folder. Return what was printed."""
+    job = WarmProcess(folder, dict(os.environ), "forked_ranks", name, *arguments)
+    output, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    return output

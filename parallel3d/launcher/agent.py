@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import TimeoutExpired
 from tempfile import TemporaryDirectory
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed import Store, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -37,6 +38,8 @@ from parallel3d.launcher.guard import guarded
 
 GRACE_S = 5
 """Seconds between asking a worker to end and killing it."""
+
+_LEAVING_S = 3.0  # until a rank that has left its script is ended like the others
 
 # Errors that name another rank's failure.
 _OF_PEERS = (PeerError.__name__, PeerDataError.__name__, PeerEndOfData.__name__)
@@ -117,26 +120,40 @@ class WorkerAgent(LocalElasticAgent):
                 self.store().set(exit_key(rank), ending(code))
                 self._noted.add(rank)
         if self.failed_first:
+            self._wait_for_culprit(codes)
             # torch's agent would end the others here too, but wait 30 s for them.
             self._shutdown()
         else:
             self.last_healthy = now
-        result = super()._monitor_workers(worker_group)
+        if self.failed_first or None not in codes.values():
+            result = super()._monitor_workers(worker_group)
+        else:  # torch's agent would look again, and take a rank that has just failed for one that was ended
+            result = RunResult(WorkerState.HEALTHY)
         self._failures = result.failures
         reap(self._spare | set(cast(SubprocessContext, self._pcontext).pids().values()))
         return result
+
+    def _verdict(self) -> dict[str, Any] | None:
+        """Return the ranks' own verdict on which of them is at fault, if they have found one."""
+        store = self.store()
+        return json.loads(store.get(VERDICT_KEY)) if store.check([VERDICT_KEY]) else None
+
+    def _wait_for_culprit(self, codes: Mapping[int, int | None]) -> None:
+        """Give a rank that left its script a moment to end by its own exit code: the peers that it fails may be faster."""
+        verdict = self._verdict()
+        if verdict is not None and verdict["kind"] == "exited" and codes.get(verdict["rank"], 0) is None:
+            with suppress(TimeoutExpired):
+                cast(SubprocessContext, self._pcontext).subprocess_handlers[verdict["rank"]].proc.wait(_LEAVING_S)
 
     def report(self) -> list[RankFailure]:
         """Print the verdict unless a rank has, and return the failures of the workers that were started last.
 
         The root cause comes first.
         """
-        store, culprit = self.store(), None
-        if store.check([VERDICT_KEY]):  # the ranks themselves have found one at fault
-            verdict = json.loads(store.get(VERDICT_KEY))
-            culprit = int(verdict["rank"])
-            if not store.check([SAID_KEY]):
-                print(f"parallel3d: {verdict['line']}", file=sys.stderr)
+        verdict = self._verdict()
+        if verdict is not None and not self.store().check([SAID_KEY]):
+            print(f"parallel3d: {verdict['line']}", file=sys.stderr)
+        culprit = None if verdict is None else int(verdict["rank"])
         return rank_failures(self._failures, self.failed_first, self.last_healthy, culprit)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

@@ -473,7 +473,7 @@ def test_a_script_that_ends_waits_for_what_it_saves_and_fails_if_that_fails(tmp_
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     arguments = ["--num_procs", "1" if fails else "2", str(script), str(tmp_path / "saved")]
-    ended = WarmProcess(tmp_path, environment, "parallel3d.launcher", *arguments)
+    ended = WarmProcess(tmp_path, environment, "forked_ranks", "parallel3d.launcher", *arguments)
     _, errors = ended.communicate(timeout=100)
     assert ended.returncode == int(fails), errors
     assert ("parallel3d: exit code 1, as the last checkpoint was not saved: rank 0: " in errors) == fails

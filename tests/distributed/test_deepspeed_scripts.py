@@ -20,7 +20,7 @@ import pytest
 import torch
 from fault_ranks import FaultRanks
 from torch import nn
-from warm import run_script
+from warm import run_launcher, run_script
 
 import parallel3d as deepspeed
 
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 OURS = [sys.executable, "-m", "parallel3d.launcher", "--num_procs"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+FORKED = TORCHRUN[2:]  # torchrun, whose ranks need not import torch
 WARM: list[str] = []  # no launcher: ranks with the environment that one gives, from a process that has imported torch
 SCRIPT_SEED, ORDER_SEED = 1138, 1234  # the scripts' --seed; the configuration's own default
 
@@ -39,6 +40,8 @@ def run(folder: Path, launcher: list[str], ranks: int, name: str, config: Path, 
         ended = FaultRanks().run(ranks, folder, run_script, *script, timeout=200)
         assert ended.codes == [0] * ranks, ended.outputs
         return ended.outputs[0]
+    if launcher == FORKED:
+        return run_launcher(ROOT, *FORKED, str(ranks), *script)
     done = subprocess.run([*launcher, str(ranks), *script], capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -140,7 +143,7 @@ def test_a_script_of_the_plain_engine(
     tmp_path: Path, full: bool, launcher: list[str], replicas: int, dtype: str, stage: int
 ):
     """Started by parallel3d's launcher, it is only with --full."""
-    launcher = launcher if full or launcher == TORCHRUN else WARM
+    launcher = launcher if full else FORKED if launcher == TORCHRUN else WARM
     config, epochs = json.loads((EXAMPLES / "deepspeed_plain.json").read_text()), 2
     if dtype == "half":
         dtype = "fp16" if full else "bf16"  # CPUs take ten times longer in fp16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -425,7 +426,7 @@ def lives(pid: int) -> bool:
 def test_the_launcher_kills_a_rank_that_is_stopped(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    job = WarmProcess(tmp_path, environment, "parallel3d.launcher", "--num_procs", "4", "script.py")
+    job = WarmProcess(tmp_path, environment, "forked_ranks", "parallel3d.launcher", "--num_procs", "4", "script.py")
     _, errors = job.communicate(timeout=90)
     at = time.time()
     assert job.returncode == 128 + signal.SIGKILL, errors
@@ -466,7 +467,7 @@ def launched(folder: Path, call: str) -> tuple[int | None, str, str]:
     script = f"import sys\nsys.path[:0] = {paths}\nimport test_failure_verdicts\ntest_failure_verdicts.{call}"
     (folder / "script.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    job = WarmProcess(folder, environment, "parallel3d.launcher", "--num_procs", "2", "script.py")
+    job = WarmProcess(folder, environment, "forked_ranks", "parallel3d.launcher", "--num_procs", "2", "script.py")
     output, errors = job.communicate(timeout=90)
     return job.returncode, output, errors
 
@@ -493,6 +494,9 @@ def test_a_forked_child_that_leaves_by_sys_exit_ends(tmp_path: Path):
 
 
 def leave(schedule: str, how: str) -> None:
+    """Leave on rank 1, whose end takes longer than that of rank 0, which fails because of it."""
+    if os.environ["RANK"] == "1":
+        atexit.register(time.sleep, 1)  # the last of its exit handlers
     engine = make_engine(schedule)
     data = arm(engine, "none", "")
     engine.train_batch(data)

@@ -93,7 +93,9 @@ def launch(folder: Path, ranks: int, *arguments: str) -> str:
     """Run the script by the launcher. Return its stderr when the job has failed and left nothing."""
     (folder / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    job = WarmProcess(folder, environment, "parallel3d.launcher", "--num_procs", str(ranks), "script.py", *arguments)
+    job = WarmProcess(
+        folder, environment, "forked_ranks", "parallel3d.launcher", "--num_procs", str(ranks), "script.py", *arguments
+    )
     _, errors = job.communicate(timeout=100)
     assert job.returncode == 1, errors
     check_ended(folder, ranks)

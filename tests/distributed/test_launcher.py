@@ -43,14 +43,19 @@ def environment_in(folder: Path) -> dict[str, str]:
     return environment
 
 
-def start(folder: Path, script: str, *options: str, args: tuple[str, ...] = ()) -> WarmProcess:
-    """The launcher, from a warm process; the ranks are started as ever."""
+REAL, FORKED = ("parallel3d.launcher",), ("forked_ranks", "parallel3d.launcher")  # the latter for what imports torch
+
+
+def start(
+    folder: Path, script: str, *options: str, args: tuple[str, ...] = (), launcher: tuple[str, ...] = REAL
+) -> WarmProcess:
+    """The launcher, from a warm process; the ranks are started as ever, or else forked."""
     (folder / "script.py").write_text(script)
-    return WarmProcess(folder, environment_in(folder), "parallel3d.launcher", *options, "script.py", *args)
+    return WarmProcess(folder, environment_in(folder), *launcher, *options, "script.py", *args)
 
 
-def run(folder: Path, script: str, *options: str, args: tuple[str, ...] = ()) -> tuple[int, str, str]:
-    process = start(folder, script, *options, args=args)
+def run(folder: Path, script: str, *options: str, launcher: tuple[str, ...] = REAL) -> tuple[int, str, str]:
+    process = start(folder, script, *options, launcher=launcher)
     out, err = process.communicate(timeout=TIMEOUT_S)
     return process.returncode, out, err
 
@@ -202,9 +207,17 @@ def test_the_exit_code_of_the_failed_rank_is_the_jobs(tmp_path: Path, statement:
     assert err.splitlines()[1:] in ([], ended)
 
 
+def test_a_rank_that_fails_between_two_looks_is_not_one_that_was_ended(tmp_path: Path) -> None:
+    """While torch's agent looks, after ours, which has found all ranks running."""
+    script = "import os, sys, time\ntime.sleep(0.3)\nsys.exit(3 * (os.environ['RANK'] == '1'))"
+    late = ("launcher_with_grace", "5", "0.6")
+    code, _, err = run(tmp_path, script, "--num_procs", "2", launcher=late)
+    assert (code, err.splitlines()[0]) == (3, "parallel3d: rank 1 failed (exit code 3)")
+
+
 def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path) -> None:
     script = "import os\nif os.environ['RANK'] == '0':\n    import parallel3d\n    parallel3d.init_distributed()"
-    code, _, err = run(tmp_path, script, "--num_procs", "2")
+    code, _, err = run(tmp_path, script, "--num_procs", "2", launcher=FORKED)
     assert code == 1
     reason = "PeerError: rank 1 ended (exit code 0) before it joined the world; every rank must call "
     assert f"parallel3d: rank 0 failed (exit code 1): {reason}" in err
@@ -222,7 +235,7 @@ from parallel3d.errors import ExecutionError
 raise ExecutionError(", ".join(["rank 1", "stage 1", "micro-batch 3", "F3@1: ValueError: odd"]))
 """
     )
-    code, _, err = run(tmp_path, script, "--num_procs", "3")
+    code, _, err = run(tmp_path, script, "--num_procs", "3", launcher=FORKED)
     assert code == 1
     message = "ExecutionError: rank 1, stage 1, micro-batch 3, F3@1: ValueError: odd"
     assert err.splitlines()[-2:] == [
@@ -244,7 +257,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(
 ) -> None:
     """Where the grace is long, the launcher ends only if it does not wait for that."""
     (tmp_path / "script.py").write_text(SLEEPER + "time.sleep(300)")
-    arguments = [str(grace_s), "--num_procs", "2", "script.py", *stubborn]
+    arguments = [str(grace_s), "0", "--num_procs", "2", "script.py", *stubborn]
     process = WarmProcess(tmp_path, environment_in(tmp_path), "launcher_with_grace", *arguments)
     started = pids(tmp_path, 2)
     assert len(started) == 6
@@ -311,7 +324,7 @@ dist.all_reduce(total)
 print(total.item())
 dist.destroy_process_group()
 """
-    jobs = [start(tmp_path, script, "--num_procs", "2", args=(job,)) for job in ("1", "10")]
+    jobs = [start(tmp_path, script, "--num_procs", "2", args=(job,), launcher=FORKED) for job in ("1", "10")]
     outputs = [job.communicate(timeout=TIMEOUT_S) for job in jobs]
     assert [out.split() for out, _ in outputs] == [["2", "2"], ["20", "20"]], outputs
     assert [job.returncode for job in jobs] == [0, 0]

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -67,20 +66,6 @@ parallel3d.comm.destroy()
 """
 
 
-# torchrun, which begins when the other node has imported it too: neither is late for the other's last call.
-NODE = """
-import sys, time
-from pathlib import Path
-from torch.distributed import run
-
-node, others = Path(sys.argv.pop(1)), Path(sys.argv.pop(1))
-node.touch()
-while not others.exists():
-    time.sleep(0.01)
-run.main()
-"""
-
-
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -96,7 +81,12 @@ def test_random_faults_lose_nothing(
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     arguments = f"--rounds {rounds} --layout pp2 --longest 0.5 --seed 10 --directory {tmp_path} --faults {faults}"
     monkeypatch.setattr(sys, "argv", ["soak.py", *arguments.split()])
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -m forked_ranks "$@"\n')
+    python.chmod(0o700)
+    if not full:
+        monkeypatch.setattr(sys, "executable", str(python))
     code = importlib.import_module("soak").main()
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
@@ -111,7 +101,8 @@ def test_the_launcher_gives_up_after_its_restarts(tmp_path: Path):
         "if os.environ['RANK'] == '1': raise ValueError('again')\n"
     )
     options = ["--num_procs", "2", "--max_restarts", "2"]
-    job = WarmProcess(tmp_path, environment(), "parallel3d.launcher", *options, str(script), str(tmp_path / "starts"))
+    arguments = ["parallel3d.launcher", *options, str(script), str(tmp_path / "starts")]
+    job = WarmProcess(tmp_path, environment(), "forked_ranks", *arguments)
     _, errors = job.communicate(timeout=100)
     assert job.returncode == 1
     assert [line for line in errors.splitlines() if "restart" in line] == [
@@ -169,21 +160,16 @@ def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path, amid: str):
     quick = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
     torchrun = ["--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3"]
     torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    train = [str(script), str(tmp_path / "saved"), str(losses)]
-    outputs = [tmp_path / "node0", tmp_path / "node1"]
+    torchrun += [str(script), str(tmp_path / "saved"), str(losses)]
     nodes = []
     try:
-        for output, other, is_host in zip(outputs, reversed(outputs), ("true", "false"), strict=True):
+        for is_host in ("true", "false"):
             dies = {"DIES_BEFORE_SAVING": "1"} if amid == "a save" and is_host == "false" else {}
-            with output.open("w") as file:
-                meet = [f"{output}.ready", f"{other}.ready"]
-                rendezvous = ["--rdzv_conf", f"{quick},is_host={is_host}"]
-                command = [sys.executable, "-c", NODE, *meet, *torchrun, *rendezvous, *train]
-                variables = environment() | dies
-                nodes.append(subprocess.Popen(command, env=variables, start_new_session=True, stdout=file, stderr=file))
+            arguments = ["torch.distributed.run", "--rdzv_conf", f"{quick},is_host={is_host}", *torchrun]
+            nodes.append(WarmProcess(tmp_path, environment() | dies, "forked_ranks", *arguments))
         end = time.monotonic() + 100
         while len(rows := read_rows(losses)) < 5:
-            assert time.monotonic() < end, outputs[0].read_text()[-3000:]
+            assert time.monotonic() < end, nodes[0].returncode
             time.sleep(0.1)
         assert rows[-1][1] == 2
         if amid == "a save":
@@ -191,12 +177,13 @@ def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path, amid: str):
         else:
             for pid in processes_of(nodes[1].pid):
                 os.kill(pid, signal.SIGKILL)
-        assert nodes[0].wait(150) == 0, outputs[0].read_text()[-3000:]
+        said = nodes[0].communicate(150)
+        assert nodes[0].returncode == 0, said
     finally:
         for node in nodes:
             for pid in processes_of(node.pid):
                 os.kill(pid, signal.SIGKILL)
-            node.wait()
+            node.wait(10)
     last = {step: (replicas, loss) for step, replicas, loss in read_rows(losses)}
     assert sorted(last) == list(range(1, STEPS + 1))
     assert last[1][0] == 2

@@ -183,7 +183,7 @@ def test_a_job_goes_on_whatever_strangers_send_to_its_ports(tmp_path: Path) -> N
     (tmp_path / "script.py").write_text(TRAINING)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     arguments = ["--num_procs", "2", str(tmp_path / "script.py"), str(tmp_path)]
-    job = WarmProcess(tmp_path, environment, "parallel3d.launcher", *arguments)
+    job = WarmProcess(tmp_path, environment, "forked_ranks", "parallel3d.launcher", *arguments)
     end, pids = time.monotonic() + 60, set[int]()
     while len(pids) < 3 and time.monotonic() < end:  # of two ranks and the launcher
         time.sleep(0.02)

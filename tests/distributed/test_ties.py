@@ -27,7 +27,7 @@ from toy import HIDDEN, MLP, VOCABULARY, Embed, Norm, TiedEmbed
 from parallel3d.errors import PartitionError
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-STEPS, ACCUMULATION, DP = 8, 2, 2
+STEPS, ACCUMULATION, DP = {"SGD": 4, "AdamW": 8}, 2, 2  # AdamW's move the weights less
 
 
 class Projection(nn.Module):
@@ -148,7 +148,10 @@ LAYOUTS = [
     (2, "interleaved", 2, "loop", "SGD"),
     (2, "gpipe", 2, "v", "SGD"),
 ]
-MICRO_BATCHES = [toy.micro_batch(g) for g in range(STEPS * ACCUMULATION * DP)]
+
+
+def micro_batches(optimizer: str) -> list[toy.MicroBatch]:
+    return [toy.micro_batch(g) for g in range(STEPS[optimizer] * ACCUMULATION * DP)]
 
 
 def train(model: str, pp: int, schedule: str, chunks: int, placement: str, optimizer: str) -> Run:
@@ -158,14 +161,14 @@ def train(model: str, pp: int, schedule: str, chunks: int, placement: str, optim
     )
     shared = [info for info in engine.module.parameter_infos() if info.shared]
     assert len({info.name for info in shared}) == len(shared), "a rank holds a shared parameter once"
-    return run_steps(engine, own_iterator(engine, MICRO_BATCHES), STEPS)
+    return run_steps(engine, own_iterator(engine, micro_batches(optimizer)), STEPS[optimizer])
 
 
 @cache
 def reference_run(model: str, optimizer: str) -> Run:
     reference = Reference(MODELS[model], toy.cross_entropy, make_optimizer(optimizer), base_seed=BASE_SEED)
     untrained = reference.weights()
-    run = run_reference(reference, MICRO_BATCHES, ACCUMULATION * DP)
+    run = run_reference(reference, micro_batches(optimizer), ACCUMULATION * DP)
     moved = [name for name in untrained if distance(run[2][name], untrained[name]) > 1e-3]
     assert len(moved) > 0.9 * len(untrained), "training must move the weights for their agreement to mean something"
     return run

@@ -1,0 +1,77 @@
+"""A launcher whose ranks are forks of it, so that they need not import torch: `python -m forked_ranks parallel3d.launcher ...`.
+
+It starts them by subprocess.Popen as ever, but each goes on in this process's copy instead of executing Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._dynamo  # which optimizers import
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+import parallel3d  # noqa: F401 (the ranks' imports)
+
+
+def fork_rank(args: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    """Popen of `python -u? program arguments`."""
+    rank = args[args[1] == "-u" :]
+    # Python ignores SIGPIPE and SIGXFSZ, which Popen restores for other programs.
+    return subprocess.Popen(args, env=env, preexec_fn=lambda: become(rank, env), restore_signals=False, **options)
+
+
+def become(args: Sequence[str], environment: dict[str, str]) -> None:
+    """Go on as a new Python that runs the program, up to its end."""
+    gc.enable()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    atexit._clear()  # what the launcher is to do at its end
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ |= environment
+    torch.set_num_threads(1)
+    if args[1] == "-m":
+        sys.argv = list(args[2:])
+        code = run(runpy.run_module, sys.argv[0], None, "__main__", True)
+    else:
+        sys.argv = list(args[1:])
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        code = run(runpy.run_path, sys.argv[0], None, "__main__")
+    for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+        end()
+    if code == -signal.SIGINT:  # as python ends by it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
+
+
+def run(program: Any, *args: Any) -> int:
+    """Return the program's exit code."""
+    try:
+        program(*args)
+    except SystemExit as exit_:
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+            return 1
+        return exit_.code or 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    subprocess_handler.Popen = fork_rank
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], None, "__main__", True)
