@@ -66,6 +66,7 @@ def run(program: Any, *args: Any) -> int:
             return 1
         return exit_.code or 0
     except BaseException as error:
+        sys.last_value = error  # as python does
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0

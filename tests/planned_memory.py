@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from parallel3d.config.layout import Layout, configuration, parse_layout
 from parallel3d.models import CausalLMLoss, DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.pipe import PipelineModule
-from parallel3d.planner.predict.chunk_memory import MemoryReplay
+from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.profile import ModelProfile, layer_units, stage_parameters
 from parallel3d.planner.predict.program import Programs, make_buckets
@@ -133,7 +133,8 @@ def predict(
     between = []
     for stage in range(layout.stages):
         chunks = memory.chunks(replay, bounds, layout, stage).items()
-        between.append(replay.peak(stage, {c: replace(chunk, within={}) for c, chunk in chunks}).held)
+        held = {c: ChunkMemory(chunk.held, chunk.kept_input, dict) for c, chunk in chunks}
+        between.append(replay.peak(stage, held).held)
     gathered = [0] * layout.stages
     if sharded is not None:
         sizes = [{unit: size.nbytes for unit, size in own.items()} for own in sharded.sizes]
