@@ -16,7 +16,6 @@ import numpy.typing as npt
 from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Collective, Work
 from parallel3d.errors import PartitionError
-from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
 from parallel3d.planner.predict.predict import Predictor
@@ -141,17 +140,12 @@ class Bounds:
 
     def _bound_bytes(self, space: Space) -> Floats:
         predictor, found = self._predictor, np.zeros(len(space))
-
-        @cache
-        def merged(tensor_ranks: int) -> list[ParameterInfo]:
-            layers = predictor.layers(Layout(tensor_ranks=tensor_ranks))
-            parameters = [ParameterInfo("", p, (0,)) for layer in layers for _, p in layer.parameters]
-            return predictor.profile().merged(parameters)
-
+        profile = predictor.profile()
         for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
-            policy = predictor.profile().policy(layout.zero)
-            state = predict_state(merged(layout.tensor_ranks), policy, layout.replicas)
+            bounds = 0, len(profile.specs)
+            (whole,) = profile.stage_parameters(layout.tensor_ranks, False, bounds, (0,), merged=True)
+            state = predict_state(whole, profile.policy(layout.zero), layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})

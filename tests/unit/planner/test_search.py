@@ -37,7 +37,7 @@ def hosts(count: int, memory: str | None = None, **more: Any) -> dict[str, Any]:
 
 
 @cache
-def small_model(seq: int = 256, vocab: int = 1024, layers: int = 6) -> PlannedModel:
+def small_model(seq: int = 256, vocab: int = 1024, layers: int = 6, tied: bool = False) -> PlannedModel:
     import torch
 
     config = DecoderConfig(
@@ -48,6 +48,7 @@ def small_model(seq: int = 256, vocab: int = 1024, layers: int = 6) -> PlannedMo
         num_heads=4,
         num_kv_heads=2,
         max_positions=seq,
+        tied=tied,
     )
 
     def sample(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,6 +154,16 @@ def test_no_prediction_is_below_its_bounds(idle: float) -> None:
         assert outlook.seconds >= search.bounds.seconds[k]
         memory = outlook.memory
         assert max(stage.allocated for stage in memory) >= search.bounds.bytes[k]
+
+
+def test_a_tied_weight_is_held_once_where_one_stage_has_both_ends() -> None:
+    planner = Planner(Question(small_model(seq=8, vocab=100_000, layers=1, tied=True), load_cluster(hosts(1)), 16))
+    blocks = of_blocks(planner)
+    one_stage = blocks.where(blocks.stages == 1)
+    bounds = BranchAndBound(planner.predictor, one_stage).bounds
+    for k in range(0, len(one_stage), 7):
+        memory = planner.predictor.predict(one_stage.layout(k)).memory
+        assert max(stage.allocated for stage in memory) >= bounds.bytes[k]
 
 
 @pytest.mark.parametrize("layout", ["pp1,1f1b,m8,mb1", "pp4,1f1b,m8,mb1", "pp2,zb-h1,m8,mb1"])
