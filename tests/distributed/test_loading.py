@@ -166,7 +166,7 @@ def sampled(peak: list[int]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-    peak.append(most[0])
+    peak.append(max(most[0], in_memory() - before))
 
 
 def sizes(layers: int) -> dict[str, int]:
