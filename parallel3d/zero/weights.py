@@ -34,8 +34,9 @@ class WeightState(Enum):
 
 
 def placeholder(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of a parameter's shape with the memory of one element. Reading it gives NaN."""
-    return torch.full((), torch.nan, dtype=dtype, device=device).expand(parameter.shape)
+    """Return a tensor of a parameter's shape with the memory of one element. Reading it gives NaN (0 of an integer dtype)."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(parameter.shape)
 
 
 def nothing() -> None:

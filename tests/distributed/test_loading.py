@@ -67,7 +67,7 @@ def test_a_model_from_the_meta_device_trains_as_one_process(run_ranks, tmp_path:
 
 
 class Odd(nn.Module):
-    """Parameters of 0 to 3 dimensions, one frozen, one of no elements, one that is not on the meta device, and buffers."""
+    """Parameters of 0 to 3 dimensions, frozen, of integers, of no elements, some not on the meta device; and a buffer."""
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()
@@ -75,6 +75,7 @@ class Odd(nn.Module):
             self.cube = nn.Parameter(torch.empty(3, 5, 7))
             self.row = nn.Parameter(torch.empty(11))
             self.scale = nn.Parameter(torch.empty(()), requires_grad=False)
+            self.codes = nn.Parameter(torch.empty(4, 3, dtype=torch.int16), requires_grad=False)
             self.none = nn.Parameter(torch.empty(0, 4))
             self.register_buffer("mean", torch.empty(6))
         self.added = nn.Parameter(torch.full((2,), 3.0))
@@ -88,6 +89,7 @@ ODD = {
     "cube": torch.arange(105.0).view(3, 5, 7),
     "row": torch.arange(11.0) + 200,
     "scale": torch.tensor(5.0),
+    "codes": torch.arange(12, dtype=torch.int16).view(4, 3),
     "none": torch.empty(0, 4),
     "mean": torch.arange(6.0),
     "given": torch.tensor([8.0, 9.0]),
@@ -135,7 +137,7 @@ def test_what_does_not_fit_is_told_with_names_and_remedy(run_ranks, tmp_path: Pa
     assert "2 missing: mean, scale; 1 not known to the model: new; 1 of another shape: row is [10], not [11]" in unfit
     assert "from_pretrained in parallel3d.zero.Init" in unfit
     assert "buffers ['angles'] of the model (Odd) are on the meta device" in lost
-    assert "4 parameters are on the meta device, such as cube; give weights=" in alone
+    assert "5 parameters are on the meta device, such as cube; give weights=" in alone
     assert "build a PipelineModule of from_hf(" in pipeline
 
 
