@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +58,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     chosen = [module for module in model.modules() if z3_leaf_module(module) or type(module).__name__ in names]
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return chosen or max(lists, key=lambda members: sum(p.numel() for m in members for p in m.parameters()), default=[])
-
-
-def _is_parameter(leaf: object) -> TypeGuard[nn.Parameter]:
-    return isinstance(leaf, nn.Parameter)
 
 
 def _is_in_backward() -> bool:
@@ -118,7 +114,9 @@ class BlockUnits:
         for module in dict.fromkeys([model, *numbers, *model.modules()]):
             alone = module in numbers and all(numbers.get(m) == numbers[module] for m in module.modules())
             inside = set(module.parameters())
-            kept = [p for p in tree_leaves(list(vars(module).values())) if _is_parameter(p) and p not in inside]
+            kept = [
+                p for p in tree_leaves(list(vars(module).values())) if isinstance(p, nn.Parameter) and p not in inside
+            ]
             needed = units.of([*module.parameters(recurse=alone), *kept, *external_parameters(module)])
             if needed or module is model:
                 self._needed[module] = needed

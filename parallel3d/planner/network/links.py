@@ -195,10 +195,6 @@ class Network:
         self._routes = Routes(self.fabric)
         self._lines = lru_cache(_REMEMBERED)(self._measure)
 
-    def slowest(self, kind: Kind, groups: Groups, nbytes: float) -> float:
-        """Return the seconds of the slowest group."""
-        return float(self.each(kind, groups, nbytes).max())
-
     def each(self, kind: Kind, groups: Groups, nbytes: float) -> Floats:
         """Return the seconds of each group, [(trials,) groups].
 

@@ -101,7 +101,7 @@ class Programs:
         return Simulation(program) if lifetimes is None else Simulation(lifetimes.add_to(program), lifetimes.uses)
 
     def replay(self, layout: Layout, num_micro_batches: int) -> MemoryReplay:
-        """Return the replay of about the program, without collectives, which hold nothing.
+        """Return the replay of a rough program (see `_schedule`), without collectives, which hold nothing.
 
         A stage's list is lowered when it is first used: for most layouts a few stages show that they don't fit.
         """
