@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallel3d.comm.clock import Clock, clock_of
+from parallel3d.comm.transfers import Copy, Transfers
 from parallel3d.config import ActivationCheckpointingConfig
 from parallel3d.errors import ExecutionError
 
@@ -124,53 +125,6 @@ class Checkpointer:
         self._read_marks()
         times, self._times = self._times, RecomputationTimes()
         return times
-
-
-class Copy(NamedTuple):
-    """Copy in progress. A stream that has waited for `done` may read `tensor`."""
-
-    tensor: Tensor
-    done: Any
-
-
-class Transfers:
-    """Copies between CUDA devices and pinned host memory, on a stream for each direction besides the current one."""
-
-    def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-
-    def leaves(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is kept on the host: a strided tensor on CUDA."""
-        return tensor.is_cuda and tensor.layout is torch.strided
-
-    def to_host(self, tensor: Tensor) -> Copy:
-        """Start to copy a tensor to the host; its memory is free for others when that is done."""
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return Copy(host, self._copy(tensor, host, tensor, "out", None))
-
-    def to_device(self, copy: Copy, device: torch.device) -> Copy:
-        """Start to copy a tensor back to its device, once it has arrived on the host."""
-        tensor = torch.empty_like(copy.tensor, device=device)
-        return Copy(tensor, self._copy(copy.tensor, tensor, tensor, "back", copy.done))
-
-    def _copy(self, source: Tensor, target: Tensor, on_device: Tensor, direction: str, after: Any) -> torch.cuda.Event:
-        """Copy after the work queued on the current stream; return an event of the end. on_device: `source` or `target`."""
-        device = on_device.device
-        if (device, direction) not in self._streams:
-            self._streams[device, direction] = torch.cuda.Stream(device)
-        stream = self._streams[device, direction]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        if after is not None:
-            stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        # The allocator must not give this memory away before the copy is done; a prefetched tensor may be dropped unread.
-        on_device.record_stream(stream)
-        return stream.record_event()
-
-    def wait(self, copy: Copy) -> None:
-        """Make the current stream wait for a copy to the device."""
-        torch.cuda.current_stream(copy.tensor.device).wait_event(copy.done)
 
 
 class _Region:

@@ -19,5 +19,5 @@ from parallel3d.config.schema import (
     OptimizerConfig,
     SchedulerConfig,
     TorchAutocastConfig,
-    ZeroConfig,
 )
+from parallel3d.config.zero import ZeroConfig

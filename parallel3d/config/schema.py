@@ -21,67 +21,8 @@ from parallel3d.config.section import (
     key,
     keys_of,
     own_key,
-    read_only,
 )
-
-
-def _read_names(value: object) -> object:
-    return (value,) if isinstance(value, str) else read_only(value)
-
-
-Names = Annotated[tuple[NonEmpty, ...], BeforeValidator(_read_names, json_schema_input_type=str | list[str])]
-
-
-class LeafModuleConfig(Section):
-    """Modules whose weights are gathered together with those of all modules inside them (stage 3)."""
-
-    classes: Names = key((), 'names of classes, such as "MixtralSparseMoeBlock" or with its package')
-    names: Names = key((), 'names of modules, such as "model.layers.0.mlp"')
-    name_suffixes: Names = key((), 'ends of names of modules, such as "mlp"')
-
-
-class ZeroConfig(Section):
-    """Partitioning over the data-parallel ranks, and the buckets of gradients."""
-
-    known_keys = keys_of("zero_optimization")
-    unset_by_auto = frozenset({"reduce_bucket_size", "allgather_bucket_size", "stage3_param_persistence_threshold"})
-
-    stage: NonNegative = key(0, "0, 1, 2 or 3", le=3)
-    reduce_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
-    allgather_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
-    reduce_per_micro_batch: bool | Literal["auto"] = own_key("auto", 'true, false or "auto"')
-    stage3_max_live_parameters: Positive | Literal["auto"] = key(
-        "auto",
-        'a whole number of elements >= 1, such as 1e9, or "auto"',
-        differs='"auto" by default: as many as take a tenth of the device\'s memory, but at least the two largest layers',
-    )
-    stage3_max_reuse_distance: NonNegative | Literal["auto"] = key(
-        "auto", 'a whole number of elements >= 0, such as 1e9, or "auto"', differs='"auto" by default: any distance'
-    )
-    stage3_prefetch_bucket_size: NonNegative | Literal["auto"] = key(
-        "auto",
-        'a whole number of elements >= 0, such as 5e7, or "auto"',
-        differs='"auto" by default: the largest layer',
-    )
-    stage3_param_persistence_threshold: NonNegative = key(
-        100_000,
-        "a whole number of elements >= 0, such as 1e5",
-        differs="it is compared with all parameters of a layer together, which are gathered together",
-    )
-    stage3_module_granularity_threshold: NonNegative = key(
-        0,
-        "a whole number >= 0: modules with at most this number of parameters for each module inside are gathered together",
-    )
-    leaf_module: LeafModuleConfig = LeafModuleConfig()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ZeroConfig:
-        if self.reduce_per_micro_batch is True and self.stage < 2:
-            raise ValueError(
-                f"reduce_per_micro_batch needs partitioned gradients, but stage is {self.stage}; set stage to 2, or "
-                'reduce_per_micro_batch to "auto"'
-            )
-        return self
+from parallel3d.config.zero import ZeroConfig
 
 
 class Fp16Config(Section):

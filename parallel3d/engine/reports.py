@@ -222,11 +222,11 @@ class Reports:
     def _memory_rows(self) -> dict[str, tuple[int, int]]:
         """Return this rank's (predicted, measured) bytes by component and by phase."""
         update, profile, units = self._update, self.memory, self._update.units
-        measured = replace(update.reducer.state_bytes(), optimizer=update.sharded.state_bytes())
+        measured = update.reducer.state_bytes() + update.sharded.state_bytes()
         moments, infos, replicas = moments_of(update.optimizer), self._model.parameter_infos(), self._groups.data.size
         predicted = predict_state(infos, update.policy, replicas, moments or 0)
         if moments is None:
-            predicted = replace(predicted, optimizer=measured.optimizer)
+            predicted = replace(predicted, optimizer=measured.optimizer, host=measured.host, window=measured.window)
         if units is not None:
             sizes = unit_sizes(infos, self._model.frozen_infos(), update.policy, replicas)
             gathered = peak_live(self._instructions, {unit: size.nbytes for unit, size in sizes.items()})
@@ -244,6 +244,8 @@ class Reports:
             rows["live"] = (0, units.live_bytes)
         else:
             del rows["gathered"]
+        if update.sharded.offloaded is None:
+            del rows["window"], rows["host"]
         rows["activations"] = activations
         rows["steady"] = (predicted.steady, measured.steady)
         rows["backward"] = (predicted.backward + activations[0], beside + workspace)

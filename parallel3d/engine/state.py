@@ -221,6 +221,7 @@ class Checkpoints:
         if everything and loading.data is not None and isinstance(iterator, RepeatingLoader):
             iterator.load_state_dict(loading.data)
             self._data.source.forget(iterator)
+        self._update.sharded.settle()
         if self._update.units is not None:
             self._update.units.release_all()  # the shards are read, not what is gathered
         loading.read()
@@ -304,6 +305,7 @@ class _CheckpointLoader:
 
 def _parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen: bool) -> tuple[list[Part], Json]:
     """Return the tensors that this rank saves, and the optimizer's groups and numbers."""
+    update.sharded.settle()
     update.sharded.follow_weights()
     buckets = list(update.reducer.all_buckets())
     parts: list[Part] = []

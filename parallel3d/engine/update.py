@@ -109,10 +109,13 @@ class WeightUpdate:
             config.zero_allow_untested_optimizer,
             on_gather=self._report_gather,
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
+            offload=self.policy.offload,
         )
         for bucket in self.reducer.all_buckets():
             for k, parameter in enumerate(bucket.parameters):
-                state = WholeState(bucket, k, optimizer, lambda: self.loss_scale, self.reducer.finish_step)
+                state = WholeState(
+                    bucket, k, optimizer, lambda: self.loss_scale, self.reducer.finish_step, self.sharded.settle
+                )
                 vars(parameter)["whole_state"] = state
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)
@@ -183,6 +186,7 @@ class WeightUpdate:
         Empty except on the first replica's ranks. Collective over all ranks.
         """
         masters: dict[nn.Parameter, Tensor] = {}
+        self.sharded.settle()
         for bucket in self.reducer.all_buckets():
             whole = bucket.whole_masters()
             if self._groups.coordinate("data") == 0:

@@ -115,6 +115,7 @@ def train(subject: Subject, layout: PartialLayout, settings: Settings) -> Traine
 def held_parts(engine: Engine, gradients: bool) -> list[Part]:
     """Return what this rank updates of each parameter: gradients of the mean loss, before the step, or master weights."""
     parts: list[Part] = []
+    engine.update.sharded.settle()
     for shard in (shard for bucket in engine.update.reducer.all_buckets() for shard in bucket.pieces):
         values = shard.master.detach()
         if gradients:

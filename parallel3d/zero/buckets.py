@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +35,14 @@ class ParameterShard:
     place: int
 
 
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Consecutive elements of a rank's shard of a bucket that the optimizer updates in one call: `part` of the shard."""
+
+    part: slice
+    pieces: tuple[ParameterShard, ...]
+
+
 class Bucket:
     """Consecutive parameters in flat buffers of `numel` elements; each rank of `partition` updates one shard of them.
 
@@ -42,6 +50,7 @@ class Bucket:
       rank's shard of them, [numel / partition]; None likewise.
     - sharded: the weights as shards; None if they are whole on every rank.
     - gradients: the accumulator, [numel]; None if the bucket uses transient buffers. gradient_shard: [numel / partition].
+    - spans: the parts of the shard that the optimizer updates one by one; a single one unless is_offloaded.
     """
 
     def __init__(self, layout: BucketLayout, partition: Group, rank: int, gather_group: Group | None = None):
@@ -53,7 +62,9 @@ class Bucket:
         self.weight_dtype, self.master_dtype = layout.weight_dtype, layout.master_dtype
         self.gradient_dtype = layout.gradient_dtype
         # Whether the masters are a copy, in a wider dtype than the weights.
-        self.has_own_master = self.weight_dtype != self.master_dtype
+        self.has_own_master = layout.has_own_master
+        # Whether masters of their own, and the optimizer's state, are in host memory between steps.
+        self.is_offloaded = layout.is_offloaded
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
         self.sharded: ShardedWeights | None = None
@@ -63,7 +74,9 @@ class Bucket:
         self.gradient_shard = zeros(layout.shard_numel) if self.gradients is None else self.gradients[self.shard]
         # Whether gradient_shard is zero since the last step.
         self.is_cleared = False
-        self.pieces = self._cut_pieces()
+        offload = layout.policy.offload if layout.is_offloaded else None
+        self.spans = self._cut_spans(offload.window if offload is not None else layout.shard_numel)
+        self.pieces = [piece for span in self.spans for piece in span.pieces]
         # How often each parameter has been written to: our own writes go into the flat buffer and don't count.
         self._versions = {piece: piece.info.parameter._version for piece in self.pieces}
 
@@ -99,57 +112,87 @@ class Bucket:
             weights, views = layout.released_weights()
         masters = layout.read(self.shard if layout.is_sharded else slice(0, self.numel), layout.master_dtype)
         own = masters.to(layout.weight_dtype)
+        master = masters if layout.is_sharded else masters[self.shard]
+        if self.has_own_master:
+            master = self._kept(layout, master)
         if layout.is_sharded:
             self.sharded = ShardedWeights(weights, own, self.parameters, views, self._gather_group)
-            return weights, own, masters
+            return weights, own, master
         self._point_to(own)
-        master = masters[self.shard]
-        return own, own[self.shard], master.clone() if self.has_own_master else master
+        return own, own[self.shard], master
 
-    def _cut_pieces(self) -> list[ParameterShard]:
-        pieces = []
+    def _kept(self, layout: BucketLayout, master: Tensor) -> Tensor:
+        """Return a master shard where it is kept between steps, in no more memory than it needs."""
+        if not layout.is_offloaded:
+            return master if layout.is_sharded else master.clone()
+        offload = layout.policy.offload
+        assert offload is not None
+        return host_tensor(master.numel(), master.dtype, offload.pin).copy_(master)
+
+    def _cut_spans(self, longest: int) -> list[Span]:
+        if self.master is None:
+            assert self.gradients is not None, "an unpartitioned bucket accumulates in place"
+            infos = [(info, self.view(self.gradients, k), self.offsets[k]) for k, info in enumerate(self.infos)]
+            return [Span(slice(0, self.numel), tuple(ParameterShard(i, i.parameter, g, 0, at) for i, g, at in infos))]
+        length = self.shard.stop - self.shard.start
+        parts = [slice(start, min(start + longest, length)) for start in range(0, length, max(longest, 1))]
+        return [Span(part, tuple(self._cut_pieces(part))) for part in parts]
+
+    def _cut_pieces(self, part: slice) -> Iterator[ParameterShard]:
+        """Yield the parts of parameters that lie in a part of the shard."""
+        assert self.master is not None
+        first = self.shard.start + part.start
         for k, info in enumerate(self.infos):
-            if self.master is None:
-                assert self.gradients is not None, "an unpartitioned bucket accumulates in place"
-                pieces.append(ParameterShard(info, info.parameter, self.view(self.gradients, k), 0, self.offsets[k]))
+            inside = cut(self.offsets[k], self.sizes[k], slice(first, self.shard.start + part.stop))
+            if inside.start >= inside.stop:
                 continue
-            own = cut(self.offsets[k], self.sizes[k], self.shard)
-            if own.start >= own.stop:
-                continue
-            place, shape = self.shard.start + own.start, info.parameter.shape if self.partition.size == 1 else (-1,)
+            own, place = slice(part.start + inside.start, part.start + inside.stop), first + inside.start
+            is_whole = self.partition.size == 1 and inside.stop - inside.start == self.sizes[k]
+            shape = info.parameter.shape if is_whole else (-1,)
             master, gradient = nn.Parameter(self.master[own].view(shape)), self.gradient_shard[own].view(shape)
-            pieces.append(ParameterShard(info, master, gradient, place - self.offsets[k], place))
-        return pieces
+            yield ParameterShard(info, master, gradient, place - self.offsets[k], place)
 
     @property
     def autograd_adds(self) -> bool:
         """Whether autograd itself adds to the accumulators, which have the weights' dtype."""
         return self.gradients is not None and self.gradient_dtype == self.parameters[0].dtype
 
-    def assign_gradients(self, untouched: Set[nn.Parameter], factor: Tensor | None = None) -> None:
-        """Set `grad` of each master; None for parameters without a gradient, which the optimizer then skips.
+    def assign_gradients(
+        self, span: Span, untouched: Set[nn.Parameter], factor: Tensor | None = None, gradients: Tensor | None = None
+    ) -> None:
+        """Set `grad` of each master of a span; None for parameters without a gradient, which the optimizer then skips.
 
-        factor: multiplies the gradients, a scalar on the device. The product is computed in the masters' dtype, because in fp16
-        the values that the loss scale has kept from underflow would be lost.
+        factor: multiplies the gradients, a scalar on their device. The product is computed in the masters' dtype, because in
+        fp16 the values that the loss scale has kept from underflow would be lost. gradients: a copy of the span's gradients.
         """
-        in_place = all(piece.gradient.dtype == piece.master.dtype for piece in self.pieces)
+        flat = self.gradient_shard[span.part] if gradients is None else gradients
+        in_place = self.gradient_dtype == self.master_dtype
         if factor is not None and in_place:
-            self.gradient_shard.mul_(factor)  # in one pass
-        for piece in self.pieces:
+            flat.mul_(factor)  # in one pass
+        for piece in span.pieces:
             piece.master.grad = None  # it is the accumulator if the parameter is its own master
             if piece.info.parameter not in untouched:
-                gradient = piece.gradient.to(piece.master.dtype)
+                gradient = self.part_of(piece, flat, span.part.start).to(self.master_dtype)
                 piece.master.grad = gradient if factor is None or in_place else gradient.mul_(factor)
 
+    def part_of(self, piece: ParameterShard, flat: Tensor, start: int = 0) -> Tensor:
+        """Return a piece's part of a flat tensor, in the master's shape. start: where the tensor begins in the shard."""
+        place = piece.place - self.shard.start - start
+        return flat[place : place + piece.master.numel()].view(piece.master.shape)
+
     @torch.no_grad()
-    def follow_weights(self) -> None:
-        """Copy weights that others have written, as load_state_dict does, into the masters; a step would undo them."""
+    def follow_weights(self, settle: Callable[[], None]) -> None:
+        """Copy weights that others have written, as load_state_dict does, into the masters; a step would undo them.
+
+        settle: called before a master is written.
+        """
         if not self.has_own_master:
             return
         for piece in self.pieces:
             version = piece.info.parameter._version
             if self._versions[piece] != version:
                 self._versions[piece] = version
+                settle()
                 piece.master.copy_(self.weights_of(piece))
 
     @torch.no_grad()
@@ -159,6 +202,12 @@ class Bucket:
         self.weights = memory.copy_(self.weights)
         self.own_weights = self.weights[self.shard]
         self._point_to(self.weights)
+
+    def keep_on_device(self, master: Tensor | None) -> None:
+        """Keep the optimizer's state, and masters of their own, here, on the device, from now on."""
+        self.is_offloaded = False
+        if self.has_own_master:
+            self.master = master
 
     def _point_to(self, weights: Tensor) -> None:
         """Make the parameters views of a flat buffer."""
@@ -170,7 +219,7 @@ class Bucket:
         if not self.has_own_master:
             return piece.master.detach()
         assert self.own_weights is not None
-        return self.own_weights[piece.place - self.shard.start :][: piece.master.numel()].view(piece.master.shape)
+        return self.part_of(piece, self.own_weights)
 
     def weights_address(self) -> int:
         """Return the address that the flat weights have, or would have around this rank's shard of them."""
@@ -203,7 +252,7 @@ class Bucket:
         if self.master is None:
             return {info.parameter: info.parameter.detach() for info in self.infos}
         flat = torch.empty(self.numel, dtype=self.master.dtype, device=self.device)
-        all_gather_into(flat, self.master, self.partition).wait()
+        all_gather_into(flat, self.master.to(self.device), self.partition).wait()
         return {info.parameter: self.view(flat, k) for k, info in enumerate(self.infos)}
 
     def gather(self) -> Work:
@@ -211,6 +260,11 @@ class Bucket:
         if self.weights is None or self.own_weights is None or self.sharded is not None:
             return DONE
         return all_gather_into(self.weights, self.own_weights, self.partition)
+
+
+def host_tensor(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
+    """Return a flat tensor in host memory."""
+    return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin and torch.cuda.is_available())
 
 
 def make_buckets(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class BucketLayout:
 
     num_shards: the number of equal parts; one rank updates each.
     is_sharded: whether the weights, too, live as shards, and are gathered while they are used. The parameters are of one unit.
+    is_offloaded: whether masters and optimizer state are in host memory.
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class BucketLayout:
     policy: ZeroPolicy
     num_shards: int
     is_sharded: bool = False
+    is_offloaded: bool = False
 
     @property
     def owners(self) -> Owners:
@@ -81,6 +83,12 @@ class BucketLayout:
         return self.policy.master_dtype(self.kind.dtype)
 
     @property
+    def has_own_master(self) -> bool:
+        """Whether the masters are a copy: in a wider dtype than the weights, or where the CPU updates them."""
+        offload = self.policy.offload if self.is_offloaded else None
+        return self.weight_dtype != self.master_dtype or (offload is not None and offload.on_cpu)
+
+    @property
     def gradient_dtype(self) -> torch.dtype:
         """Dtype in which gradients are accumulated."""
         return self.policy.accumulator_dtype(self.kind.dtype)
@@ -88,7 +96,7 @@ class BucketLayout:
     @property
     def is_in_place(self) -> bool:
         """Whether the parameters keep their own storage, and are their own masters."""
-        return self.num_shards == 1 and self.weight_dtype == self.master_dtype
+        return self.num_shards == 1 and self.weight_dtype == self.master_dtype and not self.is_offloaded
 
     def released_weights(self) -> tuple[Tensor, list[Tensor]]:
         """Return a flat tensor for all weights, and a view of it for each parameter; without memory until it is gathered."""
@@ -150,11 +158,22 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
         partial_over = getattr(parameter, "partial_over", None)
         kind = Kind(parameter.dtype, slicing_of(parameter) is not None, partial_over)
         kinds.setdefault((info.unit if info.unit in sharded else None, kind), []).append(info)
-    return [
+    layouts = [
         layout
         for (unit, kind), alike in kinds.items()
         for layout in _cut(kind, alike, policy, num_shards, unit is not None)
     ]
+    return layouts if policy.offload is None else list(_offloaded(layouts, policy.offload.ratio))
+
+
+def _offloaded(layouts: Sequence[BucketLayout], ratio: float) -> Iterator[BucketLayout]:
+    """Offload `ratio` of the elements: buckets in turn, so that those on the device are updated while others are copied."""
+    seen = offloaded = 0
+    for layout in layouts:
+        seen += layout.numel
+        takes = offloaded + layout.numel <= ratio * seen
+        offloaded += layout.numel if takes else 0
+        yield replace(layout, is_offloaded=takes)
 
 
 def _sharded_units(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> set[int]:

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
-from parallel3d.zero.policy import ZeroPolicy
+from parallel3d.zero.policy import OptimizerOffload, ZeroPolicy
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank's model state by component. All but three are held throughout.
+    """Bytes of one rank's model state by component. All but three are held throughout, and all but `host` on the device.
 
     weights: the shards of those that live as shards; transient: the gradient buffers of reductions, in use during a backward;
     update: copies of gradients in the masters' dtype, while the optimizer runs; gathered: most bytes of sharded weights that
-    are gathered at a time, while layers run.
+    are gathered at a time, while layers run; window: buffers that offloaded state passes through; host: offloaded state.
     """
 
     weights: int = 0
@@ -30,6 +30,8 @@ class StateBytes:
     transient: int = 0
     update: int = 0
     gathered: int = 0
+    window: int = 0
+    host: int = 0
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -37,7 +39,7 @@ class StateBytes:
     @property
     def steady(self) -> int:
         """Between batches."""
-        return self.weights + self.gradients + self.masters + self.optimizer
+        return self.weights + self.gradients + self.masters + self.optimizer + self.window
 
     @property
     def backward(self) -> int:
@@ -66,21 +68,41 @@ def predict_state(
     """
     total = StateBytes()
     passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
+    offloaded: list[BucketLayout] = []
     for layout in _layouts(parameters, policy, data_size):
         padded, shard = layout.numel, layout.shard_numel
-        weight, master, accumulator = layout.weight_dtype, layout.master_dtype, layout.gradient_dtype
+        master, accumulator = layout.master_dtype, layout.gradient_dtype
         held = shard if layout.is_sharded else sum(layout.sizes) if layout.is_in_place else padded
         total += StateBytes(
-            weights=held * weight.itemsize,
+            weights=held * layout.weight_dtype.itemsize,
             gradients=(shard if layout.is_transient else padded) * accumulator.itemsize,
-            masters=shard * master.itemsize if weight != master else 0,
-            optimizer=moments * shard * master.itemsize,
-            update=shard * master.itemsize if accumulator != master else 0,
         )
+        masters, optimizer = shard * master.itemsize * layout.has_own_master, moments * shard * master.itemsize
+        if layout.is_offloaded:
+            offloaded.append(layout)
+            total += StateBytes(host=masters + optimizer)
+        else:
+            update = shard * master.itemsize if accumulator != master else 0
+            total += StateBytes(masters=masters, optimizer=optimizer, update=update)
         if layout.is_transient:
             is_early = any(info.parameter in early for info in layout.infos)
             passing.setdefault(accumulator, []).append((padded, is_early))
-    return total + StateBytes(transient=sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items()))
+    transient = sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items())
+    return total + StateBytes(transient=transient) + _window(offloaded, policy.offload, moments)
+
+
+def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, moments: int) -> StateBytes:
+    """Return the buffers that the state of offloaded buckets passes through, each as long as the longest span."""
+    if offload is None or not layouts:
+        return StateBytes()
+    numel = min(offload.window, max(layout.shard_numel for layout in layouts))
+    pairs = {(layout.gradient_dtype, layout.weight_dtype) for layout in layouts}
+    if offload.on_cpu:
+        return StateBytes(host=offload.buffers * numel * max(g.itemsize + w.itemsize for g, w in pairs))
+    widest = max(layout.master_dtype.itemsize for layout in layouts)
+    copies = any(layout.gradient_dtype != layout.master_dtype for layout in layouts)
+    states = moments + any(layout.has_own_master for layout in layouts)
+    return StateBytes(window=offload.buffers * numel * states * widest, update=numel * widest * copies)
 
 
 def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> Iterator[BucketLayout]:

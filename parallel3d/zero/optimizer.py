@@ -15,7 +15,9 @@ from parallel3d.comm.collectives import Group, Work, all_gather_integers
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket
-from parallel3d.zero.memory import MOMENTS, bytes_of
+from parallel3d.zero.memory import MOMENTS, StateBytes, bytes_of
+from parallel3d.zero.offload import OffloadedState
+from parallel3d.zero.policy import OptimizerOffload
 
 if TYPE_CHECKING:
     from parallel3d.kernels.fused_adamw import FusedAdamW
@@ -39,6 +41,7 @@ class ShardedOptimizer:
     allow_untested, and for parameters that aren't the model's.
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
+    offload: how the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
     """
 
     def __init__(
@@ -49,11 +52,13 @@ class ShardedOptimizer:
         allow_untested: bool = False,
         on_gather: Callable[[tuple[int, ...], int, Work], None] | None = None,
         open_kernel: Callable[[Sequence[Bucket]], FusedAdamW | None] | None = None,
+        offload: OptimizerOffload | None = None,
     ):
         self.optimizer = optimizer
         # Buckets come from the last layer on; the next forward needs them from the first layer on.
         self.buckets = list(buckets)[::-1]
-        check_optimizer(optimizer, any(b.partition.size > 1 for b in self.buckets), allow_untested)
+        cuts = any(b.partition.size > 1 or b.is_offloaded for b in self.buckets)
+        check_optimizer(optimizer, cuts, allow_untested)
         masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
         for bucket in self.buckets:
             for piece in bucket.pieces:
@@ -68,17 +73,26 @@ class ShardedOptimizer:
                     )
             group["params"] = [master for parameter in group["params"] for master in masters[parameter]]
         self._fused = open_kernel(self.buckets) if open_kernel is not None else None
+        offloaded = [bucket for bucket in self.buckets if bucket.is_offloaded]
+        self.offloaded = OffloadedState(optimizer, offloaded, offload) if offload is not None and offloaded else None
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
         self._on_gather = on_gather
         self._bucket_of = {info.parameter: bucket for bucket in self.buckets for info in bucket.infos}
 
-    def state_bytes(self) -> int:
-        """Return the bytes of the optimizer's state tensors on this rank."""
-        return bytes_of(t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
+    def state_bytes(self) -> StateBytes:
+        """Return the bytes of the optimizer's state on this rank now, and of masters on the host."""
+        offloaded = {piece.master for bucket in self.buckets if bucket.is_offloaded for piece in bucket.pieces}
+        states = (state.values() for master, state in self.optimizer.state.items() if master not in offloaded)
+        held = bytes_of(t for values in states for t in values if isinstance(t, Tensor))
+        return StateBytes(optimizer=held) + (
+            self.offloaded.state_bytes() if self.offloaded is not None else StateBytes()
+        )
 
     def takes_scale(self) -> bool:
         """Return whether the optimizer's kernels divide gradients and skip an overflow, in the pass they make anyway."""
+        if self.offloaded is not None and self.offloaded.on_cpu:
+            return False
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         return fused and isinstance(self.optimizer, _SCALING) and hasattr(self.optimizer, "_step_supports_amp_scaling")
 
@@ -99,20 +113,18 @@ class ShardedOptimizer:
             work.wait()
         self._gathers.clear()
         fused = self._fused
-        ours = [bucket for bucket in self.buckets if fused is not None and fused.takes(bucket)]
-        others = [bucket for bucket in self.buckets if bucket not in ours]
+        resident = [bucket for bucket in self.buckets if not bucket.is_offloaded]
+        ours = [bucket for bucket in resident if fused is not None and fused.takes(bucket)]
+        others = [bucket for bucket in resident if bucket not in ours]
         for bucket in self.buckets:
             bucket.check_place()
         self.follow_weights()
-        for bucket in others:
-            bucket.assign_gradients(untouched, factor)
-        optimizer.step()  # skips masters without a gradient
+        if self.offloaded is not None:
+            self.offloaded.step(untouched, factor, lambda: self._step_resident(others, untouched, factor))
+        else:
+            self._step_resident(others, untouched, factor)
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
-        for bucket in others:
-            for piece in bucket.pieces:
-                piece.master.grad = None  # it may be a copy in the masters' dtype
-            bucket.write_back()
         if fused is not None and ours:
             fused.step(ours, untouched, divisor, overflow)
             for bucket in ours:
@@ -120,14 +132,33 @@ class ShardedOptimizer:
         done = {bucket for bucket in ours if fused is not None and fused.writes_peers(bucket)}
         whole = {bucket for bucket in self.buckets if bucket.partition.size > 1 and bucket.sharded is None}
         self._stale = whole - done
+        if self.offloaded is not None:
+            self.offloaded.after_step()
+
+    def _step_resident(self, buckets: Sequence[Bucket], untouched: Set[nn.Parameter], factor: Tensor | None) -> None:
+        """Run the optimizer once on buckets whose state is on the device."""
+        for bucket in buckets:
+            for span in bucket.spans:
+                bucket.assign_gradients(span, untouched, factor)
+        self.optimizer.step()  # skips masters without a gradient
+        for bucket in buckets:
+            for piece in bucket.pieces:
+                piece.master.grad = None  # it may be a copy in the masters' dtype
+            bucket.write_back()
+
+    def settle(self) -> None:
+        """Return when the host may read and write offloaded state."""
+        if self.offloaded is not None:
+            self.offloaded.settle()
 
     def follow_weights(self) -> None:
         """Copy weights that others have written into the masters, before these are read."""
         for bucket in self.buckets:
-            bucket.follow_weights()
+            bucket.follow_weights(self.settle)
 
     def follow_masters(self) -> None:
         """Make the weights from the masters after these were written, as by a checkpoint. Collective over the partitions."""
+        self.settle()
         for bucket in self.buckets:
             bucket.write_back()
         for work in [bucket.gather() for bucket in self.buckets if bucket.partition.size > 1]:

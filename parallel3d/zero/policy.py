@@ -15,6 +15,24 @@ from parallel3d.schedule.lifetimes import NEVER, LiveLimits, live_choices
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # With "auto", unsharded gradients of an accumulation, or weights that are gathered, may take this share of the device's memory.
 _SHARE = 0.1
+# Most elements of a buffer of the window: 64 MiB in fp32, long enough for the full rate of a link.
+_WINDOW = 1 << 24
+
+
+@dataclass(frozen=True)
+class OptimizerOffload:
+    """Masters and optimizer state of a share of the elements, `ratio`, in host memory.
+
+    They pass through `buffers` buffers of the device of at most `window` elements each, or stay, and the CPU updates them.
+    is_auto: whether those that the device has room for are moved to it after some steps.
+    """
+
+    ratio: float
+    buffers: int
+    pin: bool
+    on_cpu: bool
+    is_auto: bool
+    window: int
 
 
 @dataclass(frozen=True)
@@ -27,7 +45,7 @@ class ZeroPolicy:
     one they were built in; gradient_dtype: dtype of the accumulators, None for the wider of fp32 and the weights' dtype;
     communication_dtype: dtype of reductions, None for the accumulators'; reduce_per_micro_batch: only from stage 2 on, reduce
     in every micro-batch's backward, so that unsharded gradients are never held; largest_whole: with stage 3, weights of units
-    of at most this number of elements are whole on every rank.
+    of at most this number of elements are whole on every rank; offload: how optimizer state is kept on the host, if it is.
     """
 
     stage: int
@@ -37,6 +55,7 @@ class ZeroPolicy:
     communication_dtype: torch.dtype | None = None
     reduce_per_micro_batch: bool = False
     largest_whole: int = 0
+    offload: OptimizerOffload | None = None
 
     def master_dtype(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype of the masters: fp32, or the dtype that a parameter was built in if that is wider."""
@@ -69,6 +88,22 @@ def make_policy(
         communication_dtype=_DTYPES[communication] if communication else None,
         reduce_per_micro_batch=zero.stage >= 2 and per_micro_batch,
         largest_whole=zero.stage3_param_persistence_threshold,
+        offload=_offload(zero),
+    )
+
+
+def _offload(zero: ZeroConfig) -> OptimizerOffload | None:
+    config = zero.offload_optimizer
+    if config.device in ("none", None) or config.ratio == 0:
+        return None
+    ratio = 1.0 if config.ratio == "auto" else config.ratio
+    return OptimizerOffload(
+        ratio,
+        config.buffer_count,
+        config.pin_memory,
+        on_cpu=config.step == "cpu",
+        is_auto=config.ratio == "auto",
+        window=min(zero.sub_group_size, _WINDOW),
     )
 
 
@@ -91,6 +126,14 @@ def within(limits: Sequence[LiveLimits], most: int) -> LiveLimits:
 def usual_live(policy: ZeroPolicy, device: torch.device) -> int:
     """Return how many elements of weights are gathered on a device at most, if the configuration leaves that open."""
     return int(_SHARE * _memory(device)) // (policy.weight_dtype or torch.float32).itemsize
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the bytes of the device's memory that nothing has used so far, but for a tenth of it."""
+    if device.type != "cuda":
+        return float("inf")  # it is the host's
+    free, total = torch.cuda.mem_get_info(device)
+    return free - _SHARE * total
 
 
 def _memory(device: torch.device) -> int:

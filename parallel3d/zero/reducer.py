@@ -293,7 +293,9 @@ class GradientReducer:
         return StateBytes(
             weights=bytes_of(chain.from_iterable(weights)),
             gradients=bytes_of(b.gradient_shard for b in buckets),
-            masters=bytes_of(b.master for b in buckets if b.master is not None and b.has_own_master),
+            masters=bytes_of(
+                b.master for b in buckets if b.has_own_master and not b.is_offloaded and b.master is not None
+            ),
             transient=sum(buffers.nbytes() for buffers in self._transient.values()),
         )
 

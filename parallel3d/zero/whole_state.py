@@ -18,6 +18,7 @@ class WholeState:
 
     - factor: returns what the gradients in the bucket are multiples of.
     - reduce: called before gradients are read; ends their reductions.
+    - settle: called before state is read or written, which may be on its way to the host.
     """
 
     def __init__(
@@ -27,9 +28,10 @@ class WholeState:
         optimizer: torch.optim.Optimizer,
         factor: Callable[[], float],
         reduce: Callable[[], None],
+        settle: Callable[[], None],
     ):
         self._bucket, self._index, self._optimizer = bucket, index, optimizer
-        self._factor, self._reduce = factor, reduce
+        self._factor, self._reduce, self._settle = factor, reduce, settle
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Leave the state out of a copy or pickle of the parameter."""
@@ -78,6 +80,7 @@ class WholeState:
             state.copy_(self._part(value, shard))
 
     def _shards(self) -> Iterator[ParameterShard]:
+        self._settle()
         info = self._bucket.infos[self._index]
         return (shard for shard in self._bucket.pieces if shard.info is info)
 

@@ -417,7 +417,7 @@ def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
     @contextmanager
     def sample(_: Instruction) -> Iterator[None]:
         yield
-        samples.append(engine.update.reducer.state_bytes().backward + engine.update.sharded.state_bytes())
+        samples.append((engine.update.reducer.state_bytes() + engine.update.sharded.state_bytes()).backward)
 
     with mock.patch("parallel3d.engine.reports.no_record", sample):
         for _ in range(2):

@@ -58,19 +58,21 @@ def test_all_that_is_left_out_is_there_with_its_reason():
             "stage": 3,
             "offload_param": {"device": "cpu"},
             "overlap_comm": True,
-            "sub_group_size": 1e9,
+            "cpu_offload_use_pin_memory": True,
         },
         "wandb": {"enabled": True},
     }
     whys = {item.path: item.why for item in explain(read(raw), world=1).left_out}
     assert list(whys) == [
         "zero_optimization.offload_param",
-        "zero_optimization.sub_group_size",
+        "zero_optimization.cpu_offload_use_pin_memory",
         "wandb",
         "zero_optimization.overlap_comm",
     ]
     assert whys["zero_optimization.offload_param"].startswith("not yet supported: weights stay on the device")
-    assert whys["zero_optimization.sub_group_size"] == "without effect: nothing is offloaded"
+    assert whys["zero_optimization.cpu_offload_use_pin_memory"].startswith(
+        "without effect: offload_optimizer.pin_memory"
+    )
     assert whys["zero_optimization.overlap_comm"] == "is so anyway"
 
 

@@ -116,15 +116,8 @@ def test_a_file_says_what_it_leaves_out():
     with pytest.warns(UserWarning, match=re.escape("zero3_offload_fp16.json: ")) as caught:
         load(FOLDER / "zero3_offload_fp16.json")
     lines = [str(warning.message).partition(".json: ")[2] for warning in caught]
-    assert [line.partition(":")[0] for line in lines] == [
-        "not yet supported",
-        "not yet supported",
-        "without effect here",
-    ]
-    assert [line.split()[3].rstrip(":") for line in lines[:2]] == [
-        "zero_optimization.offload_param",
-        "zero_optimization.offload_optimizer",
-    ]
+    assert [line.partition(":")[0] for line in lines] == ["not yet supported", "without effect here"]
+    assert lines[0].split()[3].rstrip(":") == "zero_optimization.offload_param"
     assert "overlap_comm" not in lines[-1], "what holds anyway is not worth a warning"
 
 

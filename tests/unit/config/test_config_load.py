@@ -341,15 +341,16 @@ def test_auto_batch_sizes_and_stages_count_as_not_given():
     assert load(raw) == Config()
 
 
+def test_the_older_name_of_an_offloaded_optimizer_is_read():
+    section = load({"zero_optimization": {"stage": 2, "cpu_offload": True}}).zero_optimization.offload_optimizer
+    assert (section.device, section.step, section.ratio) == ("cpu", "device", 1.0)
+    assert load({"zero_optimization": {"cpu_offload": False}}) == Config()
+
+
 @pytest.mark.parametrize(
     ("zero", "parts"),
     [
-        (
-            {"offload_optimizer": {"device": "cpu"}},
-            ["zero_optimization.offload_optimizer", "12 bytes a parameter for Adam"],
-        ),
         ({"offload_param": {"device": "nvme"}}, ["zero_optimization.offload_param", "weights stay on the device"]),
-        ({"cpu_offload": True}, ["zero_optimization.cpu_offload", "stays on the device"]),
     ],
 )
 def test_what_takes_more_memory_than_asked_for_warns_of_it(zero, parts):

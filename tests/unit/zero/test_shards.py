@@ -80,7 +80,8 @@ def reduce_update_gather(same: list[Bucket], gradients: dict[str, torch.Tensor])
             bucket.view(flat, k).add_(gradients[info.name])
         bucket.gradient_shard.copy_(flat[bucket.shard] * len(same))
     for bucket in same:
-        bucket.assign_gradients(untouched=set())
+        for span in bucket.spans:
+            bucket.assign_gradients(span, untouched=set())
         for piece in bucket.pieces:
             assert piece.master.grad is not None
             piece.master.data.sub_(0.5 * piece.master.grad)

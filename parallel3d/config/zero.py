@@ -1,0 +1,119 @@
+"""The sections of ZeRO: partitioning, and offload to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from parallel3d.config.section import (
+    NonEmpty,
+    NonNegative,
+    Positive,
+    Section,
+    key,
+    keys_of,
+    own_key,
+    read_only,
+    whole,
+)
+
+
+def _read_names(value: object) -> object:
+    return (value,) if isinstance(value, str) else read_only(value)
+
+
+Names = Annotated[tuple[NonEmpty, ...], BeforeValidator(_read_names, json_schema_input_type=str | list[str])]
+
+
+class LeafModuleConfig(Section):
+    """Modules whose weights are gathered together with those of all modules inside them (stage 3)."""
+
+    classes: Names = key((), 'names of classes, such as "MixtralSparseMoeBlock" or with its package')
+    names: Names = key((), 'names of modules, such as "model.layers.0.mlp"')
+    name_suffixes: Names = key((), 'ends of names of modules, such as "mlp"')
+
+
+OffloadDevice = Literal["none", "cpu", "nvme"]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+
+
+class OffloadOptimizerConfig(Section):
+    """Masters and optimizer state in host memory or on NVMe; the step runs on the device, or on the CPU."""
+
+    known_keys = keys_of("offload_optimizer")
+    unset_by_auto = frozenset({"device", "buffer_count", "pin_memory"})
+
+    device: OffloadDevice | None = key("none", '"none" or "cpu"')
+    step: Literal["device", "cpu"] = own_key(
+        "device", '"device" to pass the state through a window of the device\'s memory, or "cpu" to update on the CPU'
+    )
+    ratio: Ratio | Literal["auto"] = key(
+        1.0,
+        'the share of the state from 0 to 1 that is offloaded, such as 0.5, or "auto" for what the device has no room for',
+        differs='of the elements, in whole buckets; "auto" measures the device\'s free memory after the second step',
+    )
+    buffer_count: Annotated[int, Field(ge=2), BeforeValidator(whole)] = key(
+        4, "a whole number of buffers >= 2 in the window"
+    )
+    pin_memory: bool = key(True, "true or false", differs="true by default: copies overlap only with pinned memory")
+
+
+def _read_cpu_offload(value: object) -> object:
+    """Read DeepSpeed's older cpu_offload, true or false."""
+    return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
+
+
+class ZeroConfig(Section):
+    """Partitioning over the data-parallel ranks, and the buckets of gradients."""
+
+    known_keys = keys_of("zero_optimization")
+    renamed: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_optimizer"}
+    unset_by_auto = frozenset({"reduce_bucket_size", "allgather_bucket_size", "stage3_param_persistence_threshold"})
+
+    stage: NonNegative = key(0, "0, 1, 2 or 3", le=3)
+    reduce_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
+    allgather_bucket_size: Positive = key(500_000_000, "a whole number of elements >= 1, such as 5e8")
+    reduce_per_micro_batch: bool | Literal["auto"] = own_key("auto", 'true, false or "auto"')
+    stage3_max_live_parameters: Positive | Literal["auto"] = key(
+        "auto",
+        'a whole number of elements >= 1, such as 1e9, or "auto"',
+        differs='"auto" by default: as many as take a tenth of the device\'s memory, but at least the two largest layers',
+    )
+    stage3_max_reuse_distance: NonNegative | Literal["auto"] = key(
+        "auto", 'a whole number of elements >= 0, such as 1e9, or "auto"', differs='"auto" by default: any distance'
+    )
+    stage3_prefetch_bucket_size: NonNegative | Literal["auto"] = key(
+        "auto",
+        'a whole number of elements >= 0, such as 5e7, or "auto"',
+        differs='"auto" by default: the largest layer',
+    )
+    stage3_param_persistence_threshold: NonNegative = key(
+        100_000,
+        "a whole number of elements >= 0, such as 1e5",
+        differs="it is compared with all parameters of a layer together, which are gathered together",
+    )
+    stage3_module_granularity_threshold: NonNegative = key(
+        0,
+        "a whole number >= 0: modules with at most this number of parameters for each module inside are gathered together",
+    )
+    leaf_module: LeafModuleConfig = LeafModuleConfig()
+    sub_group_size: Positive = key(
+        1_000_000_000,
+        "a whole number of elements >= 1, such as 1e7",
+        differs="elements in a buffer that offloaded optimizer state passes through; more than 2^24 count as 2^24",
+    )
+    offload_optimizer: Annotated[
+        OffloadOptimizerConfig,
+        BeforeValidator(_read_cpu_offload, json_schema_input_type=OffloadOptimizerConfig | bool),
+    ] = OffloadOptimizerConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ZeroConfig:
+        if self.reduce_per_micro_batch is True and self.stage < 2:
+            raise ValueError(
+                f"reduce_per_micro_batch needs partitioned gradients, but stage is {self.stage}; set stage to 2, or "
+                'reduce_per_micro_batch to "auto"'
+            )
+        return self

@@ -1,0 +1,282 @@
+"""Optimizer state in host memory (ZeRO-Offload, arXiv:2101.06840): it passes through a window of the device, or stays."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.transfers import Event, Transfers
+from parallel3d.zero.buckets import Bucket, ParameterShard, Span, host_tensor
+from parallel3d.zero.memory import StateBytes, bytes_of
+from parallel3d.zero.policy import OptimizerOffload, free_memory
+
+Call = Callable[[], None]
+
+_MASTER = "master"
+# With ratio "auto", the device's free memory is measured after this step: the second has all that a step allocates.
+_MEASURED_STEPS = 2
+# Optimizers of torch whose fused kernels run on the CPU, in one pass over the memory.
+_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Flat tensors that one span at a time passes through, by the name of its state. free: when the last one has left."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    free: Event = None
+
+    def room(self, name: str, like: Tensor, longest: int, device: torch.device | None, pin: bool = False) -> Tensor:
+        """Return room for a tensor, of a flat tensor of `longest` elements; device: None for the host."""
+        if name not in self.tensors:
+            if device is None:
+                self.tensors[name] = host_tensor(longest, like.dtype, pin)
+            else:
+                self.tensors[name] = torch.zeros(longest, dtype=like.dtype, device=device)
+        return self.tensors[name][: like.numel()]
+
+
+@dataclass(eq=False)
+class _Visit:
+    """Stay of a span in a buffer. rooms: its tensors there; arrived: when they have been copied there."""
+
+    bucket: Bucket
+    span: Span
+    buffer: _Buffer
+    rooms: dict[str, Tensor] = field(default_factory=dict)
+    arrived: Event = None
+
+
+class OffloadedState:
+    """Masters and optimizer state of offloaded buckets, flat in host memory, and the step on them.
+
+    On the device (default): for each span its state is copied into a buffer of the window, the optimizer updates it there, and
+    it is copied back, while the next spans come. The values are those of an optimizer whose state stays on the device, bit for
+    bit. On the CPU: gradients are copied to the host, the optimizer updates the state there, and weights are copied back.
+
+    optimizer: an elementwise one that holds the buckets' masters; its step() runs once for each span.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], settings: OptimizerOffload):
+        self._optimizer, self._settings, self._buckets = optimizer, settings, list(buckets)
+        self._device, self.on_cpu = buckets[0].device, settings.on_cpu
+        self._transfers = Transfers()
+        self._flats: dict[Bucket, dict[str, Tensor]] = {}
+        for bucket in buckets:
+            self._flats[bucket] = (
+                {_MASTER: bucket.master} if bucket.has_own_master and bucket.master is not None else {}
+            )
+        self._longest = max(span.part.stop - span.part.start for bucket in buckets for span in bucket.spans)
+        self._window = [_Buffer() for _ in range(settings.buffers)]
+        self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._last: Event = None  # of the last copy to the host
+        self._steps = 0
+        if self.on_cpu and isinstance(optimizer, _FUSED_ON_CPU):
+            for group in optimizer.param_groups:
+                group.update(fused=True, foreach=False)
+        self._adopt_all()
+
+    def after_step(self) -> None:
+        """With ratio "auto", move the state to the device that it has had no use for the memory of in the first steps."""
+        self._steps += 1
+        if not self._settings.is_auto or self._steps != _MEASURED_STEPS:
+            return
+        self.settle()
+        free = free_memory(self._device)
+        for bucket in list(self._buckets):
+            flats = self._flats[bucket]
+            size = sum(flat.nbytes for flat in flats.values())
+            if size > free:
+                break
+            free -= size
+            self._keep_on_device(bucket)
+        if not self._buckets:
+            self._window.clear()
+
+    def _keep_on_device(self, bucket: Bucket) -> None:
+        """Move the state of a bucket to the device for good."""
+        self._buckets.remove(bucket)
+        flats = {name: flat.to(self._device, copy=True) for name, flat in self._flats.pop(bucket).items()}
+        for span in bucket.spans:
+            for piece in span.pieces:
+                self._point(piece, bucket, flats, 0)
+            self._place_numbers(span, self._device)
+        bucket.keep_on_device(flats.get(_MASTER))
+
+    def state_bytes(self) -> StateBytes:
+        """Return the bytes of the state on the host, and of the window."""
+        state = bytes_of(flat for flats in self._flats.values() for flat in flats.values())
+        window = bytes_of(t for buffer in self._window for t in buffer.tensors.values())
+        return StateBytes(host=state + window) if self.on_cpu else StateBytes(host=state, window=window)
+
+    def settle(self) -> None:
+        """Return when the host may read and write the state."""
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None
+
+    @torch.no_grad()
+    def step(self, untouched: Set[nn.Parameter], factor: Tensor | None, meanwhile: Call) -> None:
+        """Update all spans and their weights. meanwhile: called when the first copies are under way.
+
+        untouched, factor: see Bucket.assign_gradients.
+        """
+        self._adopt_all()
+        work = ((bucket, span) for bucket in self._buckets for span in bucket.spans)
+        run = self._step_on_cpu if self.on_cpu else self._step_on_device
+        kept = [group["params"] for group in self._optimizer.param_groups]
+        try:
+            run(work, untouched, factor, meanwhile)
+        finally:
+            for group, params in zip(self._optimizer.param_groups, kept, strict=True):
+                group["params"] = params
+
+    def _step_on_device(
+        self, work: Iterator[tuple[Bucket, Span]], untouched: Set[nn.Parameter], factor: Tensor | None, meanwhile: Call
+    ) -> None:
+        for buffer in self._window:
+            buffer.free = self._last
+        coming = deque(self._bring(*one, buffer) for buffer, one in zip(self._window, work, strict=False))
+        meanwhile()
+        while coming:
+            visit = coming.popleft()
+            self._transfers.wait_for(visit.arrived, self._device)
+            self._update(visit, untouched, factor)
+            coming.extend(self._bring(*one, visit.buffer) for one in islice(work, 1))
+
+    def _bring(self, bucket: Bucket, span: Span, buffer: _Buffer) -> _Visit:
+        """Start to copy a span's state into a buffer."""
+        visit = _Visit(bucket, span, buffer)
+        for name, flat in self._flats[bucket].items():
+            held = flat[span.part]
+            visit.rooms[name] = buffer.room(name, held, self._longest, self._device)
+            visit.arrived = self._transfers.copy(visit.rooms[name], held, buffer.free)
+        return visit
+
+    def _update(self, visit: _Visit, untouched: Set[nn.Parameter], factor: Tensor | None) -> None:
+        """Update a span whose state is in a buffer, and start to copy it back."""
+        bucket, span, flats = visit.bucket, visit.span, self._flats[visit.bucket]
+        for piece in span.pieces:
+            self._point(piece, bucket, visit.rooms, span.part.start)
+        bucket.assign_gradients(span, untouched, factor)
+        self._optimize(span, self._device)
+        if _MASTER in visit.rooms:
+            _weights(bucket, span).copy_(visit.rooms[_MASTER])
+        self._adopt(bucket, span, visit)
+        done = self._transfers.now(self._device)
+        for name, room in visit.rooms.items():
+            self._last = self._transfers.copy(flats[name][span.part], room, done)
+        visit.buffer.free = self._last
+        for piece in span.pieces:
+            self._point(piece, bucket, flats, 0)
+
+    def _step_on_cpu(
+        self, work: Iterator[tuple[Bucket, Span]], untouched: Set[nn.Parameter], factor: Tensor | None, meanwhile: Call
+    ) -> None:
+        coming = deque(self._send(*one, buffer) for buffer, one in zip(self._window, work, strict=False))
+        meanwhile()
+        factor = None if factor is None else factor.cpu()
+        with _threads():
+            while coming:
+                visit = coming.popleft()
+                if visit.arrived is not None:
+                    visit.arrived.synchronize()
+                self._update_on_cpu(visit, untouched, factor)
+                coming.extend(self._send(*one, visit.buffer) for one in islice(work, 1))
+        self._transfers.wait_for(self._last, self._device)
+
+    def _send(self, bucket: Bucket, span: Span, buffer: _Buffer) -> _Visit:
+        """Start to copy a span's gradients to the host."""
+        visit, gradients = _Visit(bucket, span, buffer), bucket.gradient_shard[span.part]
+        for name, like in (("gradients", gradients), ("weights", _weights(bucket, span))):
+            visit.rooms[name] = buffer.room(name, like, self._longest, None, self._settings.pin)
+        visit.arrived = self._transfers.copy(
+            visit.rooms["gradients"], gradients, self._transfers.now(self._device), buffer.free
+        )
+        return visit
+
+    def _update_on_cpu(self, visit: _Visit, untouched: Set[nn.Parameter], factor: Tensor | None) -> None:
+        """Update a span whose gradients are on the host, and start to copy the weights to the device."""
+        bucket, span = visit.bucket, visit.span
+        bucket.assign_gradients(span, untouched, factor, visit.rooms["gradients"])
+        self._optimize(span, torch.device("cpu"))
+        self._adopt(bucket, span)
+        weights = visit.rooms["weights"].copy_(self._flats[bucket][_MASTER][span.part])
+        self._last = visit.buffer.free = self._transfers.copy(_weights(bucket, span), weights)
+
+    def _optimize(self, span: Span, device: torch.device) -> None:
+        """Run the optimizer on a span's masters alone, which are on this device, and drop their gradients."""
+        for k, group in enumerate(self._optimizer.param_groups):
+            group["params"] = [piece.master for piece in span.pieces if self._group_of.get(piece.master) == k]
+        self._place_numbers(span, device)
+        self._optimizer.step()
+        for piece in span.pieces:
+            piece.master.grad = None
+
+    def _place_numbers(self, span: Span, device: torch.device) -> None:
+        """Move scalars of the state, such as the step's number, to where a kernel reads them."""
+        for piece in span.pieces:
+            group = self._optimizer.param_groups[self._group_of[piece.master]] if piece.master in self._group_of else {}
+            if group.get("fused") or group.get("capturable"):
+                state = self._optimizer.state.get(piece.master, {})
+                state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and not v.dim()})
+
+    def _point(self, piece: ParameterShard, bucket: Bucket, flats: dict[str, Tensor], start: int) -> None:
+        """Make a piece's master, and what state the optimizer has of it, parts of these flat tensors."""
+        state = self._optimizer.state.get(piece.master, {})
+        for name, flat in flats.items():
+            if name == _MASTER:
+                piece.master.data = bucket.part_of(piece, flat, start)
+            elif name in state:
+                state[name] = bucket.part_of(piece, flat, start)
+
+    def _adopt_all(self) -> None:
+        for bucket in self._buckets:
+            for span in bucket.spans:
+                self._adopt(bucket, span)
+
+    def _adopt(self, bucket: Bucket, span: Span, visit: _Visit | None = None) -> None:
+        """Copy elementwise state that lies elsewhere, as the optimizer has just made or loaded it, into the flat tensors.
+
+        visit: in whose buffer the span is; None if it is on the host.
+        """
+        flats = self._flats[bucket]
+        for piece in span.pieces:
+            for name, value in self._optimizer.state.get(piece.master, {}).items():
+                if not isinstance(value, Tensor) or value.shape != piece.master.shape:
+                    continue
+                if name not in flats:
+                    flats[name] = host_tensor(bucket.gradient_shard.numel(), value.dtype, self._settings.pin)
+                flat, start = flats[name], 0
+                if visit is not None:
+                    room = visit.buffer.room(name, flat[span.part], self._longest, self._device)
+                    flat, start = visit.rooms.setdefault(name, room), span.part.start
+                place = bucket.part_of(piece, flat, start)
+                if value.data_ptr() != place.data_ptr():
+                    if visit is None:
+                        self.settle()
+                    self._optimizer.state[piece.master][name] = place.copy_(value)
+
+
+def _weights(bucket: Bucket, span: Span) -> Tensor:
+    """Return the weights of a span that the layers compute with, flat."""
+    assert bucket.own_weights is not None
+    return bucket.own_weights[span.part]
+
+
+@contextmanager
+def _threads() -> Iterator[None]:
+    """Compute with this process's share of the cores: launchers give each one thread by default."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
