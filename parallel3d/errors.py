@@ -95,6 +95,10 @@ class CheckpointError(Parallel3DError, RuntimeError):
     """A checkpoint that is incomplete, damaged, of another model, or cannot be written."""
 
 
+class OffloadError(Parallel3DError, RuntimeError):
+    """State that doesn't fit into host memory or on disk, or can't be read from there or written to."""
+
+
 class KernelError(Parallel3DError, RuntimeError):
     """CUDA kernels that can't be compiled, loaded or launched."""
 

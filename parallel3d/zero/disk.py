@@ -1,0 +1,178 @@
+"""Scratch space on disk for offloaded state, read and written past the page cache by threads."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import mmap
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from parallel3d.errors import OffloadError
+
+ALIGNMENT = 4096  # of offsets, sizes and addresses, as O_DIRECT needs it; pages have it
+_GIB = 2**30
+
+
+class Traffic:
+    """Bytes that were read or written, and the seconds in which any request was under way."""
+
+    def __init__(self) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+        self._running, self._since, self._lock = 0, 0.0, Lock()
+
+    @contextmanager
+    def moving(self, nbytes: int) -> Iterator[None]:
+        """Count the block as a request; its bytes only if it ends well."""
+        with self._lock:
+            if self._running == 0:
+                self._since = time.perf_counter()
+            self._running += 1
+        moved = 0
+        try:
+            yield
+            moved = nbytes
+        finally:
+            with self._lock:
+                self.nbytes += moved
+                self._running -= 1
+                if self._running == 0:
+                    self.seconds += time.perf_counter() - self._since
+
+
+class Transfer:
+    """Read or write under way. Until wait() returns, its tensor must not be used, nor written to."""
+
+    def __init__(self, blocks: Sequence[Future[None]]):
+        self._blocks = blocks
+
+    def wait(self) -> None:
+        """Return when all of it is done, or no part is under way any more. Raises OffloadError."""
+        wait(self._blocks)
+        for block in self._blocks:
+            block.result()
+
+
+class ScratchFile:
+    """Space on disk of one rank, which it alone can reach, and which is free again however its process ends.
+
+    - directory: on the disk to use, such as `nvme_path`.
+    - nbytes: size, which is taken at once.
+    - block_bytes: size of a request, a multiple of 4096 (`aio.block_size`).
+    - in_flight: requests at a time, each of a thread (`aio.queue_depth` x `aio.intra_op_parallelism`).
+
+    The file has no name, so nothing is left after a kill that a later start could take for its own; `lsof +L1` lists it while
+    it is used. Warns if the file system has no O_DIRECT: then reads and writes go through the page cache. Raises OffloadError.
+    """
+
+    def __init__(self, directory: str | Path, nbytes: int, block_bytes: int = 8 << 20, in_flight: int = 8):
+        if block_bytes <= 0 or block_bytes % ALIGNMENT or in_flight < 1:
+            raise OffloadError(
+                f"a scratch file can't have requests of {block_bytes} bytes, {in_flight} at a time; set aio.block_size to a "
+                f"multiple of {ALIGNMENT}, and aio.queue_depth to 1 or more"
+            )
+        self.directory, self.nbytes = directory, nbytes
+        self.reads, self.writes = Traffic(), Traffic()
+        self._block_bytes = block_bytes
+        self._file = _allocate(directory, nbytes)
+        self.is_direct = _use_direct(self._file.fileno())
+        if not self.is_direct:
+            warnings.warn(
+                f"{directory} is on a file system without O_DIRECT for blocks of {ALIGNMENT} bytes: offloaded state passes "
+                "through the page cache, which is slower and takes host memory; set nvme_path to a directory on a local disk",
+                stacklevel=2,
+            )
+        self._threads = ThreadPoolExecutor(in_flight, thread_name_prefix="parallel3d disk")
+
+    def read(self, offset: int, into: Tensor) -> Transfer:
+        """Start to fill a tensor from the bytes at `offset`. Transfers run at the same time and in any order.
+
+        Tensors are contiguous, on the CPU, and aligned to ALIGNMENT in size and address, as `offset` is; parts of a slab are.
+        """
+        return self._start(offset, into, is_read=True)
+
+    def write(self, offset: int, source: Tensor) -> Transfer:
+        """Start to write a tensor to the bytes at `offset`; see read."""
+        return self._start(offset, source, is_read=False)
+
+    def close(self) -> None:
+        """Wait for what is under way, then give the space back."""
+        self._threads.shutdown()
+        self._file.close()
+
+    def _start(self, offset: int, tensor: Tensor, is_read: bool) -> Transfer:
+        size = tensor.numel() * tensor.itemsize
+        aligned = not any(number % ALIGNMENT for number in (offset, size, tensor.data_ptr()))
+        if not (aligned and tensor.is_contiguous() and 0 <= offset <= self.nbytes - size):
+            raise OffloadError(
+                f"{size} bytes of memory at {tensor.data_ptr():#x} can't be read from or written to bytes {offset} to "
+                f"{offset + size} of {self.nbytes} on disk: they must lie inside, be contiguous, and begin and end at "
+                f"multiples of {ALIGNMENT}; take parts of a slab that do"
+            )
+        # The view keeps the tensor's memory alive.
+        memory = tensor.detach().view(-1).view(torch.uint8).numpy().data
+        starts = range(0, size, self._block_bytes)
+        parts = ((memory[at : at + self._block_bytes], offset + at) for at in starts)
+        return Transfer([self._threads.submit(self._move, part, place, is_read) for part, place in parts])
+
+    def _move(self, memory: memoryview, offset: int, is_read: bool) -> None:
+        call, traffic = (os.preadv, self.reads) if is_read else (os.pwritev, self.writes)
+        done = 0
+        with traffic.moving(len(memory)):
+            while done < len(memory):
+                try:
+                    moved = call(self._file.fileno(), [memory[done:]], offset + done)
+                    if moved < ALIGNMENT:
+                        raise OSError(errno.EIO, f"only {moved} bytes were moved")
+                except OSError as error:
+                    raise OffloadError(
+                        f"{'reading' if is_read else 'writing'} {len(memory) - done} bytes at {offset + done} of the scratch "
+                        f"file in {self.directory} failed: {error.strerror}; look for the disk's errors in the kernel's log "
+                        "(dmesg), or set nvme_path to a directory on another disk"
+                    ) from error
+                done += moved - moved % ALIGNMENT  # O_DIRECT can go on only there
+
+
+def _allocate(directory: str | Path, nbytes: int) -> io.FileIO:
+    """Return a file without a name that has at least these bytes on disk. Raises OffloadError."""
+    size, free = max(ALIGNMENT, nbytes), "unknown"
+    try:
+        with ExitStack() as on_error:
+            # Linux makes it without a name (O_TMPFILE); where the file system can't, the name is removed at once.
+            file = on_error.enter_context(tempfile.TemporaryFile(dir=directory, prefix="parallel3d_", buffering=0))
+            space = os.statvfs(directory)
+            free = f"{space.f_bavail * space.f_frsize / _GIB:.3f} GiB"
+            if space.f_bavail * space.f_frsize < size:  # don't fill the disk only to see that
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(file.fileno(), 0, size)
+            on_error.pop_all()
+    except OSError as error:
+        raise OffloadError(
+            f"a scratch file of {size / _GIB:.3f} GiB for this rank's offloaded state can't be made in {directory} (free: "
+            f"{free}, which the ranks of this host share): {error.strerror}; free space there, set nvme_path to an existing "
+            "directory on another disk that you may write to, or offload less"
+        ) from error
+    return file
+
+
+def _use_direct(file: int) -> bool:
+    """Let reads and writes bypass the page cache. Returns whether the file system can do so for blocks of ALIGNMENT bytes."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.preadv(file, [mmap.mmap(-1, ALIGNMENT)], 0)  # some file systems refuse only now
+    except OSError:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        return False
+    return True
