@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
+from parallel3d.comm.host_memory import allocate_slab
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.layout import BucketLayout, cut, lay_out
@@ -166,7 +167,7 @@ class Bucket:
         fp16 the values that the loss scale has kept from underflow would be lost. gradients: a copy of the span's gradients.
         """
         flat = self.gradient_shard[span.part] if gradients is None else gradients
-        in_place = self.gradient_dtype == self.master_dtype
+        in_place = flat.dtype == self.master_dtype
         if factor is not None and in_place:
             flat.mul_(factor)  # in one pass
         for piece in span.pieces:
@@ -263,8 +264,8 @@ class Bucket:
 
 
 def host_tensor(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
-    """Return a flat tensor in host memory."""
-    return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin and torch.cuda.is_available())
+    """Return a flat tensor of zeros in host memory."""
+    return allocate_slab(numel * dtype.itemsize, pin).view(dtype)
 
 
 def make_buckets(

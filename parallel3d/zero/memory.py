@@ -97,10 +97,11 @@ def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, m
         return StateBytes()
     numel = min(offload.window, max(layout.shard_numel for layout in layouts))
     pairs = {(layout.gradient_dtype, layout.weight_dtype) for layout in layouts}
-    if offload.on_cpu:
-        return StateBytes(host=offload.buffers * numel * max(g.itemsize + w.itemsize for g, w in pairs))
     widest = max(layout.master_dtype.itemsize for layout in layouts)
     copies = any(layout.gradient_dtype != layout.master_dtype for layout in layouts)
+    if offload.on_cpu:
+        each = max(g.itemsize + w.itemsize for g, w in pairs) + widest * copies
+        return StateBytes(host=offload.buffers * numel * each)
     states = moments + any(layout.has_own_master for layout in layouts)
     return StateBytes(window=offload.buffers * numel * states * widest, update=numel * widest * copies)
 

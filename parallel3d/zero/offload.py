@@ -39,7 +39,7 @@ class _Buffer:
             if device is None:
                 self.tensors[name] = host_tensor(longest, like.dtype, pin)
             else:
-                self.tensors[name] = torch.zeros(longest, dtype=like.dtype, device=device)
+                self.tensors[name] = torch.empty(longest, dtype=like.dtype, device=device)
         return self.tensors[name][: like.numel()]
 
 
@@ -153,11 +153,13 @@ class OffloadedState:
 
     def _bring(self, bucket: Bucket, span: Span, buffer: _Buffer) -> _Visit:
         """Start to copy a span's state into a buffer."""
-        visit = _Visit(bucket, span, buffer)
-        for name, flat in self._flats[bucket].items():
+        visit, flats = _Visit(bucket, span, buffer), self._flats[bucket]
+        # Kernels that are queued may still use memory that the allocator gives out now.
+        made = self._transfers.now(self._device) if any(name not in buffer.tensors for name in flats) else None
+        for name, flat in flats.items():
             held = flat[span.part]
             visit.rooms[name] = buffer.room(name, held, self._longest, self._device)
-            visit.arrived = self._transfers.copy(visit.rooms[name], held, buffer.free)
+            visit.arrived = self._transfers.copy(visit.rooms[name], held, buffer.free, made)
         return visit
 
     def _update(self, visit: _Visit, untouched: Set[nn.Parameter], factor: Tensor | None) -> None:
@@ -205,7 +207,13 @@ class OffloadedState:
     def _update_on_cpu(self, visit: _Visit, untouched: Set[nn.Parameter], factor: Tensor | None) -> None:
         """Update a span whose gradients are on the host, and start to copy the weights to the device."""
         bucket, span = visit.bucket, visit.span
-        bucket.assign_gradients(span, untouched, factor, visit.rooms["gradients"])
+        gradients = visit.rooms["gradients"]
+        if (
+            gradients.dtype != bucket.master_dtype
+        ):  # in memory that is kept: to take new pages costs more than the update
+            wide = torch.empty((), dtype=bucket.master_dtype).expand_as(gradients)
+            gradients = visit.buffer.room("wide", wide, self._longest, None).copy_(gradients)
+        bucket.assign_gradients(span, untouched, factor, gradients)
         self._optimize(span, torch.device("cpu"))
         self._adopt(bucket, span)
         weights = visit.rooms["weights"].copy_(self._flats[bucket][_MASTER][span.part])
