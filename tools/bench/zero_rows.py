@@ -119,7 +119,7 @@ def obstacle(row: Row, framework: str, host: Host) -> str:
 
 
 def table(records: Sequence[Mapping[str, Any]], number: int) -> list[list[str]]:
-    """Return the headers and a row of text for each record of a table; what did not run has its reason in the second column."""
+    """Return the headers and a row of text for each record of a table. What has no figures has its reason last."""
     columns = ["s/step", "min-max"]
     if number != 4:
         columns += ["samples/s", "peak GPU GiB", "host GiB"]
@@ -127,17 +127,16 @@ def table(records: Sequence[Mapping[str, Any]], number: int) -> list[list[str]]:
         columns += ["skipped steps"]
     if number == 5:
         columns = [*PARTS, "peak GPU GiB"]
-    lines = [["row", "framework", *columns]]
+    lines = [["row", "framework", *columns, "no figures because"]]
     for record in records:
         if record["table"] == number:
-            start = [record["row"], record["framework"]]
-            if "result" not in record:
+            cells, reason = {}, ""
+            if "result" in record:
+                cells = _cells(record["result"]) | (_parts(record["result"]) if number == 5 else {})
+            else:
                 reason = f"{record['status']}: {next(iter(record['error']), 'without a message')[:200]}"
-                lines.append([*start, reason, *[""] * (len(columns) - 1)])
-                continue
-            cells = _cells(record["result"]) | (_parts(record["result"]) if number == 5 else {})
-            lines.append([*start, *(cells.get(column, "") for column in columns)])
-    return lines
+            lines.append([record["row"], record["framework"], *(cells.get(column, "") for column in columns), reason])
+    return lines if any(line[-1] for line in lines[1:]) else [line[:-1] for line in lines]
 
 
 def _cells(result: Mapping[str, Any]) -> dict[str, str]:
