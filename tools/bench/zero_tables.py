@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def main() -> int:
     has_infiniband = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
     host = Host(work.processes, bool(gpus), args.nvme_path, has_infiniband)
     missing = {name: "not installed" for name in split_names(args.frameworks) if find_spec(name) is None}
-    run = describe_run(args, gpus, work, "zero_tables.py") | {"missing": missing}
+    run = describe_run(args, gpus, replace(work, model=Path(work.model).name), "zero_tables.py") | {"missing": missing}
     records: list[dict[str, Any]] = []
     for row in rows(args.nvme_path):
         if str(row.table) not in split_names(args.tables):
