@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,11 +117,20 @@ def trained(
     return run, optimizer_state(engine), engine.skipped_steps, engine
 
 
-def compare(case: Case, before_step: Callable[[], None] = lambda: None) -> list[str]:
+def on_disk(directory: Path) -> dict[str, Any]:
+    return {
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(directory), "buffer_count": 2},
+        "sub_group_size": 300,
+    }
+
+
+def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambda: None) -> list[str]:
     """Return what differs from training without offload, and from the predicted memory. before_step: called in each step."""
     wanted, wanted_state, skipped, _ = trained(case, {})
     problems = []
-    for name, offload, tolerance in (("device", DEVICE, 0.0), ("half", HALF, 0.0), ("cpu", ON_CPU, 1e-6)):
+    ways = {"device": DEVICE, "half": HALF, "cpu": ON_CPU, "disk": on_disk(directory)}
+    for name, offload in ways.items():
+        tolerance = 1e-6 if name == "cpu" else 0.0
         run, state, own_skipped, engine = trained(case, offload, before_step)
         if own_skipped != skipped or (0 < skipped < STEPS) != ("fp16" in case.config):
             problems.append(f"{name}: {own_skipped} skipped steps, {skipped} without offload")
@@ -142,6 +152,8 @@ def compare(case: Case, before_step: Callable[[], None] = lambda: None) -> list[
         if not offloaded or (name == "half") != (len(offloaded) < len(engine.update.sharded.buckets)):
             problems.append(f"{name}: {len(offloaded)} buckets are offloaded")
         for row, (predicted, measured) in engine.reports.memory_report()[engine.global_rank].items():
-            if row in ("host", "window", "masters") and measured != pytest.approx(predicted, rel=0.01):
+            # A shard that is padding alone gets masters and no state: up to two blocks of the disk less.
+            allowed = 2 * 4096 if row == "disk" else 0.01 * predicted
+            if row in ("host", "disk", "window", "masters") and not predicted - allowed <= measured <= predicted:
                 problems.append(f"{name}: {row} is {measured}, predicted {predicted}")
     return problems

@@ -226,7 +226,13 @@ class Reports:
         moments, infos, replicas = moments_of(update.optimizer), self._model.parameter_infos(), self._groups.data.size
         predicted = predict_state(infos, update.policy, replicas, moments or 0)
         if moments is None:
-            predicted = replace(predicted, optimizer=measured.optimizer, host=measured.host, window=measured.window)
+            predicted = replace(
+                predicted,
+                optimizer=measured.optimizer,
+                host=measured.host,
+                disk=measured.disk,
+                window=measured.window,
+            )
         if units is not None:
             sizes = unit_sizes(infos, self._model.frozen_infos(), update.policy, replicas)
             gathered = peak_live(self._instructions, {unit: size.nbytes for unit, size in sizes.items()})
@@ -246,6 +252,8 @@ class Reports:
             del rows["gathered"]
         if update.sharded.offloaded is None:
             del rows["window"], rows["host"]
+        if not measured.disk:
+            del rows["disk"]
         rows["activations"] = activations
         rows["steady"] = (predicted.steady, measured.steady)
         rows["backward"] = (predicted.backward + activations[0], beside + workspace)

@@ -21,9 +21,11 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.frozen import FrozenBucket, shard_frozen
+from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
+from parallel3d.zero.storage import Storage, open_storage
 from parallel3d.zero.values import make_whole
 from parallel3d.zero.weights import ShardedWeights, Units
 from parallel3d.zero.whole_state import WholeState
@@ -100,6 +102,7 @@ class WeightUpdate:
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
+        self._storage = self._open_storage(infos, config.offload.host_memory_gib)
         self._make_buckets(infos, on_value)
         _cast(model, precision.weights)
         self.sharded = ShardedOptimizer(
@@ -109,7 +112,7 @@ class WeightUpdate:
             config.zero_allow_untested_optimizer,
             on_gather=self._report_gather,
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
-            offload=self.policy.offload,
+            storage=self._storage,
         )
         for bucket in self.reducer.all_buckets():
             for k, parameter in enumerate(bucket.parameters):
@@ -129,6 +132,13 @@ class WeightUpdate:
         self._counted = False
         self.skipped_steps = 0
 
+    def _open_storage(self, infos: Sequence[ParameterInfo], limit_gib: float | None) -> Storage | None:
+        """Return where offloaded state will be kept; None if none will be. Collective."""
+        if self.policy.offload is None:
+            return None
+        predicted = predict_state(infos, self.policy, self._groups.data.size, moments_of(self.optimizer) or 0)
+        return open_storage(self.policy.offload, predicted, self._groups.control, limit_gib)
+
     def _make_buckets(
         self, infos: Sequence[ParameterInfo], on_value: Callable[[nn.Parameter, Tensor], None] | None
     ) -> None:
@@ -147,6 +157,7 @@ class WeightUpdate:
             on_launch=self._on_launch,
             on_value=on_value,
             gather_group=gather_group,
+            allocate=self._storage.allocate if self._storage is not None else None,
         )
         self._frozen = model.frozen_infos()
         self.frozen_buckets = list(shard_frozen(self._frozen, self.policy, gather_group)) if gather_group else []

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
-from parallel3d.comm.host_memory import allocate_slab
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.layout import BucketLayout, cut, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.values import make_whole
 from parallel3d.zero.weights import ShardedWeights, WeightState
+
+HostAllocator = Callable[[int, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,14 @@ class Bucket:
     - spans: the parts of the shard that the optimizer updates one by one; a single one unless is_offloaded.
     """
 
-    def __init__(self, layout: BucketLayout, partition: Group, rank: int, gather_group: Group | None = None):
+    def __init__(
+        self,
+        layout: BucketLayout,
+        partition: Group,
+        rank: int,
+        gather_group: Group | None = None,
+        allocate: HostAllocator | None = None,
+    ):
         self.infos, self.offsets, self.sizes = layout.infos, layout.offsets, layout.sizes
         self.numel, self.kind, self.owners = layout.numel, layout.kind, layout.owners
         self.parameters = tuple(info.parameter for info in self.infos)
@@ -65,7 +73,7 @@ class Bucket:
         # Whether the masters are a copy, in a wider dtype than the weights.
         self.has_own_master = layout.has_own_master
         # Whether masters of their own, and the optimizer's state, are in host memory between steps.
-        self.is_offloaded = layout.is_offloaded
+        self.is_offloaded, self._allocate = layout.is_offloaded, allocate
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
         self.sharded: ShardedWeights | None = None
@@ -126,9 +134,8 @@ class Bucket:
         """Return a master shard where it is kept between steps, in no more memory than it needs."""
         if not layout.is_offloaded:
             return master if layout.is_sharded else master.clone()
-        offload = layout.policy.offload
-        assert offload is not None
-        return host_tensor(master.numel(), master.dtype, offload.pin).copy_(master)
+        assert self._allocate is not None
+        return self._allocate(master.numel(), master.dtype).copy_(master)
 
     def _cut_spans(self, longest: int) -> list[Span]:
         if self.master is None:
@@ -263,16 +270,19 @@ class Bucket:
         return all_gather_into(self.weights, self.own_weights, self.partition)
 
 
-def host_tensor(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
-    """Return a flat tensor of zeros in host memory."""
-    return allocate_slab(numel * dtype.itemsize, pin).view(dtype)
-
-
 def make_buckets(
-    infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int, gather_group: Group | None = None
+    infos: Sequence[ParameterInfo],
+    policy: ZeroPolicy,
+    partition: Group,
+    rank: int,
+    gather_group: Group | None = None,
+    allocate: HostAllocator | None = None,
 ) -> list[Bucket]:
     """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket.
 
-    gather_group: the ranks of `partition` with a communicator of their own, for gathers of sharded weights.
+    gather_group: the ranks of `partition` with a communicator of their own, for gathers of sharded weights. allocate: makes
+    flat tensors of zeros for offloaded state.
     """
-    return [Bucket(layout, partition, rank, gather_group) for layout in lay_out(infos, policy, partition.size)]
+    return [
+        Bucket(layout, partition, rank, gather_group, allocate) for layout in lay_out(infos, policy, partition.size)
+    ]

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.disk import in_blocks
 from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
 from parallel3d.zero.policy import OptimizerOffload, ZeroPolicy
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank's model state by component. All but three are held throughout, and all but `host` on the device.
+    """Bytes of one rank's model state by component. All but three are held throughout, and all but the last two on the device.
 
     weights: the shards of those that live as shards; transient: the gradient buffers of reductions, in use during a backward;
     update: copies of gradients in the masters' dtype, while the optimizer runs; gathered: most bytes of sharded weights that
-    are gathered at a time, while layers run; window: buffers that offloaded state passes through; host: offloaded state.
+    are gathered at a time, while layers run; window: buffers that offloaded state passes through; host, disk:
+    offloaded state there.
     """
 
     weights: int = 0
@@ -32,6 +34,7 @@ class StateBytes:
     gathered: int = 0
     window: int = 0
     host: int = 0
+    disk: int = 0
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -77,12 +80,17 @@ def predict_state(
             weights=held * layout.weight_dtype.itemsize,
             gradients=(shard if layout.is_transient else padded) * accumulator.itemsize,
         )
-        masters, optimizer = shard * master.itemsize * layout.has_own_master, moments * shard * master.itemsize
+        each = shard * master.itemsize
+        masters, optimizer = each * layout.has_own_master, each * moments
         if layout.is_offloaded:
             offloaded.append(layout)
-            total += StateBytes(host=masters + optimizer)
+            on_disk = policy.offload is not None and policy.offload.directory is not None
+            if on_disk:
+                total += StateBytes(disk=in_blocks(each) * (moments + layout.has_own_master))
+            else:
+                total += StateBytes(host=masters + optimizer)
         else:
-            update = shard * master.itemsize if accumulator != master else 0
+            update = each if accumulator != master else 0
             total += StateBytes(masters=masters, optimizer=optimizer, update=update)
         if layout.is_transient:
             is_early = any(info.parameter in early for info in layout.infos)
@@ -103,7 +111,12 @@ def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, m
         each = max(g.itemsize + w.itemsize for g, w in pairs) + widest * copies
         return StateBytes(host=offload.buffers * numel * each)
     states = moments + any(layout.has_own_master for layout in layouts)
-    return StateBytes(window=offload.buffers * numel * states * widest, update=numel * widest * copies)
+    each = numel * widest
+    return StateBytes(
+        window=offload.buffers * states * each,
+        update=each * copies,
+        host=offload.host_buffers * states * in_blocks(each),
+    )
 
 
 def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> Iterator[BucketLayout]:

@@ -17,7 +17,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.memory import MOMENTS, StateBytes, bytes_of
 from parallel3d.zero.offload import OffloadedState
-from parallel3d.zero.policy import OptimizerOffload
+from parallel3d.zero.storage import Storage
 
 if TYPE_CHECKING:
     from parallel3d.kernels.fused_adamw import FusedAdamW
@@ -41,7 +41,7 @@ class ShardedOptimizer:
     allow_untested, and for parameters that aren't the model's.
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
-    offload: how the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
+    storage: where the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ShardedOptimizer:
         allow_untested: bool = False,
         on_gather: Callable[[tuple[int, ...], int, Work], None] | None = None,
         open_kernel: Callable[[Sequence[Bucket]], FusedAdamW | None] | None = None,
-        offload: OptimizerOffload | None = None,
+        storage: Storage | None = None,
     ):
         self.optimizer = optimizer
         # Buckets come from the last layer on; the next forward needs them from the first layer on.
@@ -74,7 +74,7 @@ class ShardedOptimizer:
             group["params"] = [master for parameter in group["params"] for master in masters[parameter]]
         self._fused = open_kernel(self.buckets) if open_kernel is not None else None
         offloaded = [bucket for bucket in self.buckets if bucket.is_offloaded]
-        self.offloaded = OffloadedState(optimizer, offloaded, offload) if offload is not None and offloaded else None
+        self.offloaded = OffloadedState(optimizer, offloaded, storage) if storage is not None and offloaded else None
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
         self._on_gather = on_gather

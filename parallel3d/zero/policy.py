@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel3d.config import Config, ZeroConfig
+from parallel3d.config import AioConfig, Config, ZeroConfig
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.lifetimes import NEVER, LiveLimits, live_choices
 
@@ -17,14 +17,20 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARE = 0.1
 # Most elements of a buffer of the window: 64 MiB in fp32, long enough for the full rate of a link.
 _WINDOW = 1 << 24
+# Spans that are read from disk before a buffer of the window is free for them, and that are written at a time.
+READS_AHEAD, _WRITES = 2, 2
+_MOST_THREADS = 64
+# Elements of state in a block of the disk.
+_DISK_BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class OptimizerOffload:
-    """Masters and optimizer state of a share of the elements, `ratio`, in host memory.
+    """Masters and optimizer state of a share of the elements, `ratio`, in host memory, or on disk.
 
     They pass through `buffers` buffers of the device of at most `window` elements each, or stay, and the CPU updates them.
-    is_auto: whether those that the device has room for are moved to it after some steps.
+    is_auto: whether those that the device has room for are moved to it after some steps. directory: on the disk; None for host
+    memory; block_bytes, in_flight: size of the disk's requests, and their number at a time.
     """
 
     ratio: float
@@ -33,6 +39,14 @@ class OptimizerOffload:
     on_cpu: bool
     is_auto: bool
     window: int
+    directory: str | None = None
+    block_bytes: int = 1 << 23
+    in_flight: int = 8
+
+    @property
+    def host_buffers(self) -> int:
+        """Buffers in host memory between the disk and the window: as many as it has, those being read, and those written."""
+        return 0 if self.directory is None else self.buffers + READS_AHEAD + _WRITES
 
 
 @dataclass(frozen=True)
@@ -88,22 +102,25 @@ def make_policy(
         communication_dtype=_DTYPES[communication] if communication else None,
         reduce_per_micro_batch=zero.stage >= 2 and per_micro_batch,
         largest_whole=zero.stage3_param_persistence_threshold,
-        offload=_offload(zero),
+        offload=_offload(zero, config.aio),
     )
 
 
-def _offload(zero: ZeroConfig) -> OptimizerOffload | None:
+def _offload(zero: ZeroConfig, aio: AioConfig) -> OptimizerOffload | None:
     config = zero.offload_optimizer
     if config.device in ("none", None) or config.ratio == 0:
         return None
-    ratio = 1.0 if config.ratio == "auto" else config.ratio
+    ratio, on_disk = 1.0 if config.ratio == "auto" else config.ratio, config.device == "nvme"
     return OptimizerOffload(
         ratio,
         config.buffer_count,
         config.pin_memory,
         on_cpu=config.step == "cpu",
         is_auto=config.ratio == "auto",
-        window=min(zero.sub_group_size, _WINDOW),
+        window=min(-(-zero.sub_group_size // _DISK_BLOCK) * _DISK_BLOCK if on_disk else zero.sub_group_size, _WINDOW),
+        directory=config.nvme_path if on_disk else None,
+        block_bytes=aio.block_size,
+        in_flight=min(aio.queue_depth * aio.intra_op_parallelism, _MOST_THREADS),
     )
 
 

@@ -20,17 +20,18 @@ from offload_runs import (
     compare,
     data_of,
     engine_of,
+    on_disk,
     optimizer_state,
     trained,
 )
 from parallel3d.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, OffloadError
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_numbers_are_those_without_offload(run_ranks, name: str):
-    for problems in run_ranks(WORLDS[name], compare, CASES[name]):
+def test_the_numbers_are_those_without_offload(run_ranks, name: str, tmp_path: Path):
+    for problems in run_ranks(WORLDS[name], compare, CASES[name], tmp_path):
         assert not problems, "\n".join(problems)
 
 
@@ -60,8 +61,10 @@ RESUMED = Case(dp=2, config=BF16)
 def resume(directory: Path) -> dict[str, bool]:
     """Save with offload after one step, and go on without it, and the other way round."""
     found = {}
+    disk = on_disk(directory)
     wanted = trained(RESUMED, {})[1]
-    for name, first, second in (("to device", DEVICE, {}), ("to host", {}, DEVICE), ("to cpu", HALF, ON_CPU)):
+    ways: dict[str, Any] = {"to device": (DEVICE, {}), "to host": ({}, DEVICE), "to cpu": (HALF, ON_CPU)}
+    for name, (first, second) in {**ways, "off disk": (disk, {}), "to disk": ({}, disk)}.items():
         engine = engine_of(RESUMED, first)
         run_steps(engine, data_of(engine, 0, 1), 1)
         engine.save_checkpoint(directory / name)
@@ -76,7 +79,7 @@ def resume(directory: Path) -> dict[str, bool]:
 
 def test_a_checkpoint_goes_on_with_and_without_offload(run_ranks, tmp_path: Path):
     for found in run_ranks(2, resume, tmp_path):
-        assert found == {"to device": True, "to host": True, "to cpu": True}
+        assert found == {"to device": True, "to host": True, "to cpu": True, "off disk": True, "to disk": True}
 
 
 def write() -> tuple[float, float]:
@@ -97,21 +100,37 @@ def test_masters_on_the_host_follow_what_is_written(run_ranks):
     assert (first, second) == (pytest.approx(0.123), 2.5)
 
 
-def refusals() -> list[str]:
+SHORT = {"offload": {"host_memory_gib": 1e-5}}
+
+
+def refusals(directory: Path) -> list[str]:
     errors = []
-    for optimizer, zero in (
-        (("Adafactor", {"lr": 1e-3}), DEVICE),
-        (("SGD", {"lr": 0.1}), {"offload_optimizer": {"device": "gpu"}}),
+    for optimizer, zero, config in (
+        (("Adafactor", {"lr": 1e-3}), DEVICE, {}),
+        (("SGD", {"lr": 0.1}), {"offload_optimizer": {"device": "gpu"}}, {}),
+        (("SGD", {"lr": 0.1}), {"offload_optimizer": {"device": "nvme"}}, {}),
+        (("AdamW", {"lr": 1e-3}), DEVICE, SHORT),
+        # One rank's directory is missing, and all ranks raise.
+        (("AdamW", {"lr": 1e-3}), on_disk(directory / str(torch.distributed.get_rank())), {}),
     ):
         try:
-            engine_of(Case(optimizer=optimizer), zero)
-        except ConfigError as error:
-            errors.append(str(error))
+            engine_of(Case(dp=2, optimizer=optimizer, config=config), zero)
+        except (ConfigError, OffloadError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
     return errors
 
 
-def test_what_cannot_be_offloaded_is_an_error(run_ranks):
-    [(whole, device)] = run_ranks(1, refusals)
-    assert "Adafactor works on whole tensors" in whole
-    assert "offload_optimizer.device" in device
-    assert "'gpu'" in device
+def test_what_cannot_be_offloaded_is_an_error_on_all_ranks(run_ranks, tmp_path: Path):
+    (tmp_path / "0").mkdir()
+    for whole, device, no_path, short, missing in run_ranks(2, refusals, tmp_path):
+        assert "Adafactor works on whole tensors" in whole
+        assert "offload_optimizer.device" in device
+        assert "'gpu'" in device
+        assert "device is nvme, but nvme_path is missing" in no_path
+        assert short.startswith(
+            "OffloadError: offloaded state needs 0.000 GiB of host memory (by local rank: 0.000 by 0"
+        )
+        assert "offload.host_memory_gib leaves 0.000 GiB" in short
+        assert missing.startswith("OffloadError: a scratch file of")
+        assert str(tmp_path / "1") in missing
+    assert list((tmp_path / "0").iterdir()) == []
