@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel3d import comm
 from parallel3d.comm import init_distributed
-from parallel3d.deepspeed import accelerator, checkpointing, runtime, utils
+from parallel3d.deepspeed import accelerator, checkpointing, ops, runtime, utils
 from parallel3d.deepspeed.accelerator import get_accelerator
 from parallel3d.deepspeed.arguments import add_config_arguments
 from parallel3d.deepspeed.utils import log_dist, logger
@@ -41,6 +41,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "ops",
     "pipe",
     "runtime",
     "utils",

@@ -3,5 +3,6 @@
 import sys
 from importlib import import_module
 
-for _name in ("accelerator", "arguments", "checkpointing", "runtime", "runtime.utils", "utils"):
+_OPS = ("ops", "ops.adagrad", "ops.adam", "ops.lion")
+for _name in ("accelerator", "arguments", "checkpointing", *_OPS, "runtime", "runtime.utils", "utils"):
     sys.modules[f"parallel3d.{_name}"] = import_module(f"parallel3d.deepspeed.{_name}")

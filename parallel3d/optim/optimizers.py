@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,17 @@ _NOT_YET = {
     "musgd": "SGD",
 }
 
-# Arguments of DeepSpeed's own kernels that torch's classes lack: with these values torch's do the same, None means any.
-_IMPLIED: dict[str, bool | None] = {"fp32_optimizer_states": True, "set_grad_none": None}
-_IMPLIED_BY_ADAM = {**_IMPLIED, "bias_correction": True}
+Parameters: TypeAlias = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+
+# Arguments of DeepSpeed's own kernels that these classes lack: with these values they do the same, None means any.
+_STATES: dict[str, bool | None] = {"fp32_optimizer_states": True}
+_ADAM = {**_STATES, "set_grad_none": None, "bias_correction": True}
+_IMPLIED: dict[type[torch.optim.Optimizer], dict[str, bool | None]] = {
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adagrad: {**_STATES, "amsgrad": False},
+    Lion: {**_STATES, "set_grad_none": None},
+}
 _ONE_BIT = "it is an argument of the 1-bit optimizers, which are not yet supported; drop it"
 _REMEDIES = {
     "max_grad_norm": "set gradient_clipping, at the top level of the configuration",
@@ -43,9 +51,7 @@ _REMEDIES = {
 }
 
 
-def build_optimizer(
-    name: str, parameters: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]], params: Mapping[str, Any]
-) -> torch.optim.Optimizer:
+def build_optimizer(name: str, parameters: Parameters, params: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return the optimizer that a configuration names, in any case, with its params.
 
     name: "Lion" or a class of torch.optim. "Adam" and "AdamW" are DeepSpeed's: weight decay is decoupled unless
@@ -56,17 +62,15 @@ def build_optimizer(
     """
     cls = _class_of(name)
     params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    own: list[str] = []  # names of params that are DeepSpeed's alone
+    implied = _IMPLIED.get(cls, {})
+    own = [*implied]  # names of params that are DeepSpeed's alone
+    _drop_implied(name, params, implied)
     if cls in (torch.optim.Adam, torch.optim.AdamW):
-        own = [*_IMPLIED_BY_ADAM, "adam_w_mode", "torch_adam"]
-        _drop_implied(name, params, _IMPLIED_BY_ADAM)
+        own += ["adam_w_mode", "torch_adam"]
         decoupled = _flag(name, params, "adam_w_mode", True) or cls is torch.optim.AdamW
         if not _flag(name, params, "torch_adam", False):
             params.setdefault("weight_decay", 0.0)
         cls = torch.optim.AdamW if decoupled else torch.optim.Adam
-    elif cls is Lion:
-        own = [*_IMPLIED]
-        _drop_implied(name, params, _IMPLIED)
     groups = _groups(parameters)
     tensors = [p for group in groups for p in group["params"]]
     chosen = bool({"fused", "foreach", "differentiable"} & set(params))

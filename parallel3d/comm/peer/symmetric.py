@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -50,9 +51,13 @@ def check_hosts(hosts: Sequence[str], noun: str) -> Unavailable | None:
 
 
 def check_peers(device: torch.device, others: Sequence[int]) -> Unavailable | None:
-    """Return why a device can't reach the memory of others of its host, given by their numbers, or None."""
+    """Return why a device can't or may not reach the memory of others of its host, given by their numbers, or None."""
     visible = range(torch.cuda.device_count())
     peers = set(others) - {device.index}
+    if peers and os.environ.get("NCCL_P2P_DISABLE") == "1":  # as NCCL reads it
+        return Unavailable(
+            "NCCL_P2P_DISABLE is 1, so that no GPU reaches the memory of another", "unset it, or set it to 0"
+        )
     if all(other in visible and torch.cuda.can_device_access_peer(device, other) for other in peers):
         return None
     return Unavailable(

@@ -125,6 +125,20 @@ def test_what_keeps_messages_from_being_copied_is_told(host: Host, monkeypatch: 
     assert "no CUDA device" in told(1, config, STAGES, stages=2)[0]
 
 
+def test_nccls_switch_turns_off_all_that_reaches_the_memory_of_peers(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load({"kernels": dict.fromkeys(("all_reduce", "reduce_scatter", "optimizer_step"), True)})
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    host()
+    for value, off in (("0", False), ("1", True)):
+        monkeypatch.setenv("NCCL_P2P_DISABLE", value)
+        for kernel in (STAGES, "all_reduce", "reduce_scatter"):
+            lines = told(4, config, kernel, replicas=4, stages=4)
+            assert any("NCCL_P2P_DISABLE is 1" in line and "set it to 0" in line for line in lines) == off
+        assert told(1, config, "optimizer_step") == [], "nor is a single GPU concerned"
+
+
 def test_one_stage_sends_nothing(host: Host) -> None:
     host(gpus=1)
     assert told(1, load({}), STAGES, stages=1) == ["there is 1 of the stages | copies need at least 2 stages"]

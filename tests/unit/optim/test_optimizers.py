@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parallel3d.ops.adagrad import DeepSpeedCPUAdagrad
+from parallel3d.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from parallel3d.ops.lion import DeepSpeedCPULion, FusedLion
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Group
@@ -36,7 +39,7 @@ def parameters(*shapes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
         ("AdamW", {"bias_correction": True, "set_grad_none": False, "fp32_optimizer_states": True}, torch.optim.AdamW, {}),
         ("AdamW", {"amsgrad": True, "foreach": True}, torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
         ("SGD", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0}),
-        ("Adagrad", {}, torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-10}),
+        ("Adagrad", {"fp32_optimizer_states": True, "amsgrad": False}, torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-10}),
         ("Lion", {"set_grad_none": True}, Lion, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
         ("rmsprop", {"alpha": 0.9}, torch.optim.RMSprop, {"alpha": 0.9}),
         ("nadam", {}, torch.optim.NAdam, {"lr": 2e-3}),
@@ -49,6 +52,53 @@ def test_names_in_any_case_make_their_class(name: str, params: dict[str, Any], c
     optimizer = build_optimizer(name, parameters((2, 3)), params)
     assert type(optimizer) is cls
     assert {key: optimizer.param_groups[0][key] for key in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "cls", "same"),
+    [
+        (DeepSpeedCPUAdam, {}, torch.optim.AdamW, {"weight_decay": 0.0}),
+        (DeepSpeedCPUAdam, {"adamw_mode": False, "weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1}),
+        (DeepSpeedCPUAdam, {"amsgrad": True, "betas": (0.5, 0.6)}, torch.optim.AdamW,
+         {"amsgrad": True, "betas": (0.5, 0.6), "weight_decay": 0.0}),
+        (FusedAdam, {"set_grad_none": False, "weight_decay": 0.1, "eps": 1e-3}, torch.optim.AdamW,
+         {"weight_decay": 0.1, "eps": 1e-3}),
+        (FusedAdam, {"adam_w_mode": False, "weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1}),
+        (DeepSpeedCPUAdagrad, {"eps": 1e-3, "weight_decay": 0.1}, torch.optim.Adagrad, {"eps": 1e-3, "weight_decay": 0.1}),
+        (DeepSpeedCPULion, {"weight_decay": 0.1}, Lion, {"weight_decay": 0.1}),
+        (FusedLion, {"betas": (0.5, 0.6), "set_grad_none": False}, Lion, {"betas": (0.5, 0.6)}),
+    ],
+)  # fmt: skip
+def test_deepspeeds_optimizers_are_torchs(make: Any, given: dict[str, Any], cls: type, same: dict[str, Any]):
+    ours, theirs = parameters((2, 3), (4,)), parameters((2, 3), (4,))
+    optimizers = [make(iter(ours), **given), cls(theirs, **same)]
+    assert type(optimizers[0]) is cls
+    check_optimizer(optimizers[0], partitioned=True)
+    for step in range(3):
+        for p in (*ours, *theirs):
+            p.grad = (step + 1) * p.detach() ** 2 - step
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [
+        (DeepSpeedCPUAdam, {"bias_correction": False}, "bias_correction can only be true"),
+        (FusedAdam, {"bias_correction": False}, "bias_correction can only be true"),
+        (DeepSpeedCPUAdam, {"fp32_optimizer_states": False}, "fp32_optimizer_states can only be true"),
+        (DeepSpeedCPUAdagrad, {"fp32_optimizer_states": False}, "fp32_optimizer_states can only be true"),
+        (DeepSpeedCPUAdagrad, {"amsgrad": True}, "amsgrad can only be false"),
+        (DeepSpeedCPULion, {"fp32_optimizer_states": False}, "fp32_optimizer_states can only be true"),
+        (FusedLion, {"lr": -1.0}, "lr must not be negative"),
+    ],
+)
+def test_arguments_of_deepspeeds_optimizers_that_change_the_rule_are_refused(
+    make: Any, given: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        make(parameters((2, 3)), **given)
 
 
 def test_every_class_of_torch_optim_is_made_or_refused_for_a_reason():
@@ -99,6 +149,8 @@ def test_a_rank_without_parameters_gets_an_optimizer_of_nothing():
         ("Adam", {"freeze_step": 100}, r"there is no 'freeze_step': it is an argument of the 1-bit optimizers"),
         ("Adam", {"bias_correction": False}, r"bias_correction can only be true here"),
         ("Lion", {"fp32_optimizer_states": False}, r"fp32_optimizer_states can only be true here"),
+        ("Adagrad", {"amsgrad": True}, r"amsgrad can only be false here"),
+        ("DeepSpeedCPUAdam", {}, r"'DeepSpeedCPUAdam' is not one of"),
         ("Adam", {"adam_w_mode": "yes"}, r"adam_w_mode is 'yes'; give true or false"),
         ("AdamW", {"lr": -1.0}, r"optimizer.params of AdamW don't fit it: Invalid learning rate: -1.0"),
         ("AdamW", {"lr": "1e-3"}, r"don't fit it: .*; lr is the text '1e-3', write the number 0.001"),
