@@ -23,6 +23,7 @@ from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.frozen import FrozenBucket, shard_frozen
 from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
+from parallel3d.zero.parking import Parking
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 from parallel3d.zero.storage import Storage, open_storage
@@ -80,6 +81,7 @@ class WeightUpdate:
     - on_value: called with each gradient, see GradientSink.
 
     units: the sharded weights of ZeRO-3, those of frozen_buckets included; None if all are whole.
+    parking: moves state to the host between steps.
     grad_norm: the norm of the whole model's gradient in the last step, before clipping; a scalar on the device, the same on
     every rank. skipped_steps: the number of steps skipped after an overflow.
     """
@@ -123,6 +125,7 @@ class WeightUpdate:
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)
         model.use_waiter(self.sharded.wait_for_module)
+        self.parking = Parking(optimizer, self.sharded.buckets, self._settle)
         self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._checks_overflow = precision.checks_overflow
         self._before_step: Callable[[], None] | None = None
@@ -131,6 +134,11 @@ class WeightUpdate:
         self._count = torch.ones((), dtype=torch.float64, device=model.device)
         self._counted = False
         self.skipped_steps = 0
+
+    def _settle(self) -> None:
+        """Return when no copy or gather of state is under way."""
+        self.sharded.wait_for_module(self._model)
+        self.sharded.settle()
 
     def _open_storage(self, infos: Sequence[ParameterInfo], limit_gib: float | None) -> Storage | None:
         """Return where offloaded state will be kept; None if none will be. Collective."""

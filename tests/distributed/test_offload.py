@@ -26,7 +26,8 @@ from offload_runs import (
 )
 from parallel3d.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from parallel3d.errors import ConfigError, OffloadError
+from parallel3d.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from parallel3d.errors import ConfigError, ExecutionError, OffloadError
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -134,3 +135,65 @@ def test_what_cannot_be_offloaded_is_an_error_on_all_ranks(run_ranks, tmp_path: 
         assert missing.startswith("OffloadError: a scratch file of")
         assert str(tmp_path / "1") in missing
     assert list((tmp_path / "0").iterdir()) == []
+
+
+PARKED = {
+    "dp2-stage3": Case(dp=2, stage=3, config=BF16),
+    "dp1": Case(stage=0),
+    "dp2": Case(dp=2, tied=True, config=BF16),
+}
+
+
+def park(case: Case) -> dict[str, Any]:
+    """Move state to the host between steps, and train on."""
+    wanted = trained(case, {})
+    engine = engine_of(case, {})
+    run_steps(engine, data_of(engine, 0, 1), 1)
+    buckets, errors = engine.update.sharded.buckets, []
+
+    def sizes() -> list[int]:
+        masters = [piece.master for bucket in buckets for piece in bucket.pieces]
+        state = [value for m in masters for value in engine.optimizer.state[m].values() if value.dim()]
+        kinds = (*masters, *state), [bucket.gradient_shard for bucket in buckets], list(engine.module.parameters())
+        return [sum(t.untyped_storage().nbytes() for t in tensors) for tensors in kinds]
+
+    whole = sizes()
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params])
+    some = sizes()
+    engine.eval_batch(data_of(engine, 0, 1))
+    engine.offload_states(include=["lp_grads"])
+    engine.offload_states()
+    none = sizes()
+    for call in (engine.train_batch, engine.eval_batch):
+        try:
+            call(data_of(engine, 1, 1))
+        except ExecutionError as error:
+            errors.append(str(error))
+    engine.reload_states()
+    run = run_steps(engine, data_of(engine, 1, STEPS - 1), STEPS - 1)
+    state = optimizer_state(engine)
+    return {
+        "whole": whole,
+        "some": some,
+        "none": none,
+        "errors": errors,
+        "losses": run[0] == wanted[0][0][1:],
+        "state": all(torch.equal(state[key], wanted[1][key]) for key in wanted[1]),
+    }
+
+
+@pytest.mark.parametrize("name", PARKED)
+def test_state_that_is_parked_on_the_host_comes_back_as_it_was(run_ranks, name: str):
+    case = PARKED[name]
+    for found in run_ranks(case.dp, park, case):
+        assert found["losses"]
+        assert found["state"]
+        assert min(found["whole"]) > 0
+        in_place = not case.config  # weights are their own masters
+        assert found["some"][:2] == [found["some"][0] if in_place else 0, found["whole"][1]]
+        assert found["some"][0] < found["whole"][0]
+        assert found["none"][:2] == [0, 0]
+        # With stage 3 parameters are placeholders of one element.
+        assert found["none"][2] == (found["whole"][2] if case.stage == 3 else 0)
+        assert len(found["errors"]) == 2
+        assert "engine.reload_states()" in found["errors"][0]
