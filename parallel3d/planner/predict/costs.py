@@ -21,7 +21,7 @@ from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
-from parallel3d.zero.memory import update_traffic
+from parallel3d.zero.memory import predict_state, update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
 # Collectives over a chunk's replicas, and how often they run in a step.
@@ -162,7 +162,12 @@ class SplitLayout:
         stages = zip(self.stages, slowest, strict=True)
         unlike = {(speed, *((id(i.parameter), i.shared) for i in own)): (own, speed) for own, speed in stages}
         replicas = self.layout.replicas
-        return max(update_traffic(own, self.policy, replicas) / speed for own, speed in unlike.values())
+        seconds = max(update_traffic(own, self.policy, replicas) / speed for own, speed in unlike.values())
+        if self.policy.offload is None:
+            return seconds
+        # Offloaded state is copied in both directions at once, beside the update.
+        link = min(device.host_bandwidth for devices in self.links.devices for device in devices)
+        return max(seconds, *(predict_state(own, self.policy, replicas).host / link for own, _ in unlike.values()))
 
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""
