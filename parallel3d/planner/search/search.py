@@ -195,7 +195,7 @@ def listed(found: Sequence[StepPrediction], num_best: int) -> list[StepPredictio
 class BranchAndBound:
     """Search for the shortest step of a space, over whole and half blocks alike.
 
-    Bounds are found for all layouts at once. In their order, each layout gets a nearer bound of its own, and those that could
+    Bounds are found for all layouts at once. In their order, each layout gets nearer bounds of its own, and those that could
     still be the best are predicted.
 
     num_best: candidates that are to be listed; evaluated: all layouts that weren't ruled out by bounds; those that can't fit,
@@ -207,7 +207,7 @@ class BranchAndBound:
         self.bounds = Bounds(predictor, space)
         self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
-        self._least = cache(predictor.least)
+        self._bounds_of_one = cache(predictor.least_computing), cache(predictor.least)
 
     @property
     def candidates(self) -> list[StepPrediction]:
@@ -243,10 +243,10 @@ class BranchAndBound:
         """
         best, roomy = min((c.rank[1] for c in self.fitting), default=np.inf), set[Layout]()
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
-        waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
+        waiting = [(float(seconds[k]), n, k, 0) for n, k in enumerate(order.tolist())]
         heapify(waiting)
         while waiting and waiting[0][0] < best:
-            _, n, k, is_near = heappop(waiting)
+            _, n, k, number = heappop(waiting)
             if passing[k] > limit:
                 continue
             layout = self.space.layout(k)
@@ -254,8 +254,8 @@ class BranchAndBound:
                 continue
             if _with_whole_weights(layout) in fitting:
                 continue
-            if not is_near:
-                heappush(waiting, (self._near_bound(layout), n, k, True))
+            if number < len(self._bounds_of_one):
+                heappush(waiting, (self._near_bound(layout, number), n, k, number + 1))
                 continue
             candidate = self._evaluate(layout, best)
             if candidate.fits:
@@ -286,10 +286,15 @@ class BranchAndBound:
                 if self._evaluate(layout).fits:
                     break
 
-    def _near_bound(self, layout: Layout) -> float:
-        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3."""
+    def _near_bound(self, layout: Layout, number: int = 1) -> float:
+        """Return one of the predictor's bounds: 0 for that of computing, the same for all ZeRO stages, 1 for the nearest.
+
+        They are the same however many layers are recomputed together, and for ZeRO-2 and 3.
+        """
         key = _with_whole_weights(layout).model_copy(update={"recompute": min(1, layout.recompute)})
-        return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
+        if number == 0:
+            key = key.model_copy(update={"zero": 0})
+        return self._bounds_of_one[number](key) / (WORTH_HALVES if layout.units else 1.0)
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
         """Predict a layout, see `evaluate`, unless it can't fit."""
