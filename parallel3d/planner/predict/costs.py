@@ -197,18 +197,21 @@ class SplitLayout:
             seconds[Op.REDUCE_REPLICAS, owners[0], bucket] = over_replicas + links.over_stages(shard, tuple(stages))
         return StepCost(self.times, seconds)
 
-    def least_computing(self) -> tuple[float, float]:
-        """Return a lower bound of the seconds until the last stage is done, and the mean of what the stages compute."""
-        times = self.times
-        late = times.compute[0]  # by which each chunk makes those after it start late, and those before it end late
-        if self.layout.schedule in WHOLE_BACKWARDS:
-            late = times.total
-        elif self.layout.schedule == "zb-h1":
-            late = np.maximum(times.compute[0], times.compute[0] + times.compute[1] - times.compute[2])
-        ends = np.cumsum(late) - late
-        waits = ends[[self.placement.index(stage) for stage in range(self.layout.stages)]]
-        loads = of_stages(times.total, self.placement) * self.layout.micro_batches
-        return float((loads + waits).max()), float(loads.mean())
+
+def least_computing(layout: Layout, times: Times, placement: Sequence[int]) -> tuple[float, float]:
+    """Return a lower bound of the seconds until the last stage is done, and the mean of what the stages compute.
+
+    times: of the chunks; placement: stage of each chunk.
+    """
+    late = times.compute[0]  # by which each chunk makes those after it start late, and those before it end late
+    if layout.schedule in WHOLE_BACKWARDS:
+        late = times.total
+    elif layout.schedule == "zb-h1":
+        late = np.maximum(times.compute[0], times.compute[0] + times.compute[1] - times.compute[2])
+    ends = np.cumsum(late) - late
+    waits = ends[[placement.index(stage) for stage in range(layout.stages)]]
+    loads = of_stages(times.total, placement) * layout.micro_batches
+    return float((loads + waits).max()), float(loads.mean())
 
 
 def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
