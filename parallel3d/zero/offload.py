@@ -82,9 +82,8 @@ class OffloadedState:
         self._transfers = Transfers()
         self._flats: dict[Bucket, dict[str, Tensor]] = {}
         for bucket in buckets:
-            self._flats[bucket] = (
-                {_MASTER: bucket.master} if bucket.has_own_master and bucket.master is not None else {}
-            )
+            own = bucket.master if bucket.has_own_master else None
+            self._flats[bucket] = {} if own is None else {_MASTER: own}
         self._longest = max(span.part.stop - span.part.start for bucket in buckets for span in bucket.spans)
         self._storage, self._staging = storage, None
         if storage.file is not None:
@@ -268,9 +267,8 @@ class OffloadedState:
         """Update a span whose gradients are on the host, and start to copy the weights to the device."""
         bucket, span = visit.bucket, visit.span
         gradients = visit.rooms["gradients"]
-        if (
-            gradients.dtype != bucket.master_dtype
-        ):  # in memory that is kept: to take new pages costs more than the update
+        if gradients.dtype != bucket.master_dtype:
+            # In memory that is kept: to take new pages would cost more than the update.
             wide = torch.empty((), dtype=bucket.master_dtype).expand_as(gradients)
             gradients = visit.buffer.room("wide", wide, self._on_host).copy_(gradients)
         bucket.assign_gradients(span, untouched, factor, gradients)
