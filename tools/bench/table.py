@@ -16,6 +16,7 @@ from typing import Any
 from accuracy import accuracy_table, unmeasured, verdicts
 from deviations import deviation_table, verdict
 from results import agreement, as_markdown, describe_agreement, make_table, rooflines
+from zero_rows import TITLES, table
 
 # What runs of earlier versions measured and this version lacks: options of cases, and ways to communicate.
 _REMOVED_OPTIONS = {"allreducenorm", "waitkernel"}
@@ -106,9 +107,25 @@ def communication_section(run: Mapping[str, Any]) -> str:
     return "\n".join([_where(run), how, "", as_markdown(lines), "", f"`{run['command']}`"])
 
 
+def zero_section(run: Mapping[str, Any]) -> str:
+    """Return the section of the comparisons of ZeRO: what was run where, the tables."""
+    work = run["workload"]
+    lines = [
+        _where(run),
+        f'Model "{work["model"]}", sequences of {work["seq"]}; {work["processes"]} processes with {work["micro_batches"]} '
+        f"micro-batches of {work['micro_batch']} a step; medians.",
+        *(f"{name}: {reason}." for name, reason in run["missing"].items()),
+    ]
+    for number, title in TITLES.items():
+        if len(found := table(run["zero_tables"], number)) > 1:
+            lines += ["", f"{title}:", "", as_markdown(found)]
+    return "\n".join([*lines, "", f"`{run['command']}`"])
+
+
 def make_section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
     """Return the section of any run. baselines: cases to compare with, first choice first."""
     kinds = {"curves": curves_section, "layouts": plan_section, "measured": communication_section}
+    kinds |= {"zero_tables": zero_section}
     make = next((make for key, make in kinds.items() if key in run), partial(section, baselines=baselines))
     return make(run)
 
@@ -135,9 +152,7 @@ def insert(page: str, name: str, text: str) -> str:
 def main() -> None:
     """Print the section, or put it in its place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "results", type=Path, help="a file that run.py, curves.py, plan_accuracy.py or communication.py wrote"
-    )
+    parser.add_argument("results", type=Path, help="a file that run.py or another script of this directory wrote")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="a markdown page with the markers")
     parser.add_argument("--name", help="of the section; default: the results file's name without .json")
     parser.add_argument("--baseline", default="", help="cases to compare with, first choice first; default: the peers")
