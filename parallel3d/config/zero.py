@@ -71,8 +71,23 @@ class OffloadOptimizerConfig(Section):
         return self
 
 
+class OffloadParamConfig(Section):
+    """Shards of weights in host memory (stage 3), from where they are copied to the device when they are gathered."""
+
+    known_keys = keys_of("offload_param")
+    unset_by_auto = frozenset({"device", "max_in_cpu", "pin_memory"})
+
+    device: OffloadDevice | None = key("none", '"none" or "cpu"', differs='"nvme": in host memory, too')
+    max_in_cpu: NonNegative | None = key(
+        None,
+        "a whole number of elements >= 0, such as 1e9, or null for all",
+        differs="of a rank's shards: the others stay on the device; all are in host memory by default",
+    )
+    pin_memory: bool = key(True, "true or false", differs="true by default: copies overlap only with pinned memory")
+
+
 def _read_cpu_offload(value: object) -> object:
-    """Read DeepSpeed's older cpu_offload, true or false."""
+    """Read DeepSpeed's older cpu_offload and cpu_offload_param, true or false."""
     return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
 
 
@@ -80,7 +95,7 @@ class ZeroConfig(Section):
     """Partitioning over the data-parallel ranks, and the buckets of gradients."""
 
     known_keys = keys_of("zero_optimization")
-    renamed: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_optimizer"}
+    renamed: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
     unset_by_auto = frozenset({"reduce_bucket_size", "allgather_bucket_size", "stage3_param_persistence_threshold"})
 
     stage: NonNegative = key(0, "0, 1, 2 or 3", le=3)
@@ -119,6 +134,9 @@ class ZeroConfig(Section):
         OffloadOptimizerConfig,
         BeforeValidator(_read_cpu_offload, json_schema_input_type=OffloadOptimizerConfig | bool),
     ] = OffloadOptimizerConfig()
+    offload_param: Annotated[
+        OffloadParamConfig, BeforeValidator(_read_cpu_offload, json_schema_input_type=OffloadParamConfig | bool)
+    ] = OffloadParamConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> ZeroConfig:

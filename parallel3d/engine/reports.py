@@ -224,7 +224,8 @@ class Reports:
         update, profile, units = self._update, self.memory, self._update.units
         measured = update.reducer.state_bytes() + update.sharded.state_bytes()
         moments, infos, replicas = moments_of(update.optimizer), self._model.parameter_infos(), self._groups.data.size
-        predicted = predict_state(infos, update.policy, replicas, moments or 0)
+        frozen = self._model.frozen_infos()
+        predicted = predict_state(infos, update.policy, replicas, moments or 0, frozen=frozen)
         if moments is None:
             predicted = replace(
                 predicted,
@@ -234,7 +235,7 @@ class Reports:
                 window=measured.window,
             )
         if units is not None:
-            sizes = unit_sizes(infos, self._model.frozen_infos(), update.policy, replicas)
+            sizes = unit_sizes(infos, frozen, update.policy, replicas)
             gathered = peak_live(self._instructions, {unit: size.nbytes for unit, size in sizes.items()})
             predicted, measured = replace(predicted, gathered=gathered), replace(measured, gathered=units.peak_bytes)
         activations, workspace, needed = (0, 0), 0, measured.update
@@ -250,7 +251,7 @@ class Reports:
             rows["live"] = (0, units.live_bytes)
         else:
             del rows["gathered"]
-        if update.sharded.offloaded is None:
+        if update.sharded.offloaded is None and update.host_shards is None:
             del rows["window"], rows["host"]
         if not measured.disk:
             del rows["disk"]

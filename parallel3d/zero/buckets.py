@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.layout import BucketLayout, cut, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.values import make_whole
@@ -62,6 +63,7 @@ class Bucket:
         rank: int,
         gather_group: Group | None = None,
         allocate: HostAllocator | None = None,
+        host: HostShards | None = None,
     ):
         self.infos, self.offsets, self.sizes = layout.infos, layout.offsets, layout.sizes
         self.numel, self.kind, self.owners = layout.numel, layout.kind, layout.owners
@@ -74,10 +76,11 @@ class Bucket:
         self.has_own_master = layout.has_own_master
         # Whether masters of their own, and the optimizer's state, are in host memory between steps.
         self.is_offloaded, self._allocate = layout.is_offloaded, allocate
+        self.weights_on_host = layout.weights_on_host
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
         self.sharded: ShardedWeights | None = None
-        self.weights, self.own_weights, self.master = self._place_weights(layout)
+        self.weights, self.own_weights, self.master = self._place_weights(layout, host)
         zeros = partial(torch.zeros, dtype=self.gradient_dtype, device=self.device)
         self.gradients = None if layout.is_transient else zeros(self.numel)
         self.gradient_shard = zeros(layout.shard_numel) if self.gradients is None else self.gradients[self.shard]
@@ -107,7 +110,9 @@ class Bucket:
             end = start + size
 
     @torch.no_grad()
-    def _place_weights(self, layout: BucketLayout) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _place_weights(
+        self, layout: BucketLayout, host: HostShards | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Move the parameters into a flat buffer; returns it, this rank's shard of it, and the master shard.
 
         The master may be that shard. All are None if the parameters stay in place and are their own masters. Masters get the
@@ -125,8 +130,9 @@ class Bucket:
         if self.has_own_master:
             master = self._kept(layout, master)
         if layout.is_sharded:
-            self.sharded = ShardedWeights(weights, own, self.parameters, views, self._gather_group)
-            return weights, own, master
+            host = host if layout.weights_on_host else None
+            self.sharded = ShardedWeights(weights, own, self.parameters, views, self._gather_group, host)
+            return weights, self.sharded.shard, master
         self._point_to(own)
         return own, own[self.shard], master
 
@@ -247,12 +253,20 @@ class Bucket:
                 )
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Round the updated masters of this rank's shard into the weights, where these are not the masters themselves."""
-        if self.has_own_master:
-            assert self.own_weights is not None
-            assert self.master is not None
-            self.own_weights.copy_(self.master)
+    def write_back(self, part: slice | None = None, masters: Tensor | None = None) -> None:
+        """Round updated masters of this rank's shard into the weights, where these are not the masters themselves.
+
+        masters: those in a part of the shard, on the device; by default all, where they are kept.
+        """
+        if not self.has_own_master:
+            return
+        values, part = self.master if masters is None else masters, part or slice(None)
+        assert self.own_weights is not None
+        assert values is not None
+        if self.sharded is None or (masters is None and self.is_offloaded):
+            self.own_weights[part].copy_(values)
+        else:
+            self.sharded.write(part, values)
 
     @torch.no_grad()
     def whole_masters(self) -> dict[nn.Parameter, Tensor]:
@@ -277,12 +291,12 @@ def make_buckets(
     rank: int,
     gather_group: Group | None = None,
     allocate: HostAllocator | None = None,
+    host: HostShards | None = None,
 ) -> list[Bucket]:
     """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket.
 
     gather_group: the ranks of `partition` with a communicator of their own, for gathers of sharded weights. allocate: makes
-    flat tensors of zeros for offloaded state.
+    flat tensors of zeros for offloaded state; host: for shards of weights in host memory.
     """
-    return [
-        Bucket(layout, partition, rank, gather_group, allocate) for layout in lay_out(infos, policy, partition.size)
-    ]
+    layouts = lay_out(infos, policy, partition.size)
+    return [Bucket(layout, partition, rank, gather_group, allocate, host) for layout in layouts]

@@ -223,7 +223,7 @@ class OffloadedState:
         bucket.assign_gradients(span, untouched, factor)
         self._optimize(span, self._device)
         if _MASTER in visit.rooms:
-            _weights(bucket, span).copy_(visit.rooms[_MASTER])
+            bucket.write_back(span.part, visit.rooms[_MASTER])
         self._adopt(bucket, span, visit)
         done = self._transfers.now(self._device)
         for name, room in visit.rooms.items():
@@ -257,7 +257,8 @@ class OffloadedState:
         """Start to copy a span's gradients to the host."""
         visit, gradients = _Visit(bucket, span, buffer), bucket.gradient_shard[span.part]
         for name, like in (("gradients", gradients), ("weights", _weights(bucket, span))):
-            visit.rooms[name] = buffer.room(name, like, self._on_host)
+            if name == "gradients" or not bucket.weights_on_host:
+                visit.rooms[name] = buffer.room(name, like, self._on_host)
         visit.arrived = self._transfers.copy(
             visit.rooms["gradients"], gradients, self._transfers.now(self._device), buffer.free
         )
@@ -274,7 +275,11 @@ class OffloadedState:
         bucket.assign_gradients(span, untouched, factor, gradients)
         self._optimize(span, torch.device("cpu"))
         self._adopt(bucket, span)
-        weights = visit.rooms["weights"].copy_(self._flats[bucket][_MASTER][span.part])
+        masters = self._flats[bucket][_MASTER][span.part]
+        if bucket.weights_on_host:
+            _weights(bucket, span).copy_(masters)
+            return
+        weights = visit.rooms["weights"].copy_(masters)
         self._last = visit.buffer.free = self._transfers.copy(_weights(bucket, span), weights)
 
     def _optimize(self, span: Span, device: torch.device) -> None:

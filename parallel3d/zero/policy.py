@@ -22,6 +22,8 @@ READS_AHEAD, _WRITES = 2, 2
 _MOST_THREADS = 64
 # Elements of state in a block of the disk.
 _DISK_BLOCK = 1024
+# Most bytes of each of the two buffers that new weights pass through on their way to shards in host memory.
+STAGED_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,14 @@ class OptimizerOffload:
 
 
 @dataclass(frozen=True)
+class WeightOffload:
+    """With stage 3, shards of weights in host memory: a share of the elements, `ratio`. pin: whether it is pinned."""
+
+    ratio: float = 1.0
+    pin: bool = True
+
+
+@dataclass(frozen=True)
 class ZeroPolicy:
     """ZeRO's stage and settings (arXiv:1910.02054).
 
@@ -59,7 +69,8 @@ class ZeroPolicy:
     one they were built in; gradient_dtype: dtype of the accumulators, None for the wider of fp32 and the weights' dtype;
     communication_dtype: dtype of reductions, None for the accumulators'; reduce_per_micro_batch: only from stage 2 on, reduce
     in every micro-batch's backward, so that unsharded gradients are never held; largest_whole: with stage 3, weights of units
-    of at most this number of elements are whole on every rank; offload: how optimizer state is kept on the host, if it is.
+    of at most this number of elements are whole on every rank; offload: how optimizer state is kept on the host, if it is;
+    weight_offload: likewise of the weights' shards.
     """
 
     stage: int
@@ -70,6 +81,7 @@ class ZeroPolicy:
     reduce_per_micro_batch: bool = False
     largest_whole: int = 0
     offload: OptimizerOffload | None = None
+    weight_offload: WeightOffload | None = None
 
     def master_dtype(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype of the masters: fp32, or the dtype that a parameter was built in if that is wider."""
@@ -79,15 +91,26 @@ class ZeroPolicy:
         """Return the number of shards into which the parameters' state is cut over `data_size` replicas."""
         return data_size if self.stage > 0 else 1
 
+    def shards_weights(self, data_size: int) -> bool:
+        """Return whether weights live as shards over `data_size` replicas; for a single one only if they are offloaded."""
+        return self.stage == 3 and (data_size > 1 or self.weight_offload is not None)
+
     def accumulator_dtype(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype of the gradient accumulator of a parameter built in `built`."""
         return self.gradient_dtype or self.master_dtype(built)
 
 
 def make_policy(
-    config: Config, parameters: Sequence[ParameterInfo], device: torch.device, weight_dtype: torch.dtype | None
+    config: Config,
+    parameters: Sequence[ParameterInfo],
+    device: torch.device,
+    weight_dtype: torch.dtype | None,
+    shard_numel: int = 0,
 ) -> ZeroPolicy:
-    """Return the policy of a configuration for this rank's parameters; reduce_per_micro_batch "auto" depends on their size."""
+    """Return the policy of a configuration for this rank's parameters; reduce_per_micro_batch "auto" depends on their size.
+
+    shard_numel: elements of this rank's shards of weights, which may be more than offload_param.max_in_cpu.
+    """
     zero = config.zero_optimization
     accumulators = config.data_types.grad_accum_dtype
     communication = config.communication_data_type
@@ -103,7 +126,16 @@ def make_policy(
         reduce_per_micro_batch=zero.stage >= 2 and per_micro_batch,
         largest_whole=zero.stage3_param_persistence_threshold,
         offload=_offload(zero, config.aio),
+        weight_offload=_weight_offload(zero, shard_numel),
     )
+
+
+def _weight_offload(zero: ZeroConfig, shard_numel: int) -> WeightOffload | None:
+    config = zero.offload_param
+    if zero.stage < 3 or config.device in ("none", None) or config.max_in_cpu == 0:
+        return None
+    most = shard_numel if config.max_in_cpu is None else min(config.max_in_cpu, shard_numel)
+    return WeightOffload(most / shard_numel if shard_numel else 1.0, config.pin_memory)
 
 
 def _offload(zero: ZeroConfig, aio: AioConfig) -> OptimizerOffload | None:

@@ -32,10 +32,13 @@ class Storage:
         return allocate_slab(numel * dtype.itemsize, self.settings.pin).view(dtype)
 
 
-def open_storage(offload: OptimizerOffload, predicted: StateBytes, control: Group, limit_gib: float | None) -> Storage:
+def open_storage(
+    offload: OptimizerOffload | None, predicted: StateBytes, control: Group, limit_gib: float | None
+) -> Storage | None:
     """Check that the host's memory and disk suffice for this rank's predicted state, and take the space on disk.
 
-    Collective over `control`, the world. Raises OffloadError on all ranks. limit_gib: see host_capacity.
+    Collective over `control`, the world. Raises OffloadError on all ranks. offload: None if only weights are on
+    the host. limit_gib: see host_capacity.
     """
     mine = socket.gethostname(), predicted.host, host_capacity(limit_gib)
     everyone = all_gather_object(mine, control)
@@ -45,10 +48,10 @@ def open_storage(offload: OptimizerOffload, predicted: StateBytes, control: Grou
         check_host_memory([everyone[r][1] for r in ranks], [everyone[r][2] for r in ranks], local)
     file, error = None, ""
     try:
-        if offload.directory is not None:
+        if offload is not None and offload.directory is not None:
             file = ScratchFile(offload.directory, predicted.disk, offload.block_bytes, offload.in_flight)
     except OffloadError as raised:
         error = str(raised)
     if found := [text for text in all_gather_object(error, control) if text]:
         raise OffloadError(found[0])
-    return Storage(offload, file)
+    return None if offload is None else Storage(offload, file)
