@@ -36,9 +36,8 @@ from parallel3d.schedule.timing import Span
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.specs import Layer, layer_name
 
-_NEAR = (
-    1.02  # candidates within this ratio of the shortest step, at most MOST_NEAR, are placed and split with more care
-)
+# Candidates within this ratio of the shortest step, at most MOST_NEAR, are placed and split with more care.
+_NEAR = 1.02
 _MOST_SAMPLES, _MOST_LAYERS = 10**8, 1_100  # the time of a plan grows by the square of the layers
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 # (chunks, placement) that "auto" may have -> the named schedule of split backwards.
