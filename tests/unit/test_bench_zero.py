@@ -19,7 +19,7 @@ from zero_tables import Workload
 
 from parallel3d.config import load
 
-WORK = Workload("tiny", seq=32, processes=2, micro_batch=1, micro_batches=2, warmup=0, steps=1)
+WORK = Workload("tiny", seq=32, processes=1, micro_batch=1, micro_batches=2, warmup=0, steps=1)
 GPUS = Host(4, has_gpus=True, nvme_path="/local", has_infiniband=True)
 
 
@@ -111,7 +111,7 @@ def test_a_row_trains_and_tells_its_memory(monkeypatch: pytest.MonkeyPatch):
     ended = zero_tables.run_row(row, "parallel3d", WORK, environment([]), 120.0)
     assert ended["status"] == "ok", ended
     result = ended["result"]
-    assert result["samples_s"] == pytest.approx(4 / result["step_s"])
+    assert result["samples_s"] == pytest.approx(2 / result["step_s"])
     assert min(result["host_gib"]) > 0.05
-    # 435,264 parameters: 12 bytes of each, of masters and Adam's moments, are cut in two.
-    assert result["memory"]["host"] == pytest.approx([435_264 * 12 / 2] * 2, rel=0.01)
+    # 435,264 parameters: 12 bytes of each, of masters and Adam's moments, are in host memory.
+    assert result["memory"]["host"] == pytest.approx([435_264 * 12] * 2, rel=0.01)

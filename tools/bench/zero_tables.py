@@ -106,7 +106,8 @@ def run_row(row: Row, framework: str, work: Workload, env: Mapping[str, str], ti
     status, output = run_process(command, {**env, **row.environment}, timeout)
     result = find_result(output)
     if result is None:
-        return {"status": "failed" if status == "ok" else status, "error": error_lines(output)}
+        late = [f"no result after {timeout:.0f} s"] if status == "timed out" else []
+        return {"status": "failed" if status == "ok" else status, "error": [*late, *error_lines(output)]}
     samples = work.micro_batch * work.micro_batches * work.processes
     return {"status": "ok", "result": result | {"samples_s": samples / result["step_s"]}}
 

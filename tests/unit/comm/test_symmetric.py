@@ -76,6 +76,24 @@ def test_memory_that_can_not_be_mapped_is_unavailable(groups: ProcessGroups, mon
     assert groups.mapped_bytes() == 0
 
 
+def test_nccls_switch_keeps_ranks_along_an_axis_from_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "all_gather_object", lambda own, control: [("host", k, None) for k in range(2)])
+    monkeypatch.setattr(symmetric, "first_unavailable", lambda own, control: own)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    topology, pair = ProcessTopology(["pipe"], [2]), SimpleNamespace(ranks=(0, 1))
+    world = cast(Any, SimpleNamespace(backend="nccl", control=None, topology=topology, pipe=pair))
+
+    def reason() -> Unavailable | None:
+        device = torch.device("cuda", 0)
+        return symmetric.check_axis(world, "pipe", device, "stages", lambda device: None, symmetric.check_hosts)
+
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    assert reason() is None
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert "NCCL_P2P_DISABLE is 1" in str(reason())
+
+
 def test_a_reason_is_found_before_anything_is_mapped(groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     reason, mapped = Unavailable("two hosts", "use one"), []
     monkeypatch.setattr(rings, "check_axis", lambda *args: reason)
