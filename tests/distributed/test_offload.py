@@ -40,6 +40,7 @@ class Case:
     clipping: float = 0.05
     schedule: str = "1f1b"
     per_micro_batch: bool = False
+    blocks: int = 5
 
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}
@@ -79,7 +80,7 @@ def engine_of(case: Case, offload: dict[str, Any]) -> Engine:
         "pipeline": {"stages": case.pp, "schedule": case.schedule},
         **case.config,
     }
-    module = PipelineModule(specs(toy.model(case.tied)), loss_fn=toy.cross_entropy, seed_layers=True, config=config)
+    module = PipelineModule(specs(toy.model(case.tied, case.blocks)), loss_fn=toy.cross_entropy, seed_layers=True, config=config)
     for name, parameter in module.named_parameters():
         if name.startswith(tuple(f"layers.{layer}." for layer in case.frozen)):
             parameter.requires_grad_(False)
