@@ -101,11 +101,16 @@ class Reports:
         were gathered at a time) and live (those that are gathered now). Phases: steady, between batches; backward, while
         layers run; step, while the optimizer runs. After a batch with `profile_next_batch("memory")` there is one more
         component, activations: those of all micro-batches in flight, and the messages between stages; backward includes them.
+        With offload, also window (buffers that the state passes through), host and disk, and rank 0 prints its disk's rates.
         The measured bytes of backward and step then also include the workspace of operations. Collective over all ranks.
         """
         everyone = all_gather_object(self._memory_rows(), self._groups.control)
         if self._groups.rank == 0:
             print(memory_table(everyone), flush=True)
+            offloaded = self._update.sharded.offloaded
+            if offloaded is not None and (rates := offloaded.disk_rates()) is not None:
+                read, written = (rate / 1e9 for rate in rates)
+                print(f"rank 0 has read {read:.2f} GB/s from its disk, and written {written:.2f} GB/s", flush=True)
         return everyone
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:
