@@ -9,8 +9,7 @@ from layouts import make_engine, own_iterator
 from reference import Item
 from torch import Tensor, nn
 
-WIDTH, ROWS, LAYERS, MICRO_BATCHES = 512, 256, 8, 6
-MESSAGE = ROWS * WIDTH * 4  # bytes of a layer's output, which the next layer saves
+ROWS, LAYERS, MICRO_BATCHES = 256, 8, 6
 
 # Schedule -> its chunks and placement, and where the paper says it, how many micro-batches of all its layers stage 0 of 2
 # holds: 1F1B one a stage, GPipe all.
@@ -26,17 +25,17 @@ def squares(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs - labels).square().mean()
 
 
-def report(schedule: str) -> list[dict[str, tuple[int, int]]]:
+def report(schedule: str, width: int) -> list[dict[str, tuple[int, int]]]:
     chunks, placement, _ = SCHEDULES[schedule]
     pipeline: dict[str, Any] = {"stages": 2, "schedule": schedule, "num_chunks": chunks, "placement": placement}
     engine = make_engine(
-        [Item(nn.Linear, (WIDTH, WIDTH)) for _ in range(2 * LAYERS)],
+        [Item(nn.Linear, (width, width)) for _ in range(2 * LAYERS)],
         squares,
         accumulation=MICRO_BATCHES,
         pipeline=pipeline,
         zero_optimization={"stage": 0},
     )
-    batch = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(3 * MICRO_BATCHES)]
+    batch = [(torch.randn(ROWS, width), torch.randn(ROWS, width)) for _ in range(3 * MICRO_BATCHES)]
     iterator = own_iterator(engine, batch)
     for _ in range(2):
         engine.train_batch(iterator)
@@ -45,17 +44,18 @@ def report(schedule: str) -> list[dict[str, tuple[int, int]]]:
     return engine.reports.memory_report()
 
 
-def check_report(schedule: str, ranks: list[dict[str, tuple[int, int]]], messages: int) -> None:
+def check_report(schedule: str, ranks: list[dict[str, tuple[int, int]]], width: int, messages: int) -> None:
     """Activations are held as the program predicts and as the paper counts, give or take so many messages.
 
     On CUDA each micro-batch in flight has its inputs or labels on the device too, one message more.
     """
+    message = ROWS * width * 4  # bytes of a layer's output, which the next layer saves
     for rank in ranks:
         predicted, measured = rank["activations"]
-        assert abs(predicted - measured) <= messages * MESSAGE, f"{predicted} predicted, {measured} measured"
+        assert abs(predicted - measured) <= messages * message, f"{predicted} predicted, {measured} measured"
         assert rank["backward"][1] >= rank["steady"][1] + measured
     micro_batches = SCHEDULES[schedule][2]
     if micro_batches is not None:
-        saved = micro_batches * LAYERS * MESSAGE
-        most = saved + (messages + 1 + micro_batches) * MESSAGE
+        saved = micro_batches * LAYERS * message
+        most = saved + (messages + 1 + micro_batches) * message
         assert saved <= ranks[0]["activations"][1] <= most

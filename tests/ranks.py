@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -30,6 +31,7 @@ class RankError(AssertionError):
 
 def _worker(connection: Connection, port: int, device: str, folder: str) -> None:
     os.chdir(folder)  # for the failure-*.json of what tests break
+    gc.freeze()  # what was imported stays
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -42,6 +44,7 @@ def _worker(connection: Connection, port: int, device: str, folder: str) -> None
     with suppress(EOFError, ConnectionError):  # the pool is closed
         while True:
             _take_part(connection, store, device)
+            gc.collect()  # engines are in cycles, and each of gloo's threads that they keep wakes up 100 times a second
 
 
 def _take_part(connection: Connection, store: dist.Store, device: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from parallel3d.atomic_write import write_whole
-from parallel3d.config.layout import parse_layout
+from parallel3d.config.layout import given_section, parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
 from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
@@ -118,10 +119,21 @@ def _run(options: argparse.Namespace) -> int:
     question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto)
     result = Planner(question).answer()
     show(result, console)
+    if not result.best and (offloaded := _with_offload(question.model.config)) is not None:
+        print("With zero_optimization.offload_optimizer on the CPU:")
+        question = replace(question, model=load_model(options.model, options.seq, offloaded))
+        result = Planner(question).answer()
+        show(result, console)
     if fixed is not None:
         explain(result, Planner(replace(question, num_best=1, fixed=fixed, every_auto=False)).answer(), console)
     print("written: " + ", ".join(map(str, _write(result, options.out))))
     return 0 if result.best else 1
+
+
+def _with_offload(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a configuration with its optimizer state in host memory; None if some is offloaded already."""
+    zero = {"offload_optimizer": {"device": "cpu"}, **given_section(config, "zero_optimization")}
+    return None if zero == config.get("zero_optimization") else {**config, "zero_optimization": zero}
 
 
 def _make_writable(directory: Path) -> None:

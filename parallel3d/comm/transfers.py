@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -51,15 +52,22 @@ class Transfers:
         if device.type != "cuda":
             target.copy_(source)
             return None
-        if (device, direction) not in self._streams:
-            self._streams[device, direction] = torch.cuda.Stream(device)
-        stream = self._streams[device, direction]
+        stream = self._stream(device, direction)
         for event in after:
             if event is not None:
                 stream.wait_event(event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         return stream.record_event()
+
+    def _stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
+        if (device, direction) not in self._streams:
+            self._streams[device, direction] = torch.cuda.Stream(device)
+        return self._streams[device, direction]
+
+    def after_copies_to(self, device: torch.device) -> AbstractContextManager[object]:
+        """Launch collectives in this context after the copies to the device, but not after its current stream."""
+        return torch.cuda.stream(self._stream(device, "back")) if device.type == "cuda" else nullcontext()
 
     def now(self, device: torch.device) -> Event:
         """Return the event of the end of what is queued on the device's current stream."""

@@ -123,6 +123,11 @@ class Reading:
             self.config = Config.model_validate(supported)
         except ValidationError as error:
             self.problems.extend(dict.fromkeys(_explain_value(e, supported) for e in error.errors()[:MOST_LISTED]))
+        zero = self.config.zero_optimization
+        if zero.stage < 3 and zero.offload_param.device not in ("none", None):
+            why = f"it needs stage 3, but the stage is {zero.stage}: each rank holds the weights of its pipeline stage"
+            device = zero.offload_param.device
+            self.left_out["zero_optimization.offload_param"] = KnownKey(Support.LATER, why), device
         if self.problems:
             count = f"{len(self.problems)} problems" + " or more" * (len(self.problems) >= MOST_LISTED)
             lines = self.problems if len(self.problems) == 1 else [count, *self.problems]

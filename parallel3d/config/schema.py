@@ -22,7 +22,7 @@ from parallel3d.config.section import (
     keys_of,
     own_key,
 )
-from parallel3d.config.zero import ZeroConfig
+from parallel3d.config.zero import AioConfig, OffloadConfig, ZeroConfig
 
 
 class Fp16Config(Section):
@@ -293,6 +293,8 @@ class Config(Section):
         ZeroConfig()
     )
     zero_allow_untested_optimizer: bool = False
+    aio: AioConfig = AioConfig()
+    offload: OffloadConfig = OffloadConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     attention: AttentionConfig = AttentionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -45,7 +45,8 @@ class OffloadOptimizerConfig(Section):
     known_keys = keys_of("offload_optimizer")
     unset_by_auto = frozenset({"device", "buffer_count", "pin_memory"})
 
-    device: OffloadDevice | None = key("none", '"none" or "cpu"')
+    device: OffloadDevice | None = key("none", '"none", "cpu" or "nvme"')
+    nvme_path: NonEmpty | None = key(None, "a directory on a local disk, for device nvme")
     step: Literal["device", "cpu"] = own_key(
         "device", '"device" to pass the state through a window of the device\'s memory, or "cpu" to update on the CPU'
     )
@@ -59,9 +60,34 @@ class OffloadOptimizerConfig(Section):
     )
     pin_memory: bool = key(True, "true or false", differs="true by default: copies overlap only with pinned memory")
 
+    @model_validator(mode="after")
+    def _has_place(self) -> OffloadOptimizerConfig:
+        if self.device == "nvme" and self.nvme_path is None:
+            raise ValueError("device is nvme, but nvme_path is missing; give a directory on a local disk")
+        if self.device == "nvme" and self.step == "cpu":
+            raise ValueError(
+                'step is cpu, but state on nvme passes through the device; use "device": "cpu", or drop step'
+            )
+        return self
+
+
+class OffloadParamConfig(Section):
+    """Shards of weights in host memory (stage 3), from where they are copied to the device when they are gathered."""
+
+    known_keys = keys_of("offload_param")
+    unset_by_auto = frozenset({"device", "max_in_cpu", "pin_memory"})
+
+    device: OffloadDevice | None = key("none", '"none" or "cpu"', differs='"nvme": in host memory, too')
+    max_in_cpu: NonNegative | None = key(
+        None,
+        "a whole number of elements >= 0, such as 1e9, or null for all",
+        differs="of a rank's shards: the others stay on the device; all are in host memory by default",
+    )
+    pin_memory: bool = key(True, "true or false", differs="true by default: copies overlap only with pinned memory")
+
 
 def _read_cpu_offload(value: object) -> object:
-    """Read DeepSpeed's older cpu_offload, true or false."""
+    """Read DeepSpeed's older cpu_offload and cpu_offload_param, true or false."""
     return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
 
 
@@ -69,7 +95,7 @@ class ZeroConfig(Section):
     """Partitioning over the data-parallel ranks, and the buckets of gradients."""
 
     known_keys = keys_of("zero_optimization")
-    renamed: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_optimizer"}
+    renamed: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
     unset_by_auto = frozenset({"reduce_bucket_size", "allgather_bucket_size", "stage3_param_persistence_threshold"})
 
     stage: NonNegative = key(0, "0, 1, 2 or 3", le=3)
@@ -108,6 +134,9 @@ class ZeroConfig(Section):
         OffloadOptimizerConfig,
         BeforeValidator(_read_cpu_offload, json_schema_input_type=OffloadOptimizerConfig | bool),
     ] = OffloadOptimizerConfig()
+    offload_param: Annotated[
+        OffloadParamConfig, BeforeValidator(_read_cpu_offload, json_schema_input_type=OffloadParamConfig | bool)
+    ] = OffloadParamConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> ZeroConfig:
@@ -117,3 +146,28 @@ class ZeroConfig(Section):
                 'reduce_per_micro_batch to "auto"'
             )
         return self
+
+
+class AioConfig(Section):
+    """Requests to the disk of state that is offloaded to nvme."""
+
+    known_keys = keys_of("aio")
+    renamed: ClassVar[Mapping[str, str]] = {"thread_count": "intra_op_parallelism"}
+
+    block_size: Positive = key(
+        8 << 20, "a number of bytes, a multiple of 4096", differs="8 MiB by default", multiple_of=4096
+    )
+    queue_depth: Positive = key(8, "a whole number of requests >= 1 of a thread")
+    intra_op_parallelism: Positive = key(
+        1,
+        "a whole number of threads >= 1",
+        differs="each of the queue_depth x intra_op_parallelism requests has a thread, up to 64",
+    )
+
+
+class OffloadConfig(Section):
+    """Limits of all offloaded state."""
+
+    host_memory_gib: Annotated[float, Field(gt=0)] | None = own_key(
+        None, "GiB > 0 that all ranks of a host may take for offloaded state, or null for the cgroup's limit"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -229,6 +229,31 @@ class DeepSpeedEngine(Engine):
         filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
         """
         return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    # Memory between steps
+
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state of the training to the host until reload_states, so that its memory on the device is free, as to generate.
+
+        - include: some of OffloadStateTypeEnum, or None for all: "lp_params" (the layers' weights), "hp_params" (masters),
+          "optim_states", "lp_grads" and "contiguous_grad_buffer" (both: accumulated gradients).
+        - device: "cpu". non_blocking: is accepted; the state is on the host when this returns.
+
+        Until then, what needs state on the host raises ExecutionError. Raises ConfigError.
+        """
+        if device != "cpu":
+            raise ConfigError(f"offload_states can't move state to device {device!r}; give 'cpu'")
+        self.update.parking.offload(include, pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move what offload_states has moved back to the device."""
+        self.update.parking.reload()
 
     # Whole weights (ZeRO-3)
 

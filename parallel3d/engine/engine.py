@@ -142,6 +142,7 @@ class Engine:
         """
         with self._attributing(Phase.LOADING):
             check_metrics(self.lr_scheduler, {})
+            self.update.parking.check()
             if done := self.progress.num_backwards:
                 raise ExecutionError(
                     f"{done} micro-batches of a step are done by engine.backward; end it by engine.step(), or drop it by "
@@ -213,6 +214,7 @@ class Engine:
                 raise ConfigError(
                     f"reduce_output is {reduce_output!r}; use 'avg', or None for one loss per micro-batch"
                 )
+            self.update.parking.check("lp_params")
             most = self.data.sizes.num_micro_batches if num_micro_batches is None else num_micro_batches
             if most < 1:
                 raise ConfigError(f"num_micro_batches is {most}; evaluate at least 1")
@@ -254,6 +256,7 @@ class Engine:
     def _begin_calls(self) -> None:
         """Begin a step by calls, unless one has begun."""
         progress, monitor = self.progress, self.reports.monitor
+        self.update.parking.check()
         if progress.record is None:
             monitor.begin(progress.global_steps + 1, progress.global_samples)
             program = self._runner.programs.get(self.data.sizes.num_micro_batches, training=True)

@@ -101,11 +101,16 @@ class Reports:
         were gathered at a time) and live (those that are gathered now). Phases: steady, between batches; backward, while
         layers run; step, while the optimizer runs. After a batch with `profile_next_batch("memory")` there is one more
         component, activations: those of all micro-batches in flight, and the messages between stages; backward includes them.
+        With offload, also window (buffers that the state passes through), host and disk, and rank 0 prints its disk's rates.
         The measured bytes of backward and step then also include the workspace of operations. Collective over all ranks.
         """
         everyone = all_gather_object(self._memory_rows(), self._groups.control)
         if self._groups.rank == 0:
             print(memory_table(everyone), flush=True)
+            offloaded = self._update.sharded.offloaded
+            if offloaded is not None and (rates := offloaded.disk_rates()) is not None:
+                read, written = (rate / 1e9 for rate in rates)
+                print(f"rank 0 has read {read:.2f} GB/s from its disk, and written {written:.2f} GB/s", flush=True)
         return everyone
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:
@@ -224,11 +229,18 @@ class Reports:
         update, profile, units = self._update, self.memory, self._update.units
         measured = update.reducer.state_bytes() + update.sharded.state_bytes()
         moments, infos, replicas = moments_of(update.optimizer), self._model.parameter_infos(), self._groups.data.size
-        predicted = predict_state(infos, update.policy, replicas, moments or 0)
+        frozen = self._model.frozen_infos()
+        predicted = predict_state(infos, update.policy, replicas, moments or 0, frozen=frozen)
         if moments is None:
-            predicted = replace(predicted, optimizer=measured.optimizer, host=measured.host, window=measured.window)
+            predicted = replace(
+                predicted,
+                optimizer=measured.optimizer,
+                host=measured.host,
+                disk=measured.disk,
+                window=measured.window,
+            )
         if units is not None:
-            sizes = unit_sizes(infos, self._model.frozen_infos(), update.policy, replicas)
+            sizes = unit_sizes(infos, frozen, update.policy, replicas)
             gathered = peak_live(self._instructions, {unit: size.nbytes for unit, size in sizes.items()})
             predicted, measured = replace(predicted, gathered=gathered), replace(measured, gathered=units.peak_bytes)
         activations, workspace, needed = (0, 0), 0, measured.update
@@ -244,8 +256,10 @@ class Reports:
             rows["live"] = (0, units.live_bytes)
         else:
             del rows["gathered"]
-        if update.sharded.offloaded is None:
+        if update.sharded.offloaded is None and update.host_shards is None:
             del rows["window"], rows["host"]
+        if not measured.disk:
+            del rows["disk"]
         rows["activations"] = activations
         rows["steady"] = (predicted.steady, measured.steady)
         rows["backward"] = (predicted.backward + activations[0], beside + workspace)

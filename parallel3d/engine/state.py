@@ -170,6 +170,7 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; see Engine.load_checkpoint. scheduler: the learning-rate schedule to load, or None."""
         with self._untimed():
+            self._update.parking.check()
             self._saver.wait()
             path = find_checkpoint(self._decision, Path(load_dir), None if tag is None else str(tag))
             if path is None:
@@ -305,6 +306,7 @@ class _CheckpointLoader:
 
 def _parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen: bool) -> tuple[list[Part], Json]:
     """Return the tensors that this rank saves, and the optimizer's groups and numbers."""
+    update.parking.check()
     update.sharded.settle()
     update.sharded.follow_weights()
     buckets = list(update.reducer.all_buckets())

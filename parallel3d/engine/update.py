@@ -21,9 +21,13 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.zero.buckets import Bucket
 from parallel3d.zero.frozen import FrozenBucket, shard_frozen
+from parallel3d.zero.host_shards import HostShards
+from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
+from parallel3d.zero.parking import Parking
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
+from parallel3d.zero.storage import Storage, open_storage
 from parallel3d.zero.values import make_whole
 from parallel3d.zero.weights import ShardedWeights, Units
 from parallel3d.zero.whole_state import WholeState
@@ -77,7 +81,8 @@ class WeightUpdate:
     - on_launch: called with each GATHER_PARAMS and REDUCE_GRADS instruction that has been launched, and its Work.
     - on_value: called with each gradient, see GradientSink.
 
-    units: the sharded weights of ZeRO-3, those of frozen_buckets included; None if all are whole.
+    units: the sharded weights of ZeRO-3, those of frozen_buckets included; None if all are whole. host_shards: those of their
+    shards that are in host memory; None if offload_param is off. parking: moves state to the host between steps.
     grad_norm: the norm of the whole model's gradient in the last step, before clipping; a scalar on the device, the same on
     every rank. skipped_steps: the number of steps skipped after an overflow.
     """
@@ -95,11 +100,14 @@ class WeightUpdate:
         self._model, self._groups, self._on_launch = model, groups, on_launch
         self._clipping = config.gradient_clipping
         self.optimizer = optimizer
-        mine = make_policy(config, infos, model.device, precision.weights)
+        self._frozen = model.frozen_infos()
+        held = sum(info.parameter.numel() for info in (*infos, *self._frozen)) // groups.data.size
+        mine = make_policy(config, infos, model.device, precision.weights, held)
         # All ranks run one program: a single rank that is short of memory decides for all.
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
+        self._storage = self._open_storage(infos, config.offload.host_memory_gib)
         self._make_buckets(infos, on_value)
         _cast(model, precision.weights)
         self.sharded = ShardedOptimizer(
@@ -109,17 +117,14 @@ class WeightUpdate:
             config.zero_allow_untested_optimizer,
             on_gather=self._report_gather,
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
-            offload=self.policy.offload,
+            storage=self._storage,
+            host=self.host_shards,
         )
-        for bucket in self.reducer.all_buckets():
-            for k, parameter in enumerate(bucket.parameters):
-                state = WholeState(
-                    bucket, k, optimizer, lambda: self.loss_scale, self.reducer.finish_step, self.sharded.settle
-                )
-                vars(parameter)["whole_state"] = state
+        self._attach_whole_states()
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)
         model.use_waiter(self.sharded.wait_for_module)
+        self.parking = Parking(optimizer, self.sharded.buckets, self._settle)
         self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._checks_overflow = precision.checks_overflow
         self._before_step: Callable[[], None] | None = None
@@ -129,14 +134,37 @@ class WeightUpdate:
         self._counted = False
         self.skipped_steps = 0
 
+    def _attach_whole_states(self) -> None:
+        """Give each parameter what DeepSpeed's safe_get and safe_set functions read and write."""
+        for bucket in self.reducer.all_buckets():
+            for k, parameter in enumerate(bucket.parameters):
+                state = WholeState(
+                    bucket, k, self.optimizer, lambda: self.loss_scale, self.reducer.finish_step, self.sharded.settle
+                )
+                vars(parameter)["whole_state"] = state
+
+    def _settle(self) -> None:
+        """Return when no copy or gather of state is under way."""
+        self.sharded.wait_for_module(self._model)
+        self.sharded.settle()
+
+    def _open_storage(self, infos: Sequence[ParameterInfo], limit_gib: float | None) -> Storage | None:
+        """Return where offloaded state will be kept; None if none will be. Collective."""
+        if self.policy.offload is None and self.policy.weight_offload is None:
+            return None
+        moments, replicas = moments_of(self.optimizer) or 0, self._groups.data.size
+        predicted = predict_state(infos, self.policy, replicas, moments, frozen=self._frozen)
+        return open_storage(self.policy.offload, predicted, self._groups.control, limit_gib)
+
     def _make_buckets(
         self, infos: Sequence[ParameterInfo], on_value: Callable[[nn.Parameter, Tensor], None] | None
     ) -> None:
         """Move the parameters into buckets, and make units of those whose weights are sharded."""
         model, groups = self._model, self._groups
-        shards = self.policy.stage == 3 and groups.data.size > 1
+        shards, offload = self.policy.shards_weights(groups.data.size), self.policy.weight_offload
         # A communicator of its own: gathers of weights and reductions of gradients come in no common order.
         gather_group = groups.build(groups.topology.get_axis_comm_lists("data")) if shards else None
+        self.host_shards = HostShards(model.device, offload.pin) if shards and offload is not None else None
         self.reducer = GradientReducer(
             infos,
             self.policy,
@@ -147,9 +175,12 @@ class WeightUpdate:
             on_launch=self._on_launch,
             on_value=on_value,
             gather_group=gather_group,
+            allocate=self._storage.allocate if self._storage is not None else None,
+            host=self.host_shards,
         )
-        self._frozen = model.frozen_infos()
-        self.frozen_buckets = list(shard_frozen(self._frozen, self.policy, gather_group)) if gather_group else []
+        self.frozen_buckets = (
+            list(shard_frozen(self._frozen, self.policy, gather_group, self.host_shards)) if gather_group else []
+        )
         sharded = {info.parameter for bucket in self.frozen_buckets for info in bucket.infos}
         for info in self._frozen:
             if info.parameter not in sharded:

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
-from parallel3d.comm.host_memory import allocate_slab
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.layout import BucketLayout, cut, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.values import make_whole
 from parallel3d.zero.weights import ShardedWeights, WeightState
+
+HostAllocator = Callable[[int, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,15 @@ class Bucket:
     - spans: the parts of the shard that the optimizer updates one by one; a single one unless is_offloaded.
     """
 
-    def __init__(self, layout: BucketLayout, partition: Group, rank: int, gather_group: Group | None = None):
+    def __init__(
+        self,
+        layout: BucketLayout,
+        partition: Group,
+        rank: int,
+        gather_group: Group | None = None,
+        allocate: HostAllocator | None = None,
+        host: HostShards | None = None,
+    ):
         self.infos, self.offsets, self.sizes = layout.infos, layout.offsets, layout.sizes
         self.numel, self.kind, self.owners = layout.numel, layout.kind, layout.owners
         self.parameters = tuple(info.parameter for info in self.infos)
@@ -65,11 +75,12 @@ class Bucket:
         # Whether the masters are a copy, in a wider dtype than the weights.
         self.has_own_master = layout.has_own_master
         # Whether masters of their own, and the optimizer's state, are in host memory between steps.
-        self.is_offloaded = layout.is_offloaded
+        self.is_offloaded, self._allocate = layout.is_offloaded, allocate
+        self.weights_on_host = layout.weights_on_host
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
         self.sharded: ShardedWeights | None = None
-        self.weights, self.own_weights, self.master = self._place_weights(layout)
+        self.weights, self.own_weights, self.master = self._place_weights(layout, host)
         zeros = partial(torch.zeros, dtype=self.gradient_dtype, device=self.device)
         self.gradients = None if layout.is_transient else zeros(self.numel)
         self.gradient_shard = zeros(layout.shard_numel) if self.gradients is None else self.gradients[self.shard]
@@ -99,7 +110,9 @@ class Bucket:
             end = start + size
 
     @torch.no_grad()
-    def _place_weights(self, layout: BucketLayout) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _place_weights(
+        self, layout: BucketLayout, host: HostShards | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Move the parameters into a flat buffer; returns it, this rank's shard of it, and the master shard.
 
         The master may be that shard. All are None if the parameters stay in place and are their own masters. Masters get the
@@ -117,8 +130,9 @@ class Bucket:
         if self.has_own_master:
             master = self._kept(layout, master)
         if layout.is_sharded:
-            self.sharded = ShardedWeights(weights, own, self.parameters, views, self._gather_group)
-            return weights, own, master
+            host = host if layout.weights_on_host else None
+            self.sharded = ShardedWeights(weights, own, self.parameters, views, self._gather_group, host)
+            return weights, self.sharded.shard, master
         self._point_to(own)
         return own, own[self.shard], master
 
@@ -126,9 +140,8 @@ class Bucket:
         """Return a master shard where it is kept between steps, in no more memory than it needs."""
         if not layout.is_offloaded:
             return master if layout.is_sharded else master.clone()
-        offload = layout.policy.offload
-        assert offload is not None
-        return host_tensor(master.numel(), master.dtype, offload.pin).copy_(master)
+        assert self._allocate is not None
+        return self._allocate(master.numel(), master.dtype).copy_(master)
 
     def _cut_spans(self, longest: int) -> list[Span]:
         if self.master is None:
@@ -240,12 +253,20 @@ class Bucket:
                 )
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Round the updated masters of this rank's shard into the weights, where these are not the masters themselves."""
-        if self.has_own_master:
-            assert self.own_weights is not None
-            assert self.master is not None
-            self.own_weights.copy_(self.master)
+    def write_back(self, part: slice | None = None, masters: Tensor | None = None) -> None:
+        """Round updated masters of this rank's shard into the weights, where these are not the masters themselves.
+
+        masters: those in a part of the shard, on the device; by default all, where they are kept.
+        """
+        if not self.has_own_master:
+            return
+        values, part = self.master if masters is None else masters, part or slice(None)
+        assert self.own_weights is not None
+        assert values is not None
+        if self.sharded is None or (masters is None and self.is_offloaded):
+            self.own_weights[part].copy_(values)
+        else:
+            self.sharded.write(part, values)
 
     @torch.no_grad()
     def whole_masters(self) -> dict[nn.Parameter, Tensor]:
@@ -263,16 +284,19 @@ class Bucket:
         return all_gather_into(self.weights, self.own_weights, self.partition)
 
 
-def host_tensor(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
-    """Return a flat tensor of zeros in host memory."""
-    return allocate_slab(numel * dtype.itemsize, pin).view(dtype)
-
-
 def make_buckets(
-    infos: Sequence[ParameterInfo], policy: ZeroPolicy, partition: Group, rank: int, gather_group: Group | None = None
+    infos: Sequence[ParameterInfo],
+    policy: ZeroPolicy,
+    partition: Group,
+    rank: int,
+    gather_group: Group | None = None,
+    allocate: HostAllocator | None = None,
+    host: HostShards | None = None,
 ) -> list[Bucket]:
     """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket.
 
-    gather_group: the ranks of `partition` with a communicator of their own, for gathers of sharded weights.
+    gather_group: the ranks of `partition` with a communicator of their own, for gathers of sharded weights. allocate: makes
+    flat tensors of zeros for offloaded state; host: for shards of weights in host memory.
     """
-    return [Bucket(layout, partition, rank, gather_group) for layout in lay_out(infos, policy, partition.size)]
+    layouts = lay_out(infos, policy, partition.size)
+    return [Bucket(layout, partition, rank, gather_group, allocate, host) for layout in layouts]

@@ -25,6 +25,11 @@ ALIGNMENT = 4096  # of offsets, sizes and addresses, as O_DIRECT needs it; pages
 _GIB = 2**30
 
 
+def in_blocks(nbytes: int) -> int:
+    """Return a number of bytes rounded up to whole blocks of the disk."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 class Traffic:
     """Bytes that were read or written, and the seconds in which any request was under way."""
 
@@ -85,6 +90,7 @@ class ScratchFile:
         self.directory, self.nbytes = directory, nbytes
         self.reads, self.writes = Traffic(), Traffic()
         self._block_bytes = block_bytes
+        self._taken, self._offsets = 0, dict[int, int]()
         self._file = _allocate(directory, nbytes)
         self.is_direct = _use_direct(self._file.fileno())
         if not self.is_direct:
@@ -94,6 +100,27 @@ class ScratchFile:
                 stacklevel=2,
             )
         self._threads = ThreadPoolExecutor(in_flight, thread_name_prefix="parallel3d disk")
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the next part of the file that isn't taken, as a flat tensor of zeros, mapped into memory page by page.
+
+        It is for access between transfers: these and the mapping see each other's bytes.
+        """
+        size = in_blocks(numel * dtype.itemsize)
+        if size > self.nbytes - self._taken:
+            raise OffloadError(
+                f"{size} bytes more are needed of the scratch file in {self.directory}, and {self._taken} of {self.nbytes} are "
+                "taken: the optimizer keeps more state for an element than was predicted; use device cpu for it"
+            )
+        memory = mmap.mmap(self._file.fileno(), size, offset=self._taken) if size else bytearray(1)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)[: numel * dtype.itemsize].view(dtype)
+        self._offsets[flat.data_ptr()] = self._taken
+        self._taken += size
+        return flat
+
+    def offset_of(self, flat: Tensor, start: int) -> int:
+        """Return where element `start` of a tensor that `allocate` returned is in the file."""
+        return self._offsets[flat.data_ptr()] + start * flat.itemsize
 
     def read(self, offset: int, into: Tensor) -> Transfer:
         """Start to fill a tensor from the bytes at `offset`. Transfers run at the same time and in any order.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +46,7 @@ class BucketLayout:
     num_shards: the number of equal parts; one rank updates each.
     is_sharded: whether the weights, too, live as shards, and are gathered while they are used. The parameters are of one unit.
     is_offloaded: whether masters and optimizer state are in host memory.
+    weights_on_host: whether the shards of the weights are.
     """
 
     kind: Kind
@@ -56,6 +57,7 @@ class BucketLayout:
     num_shards: int
     is_sharded: bool = False
     is_offloaded: bool = False
+    weights_on_host: bool = False
 
     @property
     def owners(self) -> Owners:
@@ -84,9 +86,10 @@ class BucketLayout:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the masters are a copy: in a wider dtype than the weights, or where the CPU updates them."""
+        """Whether the masters are a copy: in a wider dtype than the weights, or where one of the two is on the host."""
         offload = self.policy.offload if self.is_offloaded else None
-        return self.weight_dtype != self.master_dtype or (offload is not None and offload.on_cpu)
+        updated_on_host = offload is not None and offload.on_cpu
+        return self.weight_dtype != self.master_dtype or updated_on_host or self.weights_on_host
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -96,7 +99,8 @@ class BucketLayout:
     @property
     def is_in_place(self) -> bool:
         """Whether the parameters keep their own storage, and are their own masters."""
-        return self.num_shards == 1 and self.weight_dtype == self.master_dtype and not self.is_offloaded
+        whole = self.num_shards == 1 and not self.is_sharded
+        return whole and self.weight_dtype == self.master_dtype and not self.is_offloaded
 
     def released_weights(self) -> tuple[Tensor, list[Tensor]]:
         """Return a flat tensor for all weights, and a view of it for each parameter; without memory until it is gathered."""
@@ -163,23 +167,33 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
         for (unit, kind), alike in kinds.items()
         for layout in _cut(kind, alike, policy, num_shards, unit is not None)
     ]
-    return layouts if policy.offload is None else list(_offloaded(layouts, policy.offload.ratio))
+    if (weights := policy.weight_offload) is not None:
+        taken = _share((layout.numel * layout.is_sharded for layout in layouts), weights.ratio)
+        for k, takes in enumerate(taken):
+            on_host = layouts[k].is_sharded and takes
+            # The single shard of one replica is whole: on the device it needs no gathers.
+            is_sharded = on_host or (layouts[k].is_sharded and num_shards > 1)
+            layouts[k] = replace(layouts[k], weights_on_host=on_host, is_sharded=is_sharded)
+    if policy.offload is not None:
+        taken = _share((layout.numel for layout in layouts), policy.offload.ratio)
+        layouts = [replace(each, is_offloaded=takes) for each, takes in zip(layouts, taken, strict=True)]
+    return layouts
 
 
-def _offloaded(layouts: Sequence[BucketLayout], ratio: float) -> Iterator[BucketLayout]:
-    """Offload `ratio` of the elements: buckets in turn, so that those on the device are updated while others are copied."""
-    seen = offloaded = 0
-    for layout in layouts:
-        seen += layout.numel
-        takes = offloaded + layout.numel <= ratio * seen
-        offloaded += layout.numel if takes else 0
-        yield replace(layout, is_offloaded=takes)
+def _share(sizes: Iterable[int], ratio: float) -> Iterator[bool]:
+    """Choose `ratio` of the elements: buckets in turn, so that those on the device are updated while others are copied."""
+    seen = chosen = 0
+    for size in sizes:
+        seen += size
+        takes = chosen + size <= ratio * seen
+        chosen += size if takes else 0
+        yield takes
 
 
 def _sharded_units(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> set[int]:
     """Return the units whose weights live as shards. Parameters that several chunks share are whole on every rank."""
     sizes: Counter[int] = Counter()
-    if policy.stage == 3 and num_shards > 1 and not infos[0].shared:
+    if policy.shards_weights(num_shards) and not infos[0].shared:
         for info in infos:
             sizes[info.unit] += info.parameter.numel()
     return {unit for unit, size in sizes.items() if size > policy.largest_whole}

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.disk import in_blocks
 from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
-from parallel3d.zero.policy import OptimizerOffload, ZeroPolicy
+from parallel3d.zero.policy import STAGED_BYTES, OptimizerOffload, ZeroPolicy
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank's model state by component. All but three are held throughout, and all but `host` on the device.
+    """Bytes of one rank's model state by component. All but three are held throughout, and all but the last two on the device.
 
     weights: the shards of those that live as shards; transient: the gradient buffers of reductions, in use during a backward;
     update: copies of gradients in the masters' dtype, while the optimizer runs; gathered: most bytes of sharded weights that
-    are gathered at a time, while layers run; window: buffers that offloaded state passes through; host: offloaded state.
+    are gathered at a time, while layers run; window: buffers that offloaded state passes through; host, disk: offloaded state
+    there, and shards of weights.
     """
 
     weights: int = 0
@@ -32,6 +34,7 @@ class StateBytes:
     gathered: int = 0
     window: int = 0
     host: int = 0
+    disk: int = 0
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -58,6 +61,7 @@ def predict_state(
     data_size: int,
     moments: int = 2,
     early: Collection[nn.Parameter] = (),
+    frozen: Sequence[ParameterInfo] = (),
 ) -> StateBytes:
     """Predict the model state of a rank with these parameters, as built, on `data_size` replicas (arXiv:1910.02054, section 3).
 
@@ -65,6 +69,7 @@ def predict_state(
     P parameters that is 2P + 4P + 12P/d for stage 1, 2P + 16P/d for stage 2 with a reduction per micro-batch, and 18P/d for
     stage 3 with one, without the weights that are gathered at a time: these depend on the program (lifetimes.peak_live).
     early: the parameters that get gradients in a BACKWARD_INPUT; their buckets stay filling until the BACKWARD_WEIGHT.
+    frozen: parameters that are not trained, of which shards in host memory count.
     """
     total = StateBytes()
     passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
@@ -74,21 +79,43 @@ def predict_state(
         master, accumulator = layout.master_dtype, layout.gradient_dtype
         held = shard if layout.is_sharded else sum(layout.sizes) if layout.is_in_place else padded
         total += StateBytes(
-            weights=held * layout.weight_dtype.itemsize,
+            weights=0 if layout.weights_on_host else held * layout.weight_dtype.itemsize,
             gradients=(shard if layout.is_transient else padded) * accumulator.itemsize,
         )
-        masters, optimizer = shard * master.itemsize * layout.has_own_master, moments * shard * master.itemsize
+        each = shard * master.itemsize
+        masters, optimizer = each * layout.has_own_master, each * moments
         if layout.is_offloaded:
             offloaded.append(layout)
-            total += StateBytes(host=masters + optimizer)
+            on_disk = policy.offload is not None and policy.offload.directory is not None
+            if on_disk:
+                total += StateBytes(disk=in_blocks(each) * (moments + layout.has_own_master))
+            else:
+                total += StateBytes(host=masters + optimizer)
         else:
-            update = shard * master.itemsize if accumulator != master else 0
+            update = each if accumulator != master else 0
             total += StateBytes(masters=masters, optimizer=optimizer, update=update)
         if layout.is_transient:
             is_early = any(info.parameter in early for info in layout.infos)
             passing.setdefault(accumulator, []).append((padded, is_early))
     transient = sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items())
+    total += _host_shards(parameters, frozen, policy, data_size)
     return total + StateBytes(transient=transient) + _window(offloaded, policy.offload, moments)
+
+
+def _host_shards(
+    parameters: Sequence[ParameterInfo], frozen: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int
+) -> StateBytes:
+    """Return the shards of weights in host memory, and the buffers that they pass through after the step."""
+    trained = [layout for layout in _layouts(parameters, policy, data_size) if layout.weights_on_host]
+    others = [layout for layout in _layouts(_floating(frozen), policy, data_size) if layout.weights_on_host]
+    sizes = [layout.shard_numel * layout.weight_dtype.itemsize for layout in (*trained, *others)]
+    on_cpu = policy.offload is not None and policy.offload.on_cpu
+    written = any(not (on_cpu and layout.is_offloaded) for layout in trained)
+    return StateBytes(host=sum(sizes), window=2 * min(STAGED_BYTES, max(sizes)) if written else 0)
+
+
+def _floating(infos: Sequence[ParameterInfo]) -> list[ParameterInfo]:
+    return [info for info in infos if info.parameter.is_floating_point()]
 
 
 def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, moments: int) -> StateBytes:
@@ -96,14 +123,20 @@ def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, m
     if offload is None or not layouts:
         return StateBytes()
     numel = min(offload.window, max(layout.shard_numel for layout in layouts))
-    pairs = {(layout.gradient_dtype, layout.weight_dtype) for layout in layouts}
+    weights = [layout.weight_dtype.itemsize * (not layout.weights_on_host) for layout in layouts]
     widest = max(layout.master_dtype.itemsize for layout in layouts)
     copies = any(layout.gradient_dtype != layout.master_dtype for layout in layouts)
     if offload.on_cpu:
-        each = max(g.itemsize + w.itemsize for g, w in pairs) + widest * copies
+        sent = max(layout.gradient_dtype.itemsize + size for layout, size in zip(layouts, weights, strict=True))
+        each = sent + widest * copies
         return StateBytes(host=offload.buffers * numel * each)
     states = moments + any(layout.has_own_master for layout in layouts)
-    return StateBytes(window=offload.buffers * numel * states * widest, update=numel * widest * copies)
+    each = numel * widest
+    return StateBytes(
+        window=offload.buffers * states * each,
+        update=each * copies,
+        host=offload.host_buffers * states * in_blocks(each),
+    )
 
 
 def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> Iterator[BucketLayout]:
@@ -123,7 +156,7 @@ def unit_sizes(
 ) -> dict[int, UnitSize]:
     """Return the units of a rank whose weights live as shards, with their sizes. frozen: see shard_frozen."""
     sizes: dict[int, UnitSize] = {}
-    for own in (parameters, [info for info in frozen if info.parameter.is_floating_point()]):
+    for own in (parameters, _floating(frozen)):
         for layout in _layouts(own, policy, data_size):
             if layout.is_sharded:
                 numel, nbytes = sizes.get(layout.infos[0].unit, (0, 0))

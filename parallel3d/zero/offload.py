@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.transfers import Event, Transfers
-from parallel3d.zero.buckets import Bucket, ParameterShard, Span, host_tensor
+from parallel3d.zero.buckets import Bucket, ParameterShard, Span
+from parallel3d.zero.disk import in_blocks
 from parallel3d.zero.memory import StateBytes, bytes_of
-from parallel3d.zero.policy import OptimizerOffload, free_memory
+from parallel3d.zero.policy import READS_AHEAD, free_memory
+from parallel3d.zero.staging import Staged, Staging
+from parallel3d.zero.storage import Storage
 
 Call = Callable[[], None]
 
@@ -33,23 +36,24 @@ class _Buffer:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     free: Event = None
 
-    def room(self, name: str, like: Tensor, longest: int, device: torch.device | None, pin: bool = False) -> Tensor:
-        """Return room for a tensor, of a flat tensor of `longest` elements; device: None for the host."""
+    def room(self, name: str, like: Tensor, allocate: Callable[[torch.dtype], Tensor]) -> Tensor:
+        """Return room for a tensor. allocate: makes it, for the longest span, if there is none yet."""
         if name not in self.tensors:
-            if device is None:
-                self.tensors[name] = host_tensor(longest, like.dtype, pin)
-            else:
-                self.tensors[name] = torch.empty(longest, dtype=like.dtype, device=device)
+            self.tensors[name] = allocate(like.dtype)
         return self.tensors[name][: like.numel()]
 
 
 @dataclass(eq=False)
 class _Visit:
-    """Stay of a span in a buffer. rooms: its tensors there; arrived: when they have been copied there."""
+    """Stay of a span in a buffer. rooms: its tensors there; arrived: when they have been copied there.
+
+    staged: the host's buffer on its way from and to the disk; None for state in host memory.
+    """
 
     bucket: Bucket
     span: Span
     buffer: _Buffer
+    staged: Staged | None = None
     rooms: dict[str, Tensor] = field(default_factory=dict)
     arrived: Event = None
 
@@ -57,23 +61,33 @@ class _Visit:
 class OffloadedState:
     """Masters and optimizer state of offloaded buckets, flat in host memory, and the step on them.
 
-    On the device (default): for each span its state is copied into a buffer of the window, the optimizer updates it there, and
-    it is copied back, while the next spans come. The values are those of an optimizer whose state stays on the device, bit for
-    bit. On the CPU: gradients are copied to the host, the optimizer updates the state there, and weights are copied back.
+    On the device (default): for each span its state is copied, from the disk through host memory, into a buffer of the window,
+    the optimizer updates it there, and it is copied back, while the next spans come. The values are those of an optimizer whose
+    state stays on the device, bit for bit. On the CPU: gradients are copied to the host, the optimizer updates the state there,
+    and weights are copied back.
 
-    optimizer: an elementwise one that holds the buckets' masters; its step() runs once for each span.
+    optimizer: an elementwise one that holds the buckets' masters; its step() runs once for each span. storage: where
+    the state is kept.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], settings: OptimizerOffload):
-        self._optimizer, self._settings, self._buckets = optimizer, settings, list(buckets)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        storage: Storage,
+    ):
+        self._optimizer, self._buckets = optimizer, list(buckets)
+        self._settings = settings = storage.settings
         self._device, self.on_cpu = buckets[0].device, settings.on_cpu
         self._transfers = Transfers()
         self._flats: dict[Bucket, dict[str, Tensor]] = {}
         for bucket in buckets:
-            self._flats[bucket] = (
-                {_MASTER: bucket.master} if bucket.has_own_master and bucket.master is not None else {}
-            )
+            own = bucket.master if bucket.has_own_master else None
+            self._flats[bucket] = {} if own is None else {_MASTER: own}
         self._longest = max(span.part.stop - span.part.start for bucket in buckets for span in bucket.spans)
+        self._storage, self._staging = storage, None
+        if storage.file is not None:
+            self._staging = Staging(storage.file, settings.host_buffers, storage.on_host, self._longest)
         self._window = [_Buffer() for _ in range(settings.buffers)]
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._last: Event = None  # of the last copy to the host
@@ -82,6 +96,12 @@ class OffloadedState:
             for group in optimizer.param_groups:
                 group.update(fused=True, foreach=False)
         self._adopt_all()
+
+    def _on_device(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self._longest, dtype=dtype, device=self._device)
+
+    def _on_host(self, dtype: torch.dtype) -> Tensor:
+        return self._storage.on_host(self._longest, dtype)
 
     def after_step(self) -> None:
         """With ratio "auto", move the state to the device that it has had no use for the memory of in the first steps."""
@@ -112,15 +132,29 @@ class OffloadedState:
 
     def state_bytes(self) -> StateBytes:
         """Return the bytes of the state on the host, and of the window."""
-        state = bytes_of(flat for flats in self._flats.values() for flat in flats.values())
+        flats = [flat for own in self._flats.values() for flat in own.values()]
+        state = sum(flat.nbytes for flat in flats)
         window = bytes_of(t for buffer in self._window for t in buffer.tensors.values())
+        if self._staging is not None:
+            state = sum(in_blocks(flat.nbytes) for flat in flats)
+            return StateBytes(disk=state, host=self._staging.nbytes(), window=window)
         return StateBytes(host=state + window) if self.on_cpu else StateBytes(host=state, window=window)
+
+    def disk_rates(self) -> tuple[float, float] | None:
+        """Return the bytes per second that were read and written so far, while any were; None without a disk."""
+        if self._staging is None:
+            return None
+        file = self._staging.file
+        read, written = (traffic.nbytes / max(traffic.seconds, 1e-9) for traffic in (file.reads, file.writes))
+        return read, written
 
     def settle(self) -> None:
         """Return when the host may read and write the state."""
         if self._last is not None:
             self._last.synchronize()
             self._last = None
+        if self._staging is not None:
+            self._staging.settle()
 
     @torch.no_grad()
     def step(self, untouched: Set[nn.Parameter], factor: Tensor | None, meanwhile: Call) -> None:
@@ -143,22 +177,41 @@ class OffloadedState:
     ) -> None:
         for buffer in self._window:
             buffer.free = self._last
-        coming = deque(self._bring(*one, buffer) for buffer, one in zip(self._window, work, strict=False))
+        ready = self._staged(work)
+        coming = deque(self._bring(*one, buffer) for buffer, one in zip(self._window, ready, strict=False))
         meanwhile()
         while coming:
             visit = coming.popleft()
             self._transfers.wait_for(visit.arrived, self._device)
             self._update(visit, untouched, factor)
-            coming.extend(self._bring(*one, visit.buffer) for one in islice(work, 1))
+            coming.extend(self._bring(*one, visit.buffer) for one in islice(ready, 1))
 
-    def _bring(self, bucket: Bucket, span: Span, buffer: _Buffer) -> _Visit:
+    def _staged(self, work: Iterator[tuple[Bucket, Span]]) -> Iterator[tuple[Bucket, Span, Staged | None]]:
+        """Yield the spans when their state is in host memory; read those to come from the disk."""
+        if self._staging is None:
+            yield from ((bucket, span, None) for bucket, span in work)
+            return
+        self._staging.settle()
+        ahead: deque[tuple[Bucket, Span, Staged]] = deque()
+        for bucket, span in work:
+            ahead.append((bucket, span, self._staging.read(self._flats[bucket], span.part)))
+            if len(ahead) > READS_AHEAD:
+                ahead[0][2].wait()
+                yield ahead.popleft()
+        for bucket, span, staged in ahead:
+            staged.wait()
+            yield bucket, span, staged
+
+    def _bring(self, bucket: Bucket, span: Span, staged: Staged | None, buffer: _Buffer) -> _Visit:
         """Start to copy a span's state into a buffer."""
-        visit, flats = _Visit(bucket, span, buffer), self._flats[bucket]
+        visit = _Visit(bucket, span, buffer, staged)
+        flats = (
+            {name: flat[span.part] for name, flat in self._flats[bucket].items()} if staged is None else staged.tensors
+        )
         # Kernels that are queued may still use memory that the allocator gives out now.
         made = self._transfers.now(self._device) if any(name not in buffer.tensors for name in flats) else None
-        for name, flat in flats.items():
-            held = flat[span.part]
-            visit.rooms[name] = buffer.room(name, held, self._longest, self._device)
+        for name, held in flats.items():
+            visit.rooms[name] = buffer.room(name, held, self._on_device)
             visit.arrived = self._transfers.copy(visit.rooms[name], held, buffer.free, made)
         return visit
 
@@ -170,12 +223,18 @@ class OffloadedState:
         bucket.assign_gradients(span, untouched, factor)
         self._optimize(span, self._device)
         if _MASTER in visit.rooms:
-            _weights(bucket, span).copy_(visit.rooms[_MASTER])
+            bucket.write_back(span.part, visit.rooms[_MASTER])
         self._adopt(bucket, span, visit)
         done = self._transfers.now(self._device)
         for name, room in visit.rooms.items():
-            self._last = self._transfers.copy(flats[name][span.part], room, done)
+            target = flats[name][span.part]
+            if visit.staged is not None and self._staging is not None:
+                self._staging.room(visit.staged, name, target)
+                target = visit.staged.tensors[name]
+            self._last = self._transfers.copy(target, room, done)
         visit.buffer.free = self._last
+        if visit.staged is not None and self._staging is not None:
+            self._staging.write(visit.staged, flats, span.part, self._last)
         for piece in span.pieces:
             self._point(piece, bucket, flats, 0)
 
@@ -198,7 +257,8 @@ class OffloadedState:
         """Start to copy a span's gradients to the host."""
         visit, gradients = _Visit(bucket, span, buffer), bucket.gradient_shard[span.part]
         for name, like in (("gradients", gradients), ("weights", _weights(bucket, span))):
-            visit.rooms[name] = buffer.room(name, like, self._longest, None, self._settings.pin)
+            if name == "gradients" or not bucket.weights_on_host:
+                visit.rooms[name] = buffer.room(name, like, self._on_host)
         visit.arrived = self._transfers.copy(
             visit.rooms["gradients"], gradients, self._transfers.now(self._device), buffer.free
         )
@@ -208,15 +268,18 @@ class OffloadedState:
         """Update a span whose gradients are on the host, and start to copy the weights to the device."""
         bucket, span = visit.bucket, visit.span
         gradients = visit.rooms["gradients"]
-        if (
-            gradients.dtype != bucket.master_dtype
-        ):  # in memory that is kept: to take new pages costs more than the update
+        if gradients.dtype != bucket.master_dtype:
+            # In memory that is kept: to take new pages would cost more than the update.
             wide = torch.empty((), dtype=bucket.master_dtype).expand_as(gradients)
-            gradients = visit.buffer.room("wide", wide, self._longest, None).copy_(gradients)
+            gradients = visit.buffer.room("wide", wide, self._on_host).copy_(gradients)
         bucket.assign_gradients(span, untouched, factor, gradients)
         self._optimize(span, torch.device("cpu"))
         self._adopt(bucket, span)
-        weights = visit.rooms["weights"].copy_(self._flats[bucket][_MASTER][span.part])
+        masters = self._flats[bucket][_MASTER][span.part]
+        if bucket.weights_on_host:
+            _weights(bucket, span).copy_(masters)
+            return
+        weights = visit.rooms["weights"].copy_(masters)
         self._last = visit.buffer.free = self._transfers.copy(_weights(bucket, span), weights)
 
     def _optimize(self, span: Span, device: torch.device) -> None:
@@ -261,10 +324,10 @@ class OffloadedState:
                 if not isinstance(value, Tensor) or value.shape != piece.master.shape:
                     continue
                 if name not in flats:
-                    flats[name] = host_tensor(bucket.gradient_shard.numel(), value.dtype, self._settings.pin)
+                    flats[name] = self._storage.allocate(bucket.gradient_shard.numel(), value.dtype)
                 flat, start = flats[name], 0
                 if visit is not None:
-                    room = visit.buffer.room(name, flat[span.part], self._longest, self._device)
+                    room = visit.buffer.room(name, flat[span.part], self._on_device)
                     flat, start = visit.rooms.setdefault(name, room), span.part.start
                 place = bucket.part_of(piece, flat, start)
                 if value.data_ptr() != place.data_ptr():

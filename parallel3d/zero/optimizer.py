@@ -15,9 +15,10 @@ from parallel3d.comm.collectives import Group, Work, all_gather_integers
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket
+from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.memory import MOMENTS, StateBytes, bytes_of
 from parallel3d.zero.offload import OffloadedState
-from parallel3d.zero.policy import OptimizerOffload
+from parallel3d.zero.storage import Storage
 
 if TYPE_CHECKING:
     from parallel3d.kernels.fused_adamw import FusedAdamW
@@ -41,7 +42,8 @@ class ShardedOptimizer:
     allow_untested, and for parameters that aren't the model's.
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
-    offload: how the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
+    storage: where the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
+    host: shards of weights in host memory.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class ShardedOptimizer:
         allow_untested: bool = False,
         on_gather: Callable[[tuple[int, ...], int, Work], None] | None = None,
         open_kernel: Callable[[Sequence[Bucket]], FusedAdamW | None] | None = None,
-        offload: OptimizerOffload | None = None,
+        storage: Storage | None = None,
+        host: HostShards | None = None,
     ):
         self.optimizer = optimizer
         # Buckets come from the last layer on; the next forward needs them from the first layer on.
@@ -74,20 +77,22 @@ class ShardedOptimizer:
             group["params"] = [master for parameter in group["params"] for master in masters[parameter]]
         self._fused = open_kernel(self.buckets) if open_kernel is not None else None
         offloaded = [bucket for bucket in self.buckets if bucket.is_offloaded]
-        self.offloaded = OffloadedState(optimizer, offloaded, offload) if offload is not None and offloaded else None
+        self.offloaded = OffloadedState(optimizer, offloaded, storage) if storage is not None and offloaded else None
+        self._host = host
         self._stale: set[Bucket] = set()
         self._gathers: dict[Bucket, Work] = {}
         self._on_gather = on_gather
         self._bucket_of = {info.parameter: bucket for bucket in self.buckets for info in bucket.infos}
 
     def state_bytes(self) -> StateBytes:
-        """Return the bytes of the optimizer's state on this rank now, and of masters on the host."""
+        """Return the bytes of the optimizer's state on this rank now, and of masters and weights on the host."""
         offloaded = {piece.master for bucket in self.buckets if bucket.is_offloaded for piece in bucket.pieces}
         states = (state.values() for master, state in self.optimizer.state.items() if master not in offloaded)
         held = bytes_of(t for values in states for t in values if isinstance(t, Tensor))
-        return StateBytes(optimizer=held) + (
-            self.offloaded.state_bytes() if self.offloaded is not None else StateBytes()
-        )
+        total = StateBytes(optimizer=held)
+        if self._host is not None:
+            total += StateBytes(host=bytes_of(self._host.kept), window=bytes_of(self._host.buffers()))
+        return total + (self.offloaded.state_bytes() if self.offloaded is not None else StateBytes())
 
     def takes_scale(self) -> bool:
         """Return whether the optimizer's kernels divide gradients and skip an overflow, in the pass they make anyway."""
@@ -147,9 +152,10 @@ class ShardedOptimizer:
             bucket.write_back()
 
     def settle(self) -> None:
-        """Return when the host may read and write offloaded state."""
-        if self.offloaded is not None:
-            self.offloaded.settle()
+        """Return when the host may read and write offloaded state, and weights on the host."""
+        for offloaded in (self.offloaded, self._host):
+            if offloaded is not None:
+                offloaded.settle()
 
     def follow_weights(self) -> None:
         """Copy weights that others have written into the masters, before these are read."""

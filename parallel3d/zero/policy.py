@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel3d.config import Config, ZeroConfig
+from parallel3d.config import AioConfig, Config, ZeroConfig
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.lifetimes import NEVER, LiveLimits, live_choices
 
@@ -17,14 +17,22 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHARE = 0.1
 # Most elements of a buffer of the window: 64 MiB in fp32, long enough for the full rate of a link.
 _WINDOW = 1 << 24
+# Spans that are read from disk before a buffer of the window is free for them, and that are written at a time.
+READS_AHEAD, _WRITES = 2, 2
+_MOST_THREADS = 64
+# Elements of state in a block of the disk.
+_DISK_BLOCK = 1024
+# Most bytes of each of the two buffers that new weights pass through on their way to shards in host memory.
+STAGED_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
 class OptimizerOffload:
-    """Masters and optimizer state of a share of the elements, `ratio`, in host memory.
+    """Masters and optimizer state of a share of the elements, `ratio`, in host memory, or on disk.
 
     They pass through `buffers` buffers of the device of at most `window` elements each, or stay, and the CPU updates them.
-    is_auto: whether those that the device has room for are moved to it after some steps.
+    is_auto: whether those that the device has room for are moved to it after some steps. directory: on the disk; None for host
+    memory; block_bytes, in_flight: size of the disk's requests, and their number at a time.
     """
 
     ratio: float
@@ -33,6 +41,22 @@ class OptimizerOffload:
     on_cpu: bool
     is_auto: bool
     window: int
+    directory: str | None = None
+    block_bytes: int = 1 << 23
+    in_flight: int = 8
+
+    @property
+    def host_buffers(self) -> int:
+        """Buffers in host memory between the disk and the window: as many as it has, those being read, and those written."""
+        return 0 if self.directory is None else self.buffers + READS_AHEAD + _WRITES
+
+
+@dataclass(frozen=True)
+class WeightOffload:
+    """With stage 3, shards of weights in host memory: a share of the elements, `ratio`. pin: whether it is pinned."""
+
+    ratio: float = 1.0
+    pin: bool = True
 
 
 @dataclass(frozen=True)
@@ -45,7 +69,8 @@ class ZeroPolicy:
     one they were built in; gradient_dtype: dtype of the accumulators, None for the wider of fp32 and the weights' dtype;
     communication_dtype: dtype of reductions, None for the accumulators'; reduce_per_micro_batch: only from stage 2 on, reduce
     in every micro-batch's backward, so that unsharded gradients are never held; largest_whole: with stage 3, weights of units
-    of at most this number of elements are whole on every rank; offload: how optimizer state is kept on the host, if it is.
+    of at most this number of elements are whole on every rank; offload: how optimizer state is kept on the host, if it is;
+    weight_offload: likewise of the weights' shards.
     """
 
     stage: int
@@ -56,6 +81,7 @@ class ZeroPolicy:
     reduce_per_micro_batch: bool = False
     largest_whole: int = 0
     offload: OptimizerOffload | None = None
+    weight_offload: WeightOffload | None = None
 
     def master_dtype(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype of the masters: fp32, or the dtype that a parameter was built in if that is wider."""
@@ -65,15 +91,26 @@ class ZeroPolicy:
         """Return the number of shards into which the parameters' state is cut over `data_size` replicas."""
         return data_size if self.stage > 0 else 1
 
+    def shards_weights(self, data_size: int) -> bool:
+        """Return whether weights live as shards over `data_size` replicas; for a single one only if they are offloaded."""
+        return self.stage == 3 and (data_size > 1 or self.weight_offload is not None)
+
     def accumulator_dtype(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype of the gradient accumulator of a parameter built in `built`."""
         return self.gradient_dtype or self.master_dtype(built)
 
 
 def make_policy(
-    config: Config, parameters: Sequence[ParameterInfo], device: torch.device, weight_dtype: torch.dtype | None
+    config: Config,
+    parameters: Sequence[ParameterInfo],
+    device: torch.device,
+    weight_dtype: torch.dtype | None,
+    shard_numel: int = 0,
 ) -> ZeroPolicy:
-    """Return the policy of a configuration for this rank's parameters; reduce_per_micro_batch "auto" depends on their size."""
+    """Return the policy of a configuration for this rank's parameters; reduce_per_micro_batch "auto" depends on their size.
+
+    shard_numel: elements of this rank's shards of weights, which may be more than offload_param.max_in_cpu.
+    """
     zero = config.zero_optimization
     accumulators = config.data_types.grad_accum_dtype
     communication = config.communication_data_type
@@ -88,22 +125,34 @@ def make_policy(
         communication_dtype=_DTYPES[communication] if communication else None,
         reduce_per_micro_batch=zero.stage >= 2 and per_micro_batch,
         largest_whole=zero.stage3_param_persistence_threshold,
-        offload=_offload(zero),
+        offload=_offload(zero, config.aio),
+        weight_offload=_weight_offload(zero, shard_numel),
     )
 
 
-def _offload(zero: ZeroConfig) -> OptimizerOffload | None:
+def _weight_offload(zero: ZeroConfig, shard_numel: int) -> WeightOffload | None:
+    config = zero.offload_param
+    if zero.stage < 3 or config.device in ("none", None) or config.max_in_cpu == 0:
+        return None
+    most = shard_numel if config.max_in_cpu is None else min(config.max_in_cpu, shard_numel)
+    return WeightOffload(most / shard_numel if shard_numel else 1.0, config.pin_memory)
+
+
+def _offload(zero: ZeroConfig, aio: AioConfig) -> OptimizerOffload | None:
     config = zero.offload_optimizer
     if config.device in ("none", None) or config.ratio == 0:
         return None
-    ratio = 1.0 if config.ratio == "auto" else config.ratio
+    ratio, on_disk = 1.0 if config.ratio == "auto" else config.ratio, config.device == "nvme"
     return OptimizerOffload(
         ratio,
         config.buffer_count,
         config.pin_memory,
         on_cpu=config.step == "cpu",
         is_auto=config.ratio == "auto",
-        window=min(zero.sub_group_size, _WINDOW),
+        window=min(-(-zero.sub_group_size // _DISK_BLOCK) * _DISK_BLOCK if on_disk else zero.sub_group_size, _WINDOW),
+        directory=config.nvme_path if on_disk else None,
+        block_bytes=aio.block_size,
+        in_flight=min(aio.queue_depth * aio.intra_op_parallelism, _MOST_THREADS),
     )
 
 

@@ -17,7 +17,8 @@ from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, 
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
-from parallel3d.zero.buckets import Bucket, make_buckets
+from parallel3d.zero.buckets import Bucket, HostAllocator, make_buckets
+from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.layout import by_owners
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy
@@ -90,7 +91,7 @@ class GradientReducer:
     is_first_slice: whether this is the first tensor-parallel rank, which counts copies in the norm for all of them.
     on_launch: called with each REDUCE_GRADS that has been launched, and its Work.
     on_value: called with each gradient, see GradientSink.
-    gather_group: see make_buckets.
+    gather_group, allocate, host: see make_buckets.
 
     sink: adds gradients to the accumulators and knows which have arrived.
     """
@@ -106,6 +107,8 @@ class GradientReducer:
         on_launch: Callable[[Instruction, Work], None] | None = None,
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
         gather_group: Group | None = None,
+        allocate: HostAllocator | None = None,
+        host: HostShards | None = None,
     ):
         self._policy = policy
         self._data_group = data_group
@@ -116,7 +119,7 @@ class GradientReducer:
         self._on_launch = on_launch
         self.sink = GradientSink(self._launch_instruction, on_value)
         self.buckets = {
-            owners: make_buckets(infos, policy, self._partition, rank, gather_group)
+            owners: make_buckets(infos, policy, self._partition, rank, gather_group, allocate, host)
             for owners, infos in by_owners(parameters).items()
         }
         self._transient: dict[torch.dtype, TransientBuffers] = {}
@@ -287,9 +290,10 @@ class GradientReducer:
         return torch.cat(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
 
     def state_bytes(self) -> StateBytes:
-        """Return the bytes of weights, gradients and masters on this rank now."""
+        """Return the bytes of weights, gradients and masters on this rank's device now."""
         buckets = list(self.all_buckets())
-        weights = (b.parameters if b.sharded is None else (b.sharded.shard,) for b in buckets)
+        on_device = (b for b in buckets if not b.weights_on_host)
+        weights = (b.parameters if b.sharded is None else (b.sharded.shard,) for b in on_device)
         return StateBytes(
             weights=bytes_of(chain.from_iterable(weights)),
             gradients=bytes_of(b.gradient_shard for b in buckets),

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into, broadcast
+from parallel3d.comm.transfers import Event
 from parallel3d.errors import ExecutionError
+from parallel3d.zero.host_shards import HostShards
 
 _READS = (
     "state_dict() reads whole weights, but zero_optimization.stage 3 holds shards of them; call engine.save_16bit_model or "
@@ -51,7 +53,8 @@ class ShardedWeights:
     objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise. They have DeepSpeed's
     attributes ds_shape, ds_numel and ds_status, which is the state.
 
-    - shard: this rank's part, [numel / ranks]. numel: elements of the flat tensor, padding included; nbytes: its bytes.
+    - shard: this rank's part, [numel / ranks]; a copy of it in host memory, if `host` is given. numel: elements of the flat
+      tensor, padding included; nbytes: its bytes.
     - state: see WeightState.
     """
 
@@ -62,8 +65,11 @@ class ShardedWeights:
         parameters: Sequence[nn.Parameter],
         views: Sequence[Tensor],
         partition: Group,
+        host: HostShards | None = None,
     ):
-        self.shard, self.numel, self.nbytes = shard, whole.numel(), whole.nbytes
+        self.shard, self.numel, self.nbytes = shard if host is None else host.keep(shard), whole.numel(), whole.nbytes
+        self._host = host
+        self._written: Event = None  # end of the last copy to a shard in host memory
         self._whole, self._partition = whole, partition
         self._views = list(zip(parameters, views, strict=True))
         self._placeholders = [(p, placeholder(p, whole.dtype, whole.device)) for p in parameters]
@@ -96,9 +102,22 @@ class ShardedWeights:
             self._whole.untyped_storage().resize_(self.nbytes)
             for parameter, view in self._views:
                 parameter.data = view
-            self._work = all_gather_into(self._whole, self.shard, self._partition)
+            self._work = self._start()
             self._enter(WeightState.GATHERING)
         return self._work
+
+    def _start(self) -> Work:
+        if self._host is not None:
+            return self._host.gather(self._whole, self.shard, self._partition, self._written)
+        return all_gather_into(self._whole, self.shard, self._partition)
+
+    @torch.no_grad()
+    def write(self, part: slice, values: Tensor) -> None:
+        """Round values on the device, flat, into a part of the shard."""
+        if self._host is not None:
+            self._written = self._host.write(self.shard[part], values)
+        else:
+            self.shard[part].copy_(values)
 
     def wait(self) -> None:
         """Return (CUDA: let the stream go on) when the weights are gathered."""
@@ -130,7 +149,7 @@ class ShardedWeights:
         """Copy what a replica has written into its gathered weights to the shards. Collective."""
         broadcast(self._whole, self._partition.ranks[replica], self._partition)
         size = self.shard.numel()
-        self.shard.copy_(self._whole[self._partition.index * size :][:size])
+        self.write(slice(0, size), self._whole[self._partition.index * size :][:size])
 
 
 class Units:

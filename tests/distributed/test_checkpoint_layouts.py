@@ -20,7 +20,7 @@ import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.pipe import LayerSpec, PipelineModule
 
-BEFORE, AFTER, MICRO_BATCHES = 3, 5, 4
+BEFORE, AFTER, MICRO_BATCHES = 3, 2, 4
 
 
 @dataclass(frozen=True)

@@ -138,14 +138,20 @@ def whole_decoder(num_steps: int) -> tuple[list[float], bool]:
         decoder(DECODER), num_stages=1, loss_fn=causal_lm_loss, base_seed=3, seed_layers=True, config=config
     )
     engine, *_ = parallel3d.initialize(model=model, config=config)
-    losses = [engine.train_batch(iter([DATA])).item() for _ in range(num_steps)]
+    losses = [engine.train_batch(iter([batch(k)])).item() for k in range(num_steps)]
     return losses, engine.pipeline_module.loss_fn != causal_lm_loss and isinstance(
         engine.pipeline_module.loss_fn, CausalLMLoss
     )
 
 
 DECODER = DecoderConfig(vocab_size=37, hidden_size=16, ffn_size=24, num_layers=1, num_heads=2, max_positions=8)
-DATA = tuple(torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(k)) for k in range(2))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels, a position fewer in the second step, so that lengths are dynamic from then on."""
+    generator = torch.Generator().manual_seed(step)
+    ids, labels = torch.randint(37, (2, 2, 8 - step % 2), generator=generator)
+    return ids, labels
 
 
 def plain_decoder(num_steps: int) -> list[float]:
@@ -155,8 +161,9 @@ def plain_decoder(num_steps: int) -> list[float]:
         layers.append(spec.build(None))
     optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.5)
     losses = []
-    for _ in range(num_steps):
-        loss = F.cross_entropy(nn.Sequential(*layers)(DATA[0]).flatten(0, 1), DATA[1].flatten())
+    for k in range(num_steps):
+        ids, labels = batch(k)
+        loss = F.cross_entropy(nn.Sequential(*layers)(ids).flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 OURS = [sys.executable, "-m", "parallel3d.launcher", "--num_procs"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
-FORKED = TORCHRUN[2:]  # torchrun, whose ranks need not import torch
+# Of a launcher: without Python's start, for ranks that need not import torch.
+FORKED = slice(2, None)
 WARM: list[str] = []  # no launcher: ranks with the environment that one gives, from a process that has imported torch
 SCRIPT_SEED, ORDER_SEED = 1138, 1234  # the scripts' --seed; the configuration's own default
 
@@ -40,8 +41,8 @@ def run(folder: Path, launcher: list[str], ranks: int, name: str, config: Path, 
         ended = FaultRanks().run(ranks, folder, run_script, *script, timeout=200)
         assert ended.codes == [0] * ranks, ended.outputs
         return ended.outputs[0]
-    if launcher == FORKED:
-        return run_launcher(ROOT, *FORKED, str(ranks), *script)
+    if launcher[0] != sys.executable:
+        return run_launcher(ROOT, *launcher, str(ranks), *script)
     done = subprocess.run([*launcher, str(ranks), *script], capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -93,8 +94,8 @@ def pipeline_losses() -> list[float]:
     ("launcher", "stages"), [(OURS, 2), (TORCHRUN, 0)], ids=["parallel3d pipe", "torchrun base line"]
 )
 def test_a_script_of_the_pipeline_tutorial(tmp_path: Path, full: bool, launcher: list[str], stages: int):
-    """Started by torchrun, it is only with --full."""
-    launcher = launcher if full or launcher == OURS else WARM
+    """Started by torchrun, or by a Python of its own, it is only with --full."""
+    launcher = launcher if full else OURS[FORKED] if launcher == OURS else WARM
     arguments = ["-s", str(STEPS), "-p", str(stages), "--backend", "gloo"]
     out = run(tmp_path, launcher, 2, "deepspeed_pipeline", EXAMPLES / "deepspeed_pipeline.json", *arguments)
     found = [float(loss) for loss in re.findall(rf"step: +\d+ / +{STEPS} loss: ([\d.]+)", out)]
@@ -143,7 +144,7 @@ def test_a_script_of_the_plain_engine(
     tmp_path: Path, full: bool, launcher: list[str], replicas: int, dtype: str, stage: int
 ):
     """Started by parallel3d's launcher, it is only with --full."""
-    launcher = launcher if full else FORKED if launcher == TORCHRUN else WARM
+    launcher = launcher if full else TORCHRUN[FORKED] if launcher == TORCHRUN else WARM
     config, epochs = json.loads((EXAMPLES / "deepspeed_plain.json").read_text()), 2
     if dtype == "half":
         dtype = "fp16" if full else "bf16"  # CPUs take ten times longer in fp16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,11 +41,11 @@ def make_engine(layers: list[LayerSpec], stages: int, **settings: Any) -> Engine
     return parallel3d.initialize(model=module, config=config)[0]
 
 
-def batches() -> list[dict[str, Tensor]]:
+def batches(num_lengths: int = 3) -> list[dict[str, Tensor]]:
     """Return micro-batches of different lengths, with padding and position ids."""
     result = []
     for k in range(STEPS * MICRO_BATCHES):
-        seq = SEQ + k % 3
+        seq = SEQ + k % num_lengths
         mask = torch.ones(BATCH, seq, dtype=torch.long)
         mask[k % BATCH, seq - k % 4 :] = 0
         result.append({"input_ids": token_ids(BATCH, seq, seed=k), "attention_mask": mask})
@@ -75,12 +74,13 @@ def train_and_export(layers: list[LayerSpec], stages: int, out: str, **settings:
     return run_and_export(make_engine(layers, stages, **settings), out)
 
 
-def run_and_export(engine: Engine, out: str) -> Result:
+def run_and_export(engine: Engine, out: str, num_lengths: int = 3) -> Result:
     """Logits before training, on the last stage; losses and gradient norms; the trained weights are in `out`."""
-    first = batches()[0]
+    data = batches(num_lengths)
+    first = data[0]
     found = engine.eval_batch(iter([(first, labels_of(first))]), compute_loss=False, num_micro_batches=1)
-    data = iter([(batch, labels_of(batch)) for batch in batches()])
-    steps = [(float(engine.train_batch(data)), float(engine.get_global_grad_norm())) for _ in range(STEPS)]
+    samples = iter([(batch, labels_of(batch)) for batch in data])
+    steps = [(float(engine.train_batch(samples)), float(engine.get_global_grad_norm())) for _ in range(STEPS)]
     save_hf(engine, out, max_file_bytes=40_000)
     logits = found[0] if found else None
     return logits.whole() if isinstance(logits, SlicedLogits) else logits, steps
@@ -93,10 +93,12 @@ def train_directory(
     return train_and_export(layers, stages, out, tensor_parallel=tensor_parallel, **settings)
 
 
-def train_compiled(*args: Any, **settings: Any) -> Result:
+def train_compiled(source: str, out: str, sequence_parallel: bool, num_lengths: int) -> Result:
     """Train a directory without what the compiler knows of earlier tests' shapes: with it, it would take twice as long."""
     torch._dynamo.reset()
-    return train_directory(*args, **settings)
+    sliced = {"size": 2, "sequence_parallel": sequence_parallel}
+    layers, compiled = from_hf(source, dtype=DTYPE, units="half"), {"enabled": True, "backend": "aot_eager"}
+    return run_and_export(make_engine(layers, 1, tensor_parallel=sliced, compile=compiled), out, num_lengths)
 
 
 def train_wrapped(name: str, stages: int, out: str, tensor_ranks: int, words: dict[str, str]) -> tuple[Result, int]:
@@ -110,14 +112,16 @@ def train_wrapped(name: str, stages: int, out: str, tensor_ranks: int, words: di
     return result, sum(p.numel() for p in PipelineModule(layers, stages, config=settings).parameters())
 
 
-def check_against_transformers(model: nn.Module, results: list[Any], out: Path, tolerance: float) -> None:
-    first = batches()[0]
+def check_against_transformers(
+    model: nn.Module, results: list[Any], out: Path, tolerance: float, num_lengths: int = 3
+) -> None:
+    first = batches(num_lengths)[0]
     with torch.no_grad():
         wanted = model(**first).logits
     valid = first["attention_mask"].bool()
     torch.testing.assert_close(results[-1][0][valid], wanted[valid], rtol=tolerance, atol=tolerance)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    micro_batches = iter(batches())
+    micro_batches = iter(batches(num_lengths))
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -168,13 +172,12 @@ def test_a_directory_trains_as_in_transformers(
     check_against_transformers(model, results, tmp_path / "out", 1e-8)
 
 
-def test_compiled_slices_and_their_loss_train_as_in_transformers(run_ranks, tmp_path, shards: bool):
-    model = in_double(save_model(tmp_path / "in", "llama"))
-    source, out = str(tmp_path / "in"), str(tmp_path / "out")
-    sliced = {"size": 2, "sequence_parallel": shards}
-    compiled = {"enabled": True, "backend": "aot_eager"}
-    results = run_ranks(2, partial(train_compiled, compile=compiled), source, "half", 1, out, sliced)
-    check_against_transformers(model, results, tmp_path / "out", 1e-8)
+def test_compiled_slices_and_their_loss_train_as_in_transformers(run_ranks, tmp_path, shards: bool, full: bool):
+    """Of two lengths, so that lengths become dynamic; with --full of three."""
+    model = in_double(save_model(tmp_path / "in", "llama", num_hidden_layers=1))
+    num_lengths = 3 if full else 2
+    results = run_ranks(2, train_compiled, str(tmp_path / "in"), str(tmp_path / "out"), shards, num_lengths)
+    check_against_transformers(model, results, tmp_path / "out", 1e-8, num_lengths)
 
 
 TRAINED = STEPS * MICRO_BATCHES

@@ -20,17 +20,19 @@ from offload_runs import (
     compare,
     data_of,
     engine_of,
+    on_disk,
     optimizer_state,
     trained,
 )
 from parallel3d.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from parallel3d.errors import ConfigError
+from parallel3d.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from parallel3d.errors import ConfigError, ExecutionError, OffloadError
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_numbers_are_those_without_offload(run_ranks, name: str):
-    for problems in run_ranks(WORLDS[name], compare, CASES[name]):
+def test_the_numbers_are_those_without_offload(run_ranks, name: str, tmp_path: Path):
+    for problems in run_ranks(WORLDS[name], compare, CASES[name], tmp_path):
         assert not problems, "\n".join(problems)
 
 
@@ -60,8 +62,10 @@ RESUMED = Case(dp=2, config=BF16)
 def resume(directory: Path) -> dict[str, bool]:
     """Save with offload after one step, and go on without it, and the other way round."""
     found = {}
+    disk = on_disk(directory)
     wanted = trained(RESUMED, {})[1]
-    for name, first, second in (("to device", DEVICE, {}), ("to host", {}, DEVICE), ("to cpu", HALF, ON_CPU)):
+    ways: dict[str, Any] = {"to device": (DEVICE, {}), "to host": ({}, DEVICE), "to cpu": (HALF, ON_CPU)}
+    for name, (first, second) in {**ways, "off disk": (disk, {}), "to disk": ({}, disk)}.items():
         engine = engine_of(RESUMED, first)
         run_steps(engine, data_of(engine, 0, 1), 1)
         engine.save_checkpoint(directory / name)
@@ -76,7 +80,7 @@ def resume(directory: Path) -> dict[str, bool]:
 
 def test_a_checkpoint_goes_on_with_and_without_offload(run_ranks, tmp_path: Path):
     for found in run_ranks(2, resume, tmp_path):
-        assert found == {"to device": True, "to host": True, "to cpu": True}
+        assert found == {"to device": True, "to host": True, "to cpu": True, "off disk": True, "to disk": True}
 
 
 def write() -> tuple[float, float]:
@@ -97,21 +101,99 @@ def test_masters_on_the_host_follow_what_is_written(run_ranks):
     assert (first, second) == (pytest.approx(0.123), 2.5)
 
 
-def refusals() -> list[str]:
+SHORT = {"offload": {"host_memory_gib": 1e-5}}
+
+
+def refusals(directory: Path) -> list[str]:
     errors = []
-    for optimizer, zero in (
-        (("Adafactor", {"lr": 1e-3}), DEVICE),
-        (("SGD", {"lr": 0.1}), {"offload_optimizer": {"device": "gpu"}}),
+    for optimizer, zero, config in (
+        (("Adafactor", {"lr": 1e-3}), DEVICE, {}),
+        (("SGD", {"lr": 0.1}), {"offload_optimizer": {"device": "gpu"}}, {}),
+        (("SGD", {"lr": 0.1}), {"offload_optimizer": {"device": "nvme"}}, {}),
+        (("AdamW", {"lr": 1e-3}), DEVICE, SHORT),
+        # One rank's directory is missing, and all ranks raise.
+        (("AdamW", {"lr": 1e-3}), on_disk(directory / str(torch.distributed.get_rank())), {}),
     ):
         try:
-            engine_of(Case(optimizer=optimizer), zero)
-        except ConfigError as error:
-            errors.append(str(error))
+            engine_of(Case(dp=2, optimizer=optimizer, config=config), zero)
+        except (ConfigError, OffloadError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
     return errors
 
 
-def test_what_cannot_be_offloaded_is_an_error(run_ranks):
-    [(whole, device)] = run_ranks(1, refusals)
-    assert "Adafactor works on whole tensors" in whole
-    assert "offload_optimizer.device" in device
-    assert "'gpu'" in device
+def test_what_cannot_be_offloaded_is_an_error_on_all_ranks(run_ranks, tmp_path: Path):
+    (tmp_path / "0").mkdir()
+    for whole, device, no_path, short, missing in run_ranks(2, refusals, tmp_path):
+        assert "Adafactor works on whole tensors" in whole
+        assert "offload_optimizer.device" in device
+        assert "'gpu'" in device
+        assert "device is nvme, but nvme_path is missing" in no_path
+        assert short.startswith(
+            "OffloadError: offloaded state needs 0.000 GiB of host memory (by local rank: 0.000 by 0"
+        )
+        assert "offload.host_memory_gib leaves 0.000 GiB" in short
+        assert missing.startswith("OffloadError: a scratch file of")
+        assert str(tmp_path / "1") in missing
+    assert list((tmp_path / "0").iterdir()) == []
+
+
+PARKED = {
+    "dp2-stage3": Case(dp=2, stage=3, config=BF16),
+    "dp1": Case(stage=0),
+    "dp2": Case(dp=2, tied=True, config=BF16),
+}
+
+
+def park(case: Case) -> dict[str, Any]:
+    """Move state to the host between steps, and train on."""
+    wanted = trained(case, {})
+    engine = engine_of(case, {})
+    run_steps(engine, data_of(engine, 0, 1), 1)
+    buckets, errors = engine.update.sharded.buckets, []
+
+    def sizes() -> list[int]:
+        masters = [piece.master for bucket in buckets for piece in bucket.pieces]
+        state = [value for m in masters for value in engine.optimizer.state[m].values() if value.dim()]
+        kinds = (*masters, *state), [bucket.gradient_shard for bucket in buckets], list(engine.module.parameters())
+        return [sum(t.untyped_storage().nbytes() for t in tensors) for tensors in kinds]
+
+    whole = sizes()
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params])
+    some = sizes()
+    engine.eval_batch(data_of(engine, 0, 1))
+    engine.offload_states(include=["lp_grads"])
+    engine.offload_states()
+    none = sizes()
+    for call in (engine.train_batch, engine.eval_batch):
+        try:
+            call(data_of(engine, 1, 1))
+        except ExecutionError as error:
+            errors.append(str(error))
+    engine.reload_states()
+    run = run_steps(engine, data_of(engine, 1, STEPS - 1), STEPS - 1)
+    state = optimizer_state(engine)
+    return {
+        "whole": whole,
+        "some": some,
+        "none": none,
+        "errors": errors,
+        "losses": run[0] == wanted[0][0][1:],
+        "state": all(torch.equal(state[key], wanted[1][key]) for key in wanted[1]),
+    }
+
+
+@pytest.mark.parametrize("name", PARKED)
+def test_state_that_is_parked_on_the_host_comes_back_as_it_was(run_ranks, name: str):
+    case = PARKED[name]
+    for found in run_ranks(case.dp, park, case):
+        assert found["losses"]
+        assert found["state"]
+        assert min(found["whole"]) > 0
+        in_place = not case.config  # weights are their own masters
+        assert found["some"][:2] == [found["some"][0] if in_place else 0, found["whole"][1]]
+        assert found["some"][0] < found["whole"][0]
+        assert found["none"][:2] == [0, 0]
+        # With stage 3 parameters are placeholders of one element.
+        assert found["none"][2] == (found["whole"][2] if case.stage == 3 else 0)
+        assert len(found["errors"]) == 2
+        assert "engine.reload_states()" in found["errors"][0]

@@ -359,7 +359,7 @@ def test_an_optimizer_of_other_parameters_is_refused(run_ranks):
 
 # --- memory
 
-WIDE = 512
+WIDE = 128
 
 
 def wide_engine(num_layers: int, zero: dict[str, Any]) -> Engine:
@@ -370,7 +370,7 @@ def wide_engine(num_layers: int, zero: dict[str, Any]) -> Engine:
         optimizer="AdamW",
         accumulation=2,
         bf16={"enabled": True},
-        zero_optimization={"reduce_bucket_size": 1 << 17, **zero},
+        zero_optimization={"reduce_bucket_size": 1 << 13, **zero},
     )
 
 
@@ -454,8 +454,8 @@ def test_weights_read_right_after_a_step_are_whole(run_ranks, zero: dict[str, An
 
 @pytest.mark.parametrize("schedule", activations.SCHEDULES)
 def test_activations_in_flight_are_predicted(run_ranks, schedule: str):
-    first, *_ = run_ranks(2, activations.report, schedule)
-    activations.check_report(schedule, first, messages=1)
+    first, *_ = run_ranks(2, activations.report, schedule, 128)
+    activations.check_report(schedule, first, 128, messages=1)
 
 
 MOMENTS = {"AdamW": (2, {}), "SGD": (0, {"momentum": 0.0}), "sgd": (1, {"momentum": 0.9})}

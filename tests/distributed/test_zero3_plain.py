@@ -238,7 +238,7 @@ def test_replicas_that_generate_different_lengths_all_finish(run_ranks):
         assert found == wanted.tolist()
 
 
-# --- users' configurations of stage 3, whose offload is not carried out
+# --- users' configurations of stage 3 with offload
 
 
 def train_by_file(name: str) -> Any:
@@ -259,17 +259,19 @@ def train_by_file(name: str) -> Any:
         engine.step()
         losses.append(loss.item())
     offloads = [str(w.message) for w in caught if "offload" in str(w.message)]
-    return losses, engine.update.units.peak, engine.update.policy.stage, offloads
+    on_device = engine.reports.memory_report()[engine.global_rank]["weights"]
+    return losses, engine.update.units.peak, engine.update.policy.stage, offloads, on_device
 
 
 @pytest.mark.parametrize("name", ["zero3_offload_auto_bf16.json", "zero3_offload_fp16.json"])
 def test_a_users_configuration_of_stage_3_trains_a_llama(run_ranks, name: str):
     transformers()
-    for losses, peak, stage, offloads in run_ranks(2, train_by_file, name):
+    for losses, peak, stage, offloads, on_device in run_ranks(2, train_by_file, name):
         assert losses[-1] < losses[0]
         assert stage == 3
         assert 0 < peak <= 30_000
-        assert offloads, "what is not carried out is said"
+        assert not offloads, "all is carried out"
+        assert on_device == (0, 0)
 
 
 # --- the whole state of a parameter

@@ -20,7 +20,7 @@ import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.zero.weights import ShardedWeights, WeightState
 
-ACCUMULATION, STEPS, CLIPPING = 3, 3, 0.05
+ACCUMULATION, STEPS, CLIPPING = 3, 2, 0.05
 STAGE_2, STAGE_3 = {"stage": 2}, {"stage": 3, **adapted.LIMITS}
 
 

@@ -9,5 +9,5 @@ from ranks import RankPool
 
 @pytest.mark.parametrize("schedule", activations.SCHEDULES)
 def test_activations_in_flight_are_predicted(gpu_pool: RankPool, schedule: str):
-    first, *_ = gpu_pool.run(2, activations.report, schedule)
-    activations.check_report(schedule, first, messages=2)
+    first, *_ = gpu_pool.run(2, activations.report, schedule, 512)
+    activations.check_report(schedule, first, 512, messages=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,24 +20,24 @@ def one_gpu() -> Iterator[RankPool]:
     pool.close()
 
 
-def compare_behind(case: Case) -> list[str]:
+def compare_behind(case: Case, directory: Path) -> list[str]:
     """Compare while the device is far behind the host: a copy that doesn't wait for what it needs comes too early."""
     torch.use_deterministic_algorithms(True)
     for _ in range(3):
         torch.cuda._sleep(300_000_000)
-        problems = compare(case, lambda: torch.cuda._sleep(300_000_000))
+        problems = compare(case, directory, lambda: torch.cuda._sleep(300_000_000))
         if problems:
             return problems
     return []
 
 
 @pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if world == 1])
-def test_the_numbers_are_those_without_offload(one_gpu: RankPool, name: str):
-    [problems] = one_gpu.run(1, compare_behind, CASES[name])
+def test_the_numbers_are_those_without_offload(one_gpu: RankPool, name: str, tmp_path: Path):
+    [problems] = one_gpu.run(1, compare_behind, CASES[name], tmp_path)
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("name", ["dp2-fp16", "dp2-per-micro-batch", "pp2-zero0"])
-def test_the_numbers_of_two_gpus_are_those_without_offload(gpu_pool: RankPool, name: str):
-    for problems in gpu_pool.run(2, compare_behind, CASES[name]):
+def test_the_numbers_of_two_gpus_are_those_without_offload(gpu_pool: RankPool, name: str, tmp_path: Path):
+    for problems in gpu_pool.run(2, compare_behind, CASES[name], tmp_path):
         assert not problems, "\n".join(problems)

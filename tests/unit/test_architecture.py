@@ -29,6 +29,7 @@ def _forget_syntax_trees() -> Iterator[None]:
     _nodes_of.cache_clear()
 
 
+@cache
 def _imports(path: Path) -> set[str]:
     names: set[str] = set()
     for node in _nodes_of(path):
@@ -67,6 +68,7 @@ def _classes() -> dict[ClassKey, ast.ClassDef]:
     return {(path, node.name): node for path, node in _nodes() if isinstance(node, ast.ClassDef)}
 
 
+@cache
 def _imported_from(path: Path) -> dict[str, ClassKey]:
     """Names that a file imports from other modules of the package -> (path, name there)."""
     found = {}
@@ -125,8 +127,9 @@ def test_only_the_instructions_name_rules_of_dependence():
 
 def _nodes() -> Iterator[tuple[Path, ast.AST]]:
     for path in PACKAGE.rglob("*.py"):
+        relative = path.relative_to(PACKAGE)
         for node in _nodes_of(path):
-            yield path.relative_to(PACKAGE), node
+            yield relative, node
 
 
 def test_docstrings_are_sentences_of_their_own():

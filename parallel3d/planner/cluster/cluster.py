@@ -21,6 +21,7 @@ class Device:
     - kernel_seconds: further seconds of any kernel.
     - host_seconds: seconds that the host needs to call an operator in the forward or backward of a training, Python included;
       0 where the host is the device.
+    - host_bandwidth: bytes a second that it copies from and to pinned host memory, in each direction while both are in use.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Device:
     memory_bandwidth: float
     kernel_seconds: float
     host_seconds: float = 0.0
+    host_bandwidth: float = 24e9
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ class DeviceSpec(Described):
     memory_bandwidth: Bandwidth | None = None
     kernel_seconds: Seconds | None = None
     host_seconds: Seconds | None = None
+    host_bandwidth: Bandwidth | None = None
 
 
 class GpusSpec(Described):

@@ -21,7 +21,7 @@ from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
-from parallel3d.zero.memory import update_traffic
+from parallel3d.zero.memory import predict_state, update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
 # Collectives over a chunk's replicas, and how often they run in a step.
@@ -162,7 +162,12 @@ class SplitLayout:
         stages = zip(self.stages, slowest, strict=True)
         unlike = {(speed, *((id(i.parameter), i.shared) for i in own)): (own, speed) for own, speed in stages}
         replicas = self.layout.replicas
-        return max(update_traffic(own, self.policy, replicas) / speed for own, speed in unlike.values())
+        seconds = max(update_traffic(own, self.policy, replicas) / speed for own, speed in unlike.values())
+        if self.policy.offload is None:
+            return seconds
+        # Offloaded state is copied in both directions at once, beside the update.
+        link = min(device.host_bandwidth for devices in self.links.devices for device in devices)
+        return max(seconds, *(predict_state(own, self.policy, replicas).host / link for own, _ in unlike.values()))
 
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""
@@ -192,18 +197,21 @@ class SplitLayout:
             seconds[Op.REDUCE_REPLICAS, owners[0], bucket] = over_replicas + links.over_stages(shard, tuple(stages))
         return StepCost(self.times, seconds)
 
-    def least_computing(self) -> tuple[float, float]:
-        """Return a lower bound of the seconds until the last stage is done, and the mean of what the stages compute."""
-        times = self.times
-        late = times.compute[0]  # by which each chunk makes those after it start late, and those before it end late
-        if self.layout.schedule in WHOLE_BACKWARDS:
-            late = times.total
-        elif self.layout.schedule == "zb-h1":
-            late = np.maximum(times.compute[0], times.compute[0] + times.compute[1] - times.compute[2])
-        ends = np.cumsum(late) - late
-        waits = ends[[self.placement.index(stage) for stage in range(self.layout.stages)]]
-        loads = of_stages(times.total, self.placement) * self.layout.micro_batches
-        return float((loads + waits).max()), float(loads.mean())
+
+def least_computing(layout: Layout, times: Times, placement: Sequence[int]) -> tuple[float, float]:
+    """Return a lower bound of the seconds until the last stage is done, and the mean of what the stages compute.
+
+    times: of the chunks; placement: stage of each chunk.
+    """
+    late = times.compute[0]  # by which each chunk makes those after it start late, and those before it end late
+    if layout.schedule in WHOLE_BACKWARDS:
+        late = times.total
+    elif layout.schedule == "zb-h1":
+        late = np.maximum(times.compute[0], times.compute[0] + times.compute[1] - times.compute[2])
+    ends = np.cumsum(late) - late
+    waits = ends[[placement.index(stage) for stage in range(layout.stages)]]
+    loads = of_stages(times.total, placement) * layout.micro_batches
+    return float((loads + waits).max()), float(loads.mean())
 
 
 def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:

@@ -198,6 +198,8 @@ class MemoryModel:
             state = predict_state(infos, policy, replicas, self._moments, early if splits else set())
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas)
+            if policy.offload is not None:
+                total = largest = min(total, policy.offload.window)
             self._states[key] = _State(
                 steady={
                     "weights": state.weights - shared + others,
@@ -205,7 +207,11 @@ class MemoryModel:
                     "masters": state.masters,
                     "optimizer": state.optimizer,
                 },
-                kept={"transient": state.transient, "communication": communicated_bytes(infos, policy, replicas)},
+                kept={
+                    "transient": state.transient,
+                    "window": state.window,
+                    "communication": communicated_bytes(infos, policy, replicas),
+                },
                 step={
                     "update": 0 if self._steps_by_kernel else state.update,
                     "workspace": step_bytes(self._optimizer, total, largest, 4, model.device == "cuda"),

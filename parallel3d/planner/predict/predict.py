@@ -19,7 +19,7 @@ from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
-from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction, of_stages
+from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction, least_computing, of_stages
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.profile import ModelProfile, layer_units
 from parallel3d.planner.predict.program import (
@@ -150,10 +150,16 @@ class Predictor:
         one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
         split = self._split_layout(layout, exactly=False)
-        computing = self.cooled(*split.least_computing())
+        computing = self.cooled(*least_computing(layout, split.times, split.placement))
         host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
         longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
         return longest + self.calibration.factors["optimizer"].value * split.optimizer_seconds()
+
+    def least_computing(self, layout: Layout) -> float:
+        """Return a lower bound that is found faster: of the stages' computing, without reductions of gradients beside it."""
+        placement = placement_of(layout.placement, layout.stages, layout.chunks)
+        _, times = self._chunks(layout, self.links(layout, exactly=False), placement, exactly=False)
+        return self.cooled(*least_computing(layout, times, placement))
 
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
         """Return `seconds` of devices that compute during `computing` of them and idle else (see Calibration.idle)."""

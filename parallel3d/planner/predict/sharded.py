@@ -54,7 +54,7 @@ def sharded_weights(
 
     units: those that have parameters of each layer; stages: the trainable parameters of each stage.
     """
-    if policy.stage < 3 or layout.replicas == 1:
+    if not policy.shards_weights(layout.replicas):
         return None
     sizes = []
     for stage, own in enumerate(stages):

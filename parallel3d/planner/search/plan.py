@@ -20,14 +20,14 @@ from parallel3d.errors import ConfigError, ScheduleError
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.network.placement import Grid, Traffic, place
+from parallel3d.planner.network.placement import Traffic, place
 from parallel3d.planner.predict.costs import Reductions, StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction, RankPlace, TimelineSpan
-from parallel3d.planner.search.search import BranchAndBound, evaluate
+from parallel3d.planner.search.search import MOST_NEAR, BranchAndBound, evaluate, listed
 from parallel3d.planner.search.space import Space, enumerate_space
 from parallel3d.schedule.auto import Measured, make_plan
 from parallel3d.schedule.instructions import Op, Program
@@ -36,10 +36,9 @@ from parallel3d.schedule.timing import Span
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.specs import Layer, layer_name
 
-# Candidates within this ratio of the shortest step, at most _MOST_NEAR, are placed and split with more care.
-_NEAR, _MOST_NEAR = 1.02, 6
+# Candidates within this ratio of the shortest step, at most MOST_NEAR, are placed and split with more care.
+_NEAR = 1.02
 _MOST_SAMPLES, _MOST_LAYERS = 10**8, 1_100  # the time of a plan grows by the square of the layers
-_OF_A_SHAPE = 3  # candidates of one shape that are listed
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 # (chunks, placement) that "auto" may have -> the named schedule of split backwards.
 _NAMED = {(1, "loop"): "zb-h1", (2, "v"): "zbv", (2, "loop"): "zb-looped", (4, "loop"): "zb-looped"}
@@ -111,11 +110,11 @@ class Planner:
     def answer(self) -> PlanResult:
         """Search the space, improve the best layouts, and return the result."""
         with rare_collections():
-            search = BranchAndBound(self.predictor, self.space)
+            search = BranchAndBound(self.predictor, self.space, self.question.num_best)
             found = search.run()
-            near = [c for c in found[:_MOST_NEAR] if c.rank[1] <= _NEAR * found[0].rank[1]]
+            near = [c for c in found[:MOST_NEAR] if c.rank[1] <= _NEAR * found[0].rank[1]]
             improved = [improve(self.predictor, candidate) for candidate in near] + found[len(near) :]
-            return self._result(search, self._listed(self._with_autos(improved)))
+            return self._result(search, listed(self._with_autos(improved), self.question.num_best))
 
     def _with_autos(self, found: list[StepPrediction]) -> list[StepPrediction]:
         """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""
@@ -125,23 +124,13 @@ class Planner:
         if schedule not in (None, "auto"):
             return found
         if schedule == "auto":
-            chosen = found[: max(_MOST_NEAR, question.num_best)]
+            chosen = found[: max(MOST_NEAR, question.num_best)]
         elif question.every_auto:
-            chosen = self._listed(found)
+            chosen = listed(found, question.num_best)
         else:
             chosen = [c for c in found[:1] if is_quick(c.layout)]
         autos = [auto for c in chosen if (auto := with_auto(self.predictor, c)) is not None and auto.fits]
         return sorted(autos if schedule == "auto" else found + autos, key=lambda c: c.rank)
-
-    def _listed(self, found: Sequence[StepPrediction]) -> list[StepPrediction]:
-        """Return the best candidates, at most a few of one shape."""
-        listed: list[StepPrediction] = []
-        of_shape: Counter[Grid] = Counter()
-        for candidate in found:
-            of_shape[candidate.layout.shape] += 1
-            if of_shape[candidate.layout.shape] <= _OF_A_SHAPE:
-                listed.append(candidate)
-        return listed[: self.question.num_best]
 
     def _result(self, search: BranchAndBound, best: Sequence[StepPrediction]) -> PlanResult:
         question, predictor = self.question, self.predictor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -17,6 +18,7 @@ from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Collective, Work
 from parallel3d.errors import PartitionError
 from parallel3d.planner.network.links import Network
+from parallel3d.planner.network.placement import Grid
 from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
@@ -25,6 +27,8 @@ from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
+MOST_NEAR = 6  # candidates that are improved
+_OF_A_SHAPE = 3  # candidates of one shape that are listed
 _ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose most likely layouts are evaluated
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
@@ -100,6 +104,8 @@ class Bounds:
 
     - seconds: of a step whose layers are spread evenly over all ranks, on the fastest device and the best links, with the
       filling and draining of its pipeline; infinite if the model can't be split over this number of tensor-parallel ranks.
+    - passing: of a step in which a micro-batch passes all chunks forward and back. It is the last one or the first one on the
+      slowest chunk, whose forwards or backwards of all others come before or after it.
     - bytes: of the fullest rank, with state and activations in flight spread evenly.
     - why_not_sharded: number of tensor-parallel ranks -> the reason why layers can't be split over them.
     """
@@ -111,12 +117,12 @@ class Bounds:
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
         self._fastest = cache(partial(_fastest_exchange, predictor.network))
         self.why_not_sharded: dict[int, str] = {}
-        self.seconds, self.bytes = self._bound_seconds(space), np.zeros(len(space))
+        (self.seconds, self.passing), self.bytes = self._bound_seconds(space), np.zeros(len(space))
         possible = np.isfinite(self.seconds)
         self.bytes[possible] = self._bound_bytes(space.where(possible))
 
     def _bound_seconds(self, space: Space) -> Floats:
-        found = np.full(len(space), np.inf)
+        found = np.full((2, len(space)), np.inf)
         predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
         sharding = space.tensor_ranks, space.sequence_parallel
         for chosen in _groups(*sharding, space.recompute > 0, space.micro_batch, space.halves, whole):
@@ -134,8 +140,11 @@ class Bounds:
             late = times.total.sum() if is_whole else times.compute[0].sum()
             computing = m * times.total.sum() / p
             longest = 0.0 if layout.units else times.total.max()
-            step = predictor.cooled(np.maximum(computing + late * (p - 1) / (p * chunks), m * longest), computing)
-            found[chosen] = _SLACK * predictor.least_factor * np.maximum(step, m * times.host.sum() / p)
+            spread = np.maximum(computing + late * (p - 1) / (p * chunks), m * longest)
+            forward, backward = times.compute[0].sum(), times.compute[1 : 3 if is_whole else 2].sum()
+            passing = forward + backward + (m - 1) * max(forward, backward) / (p * chunks)
+            steps = predictor.cooled(np.array([spread, passing]), computing)
+            found[:, chosen] = _SLACK * predictor.least_factor * np.maximum(steps, m * times.host.sum() / p)
         return found
 
     def _bound_bytes(self, space: Space) -> Floats:
@@ -172,22 +181,33 @@ def _fastest_exchange(network: Network, tensor_ranks: int, collective: Collectiv
     return float(network.each(collective.kind, some, collective.nbytes).min())
 
 
+def listed(found: Sequence[StepPrediction], num_best: int) -> list[StepPrediction]:
+    """Return the best candidates, at most a few of one shape. found: the best first."""
+    of_shape: Counter[Grid] = Counter()
+    chosen: list[StepPrediction] = []
+    for candidate in found:
+        of_shape[candidate.layout.shape] += 1
+        if of_shape[candidate.layout.shape] <= _OF_A_SHAPE:
+            chosen.append(candidate)
+    return chosen[:num_best]
+
+
 class BranchAndBound:
     """Search for the shortest step of a space, over whole and half blocks alike.
 
-    Bounds are found for all layouts at once. In their order, each layout gets a nearer bound of its own, and those that could
+    Bounds are found for all layouts at once. In their order, each layout gets nearer bounds of its own, and those that could
     still be the best are predicted.
 
-    evaluated: all layouts that weren't ruled out by bounds; those that can't fit, which shows without a prediction, are
-    OutOfMemory.
+    num_best: candidates that are to be listed; evaluated: all layouts that weren't ruled out by bounds; those that can't fit,
+    which shows without a prediction, are OutOfMemory.
     """
 
-    def __init__(self, predictor: Predictor, space: Space):
-        self._predictor, self.space = predictor, space
+    def __init__(self, predictor: Predictor, space: Space, num_best: int = 5):
+        self._predictor, self.space, self._num_best = predictor, space, num_best
         self.bounds = Bounds(predictor, space)
         self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
-        self._least = cache(predictor.least)
+        self._bounds_of_one = cache(predictor.least_computing), cache(predictor.least)
 
     @property
     def candidates(self) -> list[StepPrediction]:
@@ -201,42 +221,55 @@ class BranchAndBound:
 
     def run(self) -> list[StepPrediction]:
         """Return the candidates that fit, the best first; none if nothing fits."""
-        seconds = self.bounds.seconds / np.where(self.space.halves, WORTH_HALVES, 1.0)
+        worth = np.where(self.space.halves, WORTH_HALVES, 1.0)
+        seconds, passing = self.bounds.seconds / worth, self.bounds.passing / worth
         possible = np.flatnonzero(np.isfinite(seconds) & (self.bounds.bytes <= self.capacity))
         order = possible[np.argsort(seconds[possible], kind="stable")]
         if len(self._predictor.network.cluster.gpus) > LARGE:
             # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.
             is_half = self.space.halves[order] > 0
-            self._find_best(seconds, order[~is_half])
+            self._find_best(seconds, passing, order[~is_half])
             for best in self.fitting[:1]:
                 order = order[~is_half | (self.space.shapes[order] == best.layout.shape).all(axis=1)]
-        self._find_best(seconds, order)
+        self._find_best(seconds, passing, order)
         if self.fitting:
             self._find_alternatives(order)
         return self.fitting
 
-    def _find_best(self, seconds: Floats, order: Integers) -> None:
-        """Evaluate layouts in the order of their bounds, `seconds`, until none is below the best that fits."""
+    def _find_best(self, seconds: Floats, passing: Floats, order: Integers) -> None:
+        """Evaluate layouts in the order of their bounds, `seconds`, until none is below the best that fits.
+
+        Leave out those that, by their other bound, `passing`, can't be among the best that are listed.
+        """
         best, roomy = min((c.rank[1] for c in self.fitting), default=np.inf), set[Layout]()
-        fitting = {c.layout for c in self.fitting}
-        waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
+        fitting, limit = {c.layout for c in self.fitting}, self._limit()
+        waiting = [(float(seconds[k]), n, k, 0) for n, k in enumerate(order.tolist())]
         heapify(waiting)
         while waiting and waiting[0][0] < best:
-            _, n, k, is_near = heappop(waiting)
+            _, n, k, number = heappop(waiting)
+            if passing[k] > limit:
+                continue
             layout = self.space.layout(k)
             if layout in self.evaluated or any(other in roomy for other in _no_slower(layout)):
                 continue
             if _with_whole_weights(layout) in fitting:
                 continue
-            if not is_near:
-                heappush(waiting, (self._near_bound(layout), n, k, True))
+            if number < len(self._bounds_of_one):
+                heappush(waiting, (self._near_bound(layout, number), n, k, number + 1))
                 continue
             candidate = self._evaluate(layout, best)
             if candidate.fits:
                 fitting.add(layout)
-                best = min(best, candidate.rank[1])
+                best, limit = min(best, candidate.rank[1]), self._limit()
                 if fullness_of(candidate.memory) < _ROOMY:
                     roomy.add(layout)
+
+    def _limit(self) -> float:
+        """Return the seconds of a step above which a candidate is neither listed nor improved."""
+        found = self.fitting
+        best, near = listed(found, self._num_best), found[: max(MOST_NEAR, self._num_best)]
+        enough = len(best) == self._num_best and len(near) >= MOST_NEAR
+        return max(best[-1].rank[1], near[-1].rank[1]) if enough else np.inf
 
     def _find_alternatives(self, order: Integers) -> None:
         """Evaluate the most likely layouts with whole weights of other shapes and of little memory, until one of each fits."""
@@ -253,10 +286,15 @@ class BranchAndBound:
                 if self._evaluate(layout).fits:
                     break
 
-    def _near_bound(self, layout: Layout) -> float:
-        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3."""
+    def _near_bound(self, layout: Layout, number: int = 1) -> float:
+        """Return one of the predictor's bounds: 0 for that of computing, the same for all ZeRO stages, 1 for the nearest.
+
+        They are the same however many layers are recomputed together, and for ZeRO-2 and 3.
+        """
         key = _with_whole_weights(layout).model_copy(update={"recompute": min(1, layout.recompute)})
-        return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
+        if number == 0:
+            key = key.model_copy(update={"zero": 0})
+        return self._bounds_of_one[number](key) / (WORTH_HALVES if layout.units else 1.0)
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
         """Predict a layout, see `evaluate`, unless it can't fit."""

@@ -341,16 +341,27 @@ def test_auto_batch_sizes_and_stages_count_as_not_given():
     assert load(raw) == Config()
 
 
-def test_the_older_name_of_an_offloaded_optimizer_is_read():
+def test_the_older_names_of_offload_are_read():
     section = load({"zero_optimization": {"stage": 2, "cpu_offload": True}}).zero_optimization.offload_optimizer
     assert (section.device, section.step, section.ratio) == ("cpu", "device", 1.0)
-    assert load({"zero_optimization": {"cpu_offload": False}}) == Config()
+    assert load({"zero_optimization": {"cpu_offload": False, "cpu_offload_param": False}}) == Config()
+    old = load({"zero_optimization": {"stage": 3, "cpu_offload_param": True}})
+    assert old == load({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": "auto"}}})
+    assert (old.zero_optimization.offload_param.device, old.zero_optimization.offload_param.max_in_cpu) == ("cpu", None)
 
 
 @pytest.mark.parametrize(
     ("zero", "parts"),
     [
-        ({"offload_param": {"device": "nvme"}}, ["zero_optimization.offload_param", "weights stay on the device"]),
+        ({"offload_param": {"device": "cpu"}}, ["zero_optimization.offload_param: it needs stage 3"]),
+        (
+            {"cpu_offload_param": True, "stage": 2},
+            ["zero_optimization.offload_param: it needs stage 3, but the stage is 2"],
+        ),
+        (
+            {"offload_param": {"nvme_path": "/nvme"}, "stage": 3},
+            ["offload_param.nvme_path: weights are kept in host memory"],
+        ),
     ],
 )
 def test_what_takes_more_memory_than_asked_for_warns_of_it(zero, parts):

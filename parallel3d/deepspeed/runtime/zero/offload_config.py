@@ -1,0 +1,23 @@
+"""DeepSpeed's names of devices and of kinds of state, for engine.offload_states."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Devices of offloaded state."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """Kinds of state: weights and gradients of the layers (lp), and masters (hp) and state of the optimizer."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"

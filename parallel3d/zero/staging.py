@@ -1,0 +1,86 @@
+"""Buffers in host memory that state passes through between a disk and a device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.transfers import Event
+from parallel3d.zero.disk import ScratchFile, Transfer, in_blocks
+
+
+@dataclass(eq=False)
+class Staged:
+    """A part of some flat tensors of the scratch file in host memory, by name."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    slabs: dict[str, Tensor] = field(default_factory=dict)
+    reads: list[Transfer] = field(default_factory=list)
+    written: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Return when it has been read. Raises OffloadError."""
+        for transfer in self.reads:
+            transfer.wait()
+        self.reads.clear()
+
+
+class Staging:
+    """Reads parts of a scratch file's tensors into host buffers, and writes them back when a device has filled them.
+
+    - count: number of buffers, used in turn. allocate: makes flat tensors in host memory. longest: elements of a part at most.
+    """
+
+    def __init__(self, file: ScratchFile, count: int, allocate: Callable[[int, torch.dtype], Tensor], longest: int):
+        self.file, self._allocate, self._longest = file, allocate, longest
+        self._buffers = deque(Staged() for _ in range(count))
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="parallel3d write-back")
+
+    def read(self, flats: Mapping[str, Tensor], part: slice) -> Staged:
+        """Start to read a part of each of these tensors, once a buffer is free."""
+        staged = self._buffers.popleft()
+        self._buffers.append(staged)
+        if staged.written is not None:
+            staged.written.result()
+        staged.written, staged.tensors = None, {}
+        for name, flat in flats.items():
+            slab = self.room(staged, name, flat[part])
+            staged.reads.append(self.file.read(self.file.offset_of(flat, part.start), slab))
+        return staged
+
+    def room(self, staged: Staged, name: str, like: Tensor) -> Tensor:
+        """Make room for a part in a buffer; return its bytes, up to the end of its last block."""
+        if name not in staged.slabs:
+            staged.slabs[name] = self._allocate(in_blocks(self._longest * like.itemsize), torch.uint8)
+        staged.tensors[name] = staged.slabs[name][: like.nbytes].view(like.dtype)
+        return staged.slabs[name][: in_blocks(like.nbytes)]
+
+    def write(self, staged: Staged, flats: Mapping[str, Tensor], part: slice, filled: Event) -> None:
+        """Write what a buffer holds back after an event, on another thread. An error is raised at the buffer's next use."""
+        names = list(staged.tensors)
+        staged.written = self._writer.submit(self._write, staged, {name: flats[name] for name in names}, part, filled)
+
+    def _write(self, staged: Staged, flats: Mapping[str, Tensor], part: slice, filled: Event) -> None:
+        if filled is not None:
+            filled.synchronize()
+        writes = [
+            self.file.write(self.file.offset_of(flat, part.start), self.room(staged, name, flat[part]))
+            for name, flat in flats.items()
+        ]
+        for transfer in writes:
+            transfer.wait()
+
+    def settle(self) -> None:
+        """Return when all is written. Raises OffloadError."""
+        for staged in self._buffers:
+            if staged.written is not None:
+                staged.written.result()
+
+    def nbytes(self) -> int:
+        """Return the bytes of the buffers."""
+        return sum(slab.nbytes for staged in self._buffers for slab in staged.slabs.values())
