@@ -80,7 +80,9 @@ def engine_of(case: Case, offload: dict[str, Any]) -> Engine:
         "pipeline": {"stages": case.pp, "schedule": case.schedule},
         **case.config,
     }
-    module = PipelineModule(specs(toy.model(case.tied, case.blocks)), loss_fn=toy.cross_entropy, seed_layers=True, config=config)
+    module = PipelineModule(
+        specs(toy.model(case.tied, case.blocks)), loss_fn=toy.cross_entropy, seed_layers=True, config=config
+    )
     for name, parameter in module.named_parameters():
         if name.startswith(tuple(f"layers.{layer}." for layer in case.frozen)):
             parameter.requires_grad_(False)

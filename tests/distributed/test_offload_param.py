@@ -80,7 +80,9 @@ def compare(cases: list[Case]) -> list[str]:
                 problems.append(f"{number} {way}: norms {own_norms}, without offload {norms}")
             different = [k for k in state.keys() | own_state.keys() if not torch.equal(state[k], own_state[k])]
             problems += [f"{number} {way}: {key} differs" for key in different]
-            problems += [f"{number} {way}: {problem}" for problem in check_memory(engine, way, case.tied and case.pp > 1)]
+            problems += [
+                f"{number} {way}: {problem}" for problem in check_memory(engine, way, case.tied and case.pp > 1)
+            ]
     return problems
 
 
