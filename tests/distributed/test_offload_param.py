@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from layouts import copies
+from parallel3d.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from test_offload import BF16, DEVICE, ON_CPU, Case, data_of, engine_of, optimizer_state
 from torch import Tensor, nn
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.errors import ConfigError
-from parallel3d.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 PARAM = {"offload_param": {"device": "cpu"}}
 HALF = {**DEVICE, "offload_optimizer": {**DEVICE["offload_optimizer"], "ratio": 0.5}}

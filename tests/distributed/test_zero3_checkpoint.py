@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 
-
 # Stage 3 with its shards in host memory.
 ON_HOST = {"stage": 3, "offload_param": {"device": "cpu"}}
 
