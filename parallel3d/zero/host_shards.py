@@ -60,7 +60,7 @@ class HostShards:
         """Start to copy a shard to its place in `whole`, and to gather the others'. written: see `write`."""
         own = whole[partition.index * shard.numel() :][: shard.numel()]
         self._read = self._transfers.copy(own, shard, self._transfers.now(self._device), written)
-        with self._transfers.after_copies_to(self._device):
+        with self._transfers.after_copies_to(own.device):
             work = all_gather_into(whole, own, partition)
         return _Gather(self._transfers, self._device, self._read, work)
 

@@ -53,7 +53,7 @@ def train_from(directory: Path, name: str, zero: dict[str, Any]) -> dict[str, Te
     [
         ("llama", SHARDED),
         ("llama-tied", {**SHARDED, "stage3_param_persistence_threshold": 2_000}),
-        ("gpt2", SHARDED),
+        ("gpt2", {**SHARDED, "offload_param": {"device": "cpu"}}),
         ("llama-tied", {"stage": 1}),
     ],
 )

@@ -96,8 +96,8 @@ def test_what_is_gathered_is_what_was_planned(run_ranks, pipeline: dict[str, Any
         assert found["shards"] * 2 == found["padded"]
 
 
-def write_and_read() -> Any:
-    engine, _ = train({"stages": 1}, {"stage": 3, **SHARDED}, 0.0, "SGD")
+def write_and_read(offload: dict[str, Any]) -> Any:
+    engine, _ = train({"stages": 1}, {"stage": 3, **SHARDED, **offload}, 0.0, "SGD")
     weight = next(engine.module.parameters())
     outside = bool(weight.isnan().all())
     rank = torch.distributed.get_rank()
@@ -137,8 +137,9 @@ def write_and_read() -> Any:
     return outside, kept, untouched, errors, len(state), stepped
 
 
-def test_whole_weights_are_read_and_written_in_a_context(run_ranks):
-    for outside, kept, untouched, errors, names, stepped in run_ranks(2, write_and_read):
+@pytest.mark.parametrize("offload", [{}, {"offload_param": {"device": "cpu"}}])
+def test_whole_weights_are_read_and_written_in_a_context(run_ranks, offload: dict[str, Any]):
+    for outside, kept, untouched, errors, names, stepped in run_ranks(2, write_and_read, offload):
         assert outside
         assert (kept == 1.0).all()
         assert (untouched == 1.0).all()

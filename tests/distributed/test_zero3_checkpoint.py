@@ -17,15 +17,22 @@ from torch import Tensor, nn
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 
+# Stage 3 with its shards in host memory.
+ON_HOST = {"stage": 3, "offload_param": {"device": "cpu"}}
 
-def engine_of(stages: int, zero: int, precision: dict[str, Any]) -> Engine:
+
+def engine_of(stages: int, zero: int | dict[str, Any], precision: dict[str, Any]) -> Engine:
     return make_engine(
         ITEMS,
         squares,
         optimizer="AdamW",
         accumulation=2,
         pipeline={"stages": stages},
-        zero_optimization={"stage": zero, "reduce_bucket_size": 100, **LIMITS},
+        zero_optimization={
+            **(zero if isinstance(zero, dict) else {"stage": zero}),
+            "reduce_bucket_size": 100,
+            **LIMITS,
+        },
         **precision,
     )
 
@@ -53,7 +60,7 @@ def save(directory: Path, stages: int, zero: int, precision: dict[str, Any]) -> 
 
 
 def load_and_save(
-    source: Path, target: Path, stages: int, zero: int, precision: dict[str, Any]
+    source: Path, target: Path, stages: int, zero: int | dict[str, Any], precision: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine = engine_of(stages, zero, precision)
     before = train(engine, 5)  # from the same start, so only what is loaded counts
@@ -72,7 +79,7 @@ def load_and_save(
     return found, partly
 
 
-LAYOUTS = [(1, 1, 0), (1, 3, 3), (1, 2, 2), (2, 1, 3), (2, 2, 3)]
+LAYOUTS = [(1, 1, 0), (1, 3, 3), (1, 1, ON_HOST), (1, 2, 2), (2, 1, 3), (2, 2, ON_HOST)]
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])

@@ -277,9 +277,9 @@ def test_a_users_configuration_of_stage_3_trains_a_llama(run_ranks, name: str):
 # --- the whole state of a parameter
 
 
-def read_and_write_state(stage: int) -> Any:
+def read_and_write_state(zero: dict[str, Any]) -> Any:
     utils = parallel3d.utils
-    engine = make(shuffling(), {"stage": stage})
+    engine = make(shuffling(), zero)
     weight = engine.module.blocks[1].first.weight
     before = utils.safe_get_full_optimizer_state(weight, "exp_avg")
     engine.backward(shuffled(engine, 0, engine.global_rank))
@@ -297,15 +297,15 @@ def read_and_write_state(stage: int) -> Any:
     return before, gradient, master, moment, written, cleared, unknown, utils.safe_get_full_fp32_param(weight)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_whole_state_of_a_parameter_is_read_and_written(run_ranks, stage: int):
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"offload_param": {"device": "cpu"}}])
+def test_the_whole_state_of_a_parameter_is_read_and_written(run_ranks, zero: dict[str, Any]):
     model = shuffling()
     weight = model.blocks[1].first.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.01)
     for replica in range(2):
         (shuffled(model, 0, replica) / 2).backward()
     optimizer.step()
-    for before, gradient, master, moment, written, cleared, unknown, last in run_ranks(2, read_and_write_state, stage):
+    for before, gradient, master, moment, written, cleared, unknown, last in run_ranks(2, read_and_write_state, zero):
         assert before is None
         assert unknown is None
         for found, wanted in ((gradient, weight.grad), (master, weight), (moment, optimizer.state[weight]["exp_avg"])):

@@ -194,7 +194,7 @@ class MemoryModel:
             others = sum(layer.buffers for layer in own)
             frozen, cast = [parameter for layer in own for _, parameter in layer.frozen], model.precision.weights
             size = sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in frozen)
-            others += size // (replicas if policy.stage == 3 else 1)
+            others += 0 if policy.weight_offload else size // (replicas if policy.stage == 3 else 1)
             state = predict_state(infos, policy, replicas, self._moments, early if splits else set())
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas)

@@ -1,0 +1,80 @@
+"""Weights whose shards are in host memory, on one GPU: many units are copied while others compute, to the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.pipe import LayerSpec, PipelineModule
+
+WIDTH, LAYERS, ROWS = 512, 24, 256
+# Two layers are gathered at a time, so that each one's memory is written again while kernels that read it are queued.
+PARAM = {
+    "stage": 3,
+    "offload_param": {"device": "cpu"},
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 2 * (WIDTH * WIDTH + WIDTH) + 64,
+}
+STATE = {"offload_optimizer": {"device": "cpu", "buffer_count": 2}, "sub_group_size": 100_000}
+ON_CPU = {"offload_optimizer": {"device": "cpu", "step": "cpu"}, "sub_group_size": 100_000}
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).tanh()
+
+
+class Plain(nn.Module):
+    """The same layers in a module that is no pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(x, y)
+
+
+def train(zero: dict[str, Any], plain: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses of 3 steps, and the weights. A world of one, as without a launcher."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+        "steps_per_print": None,
+    }
+    model: nn.Module = Plain()
+    if not plain:
+        specs = [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(LAYERS)]
+        model = PipelineModule(specs, num_stages=1, loss_fn=nn.functional.mse_loss, seed_layers=True, config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    generator = torch.Generator().manual_seed(1)
+    batches = [tuple(torch.randn(2, ROWS, WIDTH, generator=generator)) for _ in range(6)]
+    losses = [engine.train_batch(iter(batches[2 * step : 2 * step + 2])).item() for step in range(3)]
+    with parallel3d.zero.GatheredParameters(engine.module.parameters()):
+        return losses, {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_bits_are_those_without_offload(plain: bool):
+    assert not dist.is_initialized() or dist.get_world_size() == 1
+    losses, weights = train({"stage": 0}, plain)
+    for zero in (PARAM, PARAM | STATE):
+        for _ in range(3):  # a race need not show at once
+            own_losses, own_weights = train(zero, plain)
+            assert own_losses == losses
+            assert own_weights.keys() == weights.keys()
+            assert [name for name in weights if not torch.equal(own_weights[name], weights[name])] == []
+    assert train(PARAM | ON_CPU, plain)[0] == pytest.approx(losses, rel=1e-3)
