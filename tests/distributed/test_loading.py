@@ -34,6 +34,7 @@ CONFIG = {
     "steps_per_print": None,
 }
 SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+ON_HOST = {**SHARDED, "offload_param": {"device": "cpu"}}
 
 
 def load(model: nn.Module, directory: Path, zero: dict[str, Any]) -> parallel3d.DeepSpeedEngine:
@@ -53,7 +54,7 @@ def train_from(directory: Path, name: str, zero: dict[str, Any]) -> dict[str, Te
     [
         ("llama", SHARDED),
         ("llama-tied", {**SHARDED, "stage3_param_persistence_threshold": 2_000}),
-        ("gpt2", {**SHARDED, "offload_param": {"device": "cpu"}}),
+        ("gpt2", ON_HOST),
         ("llama-tied", {"stage": 1}),
     ],
 )
@@ -216,7 +217,7 @@ def test_loading_takes_no_more_than_the_shards_and_one_layer(run_ranks, saved: A
 
 
 def load_and_export(directory: Path, out: Path, tensor_ranks: int) -> None:
-    config = {**CONFIG, "zero_optimization": SHARDED, "tensor_parallel": {"size": tensor_ranks}}
+    config = {**CONFIG, "zero_optimization": ON_HOST, "tensor_parallel": {"size": tensor_ranks}}
     module = PipelineModule(from_hf(directory), num_stages=1, config=config)
     save_hf(parallel3d.initialize(model=module, config=config)[0], out)
 
