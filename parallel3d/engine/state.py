@@ -316,9 +316,7 @@ def _parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen
         for shard in bucket.pieces:
             name = shard.info.name
             parts += shard_parts(MODEL + name, shard, bucket.weights_of(shard))
-            if (
-                bucket.weight_dtype != bucket.master_dtype
-            ):  # else the masters, if there are some, have the weights' values
+            if bucket.weight_dtype != bucket.master_dtype:  # else masters have the weights' values
                 parts += shard_parts(MASTER + name, shard, shard.master)
             # A parameter that was never updated has no state.
             for key, value in update.optimizer.state.get(shard.master, {}).items():
