@@ -126,14 +126,16 @@ def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, m
     weights = [layout.weight_dtype.itemsize * (not layout.weights_on_host) for layout in layouts]
     widest = max(layout.master_dtype.itemsize for layout in layouts)
     copies = any(layout.gradient_dtype != layout.master_dtype for layout in layouts)
+    # A step that has fewer spans than there are buffers uses no more of them.
+    buffers = min(offload.buffers, sum(-(-layout.shard_numel // offload.window) for layout in layouts))
     if offload.on_cpu:
         sent = max(layout.gradient_dtype.itemsize + size for layout, size in zip(layouts, weights, strict=True))
         each = sent + widest * copies
-        return StateBytes(host=offload.buffers * numel * each)
+        return StateBytes(host=buffers * numel * each)
     states = moments + any(layout.has_own_master for layout in layouts)
     each = numel * widest
     return StateBytes(
-        window=offload.buffers * states * each,
+        window=buffers * states * each,
         update=each * copies,
         host=offload.host_buffers * states * in_blocks(each),
     )

@@ -120,8 +120,9 @@ class MemoryModel:
         share = self.held(layout) / max(1, sum(each))
         policy, moments = self.model.policy(layout.zero), self._moments or 2
         infos = [[ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers]
-        state = [predict_state(own, policy, layout.replicas, moments).steady for own in infos]
-        return [float(nbytes) for nbytes in state], [share * nbytes for nbytes in each]
+        state = [predict_state(own, policy, layout.replicas, moments) for own in infos]
+        # The window of offloaded state is one for all layers.
+        return [float(own.steady - own.window) for own in state], [share * nbytes for nbytes in each]
 
     def held(self, layout: Layout) -> int:
         """Return the bytes that a micro-batch saves for its backward in all layers, as one chunk."""
