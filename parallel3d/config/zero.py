@@ -55,6 +55,9 @@ class OffloadOptimizerConfig(Section):
         'the share of the state from 0 to 1 that is offloaded, such as 0.5, or "auto" for what the device has no room for',
         differs='of the elements, in whole buckets; "auto" measures the device\'s free memory after the second step',
     )
+    host_ratio: Ratio = own_key(
+        0.0, "the share from 0 to 1 of the offloaded state that stays in host memory, for device nvme"
+    )
     buffer_count: Annotated[int, Field(ge=2), BeforeValidator(whole)] = key(
         4, "a whole number of buffers >= 2 in the window"
     )
@@ -64,6 +67,8 @@ class OffloadOptimizerConfig(Section):
     def _has_place(self) -> OffloadOptimizerConfig:
         if self.device == "nvme" and self.nvme_path is None:
             raise ValueError("device is nvme, but nvme_path is missing; give a directory on a local disk")
+        if self.device != "nvme" and self.host_ratio:
+            raise ValueError(f"host_ratio is {self.host_ratio:g}, but only device nvme splits its state; drop it")
         if self.device == "nvme" and self.step == "cpu":
             raise ValueError(
                 'step is cpu, but state on nvme passes through the device; use "device": "cpu", or drop step'

@@ -18,7 +18,7 @@ from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.values import make_whole
 from parallel3d.zero.weights import ShardedWeights, WeightState
 
-HostAllocator = Callable[[int, torch.dtype], Tensor]
+HostAllocator = Callable[[int, torch.dtype, bool], Tensor]  # numel, dtype, whether on disk
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +74,8 @@ class Bucket:
         self.gradient_dtype = layout.gradient_dtype
         # Whether the masters are a copy, in a wider dtype than the weights.
         self.has_own_master = layout.has_own_master
-        # Whether masters of their own, and the optimizer's state, are in host memory between steps.
-        self.is_offloaded, self._allocate = layout.is_offloaded, allocate
+        # Whether masters of their own, and the optimizer's state, are in host memory, or on disk, between steps.
+        self.is_offloaded, self.is_on_disk, self._allocate = layout.is_offloaded, layout.is_on_disk, allocate
         self.weights_on_host = layout.weights_on_host
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
@@ -141,7 +141,7 @@ class Bucket:
         if not layout.is_offloaded:
             return master if layout.is_sharded else master.clone()
         assert self._allocate is not None
-        return self._allocate(master.numel(), master.dtype).copy_(master)
+        return self._allocate(master.numel(), master.dtype, self.is_on_disk).copy_(master)
 
     def _cut_spans(self, longest: int) -> list[Span]:
         if self.master is None:
@@ -219,7 +219,7 @@ class Bucket:
 
     def keep_on_device(self, master: Tensor | None) -> None:
         """Keep the optimizer's state, and masters of their own, here, on the device, from now on."""
-        self.is_offloaded = False
+        self.is_offloaded = self.is_on_disk = False
         if self.has_own_master:
             self.master = master
 

@@ -45,7 +45,7 @@ class BucketLayout:
 
     num_shards: the number of equal parts; one rank updates each.
     is_sharded: whether the weights, too, live as shards, and are gathered while they are used. The parameters are of one unit.
-    is_offloaded: whether masters and optimizer state are in host memory.
+    is_offloaded: whether masters and optimizer state are in host memory, or, with is_on_disk, on disk.
     weights_on_host: whether the shards of the weights are.
     """
 
@@ -57,6 +57,7 @@ class BucketLayout:
     num_shards: int
     is_sharded: bool = False
     is_offloaded: bool = False
+    is_on_disk: bool = False
     weights_on_host: bool = False
 
     @property
@@ -174,9 +175,14 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
             # The single shard of one replica is whole: on the device it needs no gathers.
             is_sharded = on_host or (layouts[k].is_sharded and num_shards > 1)
             layouts[k] = replace(layouts[k], weights_on_host=on_host, is_sharded=is_sharded)
-    if policy.offload is not None:
-        taken = _share((layout.numel for layout in layouts), policy.offload.ratio)
+    if (state := policy.offload) is not None:
+        taken = _share((layout.numel for layout in layouts), state.ratio)
         layouts = [replace(each, is_offloaded=takes) for each, takes in zip(layouts, taken, strict=True)]
+        kept = _share((layout.numel * layout.is_offloaded for layout in layouts), state.host_ratio)
+        layouts = [
+            replace(one, is_on_disk=one.is_offloaded and not on_host)
+            for one, on_host in zip(layouts, kept, strict=True)
+        ]
     return layouts
 
 

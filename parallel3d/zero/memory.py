@@ -86,8 +86,7 @@ def predict_state(
         masters, optimizer = each * layout.has_own_master, each * moments
         if layout.is_offloaded:
             offloaded.append(layout)
-            on_disk = policy.offload is not None and policy.offload.directory is not None
-            if on_disk:
+            if layout.is_on_disk:
                 total += StateBytes(disk=in_blocks(each) * (moments + layout.has_own_master))
             else:
                 total += StateBytes(host=masters + optimizer)
@@ -127,18 +126,20 @@ def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, m
     widest = max(layout.master_dtype.itemsize for layout in layouts)
     copies = any(layout.gradient_dtype != layout.master_dtype for layout in layouts)
     # A step that has fewer spans than there are buffers uses no more of them.
-    buffers = min(offload.buffers, sum(-(-layout.shard_numel // offload.window) for layout in layouts))
+    buffers = min(offload.buffers, sum(_spans(layout, offload) for layout in layouts))
     if offload.on_cpu:
         sent = max(layout.gradient_dtype.itemsize + size for layout, size in zip(layouts, weights, strict=True))
         each = sent + widest * copies
         return StateBytes(host=buffers * numel * each)
     states = moments + any(layout.has_own_master for layout in layouts)
     each = numel * widest
-    return StateBytes(
-        window=buffers * states * each,
-        update=each * copies,
-        host=offload.host_buffers * states * in_blocks(each),
-    )
+    read = min(offload.host_buffers, sum(_spans(layout, offload) for layout in layouts if layout.is_on_disk))
+    return StateBytes(window=buffers * states * each, update=each * copies, host=read * states * in_blocks(each))
+
+
+def _spans(layout: BucketLayout, offload: OptimizerOffload) -> int:
+    """Return the number of a shard's parts that pass through the window one by one."""
+    return -(-layout.shard_numel // offload.window)
 
 
 def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> Iterator[BucketLayout]:

@@ -32,7 +32,8 @@ class OptimizerOffload:
 
     They pass through `buffers` buffers of the device of at most `window` elements each, or stay, and the CPU updates them.
     is_auto: whether those that the device has room for are moved to it after some steps. directory: on the disk; None for host
-    memory; block_bytes, in_flight: size of the disk's requests, and their number at a time.
+    memory; host_ratio: with a directory, the share of the offloaded state that stays in host memory. block_bytes, in_flight:
+    size of the disk's requests, and their number at a time.
     """
 
     ratio: float
@@ -42,6 +43,7 @@ class OptimizerOffload:
     is_auto: bool
     window: int
     directory: str | None = None
+    host_ratio: float = 1.0
     block_bytes: int = 1 << 23
     in_flight: int = 8
 
@@ -151,6 +153,7 @@ def _offload(zero: ZeroConfig, aio: AioConfig) -> OptimizerOffload | None:
         is_auto=config.ratio == "auto",
         window=min(-(-zero.sub_group_size // _DISK_BLOCK) * _DISK_BLOCK if on_disk else zero.sub_group_size, _WINDOW),
         directory=config.nvme_path if on_disk else None,
+        host_ratio=config.host_ratio if on_disk else 1.0,
         block_bytes=aio.block_size,
         in_flight=min(aio.queue_depth * aio.intra_op_parallelism, _MOST_THREADS),
     )

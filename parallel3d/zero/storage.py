@@ -18,14 +18,14 @@ from parallel3d.zero.policy import OptimizerOffload
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory of the host; the state itself is in `file` if there is one."""
+    """Memory of the host, and the file of the state on disk if there is some."""
 
     settings: OptimizerOffload
     file: ScratchFile | None = None
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, on_disk: bool) -> Tensor:
         """Return a flat tensor of zeros for state."""
-        return self.on_host(numel, dtype) if self.file is None else self.file.allocate(numel, dtype)
+        return self.file.allocate(numel, dtype) if on_disk and self.file is not None else self.on_host(numel, dtype)
 
     def on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros in the host's memory."""
